@@ -1,0 +1,343 @@
+"""The configuration: one frozen dataclass per group under `conf/`, a docstring under each field.
+
+Types carry their rules: `Literal` lists the choices, `Annotated[int, Range(1)]` the bounds. `config/load.py` turns a
+composed Hydra config into these classes and reports every violation at once; rules between fields live in
+`config/validate.py`. `docs/configuration.md` is generated from this file. The defaults here are those of `conf/`;
+a test keeps the two equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.rules import Range
+
+PositiveInt = Annotated[int, Range(1)]
+NonNegativeInt = Annotated[int, Range(0)]
+NonNegativeFloat = Annotated[float, Range(0.0)]
+PositiveFloat = Annotated[float, Range(0.0, exclusive_min=True)]
+Fraction = Annotated[float, Range(0.0, 1.0)]
+Seconds = Annotated[float, Range(0.0, exclusive_min=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlatformConfig:
+    """`platform=cpu|gpu`: what the machine offers. Chosen by looking for a CUDA device unless stated."""
+
+    name: Literal["cpu", "gpu"] = "cpu"
+    """Chooses the other groups' defaults: tiny bundled model and inline learner on cpu, Qwen2.5 with vLLM on gpu."""
+    device: str = "cpu"
+    """torch device of the inline learner and of `generator=hf`, e.g. `cpu` or `cuda:0`."""
+    num_threads: PositiveInt = 1
+    """torch threads per process. One is fastest on small shared machines: idle threads spin on busy cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """`model=`: the policy's model and tokenizer."""
+
+    path: str = "builtin:tiny_qwen2"
+    """Folder in Hugging Face format, a hub name, or `builtin:NAME` for a model inside the package."""
+    tokenizer_path: str | None = None
+    """Where the tokenizer is, if not with the model."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the forward pass; master weights and optimizer state are float32."""
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    """Attention kernel for the padded layout; auto is sdpa."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off: such a model is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """`data=`: prompts for training and for evaluation."""
+
+    train: tuple[str, ...] = ("builtin:word_problems/train",)
+    """Parquet or JSON-lines files, folders of them, hub names (`owner/name:split`), or `builtin:NAME/SPLIT`."""
+    validation: tuple[str, ...] = ("builtin:word_problems/validation",)
+    """Held-out prompts; empty turns evaluation off."""
+    max_train_prompts: NonNegativeInt = 0
+    """Use only the first so many training prompts; 0 is all."""
+    max_validation_prompts: NonNegativeInt = 0
+    """Use only the first so many held-out prompts; 0 is all."""
+    max_prompt_length: PositiveInt = 256
+    """Tokens. A longer first prompt is handled by `over_long`."""
+    over_long: Literal["drop", "error"] = "drop"
+    """What becomes of a prompt over `max_prompt_length`: left out and counted, or refused before training."""
+    shuffle: bool = True
+    """Another order each epoch, derived from `seed`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """`environment=`: where answers are judged."""
+
+    env_class: str = "word_problems"
+    """A built-in environment, one registered in skyrl-gym, or your own as `package.module:attr`. Rows may name their own."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Handed to the environment as `env_config`, e.g. `db_path` for text2sql or `search_url` for search."""
+    step_timeout_s: Seconds = 60.0
+    """Deadline of each `init`, `step` and `close`. An environment that exceeds it fails its trajectory, not the run."""
+    max_workers: PositiveInt = 16
+    """Threads that run environments beside the event loop."""
+    max_failed_fraction: Fraction = 0.5
+    """Stop the run when a larger share of a batch's trajectories failed: something is broken for good."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How responses are sampled."""
+
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Range(0.0, 1.0, exclusive_min=True)] = 1.0
+    """Keep the smallest set of tokens with this much probability."""
+    top_k: Annotated[int, Range(-1)] = -1
+    """Keep the k likeliest tokens; -1 keeps all."""
+    min_p: Fraction = 0.0
+    """Drop tokens below this share of the likeliest token's probability."""
+    max_generate_length: PositiveInt = 64
+    """New tokens per turn."""
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratorConfig:
+    """`generator=hf|vllm|http|replay`: how rollouts are made."""
+
+    backend: Literal["hf", "vllm", "http", "replay"] = "hf"
+    """hf: Hugging Face model in this process. vllm: engines on Ray. http: an OpenAI-compatible server. replay: a file."""
+    n_samples_per_prompt: PositiveInt = 8
+    """Trajectories per training prompt: the group over which GRPO compares."""
+    max_turns: PositiveInt = 2
+    """Generations per trajectory."""
+    max_context_length: PositiveInt = 512
+    """Tokens of prompt, responses and observations together; a trajectory that is full ends there."""
+    step_wise_trajectories: bool = False
+    """true: one training row per turn. false: one row per trajectory."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """For training rollouts."""
+    eval_sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """For evaluation."""
+    eval_n_samples_per_prompt: PositiveInt = 1
+    """Trajectories per held-out prompt; pass@n is reported for it."""
+    max_batch_size: PositiveInt = 256
+    """Sequences that the hf backend generates together."""
+    request_timeout_s: Seconds = 600.0
+    """Deadline of one generation request."""
+    replay_path: str = ""
+    """Rollouts to train on (backend replay): a JSON-lines file, or a folder of them, as a run writes under `rollouts/`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """sgd has no momentum: its update is the gradient, which makes runs easy to compare."""
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's averaging coefficients."""
+    eps: PositiveFloat = 1e-8
+    """AdamW's denominator term."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay; not applied to biases and norms."""
+    max_grad_norm: NonNegativeFloat = 1.0
+    """Clip the global gradient norm; 0 is off."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps from 0 to the peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up, over the optimizer steps that the batch plan announces."""
+    min_lr_ratio: Fraction = 0.0
+    """Where linear and cosine end, as a share of `lr`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyConfig:
+    """`trainer.policy`: how the policy is updated."""
+
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """The policy's optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticModelConfig:
+    """`critic.model`: the value model."""
+
+    path: str = ""
+    """Folder or hub name, `policy` for a copy of the policy's weights with a new value head, or empty for no critic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig:
+    """`critic`: the value model of PPO."""
+
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    """What it starts from."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Its own optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    """`trainer`: the loop, its batch sizes, and what is kept."""
+
+    total_steps: NonNegativeInt = 0
+    """Training batches in all; 0 derives it from `epochs`."""
+    epochs: PositiveInt = 1
+    """Passes over the training prompts, where `total_steps` is 0."""
+    train_batch_size: PositiveInt = 32
+    """Prompts per training batch (rollout)."""
+    policy_mini_batch_size: PositiveInt = 16
+    """Prompts per optimizer step of the policy; must divide `train_batch_size`."""
+    critic_mini_batch_size: PositiveInt = 16
+    """Prompts per optimizer step of the critic; must divide `train_batch_size`."""
+    update_epochs_per_batch: PositiveInt = 1
+    """Passes over each training batch."""
+    micro_batching: str = "fixed"
+    """`fixed` rows, `token_budget`, `auto` (sizes itself), or your own strategy as `package.module:attr`."""
+    micro_train_batch_size_per_gpu: PositiveInt = 32
+    """Rows per forward and backward on one rank (fixed)."""
+    micro_forward_batch_size_per_gpu: PositiveInt = 64
+    """Rows per forward-only pass on one rank (fixed)."""
+    max_tokens_per_microbatch: PositiveInt = 8192
+    """Hard cap on computed token positions of a forward and backward on one rank (token_budget)."""
+    max_tokens_per_forward_microbatch: PositiveInt = 16384
+    """The same for forward-only passes."""
+    layout: Literal["padded", "packed", "prefix_shared", "auto"] = "padded"
+    """What one forward computes. Changes speed and memory, never the gradient."""
+    docs_per_step: NonNegativeInt = 0
+    """Close an optimizer step at so many rollouts instead of at a fixed number of prompts; 0 is off."""
+    docs_per_step_exact: bool = False
+    """Cut the last micro-batch so that a step has exactly `docs_per_step` rollouts."""
+    batch_validation: Literal["strict", "relaxed"] = "strict"
+    """strict refuses uneven divisions over ranks and micro-batches; relaxed pads them and says what it costs."""
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Advantages, losses, KL."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    """The policy's optimizer."""
+    eval_before_train: bool = True
+    """Evaluate once before the first step, so that curves start at the starting point."""
+    eval_interval: NonNegativeInt = 10
+    """Evaluate every so many steps; 0 only before and after."""
+    eval_batch_size: PositiveInt = 256
+    """Held-out prompts generated together."""
+    ckpt_interval: NonNegativeInt = 10
+    """Save every so many steps; 0 only at the end and on a signal."""
+    max_ckpts_to_keep: PositiveInt = 2
+    """Older checkpoints are deleted after a newer one is complete."""
+    resume_mode: Literal["latest", "none", "from_path"] = "latest"
+    """latest: from this output folder, if it holds a checkpoint. from_path: from `resume_path`."""
+    resume_path: str = ""
+    """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder."""
+    dump_rollouts: bool = True
+    """Write every trajectory to `rollouts/` as JSON lines."""
+    export_hf: bool = True
+    """Write the final policy in Hugging Face format to `export/`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """`strategy=single|ddp|fsdp2`: how one model is spread over ranks."""
+
+    name: Literal["single", "ddp", "fsdp2"] = "single"
+    """single: one process. ddp: a replica per rank. fsdp2: sharded over ranks."""
+    cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory (fsdp2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """`placement=`: which processes run where."""
+
+    backend: Literal["inline", "ray"] = "inline"
+    """inline: one process, no Ray, debuggable with pdb. ray: actors on a cluster."""
+    policy_num_workers: PositiveInt = 1
+    """Data-parallel ranks of the policy."""
+    critic_num_workers: PositiveInt = 1
+    """Data-parallel ranks of the critic."""
+    ref_num_workers: PositiveInt = 1
+    """Data-parallel ranks of the reference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsoleConfig:
+    """`tracker=console`."""
+
+    enabled: bool = False
+    """One line a step; progress bars inside long phases where the output is a terminal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """`tracker=wandb`."""
+
+    enabled: bool = False
+    """Log to Weights & Biases."""
+    project: str = "skyrl_train"
+    """Project name."""
+    entity: str | None = None
+    """Team or user; None is your default."""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """auto is online where a key is configured, else offline (`wandb sync` uploads later)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorboardConfig:
+    """`tracker=tensorboard`."""
+
+    enabled: bool = False
+    """Write event files to `tensorboard/` in the output folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackerConfig:
+    """`tracker=console|wandb|tensorboard`, or several: `tracker=[console,wandb]`. `metrics.jsonl` is always written."""
+
+    console: ConsoleConfig = field(default_factory=ConsoleConfig)
+    """Lines for a person."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Weights & Biases."""
+    tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
+    """TensorBoard."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything a run depends on."""
+
+    run_name: str = "skyrl_train"
+    """Shown by trackers and in the output folder's name."""
+    seed: NonNegativeInt = 0
+    """Every random choice is derived from it."""
+    output_dir: str = "outputs"
+    """Where the run writes; Hydra's run folder unless stated (`hydra.run.dir=...` moves it)."""
+    platform: PlatformConfig = field(default_factory=PlatformConfig)
+    """What the machine offers."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The policy's model."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """Prompts."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """Where answers are judged."""
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    """How rollouts are made."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """The loop."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model."""
+    strategy: StrategyConfig = field(default_factory=StrategyConfig)
+    """How a model is spread over ranks."""
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    """Which processes run where."""
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    """Where metrics go."""

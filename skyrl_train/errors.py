@@ -1,0 +1,91 @@
+"""Every error that the project raises on purpose.
+
+SkyrlTrainError
+├── ConfigError                  the configuration; carries all violations at once
+├── DataError                    a data file or row
+├── CheckpointError              a checkpoint is missing, damaged or of another run
+├── ModelError                   a model folder or name cannot be used
+├── BatchError (ValueError)      rows, boundaries or shapes that contradict each other
+├── NonFiniteError               a loss or gradient is NaN or infinite; no weight was changed
+├── DeadlineError                something did not answer in time; the name says what
+├── EngineError                  the inference engine refused or broke
+└── StopRequested                SIGTERM or SIGINT, raised at the next safe point
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class SkyrlTrainError(Exception):
+    """Base of all errors below. `main` prints them without a traceback and exits with status 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Violation:
+    """One thing that is wrong with a configuration, in the four parts that a reader needs."""
+
+    field: str
+    """Dotted name as typed on the command line, e.g. `trainer.train_batch_size`."""
+    rule: str
+    """What must hold, e.g. `must be a positive integer`."""
+    value: str
+    """What was given, as text."""
+    remedy: str
+    """What to type instead, e.g. `try trainer.train_batch_size=4`."""
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.rule}; got {self.value}. {self.remedy}"
+
+
+class ConfigError(SkyrlTrainError):
+    """All violations of a configuration, at once."""
+
+    def __init__(self, violations: Sequence[Violation]):
+        self.violations = tuple(violations)
+        count = len(self.violations)
+        head = f"{count} problem{'s' if count != 1 else ''} in the configuration:"
+        super().__init__("\n".join([head, *(f"  - {violation}" for violation in self.violations)]))
+
+
+class DataError(SkyrlTrainError):
+    """A data file is missing, or a row lacks what it needs; names the file, the row and the remedy."""
+
+
+class CheckpointError(SkyrlTrainError):
+    """A checkpoint cannot be used; names the folder and the reason."""
+
+
+class ModelError(SkyrlTrainError):
+    """A model cannot be loaded; names the path and what is missing there."""
+
+
+class BatchError(SkyrlTrainError, ValueError):
+    """Rows, boundaries or shapes contradict each other; names the uid or the index."""
+
+
+class NonFiniteError(SkyrlTrainError):
+    """A loss or a gradient is not finite. Raised before any weight moves."""
+
+
+class DeadlineError(SkyrlTrainError, TimeoutError):
+    """`what` did not answer within `timeout_s`."""
+
+    def __init__(self, what: str, timeout_s: float, remedy: str = ""):
+        super().__init__(f"{what} did not answer within {timeout_s:g} s. {remedy}".rstrip())
+        self.what = what
+        self.timeout_s = timeout_s
+
+
+class EngineError(SkyrlTrainError):
+    """The inference engine refused a request or died."""
+
+
+class StopRequested(SkyrlTrainError):
+    """A signal asked for a stop. The checkpoint at `global_step` is written."""
+
+    def __init__(self, signal_name: str, global_step: int):
+        super().__init__(f"stopped by {signal_name} after step {global_step}")
+        self.signal_name = signal_name
+        self.global_step = global_step

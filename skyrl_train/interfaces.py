@@ -1,0 +1,144 @@
+"""The seams: what a trainer needs from the parts it does not construct. Each has at least two implementations,
+one of which runs on a CPU.
+
+A trainer knows these Protocols only, so the same loop runs in one process or on Ray actors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from skyrl_train.batch.minibatch import MiniBatch
+    from skyrl_train.batch.training_batch import TrainingInputBatch
+    from skyrl_train.telemetry.metrics import StepMetrics
+    from skyrl_train.types import (
+        ChatMessage,
+        GenerationOutput,
+        GenerationRequest,
+        Prompt,
+        RolloutBatch,
+        SamplingParams,
+    )
+
+
+class Environment(Protocol):
+    """Where an answer is judged: the skyrl-gym API. Constructed as `cls(env_config=..., extras=...)` per trajectory.
+
+    Methods may block: they run on threads, each call under a deadline.
+    """
+
+    def init(self, prompt: list[ChatMessage]) -> tuple[list[ChatMessage], Mapping[str, Any]]:
+        """The first messages for the model, and information."""
+        ...
+
+    def step(self, action: str) -> Mapping[str, Any]:
+        """`{"observations": [messages], "reward": float, "done": bool, "metadata": {...}}`."""
+        ...
+
+    def close(self) -> None: ...
+
+    def get_metrics(self) -> Mapping[str, Any]: ...
+
+
+class InferenceEngine(Protocol):
+    """Token ids in, token ids and their log-probabilities out."""
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that answer now; -1 before the first sync."""
+        ...
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Announces one trajectory for as long as it runs. An engine that generates in waves waits until each leased
+        trajectory has either asked for tokens or ended, which makes its batches the same on every run."""
+        ...
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Raises EngineError or DeadlineError; never returns less than the engine produced."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Generator(Protocol):
+    """Turns prompts into trajectories."""
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n_samples_per_prompt: int,
+        sampling: SamplingParams,
+        global_step: int,
+        purpose: str,
+    ) -> RolloutBatch:
+        """`len(prompts) * n_samples_per_prompt` trajectories in order; `purpose` (`train`, `eval`) enters the seeds.
+
+        A trajectory that breaks is returned as failed, with its reason; nothing is raised for it.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Learner(Protocol):
+    """One model: the policy, the critic, or a reference (which is never updated).
+
+    In one process, or a group of data-parallel workers behind the same methods.
+    """
+
+    def forward(self, batch: TrainingInputBatch) -> Tensor:
+        """`[num_tokens]`, aligned with `batch["input_ids"]`: log-probabilities (policy, reference) or values (critic) at
+        positions with `loss_mask`, 0 elsewhere. On the CPU, without gradients."""
+        ...
+
+    def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
+        """Adds the gradient of the closed mini-batch's loss to what is accumulated."""
+        ...
+
+    def optim_step(self) -> StepMetrics:
+        """Clips, steps, zeroes the gradients, advances the schedule.
+
+        Raises NonFiniteError, before any weight moves, where a gradient is not finite.
+        """
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters under their Hugging Face names, tied ones once; detached, read at once."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Model, optimizer and schedule, as safetensors and JSON."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Exact inverse of `save`. Raises CheckpointError."""
+        ...
+
+    def export_hf(self, folder: Path) -> None:
+        """Model, config and tokenizer for `from_pretrained`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightTransport(Protocol):
+    """Carries the policy's weights to the inference engine."""
+
+    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """All of them or none: an engine never answers with a mixture."""
+        ...
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
+
+    def close(self) -> None: ...
