@@ -161,14 +161,14 @@ def _journey(rng: random.Random) -> WordProblem:
     return working.finish("journey", total, *sentences, f"How many {unit} is that?")
 
 
-def _shared_costs(rng: random.Random) -> WordProblem:
+def _wages(rng: random.Random) -> WordProblem:
     """Wages for some hours, less what was spent, twice."""
     working, name = _Working(), rng.choice(NAMES)
     wage, hours = rng.randint(3, 9), rng.randint(2, 6)
     sentences = [f"{name} earns {wage} dollars an hour and works {hours} hours."]
     left = working.multiply(wage, hours)
     for thing in rng.sample(("lunch", "a ticket", "a gift"), rng.randint(1, 2)):
-        cost = rng.randint(1, min(9, left - 1))
+        cost = rng.randint(1, min(9, left // 2))
         sentences.append(f"{name} pays {cost} for {thing}.")
         left = working.subtract(left, cost)
     return working.finish("wages", left, *sentences, "How many dollars are left?")
@@ -181,7 +181,7 @@ _TEMPLATES: tuple[Callable[[random.Random], WordProblem], ...] = (
     _shopping,
     _compared,
     _journey,
-    _shared_costs,
+    _wages,
 )
 """Drawn uniformly; the chain of gains and losses counts twice because it alone has four lengths."""
 
