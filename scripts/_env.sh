@@ -1,0 +1,126 @@
+# shellcheck shell=sh
+# Sourced by the other scripts, with `root` set to the repository: makes `.venv` there and sets `python` to its
+# interpreter. A stamp in .venv remembers what was installed, so that the next run starts at once.
+
+: "${root:?}"
+venv=$root/.venv
+python=$venv/bin/python
+
+say() { printf '[skyrl_train] %s\n' "$*" >&2; }
+die() {
+    say "error: $*"
+    exit 1
+}
+
+# True when $1 starts and is Python 3.10 to 3.12. Asked of the program itself: a shim may exist and still fail.
+python_fits() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' >/dev/null 2>&1
+}
+
+has_uv() { uv --version >/dev/null 2>&1; }
+
+# Sets `base_python`: $SKYRL_TRAIN_PYTHON when given, else plain python3 when it fits, else any other that does.
+find_base_python() {
+    base_python=
+    without_venv=
+    if [ -n "${SKYRL_TRAIN_PYTHON:-}" ]; then
+        python_fits "$SKYRL_TRAIN_PYTHON" ||
+            die "SKYRL_TRAIN_PYTHON=$SKYRL_TRAIN_PYTHON does not start or is not Python 3.10, 3.11 or 3.12"
+    fi
+    for candidate in "${SKYRL_TRAIN_PYTHON:-python3}" python python3.12 python3.11 python3.10; do
+        python_fits "$candidate" || continue
+        if has_uv || "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+            base_python=$("$candidate" -c 'import sys; print(sys.executable)')
+            return
+        fi
+        without_venv=${without_venv:-$candidate}
+    done
+    if has_uv && base_python=$(uv python find --no-python-downloads '>=3.10,<3.13' 2>/dev/null); then
+        return
+    fi
+    [ -z "$without_venv" ] || die "$without_venv has no venv module. Install it, on Debian or Ubuntu with" \
+        "\`apt install python$("$without_venv" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv\`, and run again"
+    die "Python 3.10, 3.11 or 3.12 is needed and none was found on the PATH. Install one, or name it:" \
+        "SKYRL_TRAIN_PYTHON=/path/to/python3.11"
+}
+
+# What decides whether an environment is still right: the requirements, the place, the interpreter. Empty when the
+# interpreter in .venv does not work.
+fingerprint() {
+    python_fits "$python" || return 0
+    printf '%s %s %s' "$(cat "$root/pyproject.toml" "$root/setup.py" | cksum)" "$root" "$("$python" --version)"
+}
+
+is_installed() { # $1: extra or "base"
+    [ ! -e "$venv/.installing" ] && [ -f "$venv/.installed-$1" ] &&
+        [ "$(cat "$venv/.installed-$1")" = "$(fingerprint)" ]
+}
+
+# Leaves an environment that packages can be installed into. One that was interrupted, broken or moved starts afresh.
+create_venv() {
+    if [ -e "$venv/.installing" ]; then
+        read -r owner <"$venv/.installing" || owner=
+        if [ -n "$owner" ] && kill -0 "$owner" 2>/dev/null; then
+            die "process $owner is installing into $venv; run again when it is done (or stop it)"
+        fi
+        say "the last installation was interrupted: starting .venv afresh"
+        rm -rf -- "$venv"
+    elif [ -e "$venv" ] && { ! python_fits "$python" || has_moved; }; then
+        say "the interpreter in .venv does not work here: starting .venv afresh"
+        rm -rf -- "$venv"
+    fi
+    fresh=true
+    [ ! -x "$python" ] || fresh=false
+    mkdir -p -- "$venv"
+    printf '%s\n' "$$" >"$venv/.installing"
+    rm -f -- "$venv"/.installed-*
+    [ "$fresh" = true ] || return 0
+    if has_uv; then
+        uv venv --quiet --allow-existing --python "$base_python" "$venv" || die "uv could not create $venv"
+    else
+        "$base_python" -m venv "$venv" || die "$base_python could not create $venv"
+    fi
+}
+
+# True when .venv was filled in another folder: its commands still point there.
+has_moved() {
+    [ -f "$venv/.installed-base" ] && ! grep -qF -- " $root Python" "$venv/.installed-base"
+}
+
+# Exports what scripts/_package_index.py found out: how pip is configured, for uv; where the CPU build of torch is.
+read_package_index() {
+    settings=$("$base_python" "$root/scripts/_package_index.py") || die "pip's configuration could not be read"
+    while IFS= read -r setting; do
+        [ -z "$setting" ] || export "${setting?}"
+    done <<END
+$settings
+END
+}
+
+install_package() { # $1: extra or "base"
+    if [ "$1" = base ]; then set -- --editable .; else set -- --editable ".[$1]"; fi
+    if has_uv; then
+        uv pip install --quiet --python "$python" "$@"
+    else
+        "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null # a .venv that uv had made
+        [ -z "${TORCH_CPU_INDEX:-}" ] || set -- --extra-index-url "$TORCH_CPU_INDEX" "$@"
+        PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip install -qq "$@"
+    fi || die "the packages could not be installed: the reason is above; run the same command to try again"
+}
+
+# $1: extra ("dev"), or nothing for the program alone. To be called in the repository's folder.
+ensure_env() {
+    extra=${1:-base}
+    ! is_installed "$extra" || return 0
+    [ "$extra" != base ] || ! is_installed dev || return 0
+    find_base_python
+    installer=pip
+    ! has_uv || installer=uv
+    say "installing into .venv with $installer (about 1 GB on a CPU; one to four minutes, the next run starts at once)"
+    create_venv
+    read_package_index
+    install_package "$extra"
+    fingerprint >"$venv/.installed-base"
+    fingerprint >"$venv/.installed-$extra"
+    rm -f -- "$venv/.installing"
+}
