@@ -1,0 +1,69 @@
+"""What estimators and losses take and return. Columns are `[rows, len]`, right-padded; position t is token t."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from skyrl_train.telemetry.metrics import Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageInputs:
+    """The rows of whole prompts: all rows of each of their trajectories, in any order."""
+
+    rewards: Tensor
+    """`[rows, len]` float. A turn's reward sits on the turn's last response token; 0 elsewhere and in padding."""
+    loss_mask: Tensor
+    """`[rows, len]` bool. True: a token that the policy sampled and that is trained."""
+    prompt_index: Tensor
+    """`[rows]` integer."""
+    trajectory_index: Tensor
+    """`[rows]` integer, unique in the batch. Several rows share one where a trajectory has one row per turn."""
+    step_index: Tensor
+    """`[rows]` integer: order of a trajectory's rows."""
+    is_last_step: Tensor
+    """`[rows]` bool: the trajectory's last row."""
+    is_padding: Tensor
+    """`[rows]` bool: dummy rows and failed trajectories, which belong to no group and get zeros."""
+    values: Tensor | None = None
+    """`[rows, len]` float, for `gae`: value of the state from which token t was sampled (the tokens before t)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageOutput:
+    """Both `[rows, len]`, in the dtype of the rewards, 0 outside `loss_mask`."""
+
+    advantages: Tensor
+    returns: Tensor
+    """What a critic learns to predict."""
+    whiten_over_batch: bool = False
+    """The caller subtracts the mean and divides by the standard deviation over all trained tokens of the training
+    batch; the estimator cannot, because it sees some of the prompts at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossInputs:
+    """Rows of one micro-batch. Values outside `loss_mask` may be anything, NaN included."""
+
+    logprobs: Tensor
+    """`[rows, len]` float: log-probability of each token under the model that is trained. Carries the gradient."""
+    old_logprobs: Tensor
+    """`[rows, len]` float: the same under the policy at the start of the update. No gradient."""
+    advantages: Tensor
+    """`[rows, len]` float."""
+    loss_mask: Tensor
+    """`[rows, len]` bool."""
+    rollout_logprobs: Tensor | None = None
+    """`[rows, len]` float: as the inference engine reported them while sampling."""
+    ref_logprobs: Tensor | None = None
+    """`[rows, len]` float: under the reference, or the teacher of a distillation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossOutput:
+    token_losses: Tensor
+    """`[rows, len]`, 0 outside `loss_mask`; the loss of a step is `sum(loss_weights * token_losses)`."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    """Means over the trained tokens, or over rows where the name says so."""

@@ -1,0 +1,72 @@
+"""Masked sums, means and variances. Mean and variance always run over the same tokens: those of the mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.checks import require_bool, require_float
+from skyrl_train.errors import BatchError
+
+
+def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum of `values` where `mask`; whatever stands elsewhere, NaN included, counts as nothing."""
+    kept = torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean of `values` where `mask` (same shape, bool); 0 where nothing is masked in. Along `dim`, or over everything.
+
+    Raises BatchError for another shape or dtype.
+    """
+    require_float("values", values, values.shape)
+    require_bool("mask", mask, values.shape)
+    count = mask.sum() if dim is None else mask.sum(dim)
+    return masked_sum(values, mask, dim) / count.clamp(min=1)
+
+
+def masked_var(values: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
+    """Variance of `values` where `mask`, around the masked mean: `sum((x - mean)^2) / (n - 1)`, or `/ n`.
+
+    0 for fewer than two tokens. Raises BatchError for another shape or dtype.
+    """
+    centred = values - masked_mean(values, mask)
+    count = mask.sum() - (1 if unbiased else 0)
+    return masked_sum(centred.square(), mask) / count.clamp(min=1)
+
+
+def rounding_tolerance(magnitude: Tensor, dtype: torch.dtype) -> Tensor:
+    """How far apart two numbers of this magnitude, kept in `dtype`, may be and still be equal up to rounding."""
+    return 4 * torch.finfo(dtype).eps * magnitude
+
+
+def whiten(values: Tensor, mask: Tensor, *, boundaries: Sequence[tuple[int, int]] | None = None) -> Tensor:
+    """`(x - mean) / std` over the masked tokens, 0 elsewhere. Mean and (n - 1) variance are both masked.
+
+    `values` and `mask` have the same shape; `boundaries` are half-open ranges of the first dimension, each whitened on
+    its own (without them: everything together), and what no range covers becomes 0. Computed in float64, returned in
+    the dtype of `values`. Equal values, or a single one, give exactly 0: the spread that rounding leaves is no signal.
+
+    Raises BatchError for shapes and dtypes that differ, boundaries out of range, and values that are not finite.
+    """
+    require_float("values", values, values.shape)
+    require_bool("mask", mask, values.shape)
+    whitened = torch.zeros_like(values)
+    for start, stop in [(0, len(values))] if boundaries is None else boundaries:
+        if not 0 <= start <= stop <= len(values):
+            raise BatchError(f"boundary ({start}, {stop}) lies outside 0..{len(values)}")
+        part, part_mask = values[start:stop].double(), mask[start:stop]
+        kept = part[part_mask]
+        if kept.numel() == 0:
+            continue
+        if not bool(torch.isfinite(kept).all()):
+            raise BatchError(f"values between {start} and {stop} are not all finite and cannot be whitened")
+        spread = kept.max() - kept.min()
+        if kept.numel() < 2 or bool(spread <= rounding_tolerance(kept.abs().max(), values.dtype)):
+            continue
+        scaled = (part - kept.mean()) / kept.std(unbiased=True)
+        whitened[start:stop] = torch.where(part_mask, scaled, 0.0).to(values.dtype)
+    return whitened
