@@ -1,0 +1,261 @@
+"""Checkpoints that are either whole or absent.
+
+    checkpoints/
+      latest                    text: the name of the newest checkpoint, e.g. `step_000010`
+      step_000010/
+        ...                     whatever the caller wrote
+        manifest.json           size and SHA-256 of every other file; written last
+      .tmp-...                  a write or a removal that was cut short; taken away by the next write
+
+A checkpoint is written under a `.tmp-` name, each file is brought to the disk (fsync), then the manifest, then the folder is
+renamed and `latest` replaced. A process killed at any moment leaves the state of before or of after. Nothing in a
+checkpoint is parsed before its sums are checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+
+from skyrl_train.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+FORMAT = 1
+_TEMPORARY = ".tmp-"
+_REPLACED = ".tmp-replaced-"
+_NAME = re.compile(r"step_(\d{6,})")
+_READ_BYTES = 1 << 20
+
+logger = logging.getLogger(__name__)
+
+
+def checkpoint_name(step: int) -> str:
+    """`step_000010`."""
+    return f"step_{step:06d}"
+
+
+def checkpoint_step(folder: Path) -> int:
+    """The step in a checkpoint folder's name. Raises CheckpointError for any other name."""
+    match = _NAME.fullmatch(folder.name)
+    if match is None:
+        raise CheckpointError(f"{folder}: not a checkpoint folder; its name must look like {checkpoint_name(10)}")
+    return int(match.group(1))
+
+
+def write_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
+    """Writes the checkpoint of `step` and returns its folder; the newest `keep` whole ones stay, older ones go.
+
+    `write` fills the (empty) folder it is given. An existing checkpoint of the same step is replaced.
+    Raises CheckpointError where the disk refuses (no space, no permission); what was there before is untouched.
+    """
+    final = root / checkpoint_name(step)
+    temporary = root / f"{_TEMPORARY}{final.name}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        clean_leftovers(root)
+        temporary.mkdir()
+        write(temporary)
+        _seal(temporary)
+        if final.exists():
+            os.rename(final, root / f"{_REPLACED}{final.name}")
+        os.rename(temporary, final)
+        _fsync_folder(root)
+        _replace_text(root / LATEST, final.name + "\n")
+        clean_leftovers(root)
+        _prune(root, keep)
+    except OSError as error:
+        raise CheckpointError(
+            f"{final}: could not be written: {error}. Earlier checkpoints are untouched; make room or choose another folder"
+        ) from error
+    return final
+
+
+def clean_leftovers(root: Path) -> None:
+    """Removes what writes that were cut short left behind, and puts back a checkpoint that was about to be replaced.
+
+    For the process that writes to `root`, at its start; a reader must not call it.
+    """
+    for leftover in sorted(root.glob(f"{_TEMPORARY}*")):
+        target = root / leftover.name.removeprefix(_REPLACED)
+        if leftover.name.startswith(_REPLACED) and not target.exists():
+            os.rename(leftover, target)
+        elif leftover.is_dir():
+            shutil.rmtree(leftover)
+        else:
+            leftover.unlink()
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """The newest checkpoint under `root` that is whole, or None where there is none at all.
+
+    Prefers the one that `latest` names, then older ones, newest first. Each one that is passed over is reported as a warning
+    with the reason. Only reads, so a running trainer's folder may be looked at. Raises CheckpointError where there are
+    checkpoints but none is whole.
+    """
+    problems: list[str] = []
+    candidates = _candidates(root, problems)
+    for folder in candidates:
+        try:
+            verify(folder)
+        except CheckpointError as error:
+            problems.append(str(error))
+            continue
+        for problem in problems:
+            logger.warning("checkpoint passed over: %s", problem)
+        return folder
+    if candidates:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise CheckpointError(
+            f"no checkpoint under {root} is whole:\n{listed}\n"
+            "Restore one from a copy, or start anew with trainer.resume_mode=none"
+        )
+    for problem in problems:
+        logger.warning("checkpoint passed over: %s", problem)
+    return None
+
+
+def verify(folder: Path) -> None:
+    """Returns if every file is there, no other is, and sizes and SHA-256 sums agree. Raises CheckpointError otherwise."""
+    files = _read_manifest(folder)
+    _check_sizes(folder, files)
+
+    def check(name: str) -> None:
+        if _sha256(folder / name) != files[name][1]:
+            raise CheckpointError(f"{folder}: {name} does not have the SHA-256 sum that {MANIFEST} states: it was damaged")
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        list(pool.map(check, files))
+
+
+def _candidates(root: Path, problems: list[str]) -> list[Path]:
+    """Checkpoint folders, the one to try first in front: `latest`, then those before it, then those after it.
+
+    A step after `latest` belongs to a run that was rewound, or to a write that was cut short before `latest` moved.
+    """
+    folders: dict[int, Path] = {}
+    for prefix in ("", _REPLACED):
+        for folder in root.glob(f"{prefix}step_*"):
+            match = _NAME.fullmatch(folder.name.removeprefix(_REPLACED))
+            if match and folder.is_dir():
+                folders.setdefault(int(match.group(1)), folder)
+    named = max(folders, default=0)
+    if (root / LATEST).exists():
+        text = (root / LATEST).read_text(encoding="utf-8", errors="replace").strip()
+        match = _NAME.fullmatch(text)
+        if match and int(match.group(1)) in folders:
+            named = int(match.group(1))
+        else:
+            problems.append(f"{root / LATEST} names {text[:80]!r}, which is not there")
+    return [folders[step] for step in sorted(folders, key=lambda step: (step > named, -step))]
+
+
+def _prune(root: Path, keep: int) -> None:
+    """Removes all but the first `keep` whole checkpoints. A damaged one is removed with those older than it."""
+    whole = 0
+    for folder in _candidates(root, []):
+        if whole >= keep:
+            doomed = root / f"{_TEMPORARY}remove-{folder.name}"
+            os.rename(folder, doomed)
+            shutil.rmtree(doomed)
+            continue
+        try:
+            _check_sizes(folder, _read_manifest(folder))
+        except CheckpointError:
+            continue
+        whole += 1
+
+
+def _seal(folder: Path) -> None:
+    """Brings every file to the disk and writes the manifest."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    if MANIFEST in names:
+        raise CheckpointError(f"{folder}: the name {MANIFEST} is taken by what was written")
+
+    def record(path: Path) -> dict[str, object]:
+        _fsync_file(path)
+        return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+    with ThreadPoolExecutor(max_workers=4) as pool:
+        records = list(pool.map(record, paths))
+    _write_text(folder / MANIFEST, json.dumps({"format": FORMAT, "files": dict(zip(names, records))}, indent=1) + "\n")
+    for subfolder in {folder, *(path.parent for path in paths)}:
+        _fsync_folder(subfolder)
+
+
+def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
+    """File name to (bytes, SHA-256). Raises CheckpointError."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
+        found_format = int(content["format"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: no {MANIFEST}: the checkpoint was not finished, or the file was deleted") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({type(error).__name__}): it was damaged") from error
+    if found_format != FORMAT:
+        raise CheckpointError(f"{folder}: format {found_format}; this version reads format {FORMAT}")
+    for name in files:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CheckpointError(f"{folder}: {MANIFEST} names {name!r}, which lies outside the checkpoint")
+    return files
+
+
+def _check_sizes(folder: Path, files: dict[str, tuple[int, str]]) -> None:
+    """Cheap part of `verify`: the right files of the right sizes."""
+    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MANIFEST}
+    for name, (num_bytes, _) in files.items():
+        if name not in present:
+            raise CheckpointError(f"{folder}: {name} is missing")
+        found = (folder / name).stat().st_size
+        if found != num_bytes:
+            raise CheckpointError(f"{folder}: {name} has {found} bytes; {MANIFEST} states {num_bytes}: it was cut or changed")
+    for name in sorted(present - set(files)):
+        raise CheckpointError(f"{folder}: {name} is not in {MANIFEST}: it was put there later")
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace_text(path: Path, text: str) -> None:
+    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
+    _write_text(temporary, text)
+    os.replace(temporary, path)
+    _fsync_folder(path.parent)
+
+
+def _fsync_file(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

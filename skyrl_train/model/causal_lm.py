@@ -1,0 +1,220 @@
+"""Loading a causal language model and its tokenizer, with errors that say what is missing where.
+
+Names resolve in this order: `builtin:NAME` is `skyrl_train/assets/NAME`; an existing folder is itself; `owner/name` is a hub
+model, taken from the local cache where it is complete and else downloaded. Weights are safetensors only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+import skyrl_train.assets
+from skyrl_train.config.schema import ModelConfig
+from skyrl_train.errors import ModelError
+from skyrl_train.model.logprobs import OutputHead, token_scores
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BUILTIN = "builtin:"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
+_HUB_TIMEOUT_S = 10.0
+_HEAD_TOLERANCE = 1e-3
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_model_path(path: str, revision: str | None = None) -> Path:
+    """The local folder of a model; downloads a hub model that the cache does not hold.
+
+    Raises ModelError naming the path, what is missing there and the remedy.
+    """
+    if path.startswith(BUILTIN):
+        assets = Path(next(iter(skyrl_train.assets.__path__)))
+        folder = assets / path.removeprefix(BUILTIN)
+        if not folder.is_dir():
+            known = sorted(f"{BUILTIN}{entry.parent.name}" for entry in assets.glob("*/config.json"))
+            raise ModelError(f"model path {path!r}: no such built-in model; there are: {', '.join(known) or 'none'}")
+        return folder
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"model path {path!r} is a file; give the folder that holds config.json and *.safetensors")
+    if not _HUB_NAME.fullmatch(path):
+        raise ModelError(
+            f"model path {path!r}: no such folder, and not a hub name (`owner/name`) either. "
+            f"Give a folder in Hugging Face format, a hub name, or {BUILTIN}tiny_qwen2"
+        )
+    return _hub_folder(path, revision)
+
+
+def _hub_folder(name: str, revision: str | None) -> Path:
+    """A hub model's snapshot: from the cache where complete, which also keeps a resumed run on the same weights."""
+    from huggingface_hub import snapshot_download
+
+    request: dict[str, Any] = {"repo_id": name, "revision": revision, "allow_patterns": list(_HUB_FILES)}
+    try:
+        folder = Path(snapshot_download(local_files_only=True, **request))
+        if not missing_files(folder):
+            return folder
+    except Exception as error:
+        logger.debug("hub model %s is not in the cache: %s", name, error)
+    logger.info("downloading %s from the hub", name)
+    try:
+        return Path(snapshot_download(etag_timeout=_HUB_TIMEOUT_S, **request))
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        raise ModelError(
+            f"model path {name!r}: no such folder here, not in the local cache, and the hub did not give it ({reason}). "
+            f"Check the name and the network (HF_TOKEN for gated models), or give a folder or {BUILTIN}tiny_qwen2"
+        ) from error
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a model folder lacks: config.json, the weights, or shards that its index names."""
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError):
+            return [*missing, f"a readable {index.name}"]
+        missing += [shard for shard in shards if not (folder / shard).is_file()]
+    elif not (folder / "model.safetensors").is_file():
+        missing.append("model.safetensors")
+    return missing
+
+
+def load_causal_lm(model: ModelConfig, device: torch.device | str) -> PreTrainedModel:
+    """The model on `device` with float32 master weights, without dropout, ready for `learner/engine.py`.
+
+    Checks that log-probabilities computed from hidden states and output head agree with the model's own logits, so that
+    a family with an unknown twist is refused instead of trained wrongly. Raises ModelError.
+    """
+    from transformers import AutoModelForCausalLM
+
+    folder = resolve_model_path(model.path, model.revision)
+    _require_files(model.path, folder)
+    try:
+        loaded, report = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=torch.float32,
+            attn_implementation="sdpa" if model.attention == "auto" else model.attention,
+            trust_remote_code=model.trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise ModelError(f"model path {model.path!r}: {folder} cannot be loaded: {_reason(error)}") from error
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        raise ModelError(
+            f"model path {model.path!r}: the weights in {folder} lack {len(names)} parameters, e.g. {names[0]}; "
+            "they would start at random. Is it a causal language model?"
+        )
+    causal_lm: PreTrainedModel = loaded
+    _disable_dropout(causal_lm)
+    causal_lm.to(device)  # type: ignore[arg-type]
+    if model.gradient_checkpointing:
+        causal_lm.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+        )
+    check_head(causal_lm, name=model.path)
+    return causal_lm.train()
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer at `tokenizer_path`, or with the model. Raises ModelError."""
+    from transformers import AutoTokenizer
+
+    path = model.tokenizer_path or model.path
+    folder = resolve_model_path(path, model.revision if model.tokenizer_path is None else None)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=model.trust_remote_code, local_files_only=True
+        )
+    except Exception as error:
+        raise ModelError(
+            f"tokenizer path {path!r}: {folder} holds no usable tokenizer: {_reason(error)}. "
+            "Give one with model.tokenizer_path"
+        ) from error
+    return tokenizer
+
+
+def last_hidden_state(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
+    """`[rows, len, hidden]` of right-padded `input_ids` `[rows, len]`.
+
+    Attention is causal and padding is on the right, so no token ever sees padding: without a mask the fused causal kernels
+    apply, and the values at padding are meaningless but never read.
+    """
+    hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+    return hidden
+
+
+def output_head(model: PreTrainedModel) -> OutputHead:
+    """The part of the model after `last_hidden_state`, with the scaling and capping that its config asks for."""
+    linear = model.get_output_embeddings()
+    if not isinstance(linear, nn.Linear):
+        raise ModelError(f"{type(model).__name__}: its output head is {type(linear).__name__}, not a linear layer")
+    scale = float(getattr(model.config, "logit_scale", None) or 1.0)
+    scale /= float(getattr(model.config, "logits_scaling", None) or 1.0)
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    return OutputHead(
+        weight=linear.weight, bias=linear.bias, scale=scale, softcap=None if softcap is None else float(softcap)
+    )
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, *, name: str) -> None:
+    """Raises ModelError where `output_head` on `last_hidden_state` does not give the model's own log-probabilities."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    input_ids = torch.arange(1, 9, device=model.device).remainder(vocabulary).unsqueeze(0)
+    try:
+        hidden = last_hidden_state(model, input_ids)[0, :-1]
+        logits = model(input_ids=input_ids, use_cache=False).logits[0, :-1]
+    except Exception as error:
+        raise ModelError(f"model path {name!r}: {type(model).__name__} fails on 8 tokens: {_reason(error)}") from error
+    targets = input_ids[0, 1:]
+    expected = torch.log_softmax(logits.float(), dim=-1).gather(1, targets[:, None]).squeeze(1)
+    found, _ = token_scores(hidden, targets, output_head(model), with_entropy=False)
+    difference = float((found - expected).abs().max())
+    if not difference <= _HEAD_TOLERANCE:
+        raise ModelError(
+            f"model path {name!r}: {type(model).__name__} is not supported: log-probabilities from its hidden states differ "
+            f"from those of its logits by {difference:.3g}"
+        )
+
+
+def _require_files(path: str, folder: Path) -> None:
+    missing = missing_files(folder)
+    if not missing:
+        return
+    remedy = "Give the folder of a causal language model in Hugging Face format, a hub name, or builtin:tiny_qwen2"
+    if any(folder.glob("pytorch_model*.bin")):
+        remedy = "Its weights are pickled; convert them: load it once and call save_pretrained on a new folder"
+    raise ModelError(f"model path {path!r}: {folder} lacks {', '.join(missing)}. {remedy}")
+
+
+def _disable_dropout(model: nn.Module) -> None:
+    """Dropout would make the update depend on how rows are split; reinforcement learning does without."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
