@@ -1,0 +1,152 @@
+"""What a person sees: the run's header, one line a step, bars inside long phases, tables of evaluations.
+
+On a terminal it is coloured (unless `NO_COLOR` is set) and a bar shows how far the running phase is. Anywhere else every
+line is plain text without control characters, so that it can be kept in a log file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TextIO
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+_RECENT_STEPS = 20
+"""Steps over which the time left is estimated: the last ones, since responses grow during training."""
+_PLAIN_WIDTH = 100
+"""Columns of tables where the output is not a terminal."""
+
+
+class RunConsole:
+    """Writes to `file` (standard output unless stated).
+
+    `step_lines=False` (`tracker.console.enabled=false`) leaves header, notes, warnings and tables.
+    """
+
+    def __init__(self, *, step_lines: bool = True, file: TextIO | None = None) -> None:
+        stream = file or sys.stdout
+        terminal = stream.isatty()
+        self._console = Console(
+            file=stream, highlight=False, force_terminal=terminal, width=None if terminal else _PLAIN_WIDTH
+        )
+        self._step_lines = step_lines
+        self._bars = step_lines and terminal and not self._console.is_dumb_terminal
+        self._phase = ""
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def header(self, title: str, lines: Sequence[str]) -> None:
+        """The first lines of a run: what it is and what it will do."""
+        self._print(Text(title, style="bold cyan"))
+        for line in lines:
+            self._print(Text(f"  {line}"))
+
+    def note(self, line: str) -> None:
+        self._print(Text(line))
+
+    def warn(self, line: str) -> None:
+        self._print(Text(f"warning: {line}", style="yellow"))
+
+    def show(self, renderable: RenderableType) -> None:
+        """A table or another rich object."""
+        self._console.print(renderable)
+
+    def step(self, metrics: Mapping[str, float], *, step: int, total_steps: int) -> None:
+        """One line with what matters of a step's metrics; those that are absent are left out."""
+        seconds = metrics.get("timing/step")
+        if seconds is not None:
+            self._step_seconds.append(seconds)
+        if not self._step_lines:
+            return
+        left_s = self._mean_step_s() * (total_steps - step)
+        self._print(Text(step_line(metrics, step=step, total_steps=total_steps, left_s=left_s)))
+
+    def _mean_step_s(self) -> float:
+        return sum(self._step_seconds) / len(self._step_seconds) if self._step_seconds else 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Within it, `on_progress` moves a bar called `name`, which is gone at the end of the phase."""
+        self._phase = name
+        try:
+            yield
+        finally:
+            self._phase = ""
+            self.stop_bar()
+
+    def on_progress(self, done: int, total: int) -> None:
+        """How far the running phase is; for generators, learners and evaluations. Does nothing off a terminal."""
+        if not self._bars or not self._phase or total < 2:
+            return
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn("{task.description:>9}"),
+                BarColumn(bar_width=40),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(compact=True),
+                console=self._console,
+                transient=True,
+            )
+            self._progress.start()
+            self._task = self._progress.add_task(self._phase, total=total)
+        if self._task is not None:
+            self._progress.update(self._task, completed=done, total=total)
+
+    def stop_bar(self) -> None:
+        """Takes the bar away and gives the terminal its cursor back."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = self._task = None
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+
+def step_line(metrics: Mapping[str, float], *, step: int, total_steps: int, left_s: float) -> str:
+    """At most 100 columns for ordinary values.
+
+    Example: `step  3/40 | reward 0.412 | kl 0.0011 | ent 0.820 | len 18.2 ctx 41 | 4.8k tok/s | 1.3 s | 0:48 left`.
+    """
+    parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
+    columns = (
+        ("reward/mean", "reward {:.3f}"),
+        ("kl/reference", "kl {:.4f}"),
+        ("policy/entropy", "ent {:.3f}"),
+        ("response_length/mean", "len {:.1f}"),
+        ("context_length/mean", "ctx {:.0f}"),
+    )
+    parts += [form.format(metrics[name]) for name, form in columns if name in metrics]
+    if "timing/tokens_per_s" in metrics:
+        parts.append(f"{_short(metrics['timing/tokens_per_s'])} tok/s")
+    if "timing/step" in metrics:
+        parts.append(f"{metrics['timing/step']:.1f} s")
+    if step < total_steps:
+        parts.append(f"{clock(left_s)} left")
+    if metrics.get("failures/count"):
+        parts.append(f"{metrics['failures/count']:.0f} FAILED")
+    return " | ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """`0:05`, `12:40`, `3:02:10`, `2 d 03:00:00`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour:02}:{minute:02}:{second:02}"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def _short(value: float) -> str:
+    """`950`, `4.8k`, `1.2M`."""
+    for limit, suffix in ((1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.1f}{suffix}"
+    return f"{value:.0f}"

@@ -1,0 +1,92 @@
+"""`metrics.jsonl`: the record of a run that everything else can be drawn from.
+
+One JSON object per line and step, `{"reward/mean": 0.5, "step": 3, ...}`, with sorted keys. Each line is synced before
+the run goes on, so `kill -9` and a power cut lose at most the step that was running. A value that is not finite is
+written as null and counted in `metrics/non_finite` of the same line; JSON knows no NaN.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.errors import DataError
+from skyrl_train.telemetry.files import sync_folder, write_atomically
+
+NON_FINITE = "metrics/non_finite"
+"""Values of the line that were not finite and became null; absent where there were none."""
+
+
+class MetricsLog:
+    """Appends to `metrics.jsonl`. Implements Tracker."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Appends the step's line and waits until it is on disk. Raises OSError, since a run without it is blind."""
+        new = not self._path.exists()
+        with self._path.open("ab") as file:
+            file.write(_line(metrics, step))
+            file.flush()
+            os.fsync(file.fileno())
+        if new:
+            sync_folder(self._path.parent)
+
+    def close(self) -> None:
+        """Nothing is held between lines."""
+
+
+def _line(metrics: Mapping[str, float], step: int) -> bytes:
+    record: dict[str, float | int | None] = {
+        name: value if math.isfinite(value) else None for name, value in metrics.items()
+    }
+    non_finite = sum(value is None for value in record.values())
+    if non_finite:
+        record[NON_FINITE] = non_finite
+    record["step"] = step
+    return (json.dumps(record, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl`, in order; none where the file is absent. A last line that was torn by a kill is
+    left out.
+
+    Raises DataError where any other line is not a record with a step.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise TypeError("step is not an integer")
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{path}:{number}: not a metrics record ({type(error).__name__}: {error}). "
+                "Delete the line, or move the file away, if you edited it by hand."
+            ) from error
+        records.append(record)
+    return records
+
+
+def cut_metrics_after(path: Path, step: int) -> int:
+    """Drops the lines of later steps and a torn last line; how many whole lines were dropped.
+
+    A resumed run repeats those steps and writes the same lines again.
+    """
+    steps = [record["step"] for record in read_metrics(path)]
+    if not path.exists():
+        return 0
+    before = path.read_bytes()
+    lines = before.splitlines(keepends=True)[: len(steps)]
+    after = b"".join(line for line, line_step in zip(lines, steps) if line_step <= step)
+    if after != before:
+        write_atomically(path, after)
+    return sum(line_step > step for line_step in steps)

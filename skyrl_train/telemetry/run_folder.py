@@ -1,0 +1,165 @@
+"""What a run leaves behind, and where: the names of its files, and moving an older run out of the way.
+
+    OUTPUT_DIR/
+      config.yaml          the resolved configuration, secrets redacted
+      plan.json            every size that was derived from it
+      metrics.jsonl        one record a step
+      rollouts/            every trajectory, JSON lines
+      evaluation.json      each evaluation on the held-out prompts
+      learning_curve.png   reward, accuracy and response length over steps
+      checkpoints/         the last few, verified by sums
+      export/              the final policy in Hugging Face format
+      tensorboard/ wandb/  where those trackers are on
+      complete.json        written last: the run has nothing left to do
+      previous-N/          files of older runs in this folder (trainer.resume_mode=none)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.telemetry.files import sync_folder
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run. Nothing is created before `create`."""
+
+    root: Path
+
+    @property
+    def config_file(self) -> Path:
+        return self.root / "config.yaml"
+
+    @property
+    def plan_file(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.root / "rollouts"
+
+    @property
+    def evaluation_file(self) -> Path:
+        return self.root / "evaluation.json"
+
+    @property
+    def learning_curve_file(self) -> Path:
+        return self.root / "learning_curve.png"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def export(self) -> Path:
+        return self.root / "export"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.root / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        return self.root / "wandb"
+
+    @property
+    def complete_file(self) -> Path:
+        return self.root / "complete.json"
+
+    def create(self) -> None:
+        """Makes the folder. Raises SkyrlTrainError where that is impossible, before any time is spent on models."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SkyrlTrainError(
+                f"output_dir={self.root} cannot be made ({error.strerror}). Choose another with output_dir=..."
+            ) from error
+        if not os.access(self.root, os.W_OK | os.X_OK):
+            raise SkyrlTrainError(f"output_dir={self.root} is not writable. Choose another with output_dir=...")
+
+    def _files(self) -> tuple[Path, ...]:
+        """All that a run writes, what marks it as finished first."""
+        return (
+            self.complete_file,
+            self.checkpoints,
+            self.metrics_file,
+            self.rollouts,
+            self.evaluation_file,
+            self.learning_curve_file,
+            self.export,
+            self.tensorboard,
+            self.wandb,
+            self.config_file,
+            self.plan_file,
+        )
+
+    def holds_a_run(self) -> bool:
+        """True where a run left results: a step's metrics, a rollout or a checkpoint."""
+        results = (self.metrics_file, self.rollouts, self.checkpoints, self.evaluation_file)
+        return any(path.stat().st_size > 0 if path.is_file() else _has_entries(path) for path in results)
+
+    def set_aside(self) -> Path | None:
+        """Moves the files of the run that is here to `previous-N/`; None where there is none. Nothing is deleted."""
+        if not self.holds_a_run():
+            return None
+        return self._move_to_previous(self._files())
+
+    def set_aside_checkpoints_after(self, step: int) -> Path | None:
+        """Moves checkpoints of later steps to `previous-N/`, so that going back to `step` cannot resume past it."""
+        later = [folder for folder in self.checkpoints.glob("step_*") if _step_of(folder) > step]
+        return self._move_to_previous(later) if later else None
+
+    def _move_to_previous(self, paths: tuple[Path, ...] | list[Path]) -> Path:
+        number = 1
+        while (target := self.root / f"previous-{number}").exists():
+            number += 1
+        for path in paths:
+            if path.exists():
+                destination = target / path.relative_to(self.root)
+                destination.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(destination)
+        sync_folder(self.root)
+        return target
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keeps other processes from writing here at the same time. The system lets go when the process dies.
+
+        Raises SkyrlTrainError naming the process that holds the folder.
+        """
+        with (self.root / ".lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise SkyrlTrainError(
+                    f"{self.root} is being written by another run (process {file.read().strip() or 'unknown'}). "
+                    "Wait for it, stop it, or choose another output_dir=..."
+                ) from error
+            except OSError:
+                pass  # a file system without locks; the check is a courtesy
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+            yield
+
+
+def _has_entries(folder: Path) -> bool:
+    return folder.is_dir() and next(folder.iterdir(), None) is not None
+
+
+def _step_of(folder: Path) -> int:
+    """Step of `step_000010`; -1 for a name that has none."""
+    digits = folder.name.removeprefix("step_")
+    return int(digits) if digits.isdigit() else -1

@@ -1,0 +1,123 @@
+"""Where metrics go: `metrics.jsonl` always, and console, TensorBoard and Weights & Biases as configured.
+
+`metrics.jsonl` is the record of the run: when it cannot be written, the run stops. The others are views of it: one that
+fails later is warned about once, tried again at each step, and its losses are stated at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.interfaces import Tracker
+from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.metrics_log import MetricsLog
+from skyrl_train.telemetry.run_folder import RunFolder
+
+
+def build_trackers(
+    config: Config, folder: RunFolder, *, console: RunConsole, start_step: int, total_steps: int
+) -> Trackers:
+    """The trackers of `config.tracker`, ready to go on after `start_step`.
+
+    Raises SkyrlTrainError where a tracker that was asked for cannot start: better now than after an hour.
+    """
+    views: dict[str, Tracker] = {}
+    if config.tracker.tensorboard.enabled:
+        views["tensorboard"] = TensorboardTracker(folder.tensorboard, start_step=start_step)
+    if config.tracker.wandb.enabled:
+        from skyrl_train.telemetry.wandb_tracker import WandbTracker
+
+        views["wandb"] = WandbTracker(config, folder, console=console)
+    views["console"] = ConsoleTracker(console, total_steps=total_steps)
+    return Trackers(record=MetricsLog(folder.metrics_file), views=views, console=console)
+
+
+class Trackers:
+    """One record and any number of views of it. Implements Tracker."""
+
+    def __init__(self, *, record: Tracker, views: Mapping[str, Tracker], console: RunConsole) -> None:
+        self._record = record
+        self._views = dict(views)
+        self._console = console
+        self._lost: dict[str, list[int]] = {}
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        """Writes the record, then the views. Raises only what the record raises."""
+        self._record.log(metrics, step=step)
+        for name, view in self._views.items():
+            try:
+                view.log(metrics, step=step)
+            except Exception as error:  # a view's own failures are of every kind; none may stop training
+                self._note_loss(name, step, error)
+
+    def close(self) -> None:
+        """Closes all of them, whatever happens to one, and says what was lost."""
+        self._record.close()
+        for name, view in self._views.items():
+            try:
+                view.close()
+            except Exception as error:
+                self._console.warn(f"tracker {name} did not close: {type(error).__name__}: {error}")
+        for name, steps in self._lost.items():
+            self._console.warn(
+                f"tracker {name} lost {_count(steps, 'step')} between {steps[0]} and {steps[-1]}; "
+                "metrics.jsonl has them all"
+            )
+
+    def _note_loss(self, name: str, step: int, error: Exception) -> None:
+        if name not in self._lost:
+            self._console.warn(
+                f"tracker {name} failed at step {step} ({type(error).__name__}: {error}); training goes on, "
+                "metrics.jsonl is complete"
+            )
+        self._lost.setdefault(name, []).append(step)
+
+
+class ConsoleTracker:
+    """One line a step for a person. Implements Tracker."""
+
+    def __init__(self, console: RunConsole, *, total_steps: int) -> None:
+        self._console = console
+        self._total_steps = total_steps
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        if "reward/mean" in metrics or "timing/step" in metrics:
+            self._console.step(metrics, step=step, total_steps=self._total_steps)
+
+    def close(self) -> None:
+        """The console outlives its tracker."""
+
+
+class TensorboardTracker:
+    """TensorBoard event files. Implements Tracker."""
+
+    def __init__(self, folder: Path, *, start_step: int) -> None:
+        """Events after `start_step`, which an earlier attempt may have written, are purged from the view.
+
+        Raises SkyrlTrainError where TensorBoard is not installed or the folder cannot be written.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge_step = start_step + 1 if start_step else None
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
+        except (ImportError, OSError) as error:
+            raise SkyrlTrainError(
+                f"tracker.tensorboard cannot start ({type(error).__name__}: {error}). "
+                "Install tensorboard, or leave tensorboard out of tracker=..."
+            ) from error
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, global_step=step)  # type: ignore[no-untyped-call]
+        self._writer.flush()  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+def _count(things: Sequence[object], name: str) -> str:
+    return f"{len(things)} {name}{'s' if len(things) != 1 else ''}"
