@@ -21,12 +21,18 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from skyrl_train.types import ChatMessage
+
 ENV_CLASS = "word_problems"
 ANSWER_MARK = "#### "
+RETRY_MESSAGE = "Wrong. Try again."
 
 NAMES = ("Ana", "Ben", "Cara", "Dan", "Eva", "Finn", "Gina", "Hugo", "Ines", "Jack", "Kira", "Leo")
 ITEMS = ("apples", "books", "cards", "coins", "cookies", "marbles", "pens", "shells", "stamps", "stickers")
 UNITS = ("km", "miles", "pages", "laps")
+
+LARGEST_GUESS = 60
+"""Wrong answers of demonstrations are drawn from 1 to this."""
 
 _VALIDATION_SHARE = 5
 """One question in so many belongs to the validation split."""
@@ -217,3 +223,23 @@ def to_row(problem: WordProblem, split: Split, index: int, max_turns: int = 2) -
             "answer": problem.solution,
         },
     }
+
+
+def write_demonstration(problem: WordProblem, worked_share: float, rng: random.Random) -> tuple[ChatMessage, ...]:
+    """A conversation of mixed style, for a supervised warm start.
+
+    Each of at most two answers is worked step by step, and right, with probability `worked_share`; otherwise it blurts
+    a wrong number, is told so, and tries again. A model that learns this mostly guesses, and reinforcement learning can
+    discover that working pays.
+    """
+    messages: list[ChatMessage] = [{"role": "user", "content": problem.question}]
+    for turn in range(2):
+        if turn > 0:
+            messages.append({"role": "user", "content": RETRY_MESSAGE})
+        if rng.random() < worked_share:
+            messages.append({"role": "assistant", "content": problem.solution})
+            break
+        guess = rng.randrange(1, LARGEST_GUESS)
+        guess += guess >= problem.answer
+        messages.append({"role": "assistant", "content": f"{ANSWER_MARK}{guess}"})
+    return tuple(messages)

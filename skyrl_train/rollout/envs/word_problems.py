@@ -7,14 +7,13 @@ must be an integer and nothing else; anything malformed is a wrong answer, never
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from skyrl_train.data.word_problems import ANSWER_MARK
+from skyrl_train.data.word_problems import ANSWER_MARK, RETRY_MESSAGE
 from skyrl_train.errors import DataError
 from skyrl_train.types import ChatMessage
 
-RETRY_MESSAGE = "Wrong. Try again."
 FIRST_TURN_REWARD = 1.0
 LATER_TURN_REWARD = 0.5
 DEFAULT_MAX_TURNS = 2
@@ -52,7 +51,7 @@ class WordProblemsEnv:
         self._turns = 0
         self._solved_at_turn: int | None = None
 
-    def init(self, prompt: Sequence[ChatMessage]) -> tuple[Sequence[ChatMessage], dict[str, Any]]:
+    def init(self, prompt: list[ChatMessage]) -> tuple[list[ChatMessage], dict[str, Any]]:
         return prompt, {}
 
     def step(self, action: str) -> dict[str, Any]:

@@ -1,0 +1,267 @@
+"""Build the bundled tiny model: a Qwen2 of about a million parameters, its tokenizer and its chat template.
+
+    python scripts/build_tiny_model.py --output skyrl_train/assets/tiny_qwen2
+
+Everything follows from RECIPE: the tokenizer's words are those of the bundled word problems, the weights start from a
+fixed seed, and a supervised warm start on demonstrations of mixed style teaches the environment's format and the
+arithmetic, but mostly to guess. That leaves reinforcement learning something to discover. Takes minutes on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import string
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from skyrl_train.data.word_problems import Split, WordProblem, draw_problem, generate_problems, to_row
+from skyrl_train.data.word_problems import write_demonstration
+from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
+from skyrl_train.seeding import derive_seed
+
+PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"
+IGNORED = -100
+
+PIECES = r"####| ?[A-Za-z]+| ?[0-9]|\n| ?[^\sA-Za-z0-9]|\s"
+"""Words carry the space before them; each digit is one token."""
+
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' -}}
+{%- if message['role'] == 'assistant' -%}
+{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}
+{%- else -%}
+{{- message['content'] + '<|im_end|>' -}}
+{%- endif -%}
+{{- '\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Every setting of the bundled model. `recipe.json` beside the weights must say the same."""
+
+    seed: int = 0
+    hidden_size: int = 192
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 6
+    intermediate_size: int = 512
+    max_position_embeddings: int = 1024
+    initializer_range: float = 0.05
+    worked_share: float = 0.25
+    """Share of demonstrated answers that are worked step by step; the others are wrong guesses."""
+    num_steps: int = 800
+    conversations_per_step: int = 64
+    learning_rate: float = 2e-3
+    final_learning_rate_share: float = 0.1
+    num_warmup_steps: int = 20
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    bucketed_steps: int = 16
+    """Conversations of so many steps are drawn together and sorted by length, to pad less."""
+
+
+RECIPE = Recipe()
+
+
+def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer that falls back to characters, so that every ASCII text survives a round trip."""
+    splitter = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
+    words = set(string.digits) | {f" {digit}" for digit in string.digits} | {"####", "system", "user", "assistant"}
+    rng = random.Random(derive_seed(recipe.seed, "vocabulary"))
+    for _ in range(20_000):
+        for message in write_demonstration(draw_problem(rng), 0.5, rng):
+            words.update(piece for piece, _ in splitter.pre_tokenize_str(message["content"]))
+    characters = {chr(code) for code in range(32, 127)} | {"\n", "\t"}
+    tokens = [PAD, START, END, UNKNOWN, *sorted(characters), *sorted(words - characters)]
+    tokenizer = Tokenizer(
+        models.WordPiece(
+            vocab={token: index for index, token in enumerate(tokens)},
+            unk_token=UNKNOWN,
+            continuing_subword_prefix="",
+            max_input_chars_per_word=1000,
+        )
+    )
+    tokenizer.pre_tokenizer = splitter
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        unk_token=UNKNOWN,
+        additional_special_tokens=[START],
+        chat_template=CHAT_TEMPLATE,
+        padding_side="left",
+        model_max_length=recipe.max_position_embeddings,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+    """The untrained model, from the recipe's seed."""
+    torch.manual_seed(derive_seed(recipe.seed, "initial weights"))
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        num_hidden_layers=recipe.num_hidden_layers,
+        num_attention_heads=recipe.num_attention_heads,
+        num_key_value_heads=recipe.num_key_value_heads,
+        intermediate_size=recipe.intermediate_size,
+        max_position_embeddings=recipe.max_position_embeddings,
+        initializer_range=recipe.initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+    model = Qwen2ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
+    return model
+
+
+def draw_conversation(
+    tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: random.Random
+) -> tuple[list[int], list[int]]:
+    """Token ids and labels of one demonstration on a training problem; only the assistant's tokens have labels."""
+    problem = draw_problem(rng)
+    while problem.split is not Split.TRAIN:
+        problem = draw_problem(rng)
+    encoded = tokenizer.apply_chat_template(
+        list(write_demonstration(problem, recipe.worked_share, rng)),
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids, answered = encoded["input_ids"], encoded["assistant_masks"]
+    return ids, [token if by_assistant else IGNORED for token, by_assistant in zip(ids, answered)]
+
+
+def draw_batches(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`(input_ids, labels)`, each `[conversations_per_step, longest]`, padded on the right; without end."""
+    rng = random.Random(derive_seed(recipe.seed, "demonstrations"))
+    size = recipe.conversations_per_step
+    while True:
+        pool = [draw_conversation(tokenizer, recipe, rng) for _ in range(size * recipe.bucketed_steps)]
+        pool.sort(key=lambda conversation: len(conversation[0]))
+        batches = [pool[start : start + size] for start in range(0, len(pool), size)]
+        rng.shuffle(batches)
+        for batch in batches:
+            longest = max(len(ids) for ids, _ in batch)
+            ids = [ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in batch]
+            labels = [labels + [IGNORED] * (longest - len(labels)) for _, labels in batch]
+            yield torch.tensor(ids), torch.tensor(labels)
+
+
+def learning_rate_share(step: int, recipe: Recipe) -> float:
+    """Linear warm-up, then a cosine down to `final_learning_rate_share`."""
+    if step < recipe.num_warmup_steps:
+        return (step + 1) / recipe.num_warmup_steps
+    progress = (step - recipe.num_warmup_steps) / max(1, recipe.num_steps - recipe.num_warmup_steps)
+    floor = recipe.final_learning_rate_share
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
+    """Supervised training on the assistant's tokens, in place. Padding is on the right, so no mask is needed."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=recipe.adam_betas, weight_decay=recipe.weight_decay
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, recipe))
+    model.train()
+    for step, (ids, labels) in zip(range(recipe.num_steps), draw_batches(tokenizer, recipe)):
+        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        if step % 50 == 0 or step == recipe.num_steps - 1:
+            print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
+
+
+@torch.no_grad()
+def respond(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    conversations: Sequence[Sequence[Mapping[str, Any]]],
+    greedy: bool,
+) -> list[str]:
+    """One response to each conversation."""
+    encoded = tokenizer.apply_chat_template(
+        [list(messages) for messages in conversations],
+        add_generation_prompt=True,
+        padding=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    output = model.generate(
+        **encoded, max_new_tokens=48, do_sample=not greedy, top_k=0, top_p=1.0, temperature=1.0
+    )
+    return tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def measure(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[WordProblem], greedy: bool
+) -> dict[str, float]:
+    """Mean of the environment's metrics, and of the first responses' length in tokens."""
+    model.eval()
+    rows = [to_row(problem, problem.split, index) for index, problem in enumerate(problems)]
+    environments = [WordProblemsEnv(extras=row) for row in rows]
+    conversations = [list(row["prompt"]) for row in rows]
+    waiting, lengths = list(range(len(rows))), []
+    while waiting:
+        responses = respond(model, tokenizer, [conversations[index] for index in waiting], greedy)
+        lengths = lengths or [len(tokenizer.encode(response)) for response in responses]
+        still_waiting = []
+        for index, response in zip(waiting, responses):
+            outcome = environments[index].step(response)
+            conversations[index] += [{"role": "assistant", "content": response}, *outcome["observations"]]
+            if not outcome["done"]:
+                still_waiting.append(index)
+        waiting = still_waiting
+    metrics = [environment.get_metrics() for environment in environments]
+    means = {name: sum(metric[name] for metric in metrics) / len(metrics) for name in metrics[0]}
+    means["first_response_tokens"] = sum(lengths) / len(lengths)
+    return {name: round(value, 4) for name, value in means.items()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    output = parser.parse_args(arguments).output
+    torch.set_num_threads(1)
+    tokenizer = build_tokenizer(RECIPE)
+    model = build_model(RECIPE, tokenizer)
+    warm_start(model, tokenizer, RECIPE)
+    torch.manual_seed(derive_seed(RECIPE.seed, "measure"))
+    held_out = generate_problems(Split.VALIDATION, 256, seed=0)
+    measured = {
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "sampled": measure(model, tokenizer, held_out, greedy=False),
+        "greedy": measure(model, tokenizer, held_out, greedy=True),
+    }
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    recipe = {"settings": asdict(RECIPE), "measured_on_held_out": measured}
+    (output / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(measured, indent=2))
+
+
+if __name__ == "__main__":
+    main()
