@@ -1,0 +1,193 @@
+"""Plain containers to the schema's dataclasses, strictly typed, with every violation collected.
+
+A value is accepted as what it is: `4` for a float and a whole string such as `file.parquet` for a tuple of one, but no
+bool for an int, no `abc` for a number, no `4.5` for an int.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from skyrl_train.config.fields import hints, is_optional, suggest
+from skyrl_train.config.rules import Range
+from skyrl_train.errors import Violation
+from skyrl_train.registry import did_you_mean
+
+T = TypeVar("T")
+
+MISSING = "???"
+"""What YAML writes for a value that the user must give."""
+
+_EXPONENT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
+"""`1e-6`: YAML 1.1 readers leave it a string, where OmegaConf reads a number."""
+
+
+@dataclass(frozen=True)
+class Unresolved:
+    """Stands for a value whose interpolation failed."""
+
+    expression: str
+    reason: str
+
+
+class _Refused(Exception):
+    """A value that is not of its type: the rule it breaks, and what to do."""
+
+    def __init__(self, rule: str, remedy: str):
+        super().__init__(rule)
+        self.rule = rule
+        self.remedy = remedy
+
+
+@dataclass
+class Conversion:
+    """Collects violations while one tree is converted."""
+
+    root: type
+    violations: list[Violation] = field(default_factory=list)
+
+    def section(self, schema: type[T], node: Any, prefix: str = "") -> T:
+        """An instance of `schema`; a field that is absent or refused keeps its default."""
+        if not isinstance(node, Mapping):
+            self._refuse(
+                prefix.rstrip("."), "must be a section with settings in it", node, f"set {prefix}KEY=VALUE instead"
+            )
+            return schema()
+        types_of = hints(schema)
+        for key in node:
+            if key not in types_of:
+                self.unknown_key(f"{prefix}{key}", node[key])
+        values = {}
+        for name, annotation in types_of.items():
+            if name not in node:
+                continue
+            path = f"{prefix}{name}"
+            if dataclasses.is_dataclass(annotation):
+                values[name] = self.section(annotation, node[name], f"{path}.")  # type: ignore[arg-type]
+                continue
+            try:
+                values[name] = convert(node[name], annotation, path)
+            except _Refused as refused:
+                self._refuse(path, refused.rule, node[name], refused.remedy)
+        return schema(**values)
+
+    def unknown_key(self, path: str, value: Any) -> None:
+        """Record that the schema has no `path`."""
+        near = suggest(path, self.root)
+        remedy = f"did you mean {near}?" if near else "docs/configuration.md lists every setting"
+        self._refuse(path, "is not a setting", value, remedy)
+
+    def _refuse(self, path: str, rule: str, value: Any, remedy: str) -> None:
+        self.violations.append(Violation(field=path, rule=rule, value=show(value), remedy=remedy))
+
+
+def show(value: Any) -> str:
+    """A value as text for a message, short."""
+    if isinstance(value, Unresolved):
+        return value.expression
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def convert(value: Any, annotation: Any, path: str) -> Any:
+    """`value` as `annotation` says. Raises _Refused."""
+    if isinstance(value, Unresolved):
+        raise _Refused("could not be worked out", value.reason)
+    if value == MISSING and isinstance(value, str):
+        raise _Refused("must be given", f"set {path}=...")
+    if get_origin(annotation) is Annotated:
+        base, *rules = get_args(annotation)
+        result = convert(value, base, path)
+        for rule in rules:
+            if isinstance(rule, Range) and not rule.holds(result):
+                raise _Refused(f"must be {rule}", _nearest(rule, base, path))
+        return result
+    if is_optional(annotation):
+        if value is None:
+            return None
+        inner = [part for part in get_args(annotation) if part is not type(None)]
+        return convert(value, inner[0], path)
+    return _convert_plain(value, annotation, path)
+
+
+def _convert_plain(value: Any, annotation: Any, path: str) -> Any:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return _choice(value, get_args(annotation))
+    if origin is tuple:
+        return _tuple(value, get_args(annotation), path)
+    if origin is Mapping:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise _Refused("must be a mapping with names as keys", f"set {path}={{name: value}}")
+        return dict(value)
+    return _scalar(value, annotation, path)
+
+
+def _scalar(value: Any, annotation: Any, path: str) -> Any:
+    if annotation is bool:
+        if not isinstance(value, bool):
+            raise _Refused("must be true or false", f"set {path}=true or {path}=false")
+        return value
+    if annotation is int:
+        if isinstance(value, bool) or not isinstance(value, int):
+            whole = isinstance(value, float) and value.is_integer()
+            raise _Refused("must be an integer", f"write {int(value)}" if whole else f"set {path} to a whole number")
+        return value
+    if annotation is float:
+        return _float(value, path)
+    if annotation is str:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return str(value)
+        if not isinstance(value, str):
+            raise _Refused("must be text", f"quote it: {path}=\"'{value}'\"")
+        return value
+    return value
+
+
+def _float(value: Any, path: str) -> float:
+    if isinstance(value, str) and _EXPONENT.fullmatch(value):
+        value = float(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _Refused("must be a number", f"set {path} to a number such as 0.5 or 1e-6")
+    if not math.isfinite(value):
+        raise _Refused("must be a finite number", f"set {path} to a number such as 0.5 or 1e-6")
+    return float(value)
+
+
+def _choice(value: Any, choices: tuple[Any, ...]) -> Any:
+    for choice in choices:
+        if value == choice and type(value) is type(choice):
+            return choice
+    names = [str(choice) for choice in choices]
+    remedy = did_you_mean(str(value), names) or f"choose one, e.g. {names[0]}"
+    raise _Refused(f"must be one of {', '.join(names)}", remedy)
+
+
+def _tuple(value: Any, args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
+    if isinstance(value, str) and args == (str, ...):
+        return (value,)
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise _Refused("must be a list", f"write {path}=[...]")
+    if args[-1] is Ellipsis:
+        args = (args[0],) * len(value)
+    elif len(value) != len(args):
+        raise _Refused(f"must be a list of {len(args)}", f"write {path}=[{','.join(['...'] * len(args))}]")
+    converted = []
+    for index, (item, kind) in enumerate(zip(value, args)):
+        try:
+            converted.append(convert(item, kind, f"{path}[{index}]"))
+        except _Refused as refused:
+            raise _Refused(f"{refused.rule} (item {index})", refused.remedy) from None
+    return tuple(converted)
+
+
+def _nearest(rule: Range, base: Any, path: str) -> str:
+    """The smallest or a plausible legal value."""
+    if rule.min is not None and not rule.exclusive_min:
+        return f"try {path}={base(rule.min):g}" if base is float else f"try {path}={base(rule.min)}"
+    return f"choose a value that is {rule}"

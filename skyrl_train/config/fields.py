@@ -1,0 +1,104 @@
+"""The schema as data: every field's dotted name, type and default, for loading, suggestions and the reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchemaField:
+    """One field of the schema."""
+
+    path: str
+    """Dotted name from the root, e.g. `trainer.policy.optimizer.lr`."""
+    owner: type
+    """The dataclass that declares it."""
+    name: str
+    """Its last part."""
+    annotation: Any
+    """Resolved type, with `Annotated`."""
+    default: Any
+    """The root's own default; a nested section's default may differ from its class's."""
+
+    @property
+    def section(self) -> bool:
+        """True for a nested dataclass."""
+        return dataclasses.is_dataclass(self.annotation)
+
+    @property
+    def open(self) -> bool:
+        """True for a mapping, which takes any key."""
+        return get_origin(strip(self.annotation)) is Mapping
+
+
+def strip(annotation: Any) -> Any:
+    """The type without `Annotated` and without `| None`."""
+    if get_origin(annotation) is Annotated:
+        return strip(get_args(annotation)[0])
+    if is_optional(annotation):
+        inner = [part for part in get_args(annotation) if part is not type(None)]
+        return strip(inner[0]) if len(inner) == 1 else annotation
+    return annotation
+
+
+def is_optional(annotation: Any) -> bool:
+    """True for `X | None`."""
+    return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
+
+
+@cache
+def hints(schema: type) -> Mapping[str, Any]:
+    """Resolved annotations of a dataclass, in order of declaration."""
+    return get_type_hints(schema, include_extras=True)
+
+
+def walk(schema: type, default: Any = None, prefix: str = "") -> Iterator[SchemaField]:
+    """Every field, sections before what is in them."""
+    default = schema() if default is None else default
+    for field in dataclasses.fields(schema):
+        annotation = hints(schema)[field.name]
+        value = getattr(default, field.name)
+        entry = SchemaField(
+            path=prefix + field.name, owner=schema, name=field.name, annotation=annotation, default=value
+        )
+        yield entry
+        if entry.section:
+            yield from walk(annotation, value, f"{entry.path}.")
+
+
+def defaults(schema: type) -> dict[str, Any]:
+    """The schema's defaults as nested plain containers, tuples as lists: what a YAML file would hold."""
+    return {key: _plain(value) for key, value in dataclasses.asdict(schema()).items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items()}
+    return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def suggest(path: str, schema: type) -> str | None:
+    """The dotted name that was most likely meant by an unknown `path`, or None.
+
+    Siblings first (a misspelt key), then the same or a similar last part anywhere (a key at the wrong level).
+    """
+    paths = [field.path for field in walk(schema)]
+    parent, _, name = path.rpartition(".")
+    siblings = {field.rpartition(".")[2]: field for field in paths if field.rpartition(".")[0] == parent}
+    for near in difflib.get_close_matches(name, list(siblings), n=1, cutoff=0.75):
+        return siblings[near]
+    by_name: dict[str, list[str]] = {}
+    for candidate in paths:
+        by_name.setdefault(candidate.rpartition(".")[2], []).append(candidate)
+    near_names = [name] if name in by_name else difflib.get_close_matches(name, list(by_name), n=1, cutoff=0.75)
+    if near_names:
+        same = by_name[near_names[0]]
+        return max(same, key=lambda candidate: difflib.SequenceMatcher(a=path, b=candidate).ratio())
+    whole = difflib.get_close_matches(path, paths, n=1, cutoff=0.75)
+    return whole[0] if whole else None
