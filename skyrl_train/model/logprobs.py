@@ -45,8 +45,8 @@ class TokenScores:
     """`[rows, len]`, aligned with the tokens; 0 where a token is not scored."""
 
     logprobs: Tensor
-    entropy: Tensor | None
-    """nats; None where it was not asked for."""
+    entropy: Tensor
+    """nats; all 0 and without gradient where it was not asked for."""
 
 
 @dataclass(frozen=True)
@@ -212,4 +212,4 @@ def score_rows(
     def spread(values: Tensor) -> Tensor:
         return values.new_zeros(loss_mask.numel()).index_put((positions,), values).view(loss_mask.shape)
 
-    return TokenScores(logprobs=spread(logprobs), entropy=spread(entropy) if with_entropy else None)
+    return TokenScores(logprobs=spread(logprobs), entropy=spread(entropy))

@@ -1,0 +1,211 @@
+"""What every learner shares: a model, its optimizer, and passes over micro-batches.
+
+    closed mini-batch --rows with loss tokens, by length--> micro-batches --forward, loss.backward()--> gradient (a sum)
+
+Loss denominators were counted over the whole mini-batch and sit in `loss_weights`, so each micro-batch contributes a sum and
+nothing here divides: how rows are split changes speed and memory, never the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from skyrl_train.batch.microbatch import MicroBatchStrategy
+from skyrl_train.batch.schedule import learning_rate
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.errors import CheckpointError, NonFiniteError, SkyrlTrainError
+from skyrl_train.learner import state
+from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from skyrl_train.model.causal_lm import last_hidden_state
+from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ScoreRows = Callable[[Tensor, TrainingInputBatch], Tensor]
+"""`(hidden [rows, len, hidden], rows) -> [rows, len]`."""
+LossOfRows = Callable[[Tensor, TrainingInputBatch], tuple[Tensor, StepMetrics]]
+"""`(hidden [rows, len, hidden], rows) -> (sum of weighted token losses, metrics)`."""
+
+
+class ModelEngine:
+    """One model on one device. Without an `optimizer` it only scores."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        micro_batching: MicroBatchStrategy,
+        dtype: torch.dtype = torch.float32,
+        optimizer: OptimizerConfig | None = None,
+        total_optimizer_steps: int = 0,
+    ):
+        self.model = model
+        self.name = name
+        """Prefix of the metrics, and the role in error messages."""
+        self.dtype = dtype
+        self.num_optimizer_steps = 0
+        self._micro_batching = micro_batching
+        self._total_optimizer_steps = total_optimizer_steps
+        self._config = optimizer
+        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self._optimizer: torch.optim.Optimizer | None = None
+        if optimizer is None:
+            for parameter in self.parameters.values():
+                parameter.requires_grad_(False)
+        else:
+            self._optimizer = build_optimizer(self.parameters, optimizer)
+        self._has_gradient = False
+        self._non_finite_loss = ""
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    @torch.no_grad()
+    def forward(self, batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
+        """`[num_tokens]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
+        scores = torch.zeros(batch.num_tokens, dtype=_score_dtype(self.parameters))
+        for micro_batch, rows in self._micro_batches(batch, training=False):
+            with self._autocast():
+                padded = score(last_hidden_state(self.model, _ids(micro_batch)), micro_batch)
+            scores[_token_indices(batch, rows)] = micro_batch.from_padded(padded).to("cpu", scores.dtype)
+        return scores
+
+    def forward_backward(self, batch: TrainingInputBatch, loss_of: LossOfRows) -> StepMetrics:
+        """Adds the gradient of the sum of `loss_of` over micro-batches. Metrics are merged over them."""
+        if self._optimizer is None:
+            raise SkyrlTrainError(f"the {self.name} model is only scored; it has no optimizer")
+        parts: list[StepMetrics] = []
+        self._has_gradient = True
+        for micro_batch, _ in self._micro_batches(batch, training=True):
+            with self._autocast():
+                loss, metrics = loss_of(last_hidden_state(self.model, _ids(micro_batch)), micro_batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if not self._non_finite_loss and not bool(torch.isfinite(loss.detach())):
+                self._non_finite_loss = f"loss {float(loss)} in a micro-batch that starts with {micro_batch.metadata.uids[0]!r}"
+            parts.append(metrics)
+        return merge_metrics(parts)
+
+    def optim_step(self) -> StepMetrics:
+        """Clips, steps, zeroes the gradients, advances the schedule.
+
+        Raises NonFiniteError where the loss or a gradient is not finite. No weight has moved then, and the gradients are
+        gone, so that the caller may go on with another mini-batch.
+        """
+        if self._optimizer is None or self._config is None:
+            raise SkyrlTrainError(f"the {self.name} model is only scored; it has no optimizer")
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                # A mini-batch of padding alone is a step with gradient 0, as it is on a rank that computed dummy rows.
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        self._require_finite(float(grad_norm))
+        if self._config.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.max_grad_norm, grad_norm)
+        rate = learning_rate(self.num_optimizer_steps, self._config, self._total_optimizer_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step()
+        self.num_optimizer_steps += 1
+        self.zero_grad()
+        return {f"{self.name}/grad_norm": Mean(float(grad_norm), 1.0), f"{self.name}/lr": Last(rate)}
+
+    def zero_grad(self) -> None:
+        """Forgets what was accumulated."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self._has_gradient = False
+        self._non_finite_loss = ""
+
+    def save(self, folder: Path) -> None:
+        """`model.safetensors`, `optimizer.safetensors` and `state.json`; exact. Raises CheckpointError between
+        `forward_backward` and `optim_step`."""
+        if self._has_gradient:
+            raise CheckpointError(f"{folder}: save between optimizer steps; the {self.name} model has a pending gradient")
+        moments = None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters)
+        state.write(folder, role=self.name, model=self._tensors(), optimizer=moments, steps=self.num_optimizer_steps)
+
+    def load(self, folder: Path) -> None:
+        """Inverse of `save`. Raises CheckpointError, before anything changes, where names, shapes or types differ."""
+        stored = state.read(folder, role=self.name, model=self._tensors(), with_optimizer=self._optimizer is not None)
+        if self._optimizer is not None:
+            load_optimizer_tensors(self._optimizer, self.parameters, stored.optimizer)
+        with torch.no_grad():
+            for name, tensor in self._tensors().items():
+                tensor.copy_(stored.model[name])
+        self.num_optimizer_steps = stored.num_optimizer_steps
+        self.zero_grad()
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Parameters, tied ones once, and what else the model keeps (persistent buffers)."""
+        persistent = self.model.state_dict().keys()
+        buffers = {name: value for name, value in self.model.named_buffers() if name in persistent}
+        return {**self.parameters, **buffers}
+
+    def _micro_batches(
+        self, batch: TrainingInputBatch, *, training: bool
+    ) -> Iterator[tuple[TrainingInputBatch, Tensor]]:
+        """Micro-batches on the device with their row indices in `batch`: rows with loss tokens only, longest first, so that
+        little is padded and a memory limit shows at once."""
+        rows = _rows_with_loss(batch)
+        if len(rows) == 0:
+            return
+        rows = rows[torch.argsort(batch.lengths[rows], descending=True, stable=True)]
+        kept = batch.take(rows)
+        for chosen in self._micro_batching.split(kept, training=training):
+            yield kept.take(chosen).to(self.device), rows[chosen]
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def _require_finite(self, grad_norm: float) -> None:
+        """Raises NonFiniteError, with the gradients zeroed, naming the loss or the first parameters concerned."""
+        if grad_norm < float("inf") and not self._non_finite_loss:
+            return
+        reason = self._non_finite_loss
+        if not reason:
+            bad = [n for n, p in self.parameters.items() if p.grad is not None and not torch.isfinite(p.grad).all()]
+            reason = f"gradient norm {grad_norm}"
+            if bad:
+                reason += f"; not finite in {len(bad)} of {len(self.parameters)} parameters, first {bad[0]}"
+        self.zero_grad()
+        raise NonFiniteError(
+            f"{self.name}, optimizer step {self.num_optimizer_steps}: {reason}. No weight was changed. "
+            "A smaller trainer.policy.optimizer.lr or max_grad_norm may help; so may model.dtype=float32"
+        )
+
+
+def _ids(micro_batch: TrainingInputBatch) -> Tensor:
+    return micro_batch.padded("input_ids").long()
+
+
+def _score_dtype(parameters: dict[str, nn.Parameter]) -> torch.dtype:
+    return torch.float64 if next(iter(parameters.values())).dtype == torch.float64 else torch.float32
+
+
+def _rows_with_loss(batch: TrainingInputBatch) -> Tensor:
+    """Indices of rows that are not padding and have at least one loss token."""
+    counts = torch.zeros(batch.num_tokens + 1, dtype=torch.int64)
+    torch.cumsum(batch["loss_mask"], dim=0, out=counts[1:])
+    per_row = counts[batch.row_offsets[1:]] - counts[batch.row_offsets[:-1]]
+    return ((per_row > 0) & ~batch["is_padding"]).nonzero().squeeze(1)
+
+
+def _token_indices(batch: TrainingInputBatch, rows: Tensor) -> Tensor:
+    """Positions in the flat columns of `batch` of the tokens of `rows`, row after row."""
+    lengths = batch.lengths[rows]
+    starts = batch.row_offsets[:-1][rows]
+    before = torch.cumsum(lengths, 0) - lengths
+    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - before, lengths)

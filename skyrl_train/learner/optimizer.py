@@ -1,0 +1,52 @@
+"""The optimizer, its parameter groups, and its state as named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.errors import CheckpointError
+
+
+def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW (fused kernel) or plain SGD. Weight decay reaches matrices only: biases and norms have one dimension."""
+    groups = [
+        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """`{"exp_avg.model.norm.weight": tensor, ...}`: every tensor of the state, by kind and parameter. Empty before the first step."""
+    return {
+        f"{kind}.{name}": value
+        for name, parameter in parameters.items()
+        for kind, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor)
+    }
+
+
+def load_optimizer_tensors(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """Inverse of `optimizer_tensors`. Raises CheckpointError for a parameter that the model does not have, or another shape."""
+    states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        kind, _, name = key.partition(".")
+        if name not in parameters:
+            raise CheckpointError(f"optimizer state of {name!r}: the model has no such parameter")
+        parameter = parameters[name]
+        if value.ndim and value.shape != parameter.shape:
+            raise CheckpointError(
+                f"optimizer state {key!r} has shape {list(value.shape)}; the parameter {list(parameter.shape)}"
+            )
+        states.setdefault(parameter, {})[kind] = value.to(parameter.device)
+    optimizer.state.clear()
+    optimizer.state.update(states)

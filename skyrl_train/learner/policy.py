@@ -1,0 +1,171 @@
+"""The policy, and the reference it is held near: token log-probabilities, and the policy's loss.
+
+    loss = sum over tokens of loss_weight * (policy_loss + kl_loss_coef * KL(policy || reference) - entropy_coef * entropy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.inputs import PolicyLossInputs
+from skyrl_train.algorithms.kl import token_kl
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.batch.microbatch import make_micro_batch_strategy
+from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import ModelConfig
+from skyrl_train.errors import BatchError, ModelError
+from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, output_head
+from skyrl_train.model.logprobs import TokenScores, score_rows
+from skyrl_train.registry import resolve
+from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics
+
+if TYPE_CHECKING:
+    from skyrl_train.batch.plan import BatchPlan
+    from skyrl_train.config.schema import Config
+    from skyrl_train.interfaces import Learner
+
+
+class PolicyLearner:
+    """A `Learner` for the policy, or for a reference where the engine has no optimizer."""
+
+    def __init__(self, engine: ModelEngine, *, model: ModelConfig, algorithm: AlgorithmConfig, temperature: float):
+        self.engine = engine
+        self._model_config = model
+        self._algorithm = algorithm
+        self._policy_loss = resolve(algorithm.policy_loss, POLICY_LOSSES, field="trainer.algorithm.policy_loss")
+        self._temperature = temperature if temperature > 0 else 1.0
+        """Rollouts are sampled from softmax(logits / temperature), so that is the policy whose probabilities count; greedy
+        sampling has no such distribution and is scored at 1."""
+
+    def forward(self, batch: TrainingInputBatch) -> Tensor:
+        """`[num_tokens]` on the CPU: log-probability of each token with `loss_mask`, 0 elsewhere."""
+        return self.engine.forward(batch, lambda hidden, rows: self._scores(hidden, rows, with_entropy=False).logprobs)
+
+    def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
+        """Adds the gradient of the mini-batch's loss. Raises BatchError where a column that the loss needs is missing."""
+        _require_columns(mini_batch.batch, self._algorithm)
+        return self.engine.forward_backward(
+            mini_batch.batch, lambda hidden, rows: self._loss(hidden, rows, mini_batch.denominators)
+        )
+
+    def optim_step(self) -> StepMetrics:
+        """Clips, steps, zeroes the gradients, advances the schedule. Raises NonFiniteError before any weight moves."""
+        return self.engine.optim_step()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters under their Hugging Face names, tied ones once; detached."""
+        for name, parameter in self.engine.parameters.items():
+            yield name, parameter.detach()
+
+    def save(self, folder: Path) -> None:
+        """Model, optimizer and schedule. Raises CheckpointError."""
+        self.engine.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Exact inverse of `save`. Raises CheckpointError."""
+        self.engine.load(folder)
+
+    def export_hf(self, folder: Path) -> None:
+        """Model, generation config and tokenizer for `from_pretrained`, in float32. Raises ModelError."""
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.engine.model.config.use_cache = True
+            self.engine.model.save_pretrained(folder)
+            load_tokenizer(self._model_config).save_pretrained(folder)
+        except OSError as error:
+            raise ModelError(f"{folder}: the model could not be exported: {error}") from error
+
+    def close(self) -> None:
+        """Nothing to release: memory goes with the object."""
+
+    def _scores(self, hidden: Tensor, rows: TrainingInputBatch, *, with_entropy: bool) -> TokenScores:
+        return score_rows(
+            hidden,
+            rows.padded("input_ids"),
+            rows.padded("loss_mask"),
+            output_head(self.engine.model),
+            temperature=self._temperature,
+            with_entropy=with_entropy,
+            compute_dtype=None if self.engine.dtype == torch.float32 else self.engine.dtype,
+        )
+
+    def _loss(
+        self, hidden: Tensor, rows: TrainingInputBatch, denominators: LossDenominators
+    ) -> tuple[Tensor, StepMetrics]:
+        """The rows' share of the step's loss, and its metrics."""
+        mask = rows.padded("loss_mask")
+        scores = self._scores(hidden, rows, with_entropy=True)
+        logprobs, entropy = scores.logprobs, scores.entropy
+        optional = {name: rows.padded(name) if name in rows else None for name in ("rollout_logprobs", "ref_logprobs")}
+        inputs = PolicyLossInputs(
+            logprobs=logprobs,
+            old_logprobs=rows.padded("old_logprobs").to(logprobs.dtype),
+            advantages=rows.padded("advantages").to(logprobs.dtype),
+            loss_mask=mask,
+            **optional,
+        )
+        output = self._policy_loss(inputs, self._algorithm)
+        weights = rows.padded("loss_weights")
+        policy = (weights * output.token_losses).sum()
+        loss = policy
+        terms: dict[str, Tensor] = {"policy": policy}
+        if inputs.ref_logprobs is not None:
+            token_kls = token_kl(self._algorithm.kl_estimator, logprobs, inputs.ref_logprobs, mask)
+            terms["kl"] = (weights * token_kls).sum()
+            loss = loss + self._algorithm.kl_loss_coef * terms["kl"]
+        if self._algorithm.entropy_coef:
+            terms["entropy"] = (weights * entropy).sum()
+            loss = loss - self._algorithm.entropy_coef * terms["entropy"]
+        share = int(mask.sum()) / denominators.num_tokens
+        metrics: StepMetrics = {
+            **{f"loss/{name}": Mean(float(term.detach()), share) for name, term in terms.items()},
+            "loss/total": Mean(float(loss.detach()), share),
+            "policy/entropy": Mean(float(entropy.detach().sum()), float(mask.sum())),
+            **_rollout_difference(inputs),
+            **output.metrics,
+        }
+        return loss, metrics
+
+
+def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
+    """How far the engine that sampled is from the model that trains; near 0 where weight sync and sampling are right."""
+    if inputs.rollout_logprobs is None:
+        return {}
+    difference = (inputs.old_logprobs - inputs.rollout_logprobs)[inputs.loss_mask].abs()
+    return {
+        "policy/rollout_logprob_diff": Mean(float(difference.sum()), float(difference.numel())),
+        "policy/rollout_logprob_diff_max": Max(float(difference.max())),
+    }
+
+
+def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> None:
+    needed = ["old_logprobs", "advantages", "loss_weights"] + ["ref_logprobs"] * (algorithm.kl_loss_coef > 0)
+    for name in needed:
+        if name not in batch:
+            raise BatchError(f"the mini-batch has no column {name!r}, which the policy's loss needs")
+
+
+def build_policy_learner(config: Config, plan: BatchPlan, *, role: Literal["policy", "reference"]) -> Learner:
+    """Loads the model and makes the learner for one process. Raises ModelError, ConfigError."""
+    engine = ModelEngine(
+        load_causal_lm(config.model, config.platform.device),
+        name=role,
+        micro_batching=make_micro_batch_strategy(config.trainer),
+        dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
+        optimizer=config.trainer.policy.optimizer if role == "policy" else None,
+        total_optimizer_steps=plan.total_optimizer_steps,
+    )
+    return PolicyLearner(
+        engine,
+        model=config.model,
+        algorithm=config.trainer.algorithm,
+        temperature=config.generator.sampling.temperature,
+    )

@@ -1,0 +1,131 @@
+"""Tiny models and batches for tests of the learners."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import ModelConfig, OptimizerConfig
+from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.model.causal_lm import load_causal_lm
+
+VOCABULARY = 50
+
+
+@dataclass(frozen=True)
+class FixedRows:
+    """A micro-batch strategy: so many rows at a time."""
+
+    rows: int
+
+    def split(self, batch: TrainingInputBatch, *, training: bool) -> list[Tensor]:
+        return list(torch.arange(batch.num_rows).split(self.rows))
+
+
+def save_tiny_model(folder: Path, *, tied: bool = True, tokenizer: bool = False, seed: int = 0) -> Path:
+    """A random Qwen2 of 2 layers and hidden size 32, in Hugging Face format."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        attention_dropout=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(folder)
+    if tokenizer:
+        save_tiny_tokenizer(folder)
+    return folder
+
+
+def save_tiny_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    raw = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w3", eos_token="w2", pad_token="w0").save_pretrained(folder)
+
+
+def make_learner(
+    folder: Path,
+    *,
+    role: str = "policy",
+    optimizer: OptimizerConfig | None = None,
+    algorithm: AlgorithmConfig | None = None,
+    rows_per_micro_batch: int = 4,
+    double: bool = False,
+    temperature: float = 1.0,
+    total_optimizer_steps: int = 10,
+) -> PolicyLearner:
+    """A learner on the model in `folder`; `double` computes in float64."""
+    model_config = ModelConfig(path=str(folder))
+    model = load_causal_lm(model_config, "cpu")
+    if double:
+        model.double()
+    engine = ModelEngine(
+        model,
+        name=role,
+        micro_batching=FixedRows(rows_per_micro_batch),
+        optimizer=(optimizer or OptimizerConfig(lr=1e-2)) if role == "policy" else None,
+        total_optimizer_steps=total_optimizer_steps,
+    )
+    return PolicyLearner(
+        engine, model=model_config, algorithm=algorithm or AlgorithmConfig(), temperature=temperature
+    )
+
+
+def make_batch(
+    lengths: list[int], *, prompt_length: int = 3, samples: int = 2, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> TrainingInputBatch:
+    """One row per trajectory, `samples` to a prompt, every token after the first `prompt_length` trained.
+
+    Log-probabilities and advantages are random numbers of the size they have in training.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows, tokens = len(lengths), sum(lengths)
+    position = torch.cat([torch.arange(length) for length in lengths])
+
+    def numbers(scale: float, offset: float = 0.0) -> Tensor:
+        drawn = torch.randn(tokens, generator=generator, dtype=torch.float64)
+        return (offset + scale * drawn).to(dtype)
+
+    return TrainingInputBatch(
+        token_columns={
+            "input_ids": torch.randint(3, VOCABULARY, (tokens,), generator=generator).int(),
+            "loss_mask": position >= prompt_length,
+            "rewards": torch.zeros(tokens),
+            "old_logprobs": numbers(0.3, -4.0),
+            "rollout_logprobs": numbers(0.3, -4.0),
+            "ref_logprobs": numbers(0.3, -4.0),
+            "advantages": numbers(1.0),
+        },
+        row_columns={
+            "prompt_index": torch.arange(rows).div(samples, rounding_mode="floor").int(),
+            "trajectory_index": torch.arange(rows).int(),
+            "step_index": torch.zeros(rows, dtype=torch.int32),
+            "is_last_step": torch.ones(rows, dtype=torch.bool),
+            "is_padding": torch.zeros(rows, dtype=torch.bool),
+        },
+        row_offsets=offsets_of(torch.tensor(lengths)),
+        metadata=BatchMetadata(
+            uids=tuple(f"p{row // samples}" for row in range(rows)), global_step=1, weight_version=1
+        ),
+    )

@@ -1,0 +1,149 @@
+"""Chunked token scores against the plain computation with full logits."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.errors import BatchError
+from skyrl_train.model.logprobs import OutputHead, score_rows, token_scores
+
+VOCABULARY, HIDDEN, TOKENS = 11, 5, 7
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def plain(hidden: Tensor, targets: Tensor, head: OutputHead, temperature: float) -> tuple[Tensor, Tensor]:
+    logits = hidden @ head.weight.T
+    if head.bias is not None:
+        logits = logits + head.bias
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    log_p = torch.log_softmax(logits * head.scale / temperature, dim=-1)
+    return log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def leaves() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    targets = torch.tensor([0, 3, 10, 3, 7, 1, 0])
+    return (
+        draw(TOKENS, HIDDEN, seed=1).requires_grad_(),
+        draw(VOCABULARY, HIDDEN, seed=2).requires_grad_(),
+        draw(VOCABULARY, seed=3).requires_grad_(),
+        targets,
+    )
+
+
+VARIANTS = [
+    pytest.param({}, 1.0, id="plain"),
+    pytest.param({}, 0.7, id="temperature"),
+    pytest.param({"scale": 0.25}, 1.3, id="scaled"),
+    pytest.param({"softcap": 2.0, "scale": 3.0}, 0.7, id="capped"),
+]
+
+
+@pytest.mark.parametrize("tokens_per_tile", [1, 3, 100])
+@pytest.mark.parametrize(("extras", "temperature"), VARIANTS)
+def test_scores_and_gradients_equal_those_of_full_logits(extras, temperature, tokens_per_tile) -> None:
+    hidden, weight, bias, targets = leaves()
+    head = OutputHead(weight=weight, bias=bias, **extras)
+    by_token = (draw(TOKENS, seed=4), draw(TOKENS, seed=5))
+
+    found = token_scores(hidden, targets, head, temperature=temperature, tokens_per_tile=tokens_per_tile)
+    expected = plain(hidden, targets, head, temperature)
+
+    gradients = torch.autograd.grad(found, (hidden, weight, bias), by_token)
+    expected_gradients = torch.autograd.grad(expected, (hidden, weight, bias), by_token)
+    for left, right in zip((*found, *gradients), (*expected, *expected_gradients)):
+        torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("tokens_per_tile", [2, 100])
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_gradcheck(with_entropy, tokens_per_tile) -> None:
+    hidden, weight, bias, targets = leaves()
+
+    def scores(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        head = OutputHead(weight=weight, bias=bias, softcap=3.0)
+        found = token_scores(
+            hidden, targets, head, temperature=0.8, with_entropy=with_entropy, tokens_per_tile=tokens_per_tile
+        )
+        return found if with_entropy else found[:1]
+
+    assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
+
+
+def test_without_entropy_only_the_logprob_has_a_gradient() -> None:
+    hidden, weight, _, targets = leaves()
+    logprobs, entropy = token_scores(hidden, targets, OutputHead(weight=weight), with_entropy=False)
+    assert logprobs.requires_grad
+    assert not entropy.requires_grad
+    assert entropy.tolist() == [0.0] * TOKENS
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, weight, _, targets = leaves()
+    logprobs, _ = token_scores(hidden, targets, OutputHead(weight=weight.detach()))
+    logprobs.sum().backward()
+    assert hidden.grad is not None
+
+
+def test_no_tokens_give_empty_scores_and_zero_gradients() -> None:
+    _, weight, _, targets = leaves()
+    hidden = torch.zeros(0, HIDDEN, dtype=torch.float64, requires_grad=True)
+    logprobs, entropy = token_scores(hidden, targets[:0], OutputHead(weight=weight))
+    (logprobs.sum() + entropy.sum()).backward()
+    assert logprobs.shape == entropy.shape == (0,)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
+def test_bfloat16_products_accumulate_in_float32() -> None:
+    hidden, weight, _, targets = leaves()
+    hidden32, weight32 = hidden.detach().float(), weight.detach().float()
+    logprobs, entropy = token_scores(hidden32, targets, OutputHead(weight=weight32), compute_dtype=torch.bfloat16)
+    expected, expected_entropy = plain(hidden.detach(), targets, OutputHead(weight=weight.detach()), 1.0)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), expected, rtol=0, atol=0.05)
+    torch.testing.assert_close(entropy.double(), expected_entropy, rtol=0, atol=0.05)
+
+
+def test_huge_logits_stay_finite() -> None:
+    hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0]])
+    logprobs, entropy = token_scores(hidden, torch.tensor([0, 0]), OutputHead(weight=weight))
+    assert logprobs.tolist() == [0.0, -1e4]
+    assert entropy.tolist() == [0.0, 0.0]
+    (logprobs.sum() + entropy.sum()).backward()
+    assert hidden.grad is not None
+    assert hidden.grad.tolist() == [[0.0], [1.0]]
+
+
+def test_the_token_at_t_is_predicted_by_the_hidden_state_before_it() -> None:
+    head = OutputHead(weight=torch.eye(2))
+    hidden = torch.tensor([[[math.log(3.0), 0.0], [0.0, 0.0], [9.0, 9.0]], [[0.0, 0.0], [0.0, math.log(4.0)], [9.0, 9.0]]])
+    scores = score_rows(
+        hidden,
+        torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.int32),
+        torch.tensor([[False, True, False], [False, True, True]]),
+        head,
+    )
+    torch.testing.assert_close(
+        scores.logprobs, torch.tensor([[0.0, math.log(0.75), 0.0], [0.0, math.log(0.5), math.log(0.8)]])
+    )
+    torch.testing.assert_close(scores.entropy[1, 1], torch.tensor(math.log(2.0)))
+    assert scores.entropy[0].tolist()[::2] == [0.0, 0.0]
+
+
+def test_the_first_token_of_a_row_cannot_be_scored() -> None:
+    with pytest.raises(BatchError, match="row 1 marks its first token"):
+        score_rows(
+            torch.zeros(2, 2, 3),
+            torch.zeros(2, 2, dtype=torch.int32),
+            torch.tensor([[False, True], [True, True]]),
+            OutputHead(weight=torch.zeros(4, 3)),
+        )
