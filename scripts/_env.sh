@@ -116,8 +116,8 @@ ensure_env() {
     find_base_python
     installer=pip
     ! has_uv || installer=uv
-    say "installing into .venv with $installer (about 1 GB on a CPU; one to four minutes, the next run starts at once)"
     create_venv
+    say "installing into .venv with $installer: one to three minutes, 2 GB (6 GB with CUDA); the next run starts at once"
     read_package_index
     install_package "$extra"
     fingerprint >"$venv/.installed-base"

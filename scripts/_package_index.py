@@ -88,8 +88,7 @@ def main() -> None:
         if answers(f"{TORCH_CPU_INDEX}/torch/"):
             torch_cpu_index = TORCH_CPU_INDEX
         elif not {"find-links", "extra-index-url", "index-url"} & pip.keys():
-            print(f"[skyrl_train] {TORCH_CPU_INDEX} does not answer: PyPI's torch brings CUDA, 3 GB", file=sys.stderr)
-    # uv takes what the user set for it; when pip is used, the UV_* variables are simply not read
+            print(f"[skyrl_train] {TORCH_CPU_INDEX} does not answer: PyPI's torch brings CUDA, 4 GB", file=sys.stderr)
     settings = uv_settings(pip, torch_cpu_index)
     if torch_cpu_index:
         settings["TORCH_CPU_INDEX"] = torch_cpu_index
