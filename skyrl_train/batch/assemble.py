@@ -1,0 +1,187 @@
+"""Rollouts to training rows: one row per trajectory, or one per turn.
+
+Worked example, one trajectory of two turns, `[p p]` answered with `[r r]`, and `[p p r r o]` answered with `[s]`:
+
+    one row        p p r r o s          loss_mask  0 0 1 1 0 1     rewards on the second r and on s
+    step-wise      p p r r              loss_mask  0 0 1 1
+                   p p r r o s          loss_mask  0 0 0 0 0 1
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+
+from skyrl_train.batch.boundaries import compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
+from skyrl_train.batch.training_batch import DUMMY_ROW_LENGTH, BatchMetadata, TrainingInputBatch
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import BatchError
+from skyrl_train.types import RolloutBatch, Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One training row to be: the tokens of `turns[-1]`, with the responses of all `turns` to be trained."""
+
+    prompt_index: int
+    trajectory_index: int
+    step_index: int
+    is_last_step: bool
+    turns: tuple[Turn, ...]
+    """Empty for the placeholder of a failed trajectory."""
+
+    @property
+    def num_tokens(self) -> int:
+        if not self.turns:
+            return DUMMY_ROW_LENGTH
+        return len(self.turns[-1].prompt_token_ids) + len(self.turns[-1].response_token_ids)
+
+    @property
+    def token_parts(self) -> tuple[tuple[int, ...], ...]:
+        if not self.turns:
+            return ((0,) * DUMMY_ROW_LENGTH,)
+        return self.turns[-1].prompt_token_ids, self.turns[-1].response_token_ids
+
+
+def assemble(
+    rollouts: RolloutBatch, *, step_wise: bool, config: Config, global_step: int, weight_version: int
+) -> TrainingInputBatch:
+    """The training batch of `rollouts`, with the boundaries of its prompts and mini-batches in the metadata.
+
+    A failed trajectory becomes one placeholder (a dummy row with its prompt's uid and its own number), so that prompts
+    and samples stay countable; it has no loss and no estimator or denominator counts it.
+
+    Raises BatchError naming the trajectory and the turn: a turn that does not extend the one before (one row cannot
+    hold both), a turn without response, log-probabilities that do not match, a reward that is no number; and as
+    `compute_prompt_mini_batch_boundaries` does.
+    """
+    rows = list(_rows(rollouts, step_wise))
+    lengths = np.fromiter((row.num_tokens for row in rows), np.int64, len(rows))
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    columns = _token_columns(rows, offsets)
+    uids = tuple(rollouts.prompts[row.prompt_index].uid for row in rows)
+
+    def per_row(name: str, dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.fromiter((getattr(row, name) for row in rows), dtype, len(rows)))
+
+    return TrainingInputBatch(
+        token_columns={name: torch.from_numpy(column) for name, column in columns.items()},
+        row_columns={
+            "prompt_index": per_row("prompt_index", np.int32),
+            "trajectory_index": per_row("trajectory_index", np.int32),
+            "step_index": per_row("step_index", np.int32),
+            "is_last_step": per_row("is_last_step", np.bool_),
+            "is_padding": torch.tensor([not row.turns for row in rows], dtype=torch.bool),
+        },
+        row_offsets=torch.from_numpy(offsets),
+        metadata=_metadata(uids, rollouts, step_wise, config, global_step, weight_version),
+    )
+
+
+def _metadata(
+    uids: tuple[str, ...],
+    rollouts: RolloutBatch,
+    step_wise: bool,
+    config: Config,
+    global_step: int,
+    weight_version: int,
+) -> BatchMetadata:
+    def boundaries(mini_batch_size: int) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            compute_prompt_mini_batch_boundaries(
+                uids,
+                mini_batch_size,
+                train_batch_size=config.trainer.train_batch_size,
+                is_stepwise=step_wise,
+                n_samples_per_prompt=rollouts.n_samples_per_prompt,
+            )
+        )
+
+    return BatchMetadata(
+        uids=uids,
+        global_step=global_step,
+        weight_version=weight_version,
+        prompt_end_indices=tuple(compute_prompt_end_indices(uids)),
+        policy_mini_batch_boundaries=boundaries(config.trainer.policy_mini_batch_size),
+        critic_mini_batch_boundaries=boundaries(config.trainer.critic_mini_batch_size)
+        if config.critic.model.path
+        else None,
+    )
+
+
+def _rows(rollouts: RolloutBatch, step_wise: bool) -> Iterator[_Row]:
+    for trajectory_index, trajectory in enumerate(rollouts.trajectories):
+        prompt_index, _ = divmod(trajectory_index, rollouts.n_samples_per_prompt)
+        uid = rollouts.prompts[prompt_index].uid
+        if trajectory.prompt_uid != uid:
+            raise BatchError(
+                f"trajectory {trajectory_index} belongs to {trajectory.prompt_uid!r}, but {uid!r} was expected there"
+            )
+        if trajectory.failed:
+            yield _Row(prompt_index, trajectory_index, 0, False, ())
+            continue
+        _check_turns(trajectory, merged=not step_wise)
+        last = len(trajectory.turns) - 1
+        if step_wise:
+            for step_index, turn in enumerate(trajectory.turns):
+                yield _Row(prompt_index, trajectory_index, step_index, step_index == last, (turn,))
+        else:
+            yield _Row(prompt_index, trajectory_index, 0, True, trajectory.turns)
+
+
+def _check_turns(trajectory: Trajectory, *, merged: bool) -> None:
+    name = f"trajectory {trajectory.prompt_uid}/{trajectory.sample_index}"
+    if not trajectory.turns:
+        raise BatchError(f"{name} did not fail and yet has no turn")
+    for index, turn in enumerate(trajectory.turns):
+        if not turn.prompt_token_ids or not turn.response_token_ids:
+            raise BatchError(f"{name}, turn {index}: a complete turn has at least one prompt and one response token")
+        if len(turn.response_logprobs) != len(turn.response_token_ids):
+            raise BatchError(
+                f"{name}, turn {index}: {len(turn.response_logprobs)} log-probabilities for "
+                f"{len(turn.response_token_ids)} tokens"
+            )
+        if not math.isfinite(turn.reward):
+            raise BatchError(
+                f"{name}, turn {index}: the reward is {turn.reward}; a broken reward must fail its trajectory"
+            )
+        if merged and index and not _extends(turn, trajectory.turns[index - 1]):
+            raise BatchError(
+                f"{name}, turn {index}: its prompt does not begin with the tokens of turn {index - 1}, so that one row "
+                "cannot hold both. Set generator.step_wise_trajectories=true to train one row per turn"
+            )
+
+
+def _extends(turn: Turn, previous: Turn) -> bool:
+    """Whether the tokens agree; what the turn says of itself is not trusted alone (rollouts may come from a file)."""
+    context = len(previous.prompt_token_ids)
+    end = context + len(previous.response_token_ids)
+    return (
+        turn.extends_previous
+        and turn.prompt_token_ids[:context] == previous.prompt_token_ids
+        and turn.prompt_token_ids[context:end] == previous.response_token_ids
+    )
+
+
+def _token_columns(rows: list[_Row], offsets: np.ndarray) -> dict[str, np.ndarray]:
+    num_tokens = int(offsets[-1])
+    tokens = chain.from_iterable(part for row in rows for part in row.token_parts)
+    columns = {
+        "input_ids": np.fromiter(tokens, np.int32, num_tokens),
+        "loss_mask": np.zeros(num_tokens, np.bool_),
+        "rewards": np.zeros(num_tokens, np.float32),
+        "rollout_logprobs": np.zeros(num_tokens, np.float32),
+    }
+    for row, offset in zip(rows, offsets.tolist()):
+        for turn in row.turns:
+            start = offset + len(turn.prompt_token_ids)
+            stop = start + len(turn.response_token_ids)
+            columns["loss_mask"][start:stop] = True
+            columns["rollout_logprobs"][start:stop] = turn.response_logprobs
+            columns["rewards"][stop - 1] = turn.reward
+    return columns

@@ -1,0 +1,154 @@
+"""One optimizer step: a closed mini-batch, whose loss denominators are counted before anything is split.
+
+`loss = sum over tokens of w_t * token_loss_t`, for policy, KL, entropy and value terms alike. The weights `w_t` are
+fixed here, over the whole step, and travel with the rows. Each micro-batch and each rank then contributes a sum, so
+that how the rows are cut, ordered, padded or dealt cannot change the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.reduce import whiten
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.registry import resolve
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossDenominators:
+    """What the step consists of. Dummy rows and placeholders of failed trajectories are never counted."""
+
+    num_tokens: int
+    """Tokens with loss."""
+    num_sequences: int
+    """Trajectories with at least one such token, whether they are one row or one row per turn."""
+    num_rows: int
+    """Rows that are not padding."""
+    num_prompts: int
+    """Prompts with at least one such token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniBatch:
+    """The rows of one optimizer step."""
+
+    batch: TrainingInputBatch
+    """Has the column `loss_weights`."""
+    denominators: LossDenominators
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCounts:
+    """What a loss reduction may divide by: the step's denominators and, float64 `[num_rows]`, each row's own counts."""
+
+    denominators: LossDenominators
+    trajectory_tokens: Tensor
+    """Tokens with loss of the row's whole trajectory in this step."""
+    prompt_tokens: Tensor
+    """The same of the row's whole prompt."""
+    max_sequence_length_for_norm: int
+
+
+def token_mean(counts: RowCounts) -> Tensor:
+    """`1 / num_tokens`: every token weighs the same (DAPO, arXiv:2503.14476)."""
+    return torch.full_like(counts.trajectory_tokens, 1.0 / counts.denominators.num_tokens)
+
+
+def sequence_mean(counts: RowCounts) -> Tensor:
+    """`1 / (num_sequences * tokens of the trajectory)`: every trajectory weighs the same (GRPO, arXiv:2402.03300)."""
+    return 1.0 / (counts.denominators.num_sequences * counts.trajectory_tokens)
+
+
+def seq_mean_token_sum_norm(counts: RowCounts) -> Tensor:
+    """`1 / (num_sequences * max_sequence_length_for_norm)`: a constant divisor (Dr. GRPO, arXiv:2503.20783)."""
+    divisor = counts.denominators.num_sequences * counts.max_sequence_length_for_norm
+    return torch.full_like(counts.trajectory_tokens, 1.0 / divisor)
+
+
+def prompt_mean(counts: RowCounts) -> Tensor:
+    """`1 / (num_prompts * tokens of the prompt)`: every prompt weighs the same."""
+    return 1.0 / (counts.denominators.num_prompts * counts.prompt_tokens)
+
+
+LOSS_REDUCTIONS: dict[str, Callable[[RowCounts], Tensor]] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
+    "prompt_mean": prompt_mean,
+}
+"""Each gives a row's tokens their weight, float64 `[num_rows]`; what it says of rows without loss is ignored."""
+
+
+def close_mini_batch(
+    batch: TrainingInputBatch,
+    *,
+    loss_reduction: str,
+    max_sequence_length_for_norm: int,
+    normalize_advantages: bool = False,
+) -> MiniBatch:
+    """Counts the step's denominators and sets `loss_weights` (float64; 0 outside `loss_mask` and on padding rows).
+
+    `batch` holds all rows of each of its trajectories. With `normalize_advantages` the column `advantages` is whitened
+    over this step's tokens with loss. A step without any such token gets weights of 0.
+    Raises ConfigError for an unknown reduction, BatchError for a missing column.
+    """
+    reduction = resolve(loss_reduction, LOSS_REDUCTIONS, field="trainer.algorithm.loss_reduction")
+    trained = batch["loss_mask"] & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
+    counts = _count(batch, trained, max_sequence_length_for_norm)
+    weights = torch.zeros(batch.num_tokens, dtype=torch.float64, device=trained.device)
+    if counts.denominators.num_tokens:
+        per_token = torch.repeat_interleave(reduction(counts), batch.lengths)
+        weights = torch.where(trained, per_token, weights)
+    closed = batch.with_columns(loss_weights=weights)
+    if normalize_advantages:
+        closed = closed.with_columns(advantages=whiten(batch["advantages"], trained))
+    return MiniBatch(batch=closed, denominators=counts.denominators)
+
+
+def mini_batches(
+    batch: TrainingInputBatch,
+    boundaries: Sequence[tuple[int, int]],
+    *,
+    loss_reduction: str,
+    max_sequence_length_for_norm: int,
+    normalize_advantages: bool = False,
+) -> Iterator[MiniBatch]:
+    """One closed mini-batch for each `[start, stop)` range of rows, in order."""
+    for start, stop in boundaries:
+        yield close_mini_batch(
+            batch.slice(start, stop),
+            loss_reduction=loss_reduction,
+            max_sequence_length_for_norm=max_sequence_length_for_norm,
+            normalize_advantages=normalize_advantages,
+        )
+
+
+def _count(batch: TrainingInputBatch, trained: Tensor, max_sequence_length_for_norm: int) -> RowCounts:
+    row_of_token = torch.repeat_interleave(batch.lengths)
+    row_tokens = torch.zeros(batch.num_rows, dtype=torch.float64, device=trained.device)
+    row_tokens.index_add_(0, row_of_token, trained.double())
+    has_loss = row_tokens > 0
+
+    def over(group: Tensor) -> tuple[int, Tensor]:
+        """Groups with loss, and each row's group total."""
+        _, number = torch.unique(group, return_inverse=True)
+        totals = torch.zeros_like(row_tokens).index_add_(0, number, row_tokens)
+        return int(torch.unique(group[has_loss]).numel()), totals[number]
+
+    num_sequences, trajectory_tokens = over(batch["trajectory_index"])
+    num_prompts, prompt_tokens = over(batch["prompt_index"])
+    return RowCounts(
+        denominators=LossDenominators(
+            num_tokens=int(trained.sum()),
+            num_sequences=num_sequences,
+            num_rows=int((~batch["is_padding"]).sum()),
+            num_prompts=num_prompts,
+        ),
+        trajectory_tokens=trajectory_tokens,
+        prompt_tokens=prompt_tokens,
+        max_sequence_length_for_norm=max_sequence_length_for_norm,
+    )

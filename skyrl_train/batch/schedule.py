@@ -1,0 +1,27 @@
+"""The learning rate: one pure function of the optimizer step."""
+
+from __future__ import annotations
+
+import math
+
+from skyrl_train.config.schema import OptimizerConfig
+
+
+def learning_rate(step: float, optimizer: OptimizerConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0, of `total_steps`.
+
+    Warm-up rises in `warmup_steps` equal steps: `lr / warmup_steps` for the first, `lr` for the last of them. Then,
+    with `p = (step - warmup_steps) / (total_steps - warmup_steps)` clipped to [0, 1] and `r = min_lr_ratio`:
+    constant `lr`; linear `lr * (1 - (1 - r) * p)`; cosine `lr * (r + (1 - r) * (1 + cos(pi * p)) / 2)`
+    (arXiv:1608.03983).
+    `step` may lie between two steps, where progress is counted in documents.
+    """
+    if step + 1 < optimizer.warmup_steps:
+        return optimizer.lr * (step + 1) / optimizer.warmup_steps
+    progress = min(1.0, max(0.0, (step - optimizer.warmup_steps) / max(1, total_steps - optimizer.warmup_steps)))
+    floor = optimizer.min_lr_ratio
+    if optimizer.schedule == "linear":
+        return optimizer.lr * (1.0 - (1.0 - floor) * progress)
+    if optimizer.schedule == "cosine":
+        return optimizer.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
+    return optimizer.lr

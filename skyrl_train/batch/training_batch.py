@@ -1,0 +1,371 @@
+"""The training input batch: jagged at rest, padded only at the point of use.
+
+Token columns lie flat, one row after the other, aligned with `input_ids`; `row_offsets` says where rows begin. A
+declared schema gives each column its type, so taking, joining, padding and moving rows is one loop over it.
+
+Example: rows `[7, 8, 9]` and `[5, 6]` are `input_ids = [7, 8, 9, 5, 6]` with `row_offsets = [0, 3, 5]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from skyrl_train.errors import BatchError
+from skyrl_train.registry import did_you_mean
+
+DUMMY_ROW_LENGTH = 2
+"""Tokens of a dummy row: one of context and one after it, the shortest row that a model can score."""
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """One column of the batch."""
+
+    dtype: torch.dtype
+    """Floating-point columns may be float32 or float64; the others have exactly this type."""
+    pad_value: float | int | bool
+    """What `padded` puts after a row's end, and what a dummy row holds."""
+    optional: bool
+    """False: every batch has it."""
+    per: Literal["token", "row"]
+
+
+SCHEMA: dict[str, ColumnSpec] = {
+    "input_ids": ColumnSpec(torch.int32, 0, False, "token"),
+    "loss_mask": ColumnSpec(torch.bool, False, False, "token"),
+    "rewards": ColumnSpec(torch.float32, 0.0, False, "token"),
+    "rollout_logprobs": ColumnSpec(torch.float32, 0.0, True, "token"),
+    "old_logprobs": ColumnSpec(torch.float32, 0.0, True, "token"),
+    "ref_logprobs": ColumnSpec(torch.float32, 0.0, True, "token"),
+    "values": ColumnSpec(torch.float32, 0.0, True, "token"),
+    "advantages": ColumnSpec(torch.float32, 0.0, True, "token"),
+    "returns": ColumnSpec(torch.float32, 0.0, True, "token"),
+    "loss_weights": ColumnSpec(torch.float64, 0.0, True, "token"),
+    "prompt_index": ColumnSpec(torch.int32, -1, False, "row"),
+    "trajectory_index": ColumnSpec(torch.int32, -1, False, "row"),
+    "step_index": ColumnSpec(torch.int32, 0, False, "row"),
+    "is_last_step": ColumnSpec(torch.bool, False, False, "row"),
+    "is_padding": ColumnSpec(torch.bool, True, False, "row"),
+}
+"""Token columns (position t belongs to token t of `input_ids`), then row columns.
+
+`loss_mask`: the policy sampled this token and is trained on it. `rewards`: a turn's reward sits on its last response
+token. `loss_weights`: set when a mini-batch is closed. `trajectory_index`: unique in the batch; the rows of one
+trajectory share it. `is_padding`: the row stands for a failed trajectory or fills up a shard; never counted.
+"""
+
+_FLOATS = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchMetadata:
+    """What is known of the batch beside its tensors."""
+
+    uids: tuple[str, ...]
+    """The prompt of each row; rows of one prompt lie together."""
+    global_step: int
+    weight_version: int
+    """Of the weights that sampled the rows."""
+    prompt_end_indices: tuple[int, ...] | None = None
+    """One past the last row of each prompt. Derived for a whole batch; None once rows were taken from it."""
+    policy_mini_batch_boundaries: tuple[tuple[int, int], ...] | None = None
+    """`[start, stop)` rows of each of the policy's mini-batches; None as above."""
+    critic_mini_batch_boundaries: tuple[tuple[int, int], ...] | None = None
+    """The same for the critic; None also where there is no critic."""
+
+    def of_rows(self, uids: Iterable[str]) -> BatchMetadata:
+        """For other rows: these uids, and nothing that was derived from the old ones."""
+        return BatchMetadata(uids=tuple(uids), global_step=self.global_step, weight_version=self.weight_version)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingInputBatch:
+    """Rows of tokens and facts about them. Immutable: every operation returns a new batch.
+
+    Taking, slicing, joining and padding copy, so that a part holds and ships nothing of the whole.
+    Raises BatchError, naming the column, where shapes, types or names contradict the schema.
+    """
+
+    token_columns: Mapping[str, Tensor]
+    """Each `[num_tokens]`."""
+    row_columns: Mapping[str, Tensor]
+    """Each `[num_rows]`."""
+    row_offsets: Tensor
+    """int64 `[num_rows + 1]`: row i is tokens `row_offsets[i]` to `row_offsets[i + 1] - 1`."""
+    metadata: BatchMetadata
+    num_rows: int = field(init=False)
+    num_tokens: int = field(init=False)
+    lengths: Tensor = field(init=False)
+    """int64 `[num_rows]`, tokens of each row, at least 1."""
+
+    def __post_init__(self) -> None:
+        derive = object.__setattr__
+        derive(self, "token_columns", dict(self.token_columns))
+        derive(self, "row_columns", dict(self.row_columns))
+        derive(self, "num_rows", len(self.row_offsets) - 1)
+        derive(self, "num_tokens", len(self.token_columns.get("input_ids", ())))
+        derive(self, "lengths", self.row_offsets.diff())
+        _check_batch(self)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.token_columns or name in self.row_columns
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The column: flat `[num_tokens]` or `[num_rows]`. Raises BatchError for a column that is not there."""
+        column = self.token_columns.get(name, self.row_columns.get(name))
+        if column is None:
+            present = [*self.token_columns, *self.row_columns]
+            raise BatchError(
+                f"no column {name!r} in this batch, which has {', '.join(present)}. {did_you_mean(name, present)}"
+            )
+        return column
+
+    def with_columns(self, **columns: Tensor) -> TrainingInputBatch:
+        """Adds or replaces columns, flat `[num_tokens]` or `[num_rows]`."""
+        token_columns, row_columns = dict(self.token_columns), dict(self.row_columns)
+        for name, column in columns.items():
+            (token_columns if _spec(name).per == "token" else row_columns)[name] = column
+        return replace(self, token_columns=token_columns, row_columns=row_columns)
+
+    def with_metadata(self, **changes: Any) -> TrainingInputBatch:
+        """Replaces fields of the metadata."""
+        return replace(self, metadata=replace(self.metadata, **changes))
+
+    def take(self, rows: Sequence[int] | Tensor) -> TrainingInputBatch:
+        """The given rows, in the given order. Raises BatchError for a row that does not exist."""
+        index = torch.as_tensor(rows, dtype=torch.int64, device=self.row_offsets.device)
+        if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.num_rows:
+            raise BatchError(f"rows {int(index.min())} to {int(index.max())} of a batch of {self.num_rows} rows")
+        tokens = token_positions(self.row_offsets, index)
+        uids = self.metadata.uids
+        return TrainingInputBatch(
+            token_columns={name: column[tokens] for name, column in self.token_columns.items()},
+            row_columns={name: column[index] for name, column in self.row_columns.items()},
+            row_offsets=offsets_of(self.lengths[index]),
+            metadata=self.metadata.of_rows(uids[row] for row in index.tolist()),
+        )
+
+    def slice(self, start: int, stop: int) -> TrainingInputBatch:
+        """Rows `start` to `stop - 1`. Raises BatchError where they are not all there."""
+        if not 0 <= start <= stop <= self.num_rows:
+            raise BatchError(f"rows [{start}, {stop}) of a batch of {self.num_rows} rows")
+        first, last = int(self.row_offsets[start]), int(self.row_offsets[stop])
+        return TrainingInputBatch(
+            token_columns={name: column[first:last].clone() for name, column in self.token_columns.items()},
+            row_columns={name: column[start:stop].clone() for name, column in self.row_columns.items()},
+            row_offsets=self.row_offsets[start : stop + 1] - self.row_offsets[start],
+            metadata=self.metadata.of_rows(self.metadata.uids[start:stop]),
+        )
+
+    def chunk(self, num_chunks: int) -> list[TrainingInputBatch]:
+        """`num_chunks` parts in order; their numbers of rows differ by at most one, the larger ones first."""
+        if not 1 <= num_chunks <= max(self.num_rows, 1):
+            raise BatchError(f"{self.num_rows} rows cannot be cut into {num_chunks} chunks")
+        small, larger = divmod(self.num_rows, num_chunks)
+        starts = [index * small + min(index, larger) for index in range(num_chunks + 1)]
+        return [self.slice(start, stop) for start, stop in pairwise(starts)]
+
+    @staticmethod
+    def cat(batches: Sequence[TrainingInputBatch]) -> TrainingInputBatch:
+        """One after the other. Raises BatchError where columns, steps or the numbering of prompts differ."""
+        if not batches:
+            raise BatchError("cat of no batches: there is no schema to take columns from")
+        head = batches[0]
+        _check_joinable(batches)
+        return TrainingInputBatch(
+            token_columns={name: torch.cat([batch[name] for batch in batches]) for name in head.token_columns},
+            row_columns={name: torch.cat([batch[name] for batch in batches]) for name in head.row_columns},
+            row_offsets=offsets_of(torch.cat([batch.lengths for batch in batches])),
+            metadata=head.metadata.of_rows(uid for batch in batches for uid in batch.metadata.uids),
+        )
+
+    def pad_rows(self, count: int, *, uid: str | None = None) -> TrainingInputBatch:
+        """`count` dummy rows more: two tokens of id 0 without loss, counted nowhere.
+
+        They get the last row's uid (and its prompt's number) unless `uid` is given, and then belong to no prompt.
+        What was derived from the uids is extended where it stays true and dropped where it does not.
+        """
+        if count < 0 or (self.num_rows == 0 and uid is None):
+            raise BatchError(
+                f"cannot add {count} dummy rows to {self.num_rows} rows" + ("" if count < 0 else " without a uid")
+            )
+        if count == 0:
+            return self
+        device = self.row_offsets.device
+        columns = {
+            name: torch.cat([self[name], self[name].new_full((count * size,), _spec(name).pad_value)])
+            for names, size in ((self.token_columns, DUMMY_ROW_LENGTH), (self.row_columns, 1))
+            for name in names
+        }
+        if uid is None:
+            columns["prompt_index"][self.num_rows :] = self["prompt_index"][-1]
+        lengths = torch.cat([self.lengths, torch.full((count,), DUMMY_ROW_LENGTH, dtype=torch.int64, device=device)])
+        return TrainingInputBatch(
+            token_columns={name: columns[name] for name in self.token_columns},
+            row_columns={name: columns[name] for name in self.row_columns},
+            row_offsets=offsets_of(lengths),
+            metadata=_padded_metadata(self.metadata, count, uid),
+        )
+
+    def padded(self, name: str, *, rows: Tensor | None = None) -> Tensor:
+        """A token column as `[rows, max_len]`, right-padded with the schema's pad value.
+
+        `rows` picks rows (int64); `max_len` is the longest of them.
+        """
+        _check_token_column(name)
+        column, lengths = self[name], self.lengths
+        if rows is not None:
+            column, lengths = column[token_positions(self.row_offsets, rows)], lengths[rows]
+        width = int(lengths.max()) if len(lengths) else 0
+        result = column.new_full((len(lengths), width), _spec(name).pad_value)
+        result[_mask(lengths, width)] = column
+        return result
+
+    def from_padded(self, padded: Tensor) -> Tensor:
+        """The inverse of `padded`: `[num_rows, at least max_len]` to flat `[num_tokens]`."""
+        width = int(self.lengths.max()) if self.num_rows else 0
+        if padded.dim() != 2 or padded.shape[0] != self.num_rows or padded.shape[1] < width:
+            raise BatchError(f"shape {tuple(padded.shape)} where [{self.num_rows}, {width}] was expected")
+        return padded[_mask(self.lengths, padded.shape[1])]
+
+    def attention_mask(self) -> Tensor:
+        """bool `[num_rows, max_len]`: True where `padded` holds a token."""
+        return _mask(self.lengths, int(self.lengths.max()) if self.num_rows else 0)
+
+    def to(self, device: torch.device | str) -> TrainingInputBatch:
+        """All columns on `device`."""
+        return replace(
+            self,
+            token_columns={name: column.to(device) for name, column in self.token_columns.items()},
+            row_columns={name: column.to(device) for name, column in self.row_columns.items()},
+            row_offsets=self.row_offsets.to(device),
+        )
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """int64 `[rows + 1]`: 0, then the running total of `lengths` int64 `[rows]`."""
+    offsets = lengths.new_zeros(len(lengths) + 1)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return offsets
+
+
+def token_positions(row_offsets: Tensor, rows: Tensor) -> Tensor:
+    """int64: where in a flat column the tokens of `rows` are, row after row."""
+    lengths = row_offsets[rows + 1] - row_offsets[rows]
+    shift = torch.repeat_interleave(row_offsets[rows] - offsets_of(lengths)[:-1], lengths)
+    return torch.arange(len(shift), device=shift.device) + shift
+
+
+def restore_rows(flat: Tensor, order: Tensor, row_offsets: Tensor) -> Tensor:
+    """Undoes a reordering: `flat` `[num_tokens]` holds the tokens of rows `order[0]`, `order[1]`, ... of a batch with
+    `row_offsets`; returned in the batch's own order. Raises BatchError where `order` is not every row once.
+    """
+    num_rows = len(row_offsets) - 1
+    if len(order) != num_rows or len(torch.unique(order)) != num_rows:
+        raise BatchError(
+            f"an order of {len(order)} rows ({len(torch.unique(order))} different) for a batch of {num_rows}"
+        )
+    restored = torch.empty_like(flat)
+    restored[token_positions(row_offsets, order)] = flat
+    return restored
+
+
+def _spec(name: str) -> ColumnSpec:
+    if name not in SCHEMA:
+        raise BatchError(f"column {name!r} is not in the schema ({', '.join(SCHEMA)}). {did_you_mean(name, SCHEMA)}")
+    return SCHEMA[name]
+
+
+def _check_token_column(name: str) -> None:
+    if _spec(name).per == "row":
+        raise BatchError(f"column {name!r} has one value per row: there is nothing to pad")
+
+
+def _mask(lengths: Tensor, width: int) -> Tensor:
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+
+def _padded_metadata(metadata: BatchMetadata, count: int, uid: str | None) -> BatchMetadata:
+    if uid is not None and (not metadata.uids or uid != metadata.uids[-1]):
+        return metadata.of_rows((*metadata.uids, *[uid] * count))
+
+    def grow(boundaries: tuple[tuple[int, int], ...] | None) -> tuple[tuple[int, int], ...] | None:
+        return boundaries and (*boundaries[:-1], (boundaries[-1][0], boundaries[-1][1] + count))
+
+    ends = metadata.prompt_end_indices
+    return replace(
+        metadata,
+        uids=(*metadata.uids, *[metadata.uids[-1]] * count),
+        prompt_end_indices=ends and (*ends[:-1], ends[-1] + count),
+        policy_mini_batch_boundaries=grow(metadata.policy_mini_batch_boundaries),
+        critic_mini_batch_boundaries=grow(metadata.critic_mini_batch_boundaries),
+    )
+
+
+def _check_batch(batch: TrainingInputBatch) -> None:
+    missing = [name for name, spec in SCHEMA.items() if not spec.optional and name not in batch]
+    if missing:
+        raise BatchError(f"the batch lacks the columns {', '.join(missing)}")
+    for columns, per, size in (
+        (batch.token_columns, "token", batch.num_tokens),
+        (batch.row_columns, "row", batch.num_rows),
+    ):
+        for name, column in columns.items():
+            spec = _spec(name)
+            _require(spec.per == per, lambda: f"column {name!r} has one value per {spec.per}, not per {per}")  # noqa: B023
+            _require(
+                tuple(column.shape) == (size,),
+                lambda: f"column {name!r} has shape {tuple(column.shape)} where [{size}] was expected",  # noqa: B023
+            )
+            _require(
+                column.dtype == spec.dtype or (column.dtype in _FLOATS and spec.dtype in _FLOATS),
+                lambda: f"column {name!r} is {column.dtype} where {spec.dtype} was expected",  # noqa: B023
+            )
+    _require(
+        len(batch.metadata.uids) == batch.num_rows, lambda: f"{len(batch.metadata.uids)} uids for {batch.num_rows} rows"
+    )
+    offsets = batch.row_offsets
+    _require(
+        offsets.dtype == torch.int64 and offsets.dim() == 1,
+        lambda: f"row_offsets is {offsets.dtype}, {offsets.dim()}-d",
+    )
+    if offsets.device.type == "cpu":  # elsewhere reading them back would stall the device
+        bad = torch.nonzero(batch.lengths < 1)
+        _require(
+            len(bad) == 0,
+            lambda: f"row {int(bad[0])} has {int(batch.lengths[int(bad[0])])} tokens: a row has at least 1",
+        )
+        _require(
+            int(offsets[0]) == 0 and int(offsets[-1]) == batch.num_tokens,
+            lambda: f"row_offsets run from {int(offsets[0])} to {int(offsets[-1])} over {batch.num_tokens} tokens",
+        )
+
+
+def _require(holds: bool, message: Callable[[], str]) -> None:
+    if not holds:
+        raise BatchError(message())
+
+
+def _check_joinable(batches: Sequence[TrainingInputBatch]) -> None:
+    head = batches[0]
+    uid_of: dict[int, str] = {}
+    for number, batch in enumerate(batches):
+        if {*batch.token_columns, *batch.row_columns} != {*head.token_columns, *head.row_columns}:
+            odd = {*batch.token_columns, *batch.row_columns} ^ {*head.token_columns, *head.row_columns}
+            raise BatchError(f"cat: batch {number} and batch 0 differ in the columns {', '.join(sorted(odd))}")
+        if batch.metadata.global_step != head.metadata.global_step:
+            raise BatchError(
+                f"cat: batch {number} is of step {batch.metadata.global_step}, batch 0 of {head.metadata.global_step}"
+            )
+        for prompt, uid in zip(batch["prompt_index"].tolist(), batch.metadata.uids):
+            if prompt >= 0 and uid_of.setdefault(prompt, uid) != uid:
+                raise BatchError(f"cat: prompt_index {prompt} is {uid_of[prompt]!r} and, in batch {number}, {uid!r}")

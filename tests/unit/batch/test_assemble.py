@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
+
+from skyrl_train.batch.assemble import assemble
+from skyrl_train.errors import BatchError
+
+TWO_TURNS = (make_turn([1, 2], [3, 4], reward=0.5), make_turn([1, 2, 3, 4, 9], [5], reward=1.0))
+ONE_TURN = (make_turn([1, 2], [6], reward=2.0),)
+
+
+def assembled(*trajectories, step_wise=False, n_samples=1, prompts=None, **sizes):
+    rollouts = make_rollouts(*trajectories, n_samples=n_samples)
+    prompts = prompts or len(rollouts.prompts)
+    config = make_config(prompts=prompts, n_samples=n_samples, **{"mini_batch": prompts, **sizes})
+    return assemble(rollouts, step_wise=step_wise, config=config, global_step=4, weight_version=2)
+
+
+def test_one_row_per_trajectory_holds_all_its_turns():
+    batch = assembled(make_trajectory("a", 0, *TWO_TURNS))
+    assert batch["input_ids"].tolist() == [1, 2, 3, 4, 9, 5]
+    assert batch["loss_mask"].tolist() == [False, False, True, True, False, True]
+    assert batch["rewards"].tolist() == [0, 0, 0, 0.5, 0, 1]
+    assert batch["rollout_logprobs"].tolist() == [0, 0, -3, -4, 0, -5]
+    assert batch["is_last_step"].tolist() == [True]
+
+
+def test_step_wise_each_turn_is_a_row_with_its_own_response():
+    batch = assembled(make_trajectory("a", 0, *TWO_TURNS), step_wise=True)
+    assert batch.padded("input_ids").tolist() == [[1, 2, 3, 4, 0, 0], [1, 2, 3, 4, 9, 5]]
+    assert batch.padded("loss_mask").int().tolist() == [[0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 0, 1]]
+    assert batch.padded("rewards").tolist() == [[0, 0, 0, 0.5, 0, 0], [0, 0, 0, 0, 0, 1]]
+    assert batch["trajectory_index"].tolist() == [0, 0]
+    assert batch["step_index"].tolist() == [0, 1]
+    assert batch["is_last_step"].tolist() == [False, True]
+
+
+def test_rows_are_numbered_by_prompt_and_sample():
+    batch = assembled(
+        make_trajectory("a", 0, *TWO_TURNS),
+        make_trajectory("a", 1, *ONE_TURN),
+        make_trajectory("b", 0, *ONE_TURN),
+        make_trajectory("b", 1, *TWO_TURNS),
+        step_wise=True,
+        n_samples=2,
+    )
+    assert batch.metadata.uids == ("a", "a", "a", "b", "b", "b")
+    assert batch["prompt_index"].tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch["trajectory_index"].tolist() == [0, 0, 1, 2, 3, 3]
+
+
+def test_the_metadata_holds_prompts_and_mini_batches():
+    batch = assembled(
+        make_trajectory("a", 0, *TWO_TURNS), make_trajectory("b", 0, *ONE_TURN), step_wise=True, mini_batch=1
+    )
+    assert batch.metadata.prompt_end_indices == (2, 3)
+    assert batch.metadata.policy_mini_batch_boundaries == ((0, 2), (2, 3))
+    assert batch.metadata.critic_mini_batch_boundaries is None
+    assert (batch.metadata.global_step, batch.metadata.weight_version) == (4, 2)
+
+
+def test_the_critic_has_its_own_mini_batches():
+    batch = assembled(make_trajectory("a", 0, *ONE_TURN), make_trajectory("b", 0, *ONE_TURN), critic_mini_batch=1)
+    assert batch.metadata.policy_mini_batch_boundaries == ((0, 2),)
+    assert batch.metadata.critic_mini_batch_boundaries == ((0, 1), (1, 2))
+
+
+@pytest.mark.parametrize("step_wise", [False, True])
+def test_a_failed_trajectory_becomes_one_placeholder_without_loss(step_wise):
+    batch = assembled(
+        make_trajectory("a", 0, *ONE_TURN),
+        failed_trajectory("a", 1, *TWO_TURNS),
+        failed_trajectory("b", 0),
+        make_trajectory("b", 1, *ONE_TURN),
+        step_wise=step_wise,
+        n_samples=2,
+    )
+    assert batch["is_padding"].tolist() == [False, True, True, False]
+    assert batch.metadata.uids == ("a", "a", "b", "b")
+    assert batch["trajectory_index"].tolist() == [0, 1, 2, 3]
+    assert batch.padded("input_ids").tolist()[1] == [0, 0, 0]
+    assert batch["loss_mask"].sum() == 2
+    assert batch["rewards"].sum() == 4
+
+
+def test_a_turn_that_does_not_extend_the_one_before_needs_rows_per_turn():
+    stripped = make_turn([1, 2, 8], [5], extends=False)
+    trajectory = make_trajectory("a", 0, TWO_TURNS[0], stripped)
+    with pytest.raises(BatchError, match=r"trajectory a/0, turn 1: .*generator\.step_wise_trajectories=true"):
+        assembled(trajectory)
+    assert assembled(trajectory, step_wise=True).num_rows == 2
+
+
+def test_a_turn_that_says_it_extends_and_does_not_is_found_out():
+    lying = make_turn([1, 2, 3, 7, 9], [5], extends=True)
+    with pytest.raises(BatchError, match=r"turn 1: its prompt does not begin with the tokens of turn 0"):
+        assembled(make_trajectory("a", 0, TWO_TURNS[0], lying))
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_refused(reward):
+    with pytest.raises(BatchError, match=r"trajectory a/0, turn 0: the reward is"):
+        assembled(make_trajectory("a", 0, make_turn([1], [2], reward=reward)))
+
+
+def test_a_turn_without_response_is_refused():
+    with pytest.raises(BatchError, match=r"trajectory a/0, turn 0: .*at least one prompt and one response token"):
+        assembled(make_trajectory("a", 0, make_turn([1], [])))
+
+
+def test_a_trajectory_without_turns_is_refused():
+    with pytest.raises(BatchError, match=r"trajectory a/0 did not fail and yet has no turn"):
+        assembled(make_trajectory("a", 0))
+
+
+def test_trajectories_out_of_order_are_refused():
+    trajectories = [make_trajectory("a", 0, *ONE_TURN), make_trajectory("b", 0, *ONE_TURN)]
+    rollouts = make_rollouts(*trajectories, n_samples=1)
+    swapped = type(rollouts)(prompts=rollouts.prompts[::-1], trajectories=rollouts.trajectories, n_samples_per_prompt=1)
+    with pytest.raises(BatchError, match=r"trajectory 0 belongs to 'a', but 'b' was expected"):
+        assemble(swapped, step_wise=False, config=make_config(prompts=2, mini_batch=1), global_step=0, weight_version=0)
+
+
+def test_a_batch_of_another_size_than_configured_is_refused():
+    with pytest.raises(BatchError, match=r"1 prompts .*train_batch_size=2"):
+        assembled(make_trajectory("a", 0, *ONE_TURN), prompts=2)
