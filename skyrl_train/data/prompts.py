@@ -1,0 +1,183 @@
+"""Data rows to prompts, and prompts to batches whose order is a pure function of the seed and the epoch."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from skyrl_train.data.rows import Row, find_sources, read_rows
+from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.seeding import derive_seed
+from skyrl_train.types import ChatMessage, Prompt
+
+
+def load_prompts(sources: Sequence[str], *, limit: int | None = None) -> list[Prompt]:
+    """All prompts of `sources`, every row checked.
+
+    Args:
+        sources: Parquet, `.jsonl` or `.json` files, folders of them, `owner/name:split` on the hub, or
+            `builtin:NAME/SPLIT`.
+        limit: Stop after so many; 0 or None is all.
+
+    Raises:
+        DataError: A file is missing or damaged, or a row lacks what it needs; names file, row and remedy.
+    """
+    prompts: list[Prompt] = []
+    places: dict[str, str] = {}
+    for source in find_sources(list(sources)):
+        for row in read_rows(source):
+            prompt = make_prompt(row)
+            if prompt.uid in places:
+                raise DataError(
+                    f"{row.place}: uid {prompt.uid!r} is also that of {places[prompt.uid]}. "
+                    "Make uids unique, or drop the column to have them made."
+                )
+            places[prompt.uid] = row.place
+            prompts.append(prompt)
+            if limit and len(prompts) >= limit:
+                return prompts
+    if not prompts:
+        raise DataError(f"{', '.join(sources) or 'data'}: no rows. Give at least one row with a prompt.")
+    return prompts
+
+
+def make_prompt(row: Row) -> Prompt:
+    """A row in the ecosystem's format: `prompt` (chat messages or text), perhaps `env_class`, `uid`, and the rest.
+
+    Raises DataError naming the row, what it has and what it needs.
+    """
+    if "prompt" not in row.values:
+        keys = ", ".join(sorted(map(str, row.values))) or "nothing"
+        raise DataError(
+            f"{row.place}: has no 'prompt'; it has {keys}. "
+            'Give each row a prompt: [{"role": "user", "content": "..."}] or a text.'
+        )
+    env_class = row.values.get("env_class")
+    if env_class is not None and not isinstance(env_class, str):
+        raise DataError(f"{row.place}: 'env_class' must be a name; got {_short(env_class)}.")
+    uid = row.values.get("uid")
+    return Prompt(
+        uid=str(uid) if uid is not None else f"{row.source}-{row.index}",
+        messages=_messages(row.values["prompt"], row.place),
+        env_class=env_class or None,
+        extras={name: value for name, value in row.values.items() if name not in ("prompt", "env_class", "uid")},
+    )
+
+
+def _messages(value: object, place: str) -> tuple[ChatMessage, ...]:
+    if isinstance(value, str):
+        return ({"role": "user", "content": value},)
+    remedy = 'Write [{"role": "user", "content": "..."}].'
+    if not isinstance(value, (list, tuple)) or not value:
+        raise DataError(f"{place}: 'prompt' must be a list of chat messages or a text; got {_short(value)}. {remedy}")
+    for index, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise DataError(f"{place}: message {index} of 'prompt' must be an object; got {_short(message)}. {remedy}")
+        missing = [key for key in ("role", "content") if not isinstance(message.get(key), str)]
+        if missing:
+            raise DataError(
+                f"{place}: message {index} of 'prompt' has no text under {' and '.join(map(repr, missing))}; "
+                f"it is {_short(message)}. {remedy}"
+            )
+    return tuple(_without_nulls(message) for message in value)
+
+
+def _without_nulls(message: Mapping[str, Any]) -> ChatMessage:
+    """Parquet gives each message the keys of all messages; those it lacks are null."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthFilter:
+    """What became of a data set's over-long prompts."""
+
+    prompts: list[Prompt]
+    num_dropped: int
+    longest: int
+    """Tokens of the longest prompt seen."""
+
+
+def filter_by_length(
+    prompts: Sequence[Prompt],
+    count_tokens: Callable[[Prompt], int],
+    *,
+    max_prompt_length: int,
+    over_long: Literal["drop", "error"],
+) -> LengthFilter:
+    """Drops (or refuses) prompts of more than `max_prompt_length` tokens.
+
+    Args:
+        count_tokens: Tokens of a prompt as the model will see it, e.g. `RolloutGenerator.prompt_length`.
+
+    Raises:
+        DataError: With `over_long="error"` for the first prompt that is too long; always where none is left.
+    """
+    lengths = [count_tokens(prompt) for prompt in prompts]
+    kept = [prompt for prompt, length in zip(prompts, lengths) if length <= max_prompt_length]
+    longest = max(lengths, default=0)
+    if over_long == "error" and len(kept) < len(prompts):
+        uid, length = next((p.uid, n) for p, n in zip(prompts, lengths) if n > max_prompt_length)
+        raise DataError(
+            f"prompt {uid} has {length} tokens, more than data.max_prompt_length={max_prompt_length} "
+            f"({len(prompts) - len(kept)} of {len(prompts)} do). "
+            f"Raise data.max_prompt_length (the longest has {longest}) or set data.over_long=drop."
+        )
+    if prompts and not kept:
+        raise DataError(
+            f"all {len(prompts)} prompts have more than data.max_prompt_length={max_prompt_length} tokens. "
+            f"Raise it: the shortest has {min(lengths)}."
+        )
+    return LengthFilter(prompts=kept, num_dropped=len(prompts) - len(kept), longest=longest)
+
+
+class PromptSource:
+    """Batches of prompts, epoch after epoch. The incomplete last batch of an epoch is left out.
+
+    There is no state to save: `batch(position)` is a pure function of the prompts, the seed and the position.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], batch_size: int, shuffle: bool, seed: int) -> None:
+        """Raises ConfigError where there are fewer prompts than a batch holds."""
+        if len(prompts) < batch_size:
+            raise ConfigError(
+                [
+                    Violation(
+                        field="trainer.train_batch_size",
+                        rule=f"must be at most the number of prompts, {len(prompts)}",
+                        value=str(batch_size),
+                        remedy=f"Try trainer.train_batch_size={max(len(prompts), 1)}, or give more data",
+                    )
+                ]
+            )
+        self._prompts = list(prompts)
+        self._batch_size = batch_size
+        self._shuffle = shuffle
+        self._seed = seed
+        self._order: tuple[int, list[int]] = (-1, [])
+
+    @property
+    def num_batches_per_epoch(self) -> int:
+        return len(self._prompts) // self._batch_size
+
+    def batch(self, position: int) -> list[Prompt]:
+        """The prompts of the batch after `position` batches were consumed, over all epochs."""
+        epoch, place = divmod(position, self.num_batches_per_epoch)
+        order = self._epoch_order(epoch)
+        return [self._prompts[index] for index in order[place * self._batch_size : (place + 1) * self._batch_size]]
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        """Sorted by random keys rather than shuffled: `random.random()` is what Python promises not to change."""
+        if not self._shuffle:
+            return list(range(len(self._prompts)))
+        if self._order[0] != epoch:
+            generator = random.Random(derive_seed(self._seed, "prompt_order", epoch))
+            keys = [generator.random() for _ in self._prompts]
+            self._order = (epoch, sorted(range(len(keys)), key=keys.__getitem__))
+        return self._order[1]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

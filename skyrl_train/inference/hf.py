@@ -1,0 +1,197 @@
+"""`HFEngine`: a Hugging Face model in this process, generating in waves.
+
+Requests gather until each leased trajectory waits for tokens or has ended; then all that wait are generated, in batches
+of at most `max_batch_size`, sorted, so that the batches (and with them the last bits of every number) are the same on
+every run. Price of that order: a slow environment delays its wave. The forward passes run on a thread of their own; the
+event loop stays free for environments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference.decode import Decoder, Response
+from skyrl_train.types import GenerationOutput, GenerationRequest
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    eos_token_id: Any
+    pad_token_id: Any
+
+    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> Any: ...
+
+
+class _Waiting:
+    """A request and the future that its asker awaits."""
+
+    def __init__(self, request: GenerationRequest, loop: asyncio.AbstractEventLoop) -> None:
+        self.request = request
+        self.future: asyncio.Future[GenerationOutput] = loop.create_future()
+
+    @property
+    def order(self) -> tuple[int, str]:
+        return len(self.request.prompt_token_ids), self.request.request_id
+
+
+class HFEngine:
+    """Implements `InferenceEngine`. Use from one event loop at a time."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, *, max_batch_size: int, weight_version: int = -1
+    ) -> None:
+        """
+        Args:
+            model: Owned by the engine from here on; `load_weights` writes into it.
+            tokenizer: Gives the end-of-sequence and padding tokens, and text where stop strings are used.
+            max_batch_size: Sequences generated together.
+            weight_version: Version of the weights that the model has now.
+        """
+        self._model = model.requires_grad_(False)
+        self._model.train(False)
+        eos_token_ids = _eos_token_ids(model, tokenizer)
+        pad_token_id = tokenizer.pad_token_id
+        self._decoder = Decoder(
+            model,
+            eos_token_ids=eos_token_ids,
+            pad_token_id=pad_token_id if pad_token_id is not None else min(eos_token_ids, default=0),
+            decode_text=lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False)),
+        )
+        self._max_batch_size = max_batch_size
+        self._weight_version = weight_version
+        self._num_leases = 0
+        self._waiting: dict[_Waiting, None] = {}
+        self._generating = False
+        self._weights_lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
+        self._closed = False
+
+    @property
+    def weight_version(self) -> int:
+        return self._weight_version
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[None]:
+        """Announces a trajectory. Enter and leave on the event loop's thread."""
+        self._num_leases += 1
+        try:
+            yield
+        finally:
+            self._num_leases -= 1
+            self._start_wave_if_due()
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Raises EngineError where the model breaks, or the request cannot be answered."""
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if not request.prompt_token_ids:
+            raise EngineError(f"request {request.request_id} has an empty prompt")
+        if request.sampling.max_generate_length < 1:
+            raise EngineError(f"request {request.request_id} asks for no tokens")
+        waiting = _Waiting(request, asyncio.get_running_loop())
+        self._waiting[waiting] = None
+        self._start_wave_if_due()
+        try:
+            return await waiting.future
+        finally:
+            self._waiting.pop(waiting, None)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Takes all weights, or none: names and shapes are checked before the first is copied.
+
+        Waits for a batch that is being generated. Raises EngineError naming what is missing, unknown or misshapen.
+        """
+        given = dict(weights)
+        own = dict(self._model.named_parameters(remove_duplicate=False))
+        required = dict(self._model.named_parameters())
+        problems = [f"missing {name}" for name in required if name not in given]
+        problems += [f"unknown {name}" for name in given if name not in own]
+        problems += [
+            f"{name} has shape {tuple(tensor.shape)} instead of {tuple(own[name].shape)}"
+            for name, tensor in given.items()
+            if name in own and tensor.shape != own[name].shape
+        ]
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise EngineError(f"weights of another model; nothing was loaded: {'; '.join(problems[:5])}{more}")
+        with self._weights_lock, torch.no_grad():
+            for name, tensor in given.items():
+                own[name].copy_(tensor)
+            self._weight_version = version
+
+    def close(self) -> None:
+        """Ends the thread after the batch that is being generated. Idempotent."""
+        self._closed = True
+        self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _start_wave_if_due(self) -> None:
+        if self._generating or not self._waiting or len(self._waiting) < self._num_leases:
+            return
+        loop = next(iter(self._waiting)).future.get_loop()
+        if not loop.is_closed():
+            self._generating = True
+            self._wave = loop.create_task(self._run_wave())
+
+    async def _run_wave(self) -> None:
+        try:
+            # Whoever asks in the same turn of the loop joins.
+            await asyncio.sleep(0)
+            if len(self._waiting) < self._num_leases:
+                return
+            wave = sorted(self._waiting, key=lambda waiting: waiting.order)
+            self._waiting.clear()
+            for start in range(0, len(wave), self._max_batch_size):
+                await self._run_batch(wave[start : start + self._max_batch_size])
+        finally:
+            self._generating = False
+            self._start_wave_if_due()
+
+    async def _run_batch(self, batch: list[_Waiting]) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            version, responses = await loop.run_in_executor(self._executor, self._generate, batch)
+        except Exception as error:
+            broken = EngineError(f"generation failed: {type(error).__name__}: {error}")
+            broken.__cause__ = error
+            for waiting in batch:
+                if not waiting.future.done():
+                    waiting.future.set_exception(broken)
+            return
+        for waiting, response in zip(batch, responses):
+            if not waiting.future.done():
+                waiting.future.set_result(
+                    GenerationOutput(
+                        token_ids=response.token_ids,
+                        logprobs=response.logprobs,
+                        stop_reason=response.stop_reason,
+                        weight_version=version,
+                    )
+                )
+
+    def _generate(self, batch: list[_Waiting]) -> tuple[int, list[Response]]:
+        """On the engine's thread. Stops early once nobody waits any more."""
+        with self._weights_lock:
+            responses = self._decoder.run(
+                [waiting.request for waiting in batch],
+                wanted=lambda: not all(waiting.future.done() for waiting in batch),
+            )
+            return self._weight_version, responses
+
+
+def _eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every token that ends a response, by the model's generation config and by the tokenizer."""
+    config = getattr(model, "generation_config", None)
+    listed = getattr(config, "eos_token_id", None)
+    ids = {tokenizer.eos_token_id} | (set(listed) if isinstance(listed, (list, tuple)) else {listed})
+    return frozenset(int(token_id) for token_id in ids if token_id is not None)

@@ -1,0 +1,184 @@
+"""One trajectory: ask the engine, ask the environment, append tokens, until either or the context has had enough."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.interfaces import InferenceEngine
+from skyrl_train.rollout.chat_tokens import ChatTokens, NextPrompt
+from skyrl_train.rollout.env_runner import EnvironmentSession
+from skyrl_train.rollout.failures import Broken, describe
+from skyrl_train.seeding import derive_seed
+from skyrl_train.types import (
+    ChatMessage,
+    FailureKind,
+    GenerationOutput,
+    GenerationRequest,
+    Outcome,
+    Prompt,
+    SamplingParams,
+    StopReason,
+    Trajectory,
+    Turn,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Where a trajectory ends if its environment does not end it."""
+
+    max_turns: int
+    max_context_length: int
+    """Tokens of prompt, responses and observations together."""
+    request_timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One sample of one prompt, and what its randomness is derived from."""
+
+    prompt: Prompt
+    prompt_token_ids: tuple[int, ...]
+    """The prompt's own messages as tokens, shared by its samples; used where the environment does not change them."""
+    prompt_index: int
+    """Place in the batch: orders requests."""
+    prompt_number: int
+    """Identifies the prompt in seeds wherever it stands in the batch."""
+    sample_index: int
+    sampling: SamplingParams
+    seed: int
+    global_step: int
+    purpose: str
+
+    def request_id(self, turn_index: int) -> str:
+        return f"{self.purpose}-{self.global_step}-{self.prompt_index:06d}-{self.sample_index:04d}-{turn_index:03d}"
+
+    def request_seed(self, turn_index: int) -> int:
+        purpose = f"sample/{self.purpose}"
+        return derive_seed(self.seed, purpose, self.global_step, self.prompt_number, self.sample_index, turn_index)
+
+
+class AgentLoop:
+    """The state of one trajectory while it runs."""
+
+    def __init__(
+        self, *, job: Job, engine: InferenceEngine, session: EnvironmentSession, chat: ChatTokens, limits: Limits
+    ) -> None:
+        self._job = job
+        self._engine = engine
+        self._session = session
+        self._chat = chat
+        self._limits = limits
+        self._turns: list[Turn] = []
+
+    async def run(self) -> Trajectory:
+        """The trajectory; a failed one where the environment or the engine broke it. Other exceptions propagate."""
+        try:
+            outcome = await self._run_turns()
+            return self._trajectory(outcome, metrics=await self._session.metrics())
+        except Broken as broken:
+            return self._trajectory(Outcome.FAILED, broken=broken)
+        finally:
+            await self._session.close()
+
+    async def _run_turns(self) -> Outcome:
+        history = await self._session.start([dict(message) for message in self._job.prompt.messages])
+        prompt = self._first_prompt(history)
+        while True:
+            output = await self._ask_engine(prompt.token_ids)
+            text = self._chat.text(output.token_ids)
+            result = await self._session.step(text)
+            self._turns.append(_turn(prompt, output, text, result.reward))
+            if result.done:
+                return Outcome.DONE
+            if len(self._turns) >= self._limits.max_turns:
+                return Outcome.MAX_TURNS
+            history = [*history, {"role": "assistant", "content": text}]
+            prompt = self._chat.next_prompt(
+                context=prompt.token_ids,
+                response=output.token_ids,
+                history=history,
+                observations=result.observations,
+            )
+            history = [*history, *result.observations]
+            if self._room(prompt.token_ids) < 1:
+                return Outcome.CONTEXT_FULL
+
+    def _first_prompt(self, messages: list[ChatMessage]) -> NextPrompt:
+        unchanged = messages == list(self._job.prompt.messages)
+        token_ids = self._job.prompt_token_ids if unchanged else self._chat.first_prompt(messages)
+        if self._room(token_ids) < 1:
+            raise Broken(
+                FailureKind.PROMPT_TOO_LONG,
+                f"the prompt has {len(token_ids)} tokens; generator.max_context_length="
+                f"{self._limits.max_context_length} leaves no room for a response",
+            )
+        return NextPrompt(token_ids=token_ids, extends_previous=True)
+
+    def _room(self, token_ids: tuple[int, ...]) -> int:
+        return self._limits.max_context_length - len(token_ids)
+
+    async def _ask_engine(self, prompt_token_ids: tuple[int, ...]) -> GenerationOutput:
+        turn_index = len(self._turns)
+        sampling = self._job.sampling
+        new_tokens = min(sampling.max_generate_length, self._room(prompt_token_ids))
+        request = GenerationRequest(
+            request_id=self._job.request_id(turn_index),
+            prompt_token_ids=prompt_token_ids,
+            sampling=replace(sampling, max_generate_length=new_tokens),
+            seed=self._job.request_seed(turn_index),
+        )
+        timeout_s = self._limits.request_timeout_s
+        try:
+            output = await asyncio.wait_for(self._engine.generate(request), timeout_s)
+        except EngineError as error:
+            raise Broken(FailureKind.ENGINE_ERROR, describe(error)) from error
+        except DeadlineError as error:
+            raise Broken(FailureKind.ENGINE_TIMEOUT, describe(error)) from error
+        except asyncio.TimeoutError:
+            message = f"the engine did not answer within generator.request_timeout_s={timeout_s:g}"
+            raise Broken(FailureKind.ENGINE_TIMEOUT, message) from None
+        _check_output(output)
+        return output
+
+    def _trajectory(
+        self, outcome: Outcome, *, metrics: Mapping[str, float] | None = None, broken: Broken | None = None
+    ) -> Trajectory:
+        return Trajectory(
+            prompt_uid=self._job.prompt.uid,
+            sample_index=self._job.sample_index,
+            turns=tuple(self._turns),
+            outcome=outcome,
+            failure=broken.to_failure(turn_index=len(self._turns)) if broken else None,
+            metrics=metrics or {},
+        )
+
+
+def _turn(prompt: NextPrompt, output: GenerationOutput, text: str, reward: float) -> Turn:
+    return Turn(
+        prompt_token_ids=prompt.token_ids,
+        response_token_ids=output.token_ids,
+        response_logprobs=output.logprobs,
+        response_text=text,
+        reward=reward,
+        stop_reason=output.stop_reason,
+        weight_version=output.weight_version,
+        extends_previous=prompt.extends_previous,
+    )
+
+
+def _check_output(output: GenerationOutput) -> None:
+    """An answer that was given up, is empty or carries no usable log-probabilities is a failure, not a response."""
+    if output.stop_reason is StopReason.ABORT:
+        raise Broken(FailureKind.ENGINE_ERROR, f"the engine aborted the request after {len(output.token_ids)} tokens")
+    if not output.token_ids:
+        raise Broken(FailureKind.ENGINE_ERROR, "the engine returned no tokens")
+    if len(output.logprobs) != len(output.token_ids):
+        counts = f"{len(output.logprobs)} log-probabilities for {len(output.token_ids)} tokens"
+        raise Broken(FailureKind.ENGINE_ERROR, f"the engine returned {counts}")
+    if not all(map(math.isfinite, output.logprobs)):
+        raise Broken(FailureKind.ENGINE_ERROR, "the engine returned a log-probability that is not finite")

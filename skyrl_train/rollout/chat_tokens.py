@@ -1,0 +1,149 @@
+"""Conversations as token ids: the first prompt by the chat template, every later one by appending.
+
+A conversation grows by the template's delta for what the environment said, never by re-tokenising the model's own
+text: what was sampled stays in the context token by token. The delta is the difference between the renderings of a
+fixed short conversation with and without the new messages, which is valid where the template is prefix-stable. That is
+looked at once per tokenizer; where it is not (some templates strip earlier reasoning), the whole conversation is
+rendered anew and the turn is recorded as not extending the previous one unless it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from skyrl_train.errors import DataError
+from skyrl_train.rollout.failures import Broken, describe
+from skyrl_train.types import ChatMessage, FailureKind
+
+
+class ChatTokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    def apply_chat_template(self, conversation: list[ChatMessage], **kwargs: Any) -> Any: ...
+
+    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class NextPrompt:
+    token_ids: tuple[int, ...]
+    extends_previous: bool
+    """`token_ids` starts with the previous prompt and response, token by token."""
+
+
+_QUESTION = "1"
+_ANSWERS = (("2", "3"), ("b", "c"), ("yes", "no"))
+"""Pairs of short answers; a small vocabulary may know only some of them."""
+_PROBE: tuple[ChatMessage, ...] = ({"role": "user", "content": "1"},)
+
+
+class ChatTokens:
+    """The conversation's side of a tokenizer. Raises DataError where the tokenizer has no usable chat template."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        self._tokenizer = tokenizer
+        try:
+            self._short, self._base, self._after_answer = self._look_at_template()
+            probe = self._render((*self._short, *_PROBE), add_generation_prompt=True)
+        except Exception as error:
+            raise DataError(
+                f"the tokenizer's chat template cannot render a user and an assistant message ({describe(error)}). "
+                "Use a model with a chat template, or put a chat_template.jinja beside the tokenizer."
+            ) from error
+        self.prefix_stable = probe[: len(self._base)] == self._base
+        self._delta = functools.lru_cache(maxsize=4096)(self._delta_of_json)
+
+    def first_prompt(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """Token ids of the conversation so far and the opening of the assistant's turn.
+
+        Raises Broken (invalid_observation) where the template refuses the messages.
+        """
+        try:
+            return self._render(messages, add_generation_prompt=True)
+        except Exception as error:
+            raise Broken(
+                FailureKind.INVALID_OBSERVATION, f"the chat template refused the messages: {describe(error)}"
+            ) from error
+
+    def next_prompt(
+        self,
+        *,
+        context: tuple[int, ...],
+        response: tuple[int, ...],
+        history: Sequence[ChatMessage],
+        observations: Sequence[ChatMessage],
+    ) -> NextPrompt:
+        """The prompt after the environment answered.
+
+        Args:
+            context: The previous prompt.
+            response: The tokens sampled after it.
+            history: The conversation as messages up to and including that response (used where the template is not
+                prefix-stable).
+            observations: What the environment said.
+        """
+        so_far = context + response
+        if self.prefix_stable:
+            try:
+                delta = self._delta(json.dumps([dict(message) for message in observations]))
+            except Exception as error:
+                raise Broken(
+                    FailureKind.INVALID_OBSERVATION, f"the chat template refused the messages: {describe(error)}"
+                ) from error
+            if delta is not None:
+                return NextPrompt(token_ids=so_far + self.closing(response) + delta, extends_previous=True)
+        token_ids = self.first_prompt([*history, *observations])
+        return NextPrompt(token_ids=token_ids, extends_previous=token_ids[: len(so_far)] == so_far)
+
+    def closing(self, response: tuple[int, ...]) -> tuple[int, ...]:
+        """What the template puts after an answer and `response` does not yet end with.
+
+        With `<|im_end|>` and a newline after each answer: only the newline for a response that ended by itself, both
+        for one that was cut by its length. These tokens were not sampled and belong to the next prompt.
+        """
+        after = self._after_answer
+        for overlap in range(min(len(after), len(response)), 0, -1):
+            if response[-overlap:] == after[:overlap]:
+                return after[overlap:]
+        return after
+
+    def text(self, response: Sequence[int]) -> str:
+        """A response as the environment reads it: without special tokens."""
+        return str(self._tokenizer.decode(list(response), skip_special_tokens=True))
+
+    def _look_at_template(self) -> tuple[tuple[ChatMessage, ...], tuple[int, ...], tuple[int, ...]]:
+        """A short conversation, its tokens, and those of them that follow the answer."""
+        for answers in _ANSWERS:
+            conversations = [
+                ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": answer}) for answer in answers
+            ]
+            left, right = (self._render(conversation, add_generation_prompt=False) for conversation in conversations)
+            if left != right:
+                return conversations[0], left, _common_suffix(left, right)
+        raise ValueError("it leaves the assistant's text out, or the vocabulary knows no letter and no digit")
+
+    def _delta_of_json(self, observations_json: str) -> tuple[int, ...] | None:
+        """Tokens for the observations and the next opening; None where these messages break the prefix."""
+        observations: list[ChatMessage] = json.loads(observations_json)
+        full = self._render((*self._short, *observations), add_generation_prompt=True)
+        return full[len(self._base) :] if full[: len(self._base)] == self._base else None
+
+    def _render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> tuple[int, ...]:
+        token_ids = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            tokenize=True,
+            return_dict=False,
+        )
+        return tuple(int(token_id) for token_id in token_ids)
+
+
+def _common_suffix(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
+    length = 0
+    while length < min(len(left), len(right)) and left[-1 - length] == right[-1 - length]:
+        length += 1
+    return left[len(left) - length :]

@@ -1,0 +1,193 @@
+"""`RolloutGenerator`: prompts in, trajectories out.
+
+Each trajectory runs as one task of an event loop on a thread of its own. Environments run on further threads, the
+engine wherever it likes. Every trajectory leases the engine before the first one asks for tokens, so that an engine
+that generates in waves sees the same batches on every run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any
+
+from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
+from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
+from skyrl_train.interfaces import InferenceEngine
+from skyrl_train.rollout.agent_loop import AgentLoop, Job, Limits
+from skyrl_train.rollout.chat_tokens import ChatTokenizer, ChatTokens
+from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner
+from skyrl_train.rollout.environments import make_environment, resolve_environment
+from skyrl_train.rollout.failures import Broken
+from skyrl_train.rollout.loop_thread import LoopThread
+from skyrl_train.seeding import derive_seed
+from skyrl_train.types import FailureKind, Prompt, RolloutBatch, SamplingParams, Trajectory
+
+ProgressCallback = Callable[[int, int], None]
+"""Called with (trajectories done, trajectories in all), from the generator's thread."""
+
+
+class RolloutGenerator:
+    """Implements `Generator` with an engine and environments.
+
+    Set `on_progress` to hear how far a batch is. `close` ends the threads; the engine belongs to whoever made it.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine,
+        tokenizer: ChatTokenizer,
+        generator: GeneratorConfig,
+        environment: EnvironmentConfig,
+        seed: int,
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        """Raises ConfigError for an unknown environment, DataError for a tokenizer without a usable chat template."""
+        resolve_environment(environment.env_class)
+        self._engine = engine
+        self._chat = ChatTokens(tokenizer)
+        self._environment = environment
+        self._limits = Limits(
+            max_turns=generator.max_turns,
+            max_context_length=generator.max_context_length,
+            request_timeout_s=generator.request_timeout_s,
+        )
+        self._seed = seed
+        self._runner = EnvRunner(max_workers=environment.max_workers, timeout_s=environment.step_timeout_s)
+        self._thread = LoopThread(name="rollout")
+        self.on_progress = on_progress
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n_samples_per_prompt: int,
+        sampling: SamplingParams,
+        global_step: int,
+        purpose: str,
+    ) -> RolloutBatch:
+        """All trajectories in the order of their prompts and samples.
+
+        Raises:
+            SkyrlTrainError: More than `environment.max_failed_fraction` of the trajectories failed (EngineError where
+                the engine is what fails).
+            DataError: The chat template refuses a prompt.
+            ConfigError: A row names an environment that does not exist.
+        """
+        for env_class in {prompt.env_class or self._environment.env_class for prompt in prompts}:
+            resolve_environment(env_class)
+        jobs = self._jobs(prompts, n_samples_per_prompt, sampling, global_step, purpose)
+        trajectories = self._thread.run(self._run_all(jobs))
+        return RolloutBatch(
+            prompts=tuple(prompts), trajectories=tuple(trajectories), n_samples_per_prompt=n_samples_per_prompt
+        )
+
+    def close(self) -> None:
+        self._runner.close()
+        self._thread.close()
+
+    @property
+    def num_abandoned_threads(self) -> int:
+        """Environment calls that never came back, so far."""
+        return self._runner.num_abandoned
+
+    @property
+    def num_close_failures(self) -> int:
+        """Environments whose `close` raised or hung, so far."""
+        return self._runner.num_close_failures
+
+    def prompt_length(self, prompt: Prompt) -> int:
+        """Tokens of the first prompt. Raises DataError where the chat template refuses it."""
+        return len(self._first_prompt(prompt))
+
+    def _first_prompt(self, prompt: Prompt) -> tuple[int, ...]:
+        try:
+            return self._chat.first_prompt(prompt.messages)
+        except Broken as broken:
+            raise DataError(f"prompt {prompt.uid}: {broken.message}. Mend or drop the row.") from broken
+
+    def _jobs(
+        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
+    ) -> list[Job]:
+        jobs: list[Job] = []
+        seen: Counter[str] = Counter()
+        for prompt_index, prompt in enumerate(prompts):
+            # The same prompt twice in a batch must not give the same samples twice.
+            prompt_number = derive_seed(0, f"prompt/{prompt.uid}", seen[prompt.uid])
+            seen[prompt.uid] += 1
+            token_ids = self._first_prompt(prompt)
+            jobs.extend(
+                Job(
+                    prompt=prompt,
+                    prompt_token_ids=token_ids,
+                    prompt_index=prompt_index,
+                    prompt_number=prompt_number,
+                    sample_index=sample_index,
+                    sampling=sampling,
+                    seed=self._seed,
+                    global_step=global_step,
+                    purpose=purpose,
+                )
+                for sample_index in range(n_samples)
+            )
+        return jobs
+
+    async def _run_all(self, jobs: Sequence[Job]) -> list[Trajectory]:
+        with contextlib.ExitStack() as all_leases:
+            runs: list[Coroutine[Any, Any, Trajectory]] = []
+            for job in jobs:
+                lease = all_leases.enter_context(contextlib.ExitStack())
+                lease.enter_context(self._engine.lease())
+                runs.append(self._run_one(job, lease))
+            tasks = [asyncio.ensure_future(run) for run in runs]
+            try:
+                await self._watch(tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        return [task.result() for task in tasks]
+
+    async def _run_one(self, job: Job, lease: contextlib.ExitStack) -> Trajectory:
+        with lease:
+            env_class = job.prompt.env_class or self._environment.env_class
+            extras = {**job.prompt.extras, "max_turns": self._limits.max_turns, "env_class": env_class}
+            session = EnvironmentSession(
+                self._runner,
+                partial(make_environment, env_class, self._environment.kwargs, extras),
+                name=env_class.rpartition(":")[2],
+            )
+            loop = AgentLoop(job=job, engine=self._engine, session=session, chat=self._chat, limits=self._limits)
+            return await loop.run()
+
+    async def _watch(self, tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
+        """Waits for all, reporting progress; raises at the first error and as soon as too many have failed."""
+        done: list[Trajectory] = []
+        for next_done in asyncio.as_completed(tasks):
+            trajectory = await next_done
+            done.append(trajectory)
+            if trajectory.failed:
+                self._check_failures(done, len(tasks))
+            if self.on_progress is not None:
+                self.on_progress(len(done), len(tasks))
+
+    def _check_failures(self, done: Sequence[Trajectory], total: int) -> None:
+        failures = [trajectory.failure for trajectory in done if trajectory.failure is not None]
+        limit = self._environment.max_failed_fraction
+        if len(failures) <= limit * total:
+            return
+        reasons = Counter(f"{failure.kind.value}: {failure.message}" for failure in failures)
+        lines = [f"  {count} x {reason}" for reason, count in reasons.most_common(5)]
+        error = (
+            EngineError
+            if all(failure.kind in (FailureKind.ENGINE_ERROR, FailureKind.ENGINE_TIMEOUT) for failure in failures)
+            else SkyrlTrainError
+        )
+        raise error(
+            f"{len(failures)} of {total} trajectories failed, more than environment.max_failed_fraction={limit:g}:\n"
+            + "\n".join(lines)
+            + "\nMend the cause, or raise environment.max_failed_fraction to carry on without them."
+        )

@@ -1,0 +1,243 @@
+"""Trajectories as JSON lines: one file a step, one line a trajectory, exact floats; written and read back.
+
+A line, shortened:
+
+    {"uid": "train-17", "sample": 0, "global_step": 1, "purpose": "train", "outcome": "done",
+     "prompt": [{"role": "user", "content": "2+2?"}], "env_class": "gsm8k", "extras": {...}, "metrics": {"solved": 1.0},
+     "turns": [{"prompt_token_ids": [5, 9], "response_token_ids": [7, 2], "reward": 1.0, "text": "4",
+                "logprobs": [-0.1, -0.2], "stop_reason": "stop", "weight_version": 0, "extends_previous": true,
+                "advantages": [0.7, 0.7]}]}
+
+To read one back only `uid` and, for each turn, `prompt_token_ids`, `response_token_ids` and `reward` are needed, so
+that rollouts made elsewhere, or by hand, can be trained on. `logprobs` absent means that none were recorded.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.errors import DataError
+from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
+
+TurnAdvantages = Sequence[Sequence[float]]
+"""Per turn, the advantage of each response token."""
+
+
+def rollout_file(folder: Path, *, purpose: str, global_step: int) -> Path:
+    """`rollouts/train_step_000001.jsonl`"""
+    return folder / f"{purpose}_step_{global_step:06d}.jsonl"
+
+
+def write_rollouts(
+    folder: Path,
+    rollouts: RolloutBatch,
+    *,
+    purpose: str,
+    global_step: int,
+    advantages: Sequence[TurnAdvantages | None] | None = None,
+) -> Path:
+    """Writes one step's trajectories; the file appears complete or not at all.
+
+    Args:
+        advantages: Per trajectory, in the batch's order; None where there are none (a failed trajectory, say).
+
+    Raises:
+        ValueError: A number is not finite, or advantages do not match the turns.
+    """
+    path = rollout_file(folder, purpose=purpose, global_step=global_step)
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    head = {"global_step": global_step, "purpose": purpose}
+    with open(temporary, "w", encoding="utf-8") as file:
+        for index, trajectory in enumerate(rollouts.trajectories):
+            prompt = rollouts.prompts[index // rollouts.n_samples_per_prompt]
+            of_turns = advantages[index] if advantages is not None else None
+            record = {**head, **encode_trajectory(prompt, trajectory, of_turns)}
+            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False, default=str))
+            file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    return path
+
+
+def encode_trajectory(
+    prompt: Prompt, trajectory: Trajectory, advantages: TurnAdvantages | None = None
+) -> dict[str, Any]:
+    """The fields of a line. Raises ValueError where `advantages` do not match the turns."""
+    if advantages is not None and [len(turn) for turn in advantages] != [
+        len(turn.response_token_ids) for turn in trajectory.turns
+    ]:
+        raise ValueError(f"advantages of {prompt.uid}/{trajectory.sample_index} do not match its response tokens")
+    record: dict[str, Any] = {
+        "uid": trajectory.prompt_uid,
+        "sample": trajectory.sample_index,
+        "outcome": trajectory.outcome.value,
+    }
+    if trajectory.failure is not None:
+        failure = trajectory.failure
+        record["failure"] = {
+            "kind": failure.kind.value,
+            "message": failure.message,
+            "turn_index": failure.turn_index,
+        }
+    else:
+        record["reward"] = trajectory.reward
+    record |= {
+        "prompt": [dict(message) for message in prompt.messages],
+        "env_class": prompt.env_class,
+        "extras": dict(prompt.extras),
+        "metrics": dict(trajectory.metrics),
+        "turns": [_encode_turn(turn) for turn in trajectory.turns],
+    }
+    if advantages is not None:
+        for turn_record, values in zip(record["turns"], advantages):
+            turn_record["advantages"] = list(values)
+    return record
+
+
+def _encode_turn(turn: Turn) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "reward": turn.reward,
+        "text": turn.response_text,
+        "stop_reason": turn.stop_reason.value,
+        "weight_version": turn.weight_version,
+        "extends_previous": turn.extends_previous,
+        "prompt_token_ids": turn.prompt_token_ids,
+        "response_token_ids": turn.response_token_ids,
+    }
+    if turn.response_logprobs:
+        record["logprobs"] = turn.response_logprobs
+    return record
+
+
+def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
+    """The batches of one file, by global step in the order of the file.
+
+    Lines without `global_step` belong to step 0. Groups are told by `uid` and must have equal numbers of samples.
+
+    Raises:
+        DataError: Names the file, the line and what is wrong with it.
+    """
+    steps: dict[int, dict[str, list[tuple[Prompt, Trajectory]]]] = {}
+    for number, record in _records(path):
+        place = f"{path}, line {number}"
+        try:
+            prompt, trajectory = decode_trajectory(record)
+            step = int(record.get("global_step", 0))
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise DataError(
+                f"{place}: not a recorded trajectory ({what}). It needs uid and, for each of its turns, "
+                "prompt_token_ids, response_token_ids and reward."
+            ) from error
+        group = steps.setdefault(step, {}).setdefault(prompt.uid, [])
+        if "sample" not in record:
+            trajectory = replace(trajectory, sample_index=len(group))
+        group.append((prompt, trajectory))
+    if not steps:
+        raise DataError(f"{path}: no trajectories in it.")
+    return {step: _batch(groups, f"{path}, step {step}") for step, groups in steps.items()}
+
+
+def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
+    """Inverse of `encode_trajectory` (advantages aside). Raises KeyError, TypeError or ValueError."""
+    uid = str(record["uid"])
+    prompt = Prompt(
+        uid=uid,
+        messages=tuple(record.get("prompt", ())),
+        env_class=record.get("env_class"),
+        extras=record.get("extras", {}),
+    )
+    failure = record.get("failure")
+    turns: list[Turn] = []
+    for turn_record in record["turns"]:
+        turns.append(_decode_turn(turn_record, turns[-1] if turns else None))
+    if failure is None and not turns:
+        raise ValueError("it has no turn and did not fail")
+    trajectory = Trajectory(
+        prompt_uid=uid,
+        sample_index=int(record.get("sample", 0)),
+        turns=tuple(turns),
+        outcome=Outcome(record.get("outcome", Outcome.DONE.value)),
+        failure=None
+        if failure is None
+        else Failure(
+            kind=FailureKind(failure["kind"]), message=str(failure["message"]), turn_index=int(failure["turn_index"])
+        ),
+        metrics={name: float(value) for name, value in record.get("metrics", {}).items()},
+    )
+    return prompt, trajectory
+
+
+def _decode_turn(record: Mapping[str, Any], previous: Turn | None) -> Turn:
+    prompt = _token_ids(record["prompt_token_ids"], "prompt_token_ids")
+    response = _token_ids(record["response_token_ids"], "response_token_ids")
+    if not prompt or not response:
+        raise ValueError("a turn has an empty prompt or response")
+    logprobs = tuple(float(value) for value in record.get("logprobs") or ())
+    if logprobs and len(logprobs) != len(response):
+        raise ValueError(f"{len(logprobs)} logprobs for {len(response)} response tokens")
+    so_far = previous.prompt_token_ids + previous.response_token_ids if previous else ()
+    return Turn(
+        prompt_token_ids=prompt,
+        response_token_ids=response,
+        response_logprobs=logprobs,
+        response_text=str(record.get("text", "")),
+        reward=_finite(record["reward"]),
+        stop_reason=StopReason(record.get("stop_reason", StopReason.STOP.value)),
+        weight_version=int(record.get("weight_version", 0)),
+        extends_previous=prompt[: len(so_far)] == so_far,
+    )
+
+
+def _token_ids(value: object, name: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(token_id) is int and token_id >= 0 for token_id in value):
+        raise ValueError(f"{name} must be a list of token ids")
+    return tuple(value)
+
+
+def _finite(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"reward must be a finite number; got {value!r}")
+    return float(value)
+
+
+def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})."
+                ) from error
+            if not isinstance(record, dict):
+                raise DataError(f"{path}, line {number}: must be an object; got {type(record).__name__}.")
+            yield number, record
+
+
+def _batch(groups: Mapping[str, list[tuple[Prompt, Trajectory]]], place: str) -> RolloutBatch:
+    counts = {uid: len(group) for uid, group in groups.items()}
+    n_samples = max(counts.values())
+    for uid, group in groups.items():
+        if len(group) != n_samples:
+            raise DataError(
+                f"{place}: prompt {uid} has {len(group)} samples, others {n_samples}. Groups must be equal."
+            )
+        group.sort(key=lambda pair: pair[1].sample_index)
+        if [trajectory.sample_index for _, trajectory in group] != list(range(n_samples)):
+            raise DataError(f"{place}: the samples of prompt {uid} must be numbered 0 to {n_samples - 1}, each once.")
+    return RolloutBatch(
+        prompts=tuple(group[0][0] for group in groups.values()),
+        trajectories=tuple(trajectory for group in groups.values() for _, trajectory in group),
+        n_samples_per_prompt=n_samples,
+    )
