@@ -8,37 +8,71 @@ from torch import Tensor
 from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs
 from skyrl_train.errors import BatchError
 
+Shape = torch.Size | tuple[int, ...]
 
-def require_float(name: str, value: Tensor, shape: torch.Size | tuple[int, ...]) -> None:
+REMEDIES = {
+    "values": "Configure a critic, e.g. critic.model.path=policy",
+    "old_logprobs": "Score the batch with the policy first",
+    "ref_logprobs": "Configure the reference (or teacher) model",
+    "rollout_logprobs": "Use a generator that reports the log-probability of each sampled token",
+}
+
+
+def require_float(name: str, value: Tensor, shape: Shape) -> None:
     """Raises BatchError unless `value` is a floating-point tensor of this shape."""
-    if not isinstance(value, Tensor):
-        raise BatchError(f"{name} must be a tensor; got {type(value).__name__}")
+    _require_tensor(name, value)
     if not value.is_floating_point():
         raise BatchError(f"{name} must be floating point; got {value.dtype}. Convert it with .float() or .double()")
-    require_shape(name, value, shape)
+    _require_shape(name, value, shape)
 
 
-def require_bool(name: str, value: Tensor, shape: torch.Size | tuple[int, ...]) -> None:
+def require_bool(name: str, value: Tensor, shape: Shape) -> None:
     """Raises BatchError unless `value` is a bool tensor of this shape."""
-    if not isinstance(value, Tensor):
-        raise BatchError(f"{name} must be a tensor; got {type(value).__name__}")
+    _require_tensor(name, value)
     if value.dtype is not torch.bool:
         raise BatchError(f"{name} must be bool; got {value.dtype}. Convert it with .bool()")
-    require_shape(name, value, shape)
+    _require_shape(name, value, shape)
 
 
-def require_integer(name: str, value: Tensor, shape: torch.Size | tuple[int, ...]) -> None:
+def require_integer(name: str, value: Tensor, shape: Shape) -> None:
     """Raises BatchError unless `value` is an integer tensor of this shape."""
-    if not isinstance(value, Tensor):
-        raise BatchError(f"{name} must be a tensor; got {type(value).__name__}")
+    _require_tensor(name, value)
     if value.is_floating_point() or value.dtype is torch.bool:
         raise BatchError(f"{name} must be an integer tensor; got {value.dtype}")
-    require_shape(name, value, shape)
+    _require_shape(name, value, shape)
 
 
-def require_shape(name: str, value: Tensor, shape: torch.Size | tuple[int, ...]) -> None:
+def require_rows(name: str, value: Tensor) -> torch.Size:
+    """The shape of a `[rows, len]` column. Raises BatchError for anything else."""
+    _require_tensor(name, value)
+    if value.dim() != 2:
+        raise BatchError(f"{name} must have shape [rows, len]; got {list(value.shape)}")
+    return value.shape
+
+
+def needed(name: str, column: Tensor | None) -> Tensor:
+    """The column. Raises BatchError saying what provides it where it is None."""
+    if column is None:
+        raise BatchError(f"this algorithm needs {name}, which the batch does not have. {REMEDIES[name]}")
+    return column
+
+
+def _require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise BatchError(f"{name} must be a tensor; got {type(value).__name__}")
+
+
+def _require_shape(name: str, value: Tensor, shape: Shape) -> None:
     if tuple(value.shape) != tuple(shape):
         raise BatchError(f"{name} has shape {list(value.shape)}; expected {list(shape)} like the others")
+
+
+def describe_row(inputs: AdvantageInputs, row: int) -> str:
+    """`row 3 (prompt 1, trajectory 9, step 0)`."""
+    return (
+        f"row {row} (prompt {int(inputs.prompt_index[row])}, trajectory {int(inputs.trajectory_index[row])},"
+        f" step {int(inputs.step_index[row])})"
+    )
 
 
 def require_finite(name: str, value: Tensor, where: Tensor, inputs: AdvantageInputs) -> None:
@@ -52,18 +86,9 @@ def require_finite(name: str, value: Tensor, where: Tensor, inputs: AdvantageInp
         )
 
 
-def describe_row(inputs: AdvantageInputs, row: int) -> str:
-    return (
-        f"row {row} (prompt {int(inputs.prompt_index[row])}, trajectory {int(inputs.trajectory_index[row])},"
-        f" step {int(inputs.step_index[row])})"
-    )
-
-
-def check_advantage_inputs(inputs: AdvantageInputs, *, needs_values: bool = False) -> None:
+def check_advantage_inputs(inputs: AdvantageInputs) -> None:
     """Shapes, dtypes and finite numbers. Raises BatchError naming the column and the row."""
-    if not isinstance(inputs.rewards, Tensor) or inputs.rewards.dim() != 2:
-        raise BatchError("rewards must be a tensor of shape [rows, len]")
-    shape = inputs.rewards.shape
+    shape = require_rows("rewards", inputs.rewards)
     rows = (shape[0],)
     require_float("rewards", inputs.rewards, shape)
     require_bool("loss_mask", inputs.loss_mask, shape)
@@ -73,38 +98,31 @@ def check_advantage_inputs(inputs: AdvantageInputs, *, needs_values: bool = Fals
         require_bool(name, getattr(inputs, name), rows)
     real = ~inputs.is_padding.unsqueeze(1)
     require_finite("rewards", inputs.rewards, real.expand(shape), inputs)
-    if inputs.values is not None:
-        require_float("values", inputs.values, shape)
-        require_finite("values", inputs.values, inputs.loss_mask & real, inputs)
-    elif needs_values:
-        raise BatchError("this advantage estimator needs values; configure a critic with critic.model.path=policy")
+    for name in ("values", "old_logprobs", "ref_logprobs"):
+        column = getattr(inputs, name)
+        if column is not None:
+            require_float(name, column, shape)
+            require_finite(name, column, inputs.loss_mask & real, inputs)
 
 
 def check_advantage_output(output: AdvantageOutput, inputs: AdvantageInputs, name: str) -> None:
     """For a user's own estimator as for ours: shape, dtype, finite on trained tokens. Raises BatchError."""
+    shape = inputs.rewards.shape
     trained = inputs.loss_mask & ~inputs.is_padding.unsqueeze(1)
     for column in ("advantages", "returns"):
         value = getattr(output, column)
         label = f"{column} from advantage estimator {name!r}"
-        require_float(label, value, inputs.rewards.shape)
+        require_float(label, value, shape)
         require_finite(label, value, trained, inputs)
+    if output.whiten_over_batch is not None:
+        require_bool(f"whiten_over_batch from advantage estimator {name!r}", output.whiten_over_batch, shape)
 
 
-def check_policy_loss_inputs(inputs: PolicyLossInputs, *needed: str) -> None:
-    """Shapes and dtypes; `needed` names optional columns that must be there. Raises BatchError."""
-    if not isinstance(inputs.logprobs, Tensor) or inputs.logprobs.dim() != 2:
-        raise BatchError("logprobs must be a tensor of shape [rows, len]")
-    shape = inputs.logprobs.shape
+def check_policy_loss_inputs(inputs: PolicyLossInputs) -> None:
+    """Shapes and dtypes. Raises BatchError naming the column."""
+    shape = require_rows("logprobs", inputs.logprobs)
     require_bool("loss_mask", inputs.loss_mask, shape)
-    for name in ("logprobs", "old_logprobs", "advantages", "rollout_logprobs", "ref_logprobs"):
-        value = getattr(inputs, name)
-        if value is not None:
-            require_float(name, value, shape)
-        elif name in needed:
-            raise BatchError(f"this policy loss needs {name}, which the batch does not have. {REMEDIES[name]}")
-
-
-REMEDIES = {
-    "rollout_logprobs": "Use a generator that reports the log-probability of each sampled token",
-    "ref_logprobs": "Configure the reference (or teacher) model",
-}
+    for name in ("logprobs", "old_logprobs", "advantages"):
+        require_float(name, getattr(inputs, name), shape)
+    if inputs.rollout_logprobs is not None:
+        require_float("rollout_logprobs", inputs.rollout_logprobs, shape)

@@ -8,57 +8,85 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from skyrl_train.algorithms.checks import check_advantage_output
+from skyrl_train.algorithms.checks import check_advantage_output, needed, require_finite
 from skyrl_train.algorithms.inputs import AdvantageInputs
+from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.reduce import whiten
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.errors import BatchError
+from skyrl_train.config.algorithm import ROLLOUT_LOSSES, AlgorithmConfig
 from skyrl_train.registry import resolve
 
 MAX_PADDED_TOKENS = 2**22
 """Positions that are padded at once, so that one long row does not widen all others. Results do not depend on it."""
 
 
-def estimate_advantages(batch: TrainingInputBatch, config: AlgorithmConfig) -> TrainingInputBatch:
-    """The batch with columns `advantages` and `returns`, in the dtype of `rewards`.
+def estimate_advantages(
+    batch: TrainingInputBatch, config: AlgorithmConfig, *, kl_reward_coef: float | None = None
+) -> TrainingInputBatch:
+    """The batch with columns `advantages` and `returns`, in the dtype of `rewards`; other columns stay as they are.
 
-    Raises ConfigError for an unknown estimator; BatchError for malformed columns, naming column and row.
+    With a weight above 0, `kl_reward_coef` times the KL to the reference is taken from each trained token's reward
+    before advantages are estimated (the column `rewards` keeps what the environment gave). None means the configured
+    weight; an adaptive controller passes its own.
+
+    Raises ConfigError for an unknown estimator; BatchError for malformed columns, naming column and row, and for
+    log-probabilities of the rollout that are missing or not finite where the loss needs them.
     """
     estimator = resolve(config.advantage_estimator, ADVANTAGE_ESTIMATORS, field="trainer.algorithm.advantage_estimator")
-    advantages = torch.zeros(batch.num_tokens, dtype=batch["rewards"].dtype)
+    coef = config.kl_reward_coef if kl_reward_coef is None else kl_reward_coef
+    advantages = torch.zeros_like(batch["rewards"])
     returns = torch.zeros_like(advantages)
-    whiten_over_batch = False
+    to_whiten = torch.zeros_like(batch["loss_mask"])
     for rows in groups_of_whole_prompts(batch["prompt_index"], batch.lengths, max_padded_tokens=MAX_PADDED_TOKENS):
         part = batch.take(rows)
-        inputs = advantage_inputs(part)
+        inputs = advantage_inputs(part, config, kl_reward_coef=coef)
+        _check_rollout_logprobs(part, inputs, config)
         output = estimator(inputs, config)
         check_advantage_output(output, inputs, config.advantage_estimator)
         positions = token_positions(batch.row_offsets, rows)
-        advantages[positions] = part.from_padded(output.advantages)
-        returns[positions] = part.from_padded(output.returns)
-        whiten_over_batch = output.whiten_over_batch
-    if whiten_over_batch:
+        advantages[positions] = part.from_padded(output.advantages).to(advantages.dtype)
+        returns[positions] = part.from_padded(output.returns).to(returns.dtype)
+        if output.whiten_over_batch is not None:
+            to_whiten[positions] = part.from_padded(output.whiten_over_batch)
+    if bool(to_whiten.any()):
         trained = batch["loss_mask"] & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
-        advantages = whiten(advantages, trained)
+        advantages = torch.where(to_whiten, whiten(advantages, trained), advantages)
     return batch.with_columns(advantages=advantages, returns=returns)
 
 
-def advantage_inputs(batch: TrainingInputBatch) -> AdvantageInputs:
-    """The padded view that estimators take."""
-    for name in ("rewards", "loss_mask"):
-        if name not in batch:
-            raise BatchError(f"the batch has no column {name!r}, which advantages are estimated from")
+def advantage_inputs(
+    batch: TrainingInputBatch, config: AlgorithmConfig, *, kl_reward_coef: float = 0.0
+) -> AdvantageInputs:
+    """The padded view that estimators take, with the KL penalty in the rewards where its weight is above 0."""
+
+    def padded(name: str) -> Tensor | None:
+        return batch.padded(name) if name in batch else None
+
+    rewards, loss_mask = batch.padded("rewards"), batch.padded("loss_mask")
+    old_logprobs, ref_logprobs = padded("old_logprobs"), padded("ref_logprobs")
+    if kl_reward_coef > 0:
+        old, ref = needed("old_logprobs", old_logprobs), needed("ref_logprobs", ref_logprobs)
+        trained = loss_mask & ~batch["is_padding"].unsqueeze(1)
+        penalty = kl_reward_coef * token_kl(config.kl_estimator, old.double(), ref.double(), trained)
+        rewards = (rewards.double() - penalty).to(rewards.dtype)
     return AdvantageInputs(
-        rewards=batch.padded("rewards"),
-        loss_mask=batch.padded("loss_mask"),
+        rewards=rewards,
+        loss_mask=loss_mask,
         prompt_index=batch["prompt_index"],
         trajectory_index=batch["trajectory_index"],
         step_index=batch["step_index"],
         is_last_step=batch["is_last_step"],
         is_padding=batch["is_padding"],
-        values=batch.padded("values") if "values" in batch else None,
+        values=padded("values"),
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
     )
+
+
+def _check_rollout_logprobs(batch: TrainingInputBatch, inputs: AdvantageInputs, config: AlgorithmConfig) -> None:
+    if config.off_policy.enabled or config.policy_loss in ROLLOUT_LOSSES:
+        rollout = needed("rollout_logprobs", batch.padded("rollout_logprobs") if "rollout_logprobs" in batch else None)
+        require_finite("rollout_logprobs", rollout, inputs.loss_mask & ~inputs.is_padding.unsqueeze(1), inputs)
 
 
 def groups_of_whole_prompts(prompt_index: Tensor, lengths: Tensor, *, max_padded_tokens: int) -> Iterator[Tensor]:
@@ -68,12 +96,12 @@ def groups_of_whole_prompts(prompt_index: Tensor, lengths: Tensor, *, max_padded
     group: list[Tensor] = []
     num_rows = longest = 0
     for rows in torch.split(order, counts.tolist()):
-        longest_with = max(longest, int(lengths[rows].max()))
-        if group and (num_rows + len(rows)) * longest_with > max_padded_tokens:
+        own = int(lengths[rows].max())
+        if group and (num_rows + len(rows)) * max(longest, own) > max_padded_tokens:
             yield torch.cat(group)
-            group, num_rows, longest_with = [], 0, int(lengths[rows].max())
+            group, num_rows, longest = [], 0, 0
         group.append(rows)
-        num_rows, longest = num_rows + len(rows), longest_with
+        num_rows, longest = num_rows + len(rows), max(longest, own)
     if group:
         yield torch.cat(group)
 
@@ -82,4 +110,4 @@ def token_positions(row_offsets: Tensor, rows: Tensor) -> Tensor:
     """Flat positions of the tokens of `rows`, row by row in that order."""
     lengths = row_offsets[rows + 1] - row_offsets[rows]
     shift = row_offsets[rows] - (lengths.cumsum(0) - lengths)
-    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shift, lengths)
+    return torch.arange(int(lengths.sum()), device=row_offsets.device) + torch.repeat_interleave(shift, lengths)

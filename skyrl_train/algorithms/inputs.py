@@ -29,6 +29,10 @@ class AdvantageInputs:
     """`[rows]` bool: dummy rows and failed trajectories, which belong to no group and get zeros."""
     values: Tensor | None = None
     """`[rows, len]` float, for `gae`: value of the state from which token t was sampled (the tokens before t)."""
+    old_logprobs: Tensor | None = None
+    """`[rows, len]` float: of the policy at the start of the update, for `on_policy_distillation`."""
+    ref_logprobs: Tensor | None = None
+    """`[rows, len]` float: of the reference (the teacher), for `on_policy_distillation`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +42,9 @@ class AdvantageOutput:
     advantages: Tensor
     returns: Tensor
     """What a critic learns to predict."""
-    whiten_over_batch: bool = False
-    """The caller subtracts the mean and divides by the standard deviation over all trained tokens of the training
-    batch; the estimator cannot, because it sees some of the prompts at a time."""
+    whiten_over_batch: Tensor | None = None
+    """`[rows, len]` bool, or None. The caller replaces the advantages of these tokens by `(A - mean) / std`, mean and
+    deviation taken over all trained tokens of the training batch: an estimator sees some of the prompts at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +61,6 @@ class PolicyLossInputs:
     """`[rows, len]` bool."""
     rollout_logprobs: Tensor | None = None
     """`[rows, len]` float: as the inference engine reported them while sampling."""
-    ref_logprobs: Tensor | None = None
-    """`[rows, len]` float: under the reference, or the teacher of a distillation."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,72 @@
-"""`trainer.algorithm` (`algorithm=grpo|...`): advantages, losses and KL. Part of the schema; see `config/schema.py`."""
+"""`trainer.algorithm` (`algorithm=grpo|...`): advantages, losses, KL, corrections, filters. Part of the schema."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from skyrl_train.config.rules import Range
+from skyrl_train.errors import Violation
+
+Share = Annotated[float, Range(0.0, 1.0)]
+NonNegative = Annotated[float, Range(0.0)]
+Positive = Annotated[float, Range(0.0, exclusive_min=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffPolicyConfig:
+    """`trainer.algorithm.off_policy`: weights and masks from `ratio = exp(old_logprob - rollout_logprob)`.
+
+    They correct for what sampled the tokens not being the policy that the update starts from: other kernels in the
+    inference engine, or older weights. Masked tokens get a loss of 0; the denominators of the step stay.
+    """
+
+    weight: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Multiply token losses with the ratio of the token, of its row (product of ratios), or their geometric mean."""
+    weight_mode: Literal["truncate", "mask"] = "truncate"
+    """truncate: at most `weight_high`. mask: 0 outside `weight_low` to `weight_high`."""
+    weight_low: NonNegative = 0.0
+    """Smallest weight that `weight_mode=mask` keeps."""
+    weight_high: Positive = 2.0
+    """Largest weight."""
+    sequence_mask: Literal["none", "geometric", "product"] = "none"
+    """Leave a row out whose geometric mean, or product, of ratios lies outside the next two."""
+    sequence_mask_low: NonNegative = 0.99
+    """Smallest value that `sequence_mask` keeps. Lies near 1 for geometric, further off for product."""
+    sequence_mask_high: Positive = 1.01
+    """Largest value that `sequence_mask` keeps."""
+    outlier_low: NonNegative = 0.0
+    """Leave a row out in which any token's ratio is below this; 0 is off."""
+    outlier_high: NonNegative = 0.0
+    """Leave a row out in which any token's ratio is above this; 0 is off."""
+
+    @property
+    def enabled(self) -> bool:
+        return self.weight != "none" or self.sequence_mask != "none" or self.outlier_low > 0 or self.outlier_high > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilterConfig:
+    """`trainer.algorithm.filters`: which rollouts are trained on, and what becomes of those that were cut off."""
+
+    dynamic_sampling: Literal["none", "filter", "replace"] = "none"
+    """filter: generate until enough prompts have differing rewards. replace: fill up with copies of such prompts."""
+    dynamic_sampling_max_batches: Annotated[int, Range(1)] = 30
+    """Generated batches without enough such prompts after which the run stops with an error."""
+    replace_min_share: Share = 0.3
+    """replace: below this share of prompts with differing rewards, another batch is generated instead."""
+    zero_variance: bool = False
+    """Leave prompts out of the loss, and of its denominators, whose trajectories all have the same reward."""
+    overlong: bool = False
+    """Leave trajectories out of the loss that a length limit cut off; their rewards still count in the group."""
+    overlong_buffer: Annotated[int, Range(0)] = 0
+    """Soft penalty over the last so many response tokens before `overlong_max_length`; 0 is off."""
+    overlong_max_length: Annotated[int, Range(1)] = 512
+    """Response tokens of a trajectory at which the soft penalty reaches its full size."""
+    overlong_penalty: NonNegative = 1.0
+    """Full size of the soft penalty."""
+    zero_reward_on_non_stop: bool = False
+    """A trajectory whose last response did not end by itself gets a reward of 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +82,7 @@ class AlgorithmConfig:
     normalize_advantages: bool = False
     """Whiten advantages over each mini-batch with masked mean and variance."""
     gamma: Annotated[float, Range(0.0, 1.0)] = 1.0
-    """Discount of later rewards."""
+    """Discount of later rewards, per token (gae, reinforce++) or per turn (step_rewards=turn_return)."""
     gae_lambda: Annotated[float, Range(0.0, 1.0)] = 1.0
     """GAE's lambda."""
     policy_loss: str = "regular"
@@ -31,12 +92,119 @@ class AlgorithmConfig:
     max_sequence_length_for_norm: Annotated[int, Range(1)] = 512
     """Constant divisor of `seq_mean_token_sum_norm` (tokens)."""
     eps_clip_low: Annotated[float, Range(0.0)] = 0.2
-    """The ratio is clipped below 1 minus this."""
+    """The ratio is clipped below 1 minus this. dppo: threshold of the divergence for falling probabilities."""
     eps_clip_high: Annotated[float, Range(0.0)] = 0.2
-    """The ratio is clipped above 1 plus this (clip-higher: DAPO)."""
+    """The ratio is clipped above 1 plus this (clip-higher: DAPO). dppo: threshold for rising probabilities."""
+    clip_ratio_c: Annotated[float, Range(1.0, exclusive_min=True)] = 3.0
+    """dual_clip: with a negative advantage the loss is at most this times its size."""
+    sapo_tau_pos: Positive = 1.0
+    """sapo: temperature of the gate for positive advantages."""
+    sapo_tau_neg: Positive = 1.05
+    """sapo: temperature of the gate for the others; larger fades faster."""
+    clip_cov_share: Share = 0.0002
+    """clip_cov: share of a row's tokens whose gradient is stopped, at least one where any qualifies."""
+    clip_cov_low: float = 1.0
+    """clip_cov: smallest covariance that qualifies."""
+    clip_cov_high: float = 5.0
+    """clip_cov: largest covariance that qualifies."""
+    kl_cov_share: Share = 0.002
+    """kl_cov: share of a row's tokens with the largest covariance that get the KL penalty, at least one."""
+    kl_cov_coef: NonNegative = 1.0
+    """kl_cov: weight of that penalty."""
+    dppo_divergence: Literal["tv", "kl"] = "tv"
+    """dppo: total variation or KL divergence between the two outcomes token and not this token."""
+    dppo_max_ratio: Annotated[float, Range(1.0)] = 20.0
+    """dppo: importance weights are truncated here."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimator of KL(policy || reference) from sampled tokens."""
     kl_loss_coef: Annotated[float, Range(0.0)] = 0.0
     """Weight of the KL term in the loss; 0 needs no reference model."""
+    kl_reward_coef: NonNegative = 0.0
+    """Weight (with a controller, the first weight) of the KL that is taken from each token's reward; 0 is off."""
+    kl_controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive moves the weight of the KL in the reward so that the KL stays near `kl_target`."""
+    kl_target: Positive = 0.1
+    """adaptive: mean KL per trained token that is aimed at."""
+    kl_horizon: Annotated[int, Range(1)] = 10_000
+    """adaptive: trajectories over which the weight may change by a factor of about 1.2."""
+    ref_update_interval: Annotated[int, Range(0)] = 0
+    """Replace the reference by the current policy every so many training batches; 0 never."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
+    value_clip: NonNegative = 0.2
+    """Critic: new values are clipped to within this of the old ones; 0 is off."""
+    critic_warmup_steps: Annotated[int, Range(0)] = 0
+    """Training batches in which only the critic is trained."""
+    off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
+    """Correction for tokens that another policy, or another numerics, sampled."""
+    filters: FilterConfig = field(default_factory=FilterConfig)
+    """Which rollouts are trained on."""
+
+
+REFERENCE_ESTIMATORS = ("on_policy_distillation",)
+"""Advantage estimators that read the reference's (the teacher's) log-probabilities."""
+ROLLOUT_LOSSES = ("rollout_is", "dppo")
+"""Policy losses whose ratio is taken against the engine's log-probabilities and so needs no off-policy correction."""
+
+
+def needs_reference(config: AlgorithmConfig) -> bool:
+    """Whether a reference model has to score the batch."""
+    return config.kl_loss_coef > 0 or config.kl_reward_coef > 0 or config.advantage_estimator in REFERENCE_ESTIMATORS
+
+
+def needs_critic(config: AlgorithmConfig) -> bool:
+    """Whether a value model has to score the batch."""
+    return config.advantage_estimator == "gae"
+
+
+def algorithm_violations(config: AlgorithmConfig, prefix: str = "trainer.algorithm.") -> list[Violation]:
+    """Rules between fields of the algorithm. Names are not looked up here: the registries do that."""
+    found: list[Violation] = []
+
+    def require(holds: bool, name: str, rule: str, value: object, remedy: str) -> None:
+        if not holds:
+            found.append(Violation(field=prefix + name, rule=rule, value=str(value), remedy=remedy))
+
+    correction, filters = config.off_policy, config.filters
+    require(
+        not (correction.enabled and config.policy_loss in ROLLOUT_LOSSES),
+        "off_policy.weight",
+        f"cannot be combined with policy_loss={config.policy_loss}, whose ratio already starts at the rollout",
+        correction.weight,
+        f"switch the correction off, or choose another {prefix}policy_loss",
+    )
+    for low, high in (("weight_low", "weight_high"), ("sequence_mask_low", "sequence_mask_high")):
+        low_value, high_value = getattr(correction, low), getattr(correction, high)
+        remedy = f"try {prefix}off_policy.{low}=0"
+        require(
+            low_value <= high_value, f"off_policy.{low}", f"must not be above {high}={high_value:g}", low_value, remedy
+        )
+    require(
+        config.clip_cov_low <= config.clip_cov_high,
+        "clip_cov_low",
+        f"must not be above clip_cov_high={config.clip_cov_high:g}",
+        config.clip_cov_low,
+        f"try {prefix}clip_cov_low=1",
+    )
+    require(
+        filters.overlong_buffer <= filters.overlong_max_length,
+        "filters.overlong_buffer",
+        f"must not be above overlong_max_length={filters.overlong_max_length}",
+        filters.overlong_buffer,
+        f"try {prefix}filters.overlong_buffer={filters.overlong_max_length // 4}",
+    )
+    require(
+        not (config.kl_controller == "adaptive" and config.kl_reward_coef == 0),
+        "kl_controller",
+        "adaptive needs a first weight: kl_reward_coef above 0",
+        config.kl_controller,
+        f"try {prefix}kl_reward_coef=0.05",
+    )
+    require(
+        not (filters.dynamic_sampling != "none" and config.advantage_estimator == "gae"),
+        "filters.dynamic_sampling",
+        "compares the trajectories of a prompt, which advantage_estimator=gae does not",
+        filters.dynamic_sampling,
+        f"try {prefix}filters.dynamic_sampling=none",
+    )
+    return found

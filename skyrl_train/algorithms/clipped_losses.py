@@ -1,0 +1,126 @@
+"""Policy losses that clip or regularise the ratio between the new and the old policy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.checks import check_policy_loss_inputs
+from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
+from skyrl_train.algorithms.kl import MAX_LOG_RATIO
+from skyrl_train.algorithms.ratios import largest_in_row, log_ratio_of, masked, ratio_metrics, row_mean
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """Token losses, and where the clipped side won."""
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high) * advantages
+    return torch.maximum(plain, clipped), clipped > plain
+
+
+def regular(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
+    """`-min(ratio * A, clip(ratio, 1 - eps_clip_low, 1 + eps_clip_high) * A)`, `ratio = exp(logprob - old_logprob)`.
+
+    PPO, arXiv:1707.06347, equation 7; different bounds below and above are DAPO's clip-higher, arXiv:2503.14476.
+    Raises BatchError for malformed inputs.
+    """
+    check_policy_loss_inputs(inputs)
+    mask = inputs.loss_mask
+    log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
+    losses, was_clipped = _clipped(log_ratio.exp(), masked(inputs.advantages, mask), config)
+    return PolicyLossOutput(
+        token_losses=masked(losses, mask), metrics=ratio_metrics(mask, log_ratio, clip_fraction=was_clipped)
+    )
+
+
+def dual_clip(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
+    """`regular`, and for `A < 0` at most `-clip_ratio_c * A`, so that a huge ratio cannot give a huge loss.
+
+    Mastering Complex Control in MOBA Games with Deep Reinforcement Learning, arXiv:1912.09729, equation 5:
+    `max(min(ratio * A, clip(ratio) * A), c * A)` for negative advantages. Raises BatchError for malformed inputs.
+    """
+    check_policy_loss_inputs(inputs)
+    mask = inputs.loss_mask
+    log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
+    advantages = masked(inputs.advantages, mask)
+    losses, was_clipped = _clipped(log_ratio.exp(), advantages, config)
+    ceiling = -config.clip_ratio_c * advantages
+    capped = (advantages < 0) & (losses > ceiling)
+    metrics = ratio_metrics(mask, log_ratio, clip_fraction=was_clipped, dual_clip_fraction=capped)
+    return PolicyLossOutput(token_losses=masked(torch.where(capped, ceiling, losses), mask), metrics=metrics)
+
+
+def gspo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
+    """`regular` with the row's ratio `s = exp(mean_t(logprob_t - old_logprob_t))` in place of the token's.
+
+    Group Sequence Policy Optimization, arXiv:2507.18071, in its form GSPO-token (equations 14 to 16): the value is `s`,
+    the gradient `s * grad logprob_t`, so that advantages may differ between tokens; with equal ones it is GSPO. The
+    mean runs over the row's trained tokens: per turn where a trajectory has one row per turn. The paper averages losses
+    per sequence: `loss_reduction=sequence_mean`. Raises BatchError for malformed inputs.
+    """
+    check_policy_loss_inputs(inputs)
+    mask = inputs.loss_mask
+    logprobs = masked(inputs.logprobs, mask)
+    difference = (logprobs - masked(inputs.old_logprobs, mask)).detach()
+    sequence = row_mean(difference, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand(mask.shape)
+    ratio = (sequence + logprobs - logprobs.detach()).exp()
+    losses, was_clipped = _clipped(ratio, masked(inputs.advantages, mask), config)
+    return PolicyLossOutput(
+        token_losses=masked(losses, mask), metrics=ratio_metrics(mask, sequence, clip_fraction=was_clipped)
+    )
+
+
+def _covariance(inputs: PolicyLossInputs) -> Tensor:
+    """`A_t * (logprob_t - mean of the row's logprobs)`, without gradient.
+
+    The paper centres both factors over the whole batch, which would make a token's loss depend on which rows share its
+    micro-batch. Here log-probabilities are centred over the row, and advantages are taken as they are, since estimators
+    centre them already (centring over a row would make them 0 wherever they are the same for all its tokens).
+    """
+    with torch.no_grad():
+        logprobs = masked(inputs.logprobs, inputs.loss_mask)
+        return masked(inputs.advantages, inputs.loss_mask) * (logprobs - row_mean(logprobs, inputs.loss_mask))
+
+
+def _quota(mask: Tensor, share: float) -> Tensor:
+    """`[rows, 1]`: that share of a row's trained tokens, rounded down, but at least one unless the share is 0."""
+    count = (mask.sum(1, keepdim=True) * share).long()
+    return count.clamp(min=1) if share > 0 else count
+
+
+def clip_cov(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
+    """`regular`, but without the gradient (a loss of 0) for some tokens of high covariance, which cost most entropy.
+
+    Clip-Cov of The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv:2505.22617. Tokens
+    qualify that are not clipped already and whose covariance lies between `clip_cov_low` and `clip_cov_high`; of these
+    `clip_cov_share` of the row's tokens, at least one, are left out. Differences: covariances are taken per row
+    (see `_covariance`), and the highest are chosen where the paper draws, so the loss needs no randomness and does not
+    depend on micro-batches. Raises BatchError for malformed inputs.
+    """
+    check_policy_loss_inputs(inputs)
+    mask = inputs.loss_mask
+    log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
+    losses, was_clipped = _clipped(log_ratio.exp(), masked(inputs.advantages, mask), config)
+    covariance = _covariance(inputs)
+    candidates = mask & ~was_clipped & (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
+    chosen = largest_in_row(covariance, candidates, _quota(mask, config.clip_cov_share))
+    metrics = ratio_metrics(mask, log_ratio, clip_fraction=was_clipped, covariance_fraction=chosen)
+    return PolicyLossOutput(token_losses=masked(losses, mask & ~chosen), metrics=metrics)
+
+
+def kl_cov(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
+    """`-ratio * A`, plus `kl_cov_coef * |logprob - old_logprob|` for the tokens of highest covariance.
+
+    KL-Cov of arXiv:2505.22617. `kl_cov_share` of a row's tokens, at least one, get the penalty; covariances per row as
+    in `clip_cov`, where the paper ranks over the batch. Raises BatchError for malformed inputs.
+    """
+    check_policy_loss_inputs(inputs)
+    mask = inputs.loss_mask
+    log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
+    chosen = largest_in_row(_covariance(inputs), mask, _quota(mask, config.kl_cov_share))
+    losses = -log_ratio.exp() * masked(inputs.advantages, mask)
+    losses = losses + masked(config.kl_cov_coef * log_ratio.abs(), chosen)
+    return PolicyLossOutput(
+        token_losses=masked(losses, mask), metrics=ratio_metrics(mask, log_ratio, covariance_fraction=chosen)
+    )

@@ -1,0 +1,163 @@
+"""Correction for tokens that were not sampled by the policy the update starts from, and a ledger of the reasons.
+
+The log-ratio between the policy that is trained and the engine that sampled has three parts:
+
+    logprob - rollout_logprob  =  (sampler_logprob - rollout_logprob)   engine numerics: same weights, other kernels
+                                + (old_logprob - sampler_logprob)       staleness: the weights moved since sampling
+                                + (logprob - old_logprob)               drift within the batch: earlier mini-batches
+
+`sampler_logprob` is the trainer's own evaluation of the weights that sampled; where the weights are the same as at the
+start of the update it is `old_logprob`. Losses handle the drift; the weights here handle the first two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.checks import require_bool, require_float, require_rows
+from skyrl_train.algorithms.kl import MAX_LOG_RATIO
+from skyrl_train.algorithms.ratios import masked
+from skyrl_train.config.algorithm import OffPolicyConfig
+from skyrl_train.telemetry.metrics import Max, Mean, Metric
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    weights: Tensor
+    """`[rows, len]` without gradient; 0 where a token or its row is left out. 1 outside the loss mask."""
+    metrics: dict[str, Metric]
+    """`off_policy/...`: mean ratio and weight, shares of tokens and rows that were truncated or left out."""
+
+
+@torch.no_grad()
+def off_policy_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, config: OffPolicyConfig
+) -> Correction:
+    """Weights from `ratio = exp(old_logprob - rollout_logprob)`; all `[rows, len]`, `loss_mask` bool.
+
+    Truncated importance sampling per token: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training
+    (Yao et al., 2025, fengyao.notion.site/off-policy-rl). Masked per token: IcePop, arXiv:2510.18855. Per sequence
+    (product over a row's trained tokens), geometric mean, and masks on either: When Speed Kills Stability (Liu et al.,
+    2025, a report without arXiv number). Everything is taken per row, so it does not depend on the micro-batch. A NaN
+    stays a NaN: it is never masked away silently. Raises BatchError for malformed inputs.
+    """
+    shape = require_rows("old_logprobs", old_logprobs)
+    require_float("old_logprobs", old_logprobs, shape)
+    require_float("rollout_logprobs", rollout_logprobs, shape)
+    require_bool("loss_mask", loss_mask, shape)
+    log_ratio = masked(old_logprobs - rollout_logprobs, loss_mask)
+    count = loss_mask.sum(1, keepdim=True)
+    product = _exp(log_ratio.sum(1, keepdim=True))
+    geometric = _exp(log_ratio.sum(1, keepdim=True) / count.clamp(min=1))
+    ratio = _exp(log_ratio)
+
+    weights, changed = _weights(ratio, product.expand(shape), geometric.expand(shape), config)
+    left_out = torch.zeros_like(count, dtype=torch.bool)
+    if config.sequence_mask != "none":
+        value = geometric if config.sequence_mask == "geometric" else product
+        left_out = left_out | (value < config.sequence_mask_low) | (value > config.sequence_mask_high)
+    if config.outlier_low > 0:
+        left_out = left_out | ((ratio < config.outlier_low) & loss_mask).any(1, keepdim=True)
+    if config.outlier_high > 0:
+        left_out = left_out | ((ratio > config.outlier_high) & loss_mask).any(1, keepdim=True)
+    left_out = left_out & (count > 0)
+    weights = torch.where(left_out, torch.zeros_like(weights), weights)
+    weights = torch.where(loss_mask, weights, torch.ones_like(weights))
+
+    tokens = [masked(column.double(), loss_mask).sum() for column in (ratio, weights, changed)]
+    rows = [left_out.sum().double(), (count > 0).sum().double(), count.sum().double()]
+    ratio_sum, weight_sum, changed_sum, rows_out, num_rows, num_tokens = torch.stack([*tokens, *rows]).tolist()
+    return Correction(
+        weights=weights,
+        metrics={
+            "off_policy/ratio": Mean(ratio_sum, num_tokens),
+            "off_policy/weight": Mean(weight_sum, num_tokens),
+            "off_policy/weights_bounded_fraction": Mean(changed_sum, num_tokens),
+            "off_policy/rows_left_out_fraction": Mean(rows_out, num_rows),
+        },
+    )
+
+
+def _exp(log_ratio: Tensor) -> Tensor:
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def _weights(ratio: Tensor, product: Tensor, geometric: Tensor, config: OffPolicyConfig) -> tuple[Tensor, Tensor]:
+    """Weights before rows are left out, and where truncation or the mask acted; both `[rows, len]`."""
+    if config.weight == "none":
+        return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
+    chosen = {"token": ratio, "sequence": product, "geometric": geometric}[config.weight]
+    if config.weight_mode == "truncate":
+        return chosen.clamp(max=config.weight_high), chosen > config.weight_high
+    outside = (chosen < config.weight_low) | (chosen > config.weight_high)
+    return torch.where(outside, torch.zeros_like(chosen), chosen), outside
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogRatioLedger:
+    """`[rows, len]` each, 0 outside the loss mask; they add up to `logprobs - rollout_logprobs`."""
+
+    numerics: Tensor
+    staleness: Tensor
+    drift: Tensor
+    unattributed: Tensor
+    """Numerics and staleness together, of stale rows that the sampling weights were not evaluated on."""
+
+    def metrics(self, loss_mask: Tensor) -> dict[str, Metric]:
+        """`off_policy/PART_{mean,abs_mean,abs_max}` over the trained tokens."""
+        found: dict[str, Metric] = {}
+        weight = float(loss_mask.sum())
+        for name in ("numerics", "staleness", "drift", "unattributed"):
+            part = getattr(self, name).double()
+            largest = float(part.abs().max()) if part.numel() else 0.0
+            found[f"off_policy/{name}_mean"] = Mean(float(part.sum()), weight)
+            found[f"off_policy/{name}_abs_mean"] = Mean(float(part.abs().sum()), weight)
+            found[f"off_policy/{name}_abs_max"] = Max(largest)
+        return found
+
+
+@torch.no_grad()
+def log_ratio_ledger(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    is_stale: Tensor,
+    sampler_logprobs: Tensor | None = None,
+) -> LogRatioLedger:
+    """Splits the log-ratio of each trained token into the parts that the module's docstring names.
+
+    `[rows, len]` each, `loss_mask` bool; `is_stale` `[rows]` bool: rows sampled by older weights than the update starts
+    from. For rows that are not stale `old_logprobs` is the trainer's view of the sampling weights. For stale ones it is
+    `sampler_logprobs`; without it their part before the update cannot be split and is reported as unattributed.
+    Raises BatchError for malformed inputs.
+    """
+    shape = require_rows("logprobs", logprobs)
+    columns = {"logprobs": logprobs, "old_logprobs": old_logprobs, "rollout_logprobs": rollout_logprobs}
+    for name, column in columns.items():
+        require_float(name, column, shape)
+    require_bool("loss_mask", loss_mask, shape)
+    require_bool("is_stale", is_stale, (shape[0],))
+    stale = is_stale.unsqueeze(1)
+    nothing = torch.zeros_like(old_logprobs)
+    drift = masked(logprobs - old_logprobs, loss_mask)
+    if sampler_logprobs is None:
+        before = masked(old_logprobs - rollout_logprobs, loss_mask)
+        return LogRatioLedger(
+            numerics=torch.where(stale, nothing, before),
+            staleness=nothing,
+            drift=drift,
+            unattributed=torch.where(stale, before, nothing),
+        )
+    require_float("sampler_logprobs", sampler_logprobs, shape)
+    sampler = torch.where(stale, sampler_logprobs, old_logprobs)
+    return LogRatioLedger(
+        numerics=masked(sampler - rollout_logprobs, loss_mask),
+        staleness=masked(old_logprobs - sampler, loss_mask),
+        drift=drift,
+        unattributed=nothing,
+    )
