@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
 from skyrl_train.config.fields import hints, is_optional, suggest
 from skyrl_train.config.rules import Range
@@ -58,7 +58,7 @@ class Conversion:
                 prefix.rstrip("."), "must be a section with settings in it", node, f"set {prefix}KEY=VALUE instead"
             )
             return schema()
-        types_of = hints(schema)
+        types_of = hints(cast(type, schema))
         for key in node:
             if key not in types_of:
                 self.unknown_key(f"{prefix}{key}", node[key])

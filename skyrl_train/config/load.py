@@ -21,6 +21,11 @@ class Loaded:
     config: Config
     violations: tuple[Violation, ...]
 
+    @property
+    def refused(self) -> frozenset[str]:
+        """Dotted names of the fields that carry a default because what was given is no good."""
+        return frozenset(violation.field for violation in self.violations)
+
 
 def load_config(node: DictConfig | Mapping[str, Any]) -> Config:
     """The validated configuration.

@@ -80,7 +80,7 @@ class EnvironmentConfig:
     """`environment=`: where answers are judged."""
 
     env_class: str = "word_problems"
-    """A built-in environment, one registered in skyrl-gym, or your own as `package.module:attr`. Rows may name their own."""
+    """A built-in name, one registered in skyrl-gym, or your own as `package.module:attr`. A row's own goes first."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Handed to the environment as `env_config`, e.g. `db_path` for text2sql or `search_url` for search."""
     step_timeout_s: Seconds = 60.0
@@ -114,7 +114,7 @@ class GeneratorConfig:
     """`generator=hf|vllm|http|replay`: how rollouts are made."""
 
     backend: Literal["hf", "vllm", "http", "replay"] = "hf"
-    """hf: Hugging Face model in this process. vllm: engines on Ray. http: an OpenAI-compatible server. replay: a file."""
+    """hf: the model in this process. vllm: engines on Ray. http: an OpenAI-compatible server. replay: recordings."""
     n_samples_per_prompt: PositiveInt = 8
     """Trajectories per training prompt: the group over which GRPO compares."""
     max_turns: PositiveInt = 2
@@ -134,7 +134,7 @@ class GeneratorConfig:
     request_timeout_s: Seconds = 600.0
     """Deadline of one generation request."""
     replay_path: str = ""
-    """Rollouts to train on (backend replay): a JSON-lines file, or a folder of them, as a run writes under `rollouts/`."""
+    """Rollouts to train on (backend replay): a JSON-lines file, or a folder of them, such as a run's `rollouts/`."""
 
 
 @dataclass(frozen=True, kw_only=True)

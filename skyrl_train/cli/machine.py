@@ -1,0 +1,76 @@
+"""What a config needs of this machine: data, model, environment and device, looked for without loading any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from skyrl_train.config.platform import detect_platform
+from skyrl_train.config.schema import Config
+from skyrl_train.config.validate import near_path
+from skyrl_train.data.rows import find_sources
+from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.registry import did_you_mean
+from skyrl_train.rollout.environments import resolve_environment
+
+_ASSETS = Path(__file__).resolve().parents[1] / "assets"
+
+
+def machine_violations(config: Config, *, refused: Collection[str] = ()) -> list[Violation]:
+    """What this machine lacks for the config; fields in `refused` are not looked at."""
+    found = [*_data(config), *_models(config), *_environment(config), *_device(config)]
+    return [violation for violation in found if violation.field not in refused]
+
+
+def _data(config: Config) -> Iterator[Violation]:
+    for field, specs in (("data.train", config.data.train), ("data.validation", config.data.validation)):
+        for spec in specs:
+            try:
+                find_sources([spec])
+            except DataError as error:
+                remedy = str(error).removeprefix(f"{spec}: ")
+                if Path(spec).parent.name == "gsm8k":
+                    remedy += " scripts/prepare_gsm8k.py makes the GSM8K files; SKYRL_TRAIN_DATA says where they are."
+                yield Violation(field=field, rule="must be data that can be found", value=repr(spec), remedy=remedy)
+
+
+def _models(config: Config) -> Iterator[Violation]:
+    for field, path in (("model.path", config.model.path), ("model.tokenizer_path", config.model.tokenizer_path)):
+        problem = _model_problem(path) if path else None
+        if problem is not None:
+            rule, remedy = problem
+            yield Violation(field=field, rule=rule, value=repr(path), remedy=remedy)
+
+
+def _model_problem(path: str) -> tuple[str, str] | None:
+    """Rule and remedy for a path that cannot be a model; a hub name passes."""
+    if path.startswith("builtin:"):
+        known = sorted(f"builtin:{file.parent.name}" for file in _ASSETS.glob("*/config.json"))
+        return None if path in known else (f"must be one of {', '.join(known)}", did_you_mean(path, known))
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        missing = not any((folder / name).is_file() for name in ("config.json", "tokenizer_config.json"))
+        return ("must be a folder in Hugging Face format", "there is no config.json in it") if missing else None
+    if folder.is_file():
+        return "must be a folder, not a file", f"try {folder.parent}"
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        return "must be an existing folder, a hub name or builtin:NAME", near_path(path)
+    return None
+
+
+def _environment(config: Config) -> Iterator[Violation]:
+    try:
+        resolve_environment(config.environment.env_class)
+    except ConfigError as error:
+        yield from error.violations
+
+
+def _device(config: Config) -> Iterator[Violation]:
+    machine = detect_platform()
+    if config.placement.backend == "inline" and config.platform.device.startswith("cuda") and machine.name == "cpu":
+        yield Violation(
+            field="platform.device",
+            rule=f"cannot be used here: {machine.reason}",
+            value=repr(config.platform.device),
+            remedy="try platform=cpu",
+        )

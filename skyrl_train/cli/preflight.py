@@ -1,0 +1,91 @@
+"""Everything that is wrong with a command line, found before Hydra takes over and before torch is imported.
+
+Hydra stops at the first key that it does not know, and knows nothing of types. `preflight` therefore composes the same
+command line first, collects all problems (malformed arguments, unknown keys and choices, refused values, rules between
+fields) and prints them at once. A command line without problems goes to Hydra untouched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path, get_args_parser
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.version import setbase
+
+from skyrl_train.cli.command_line import CommandLine
+from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, register_resolvers
+from skyrl_train.config.paths import conf_dir
+from skyrl_train.errors import ConfigError, SkyrlTrainError
+
+
+def preflight(argv: list[str], *, config_name: str, rules: bool = True) -> None:
+    """Check the arguments of an entry point whose root config is `config_name`.
+
+    Prints every problem to stderr and raises SystemExit(2); returns where there is none, or where the arguments ask for
+    something that Hydra answers by itself, such as `--help`.
+
+    Args:
+        argv: the arguments without the program's name (`sys.argv[1:]`).
+        rules: False checks names and types only: rules between fields, and whether data and model are there, are left
+            to the caller (a plan for another machine).
+    """
+    flags = parse_flags(argv)
+    if flags is None:
+        return
+    try:
+        check(flags, config_name=flags.config_name or config_name, rules=rules)
+    except SkyrlTrainError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from None
+
+
+def check(flags: argparse.Namespace, *, config_name: str, rules: bool) -> None:
+    """Raises ConfigError with all problems of the parsed arguments."""
+    register_resolvers()
+    with _config_loader(flags.config_dir) as loader:
+        line = CommandLine(loader, config_name, multirun=flags.multirun, rules=rules)
+        names_only = flags.cfg is not None or flags.info is not None
+        violations = line.violations(flags.overrides, names_only=names_only)
+    if violations:
+        raise ConfigError(violations)
+
+
+def parse_flags(argv: Sequence[str]) -> argparse.Namespace | None:
+    """Hydra's flags; None where Hydra should answer by itself: help, a malformed flag, another `--config-path`."""
+    if {"--version", "--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(argv):
+        return None
+    parser = get_args_parser()
+    parser.exit_on_error = False
+    try:
+        flags, unknown = parser.parse_known_args(list(argv))
+    except (argparse.ArgumentError, SystemExit):
+        return None
+    return None if unknown or flags.config_path or flags.experimental_rerun else flags
+
+
+@contextmanager
+def _config_loader(config_dir: str | None) -> Iterator[ConfigLoader]:
+    """Hydra's loader over our `conf/` and the user's `--config-dir`, as `hydra.main` would build it."""
+    setbase(HYDRA_VERSION_BASE)
+    search_path = create_config_search_path(str(conf_dir()))
+    if config_dir is not None and Path(config_dir).is_dir() and isinstance(search_path, ConfigSearchPathImpl):
+        search_path.prepend(
+            provider="command-line",
+            path=f"file://{os.path.abspath(config_dir)}",
+            anchor=SearchPathQuery(provider="schema"),
+        )
+    GlobalHydra.instance().clear()
+    try:
+        yield Hydra.create_main_hydra2(task_name="main", config_search_path=search_path).config_loader
+    finally:
+        GlobalHydra.instance().clear()

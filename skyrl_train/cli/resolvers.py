@@ -1,0 +1,63 @@
+"""What `conf/` needs in order to compose: three resolvers' worth of decisions, and the schema as its base."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from skyrl_train.config.fields import defaults
+from skyrl_train.config.platform import detect_platform
+from skyrl_train.config.schema import Config
+
+HYDRA_VERSION_BASE = "1.3"
+"""For `hydra.main(version_base=...)` and the compose API."""
+
+_STARTED = time.strftime("%Y-%m-%d_%H%M%S")
+"""When this process started: part of the default run folder, the same however often it is asked for."""
+
+
+def register_resolvers() -> None:
+    """Make `conf/` composable: `${detect_platform:}`, `${per_platform:...}`, `${run_folder:}` and the schema.
+
+    Call it before `hydra.main` or the compose API. Calling it again changes nothing.
+    """
+    OmegaConf.register_new_resolver("detect_platform", lambda: detect_platform().name, replace=True)
+    OmegaConf.register_new_resolver("per_platform", _per_platform, replace=True)
+    OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
+    OmegaConf.register_new_resolver("default_run_folder", _default_run_folder, replace=True)
+    ConfigStore.instance().store(name="schema", node=defaults(Config), provider="skyrl_train")
+
+
+def _per_platform(values: Mapping[str, Any], *, _root_: DictConfig) -> Any:
+    """`${per_platform:{cpu:40,gpu:150}}`: the entry of the chosen platform."""
+    name = str(_root_.platform.name)
+    if name not in values:
+        raise ValueError(f"per_platform has no value for platform '{name}', only for {', '.join(values)}")
+    return values[name]
+
+
+def _run_folder(*, _root_: DictConfig) -> str:
+    """Hydra's run folder within a run; where it would be, when only composing."""
+    if HydraConfig.initialized():
+        runtime = HydraConfig.get().runtime
+        if not OmegaConf.is_missing(runtime, "output_dir"):
+            return str(runtime.output_dir)
+    return _named_folder(_root_)
+
+
+def _default_run_folder(*, _root_: DictConfig) -> str:
+    """`output_dir` where the user set it, so that Hydra's own files lie there too; else named after run and time."""
+    node = _root_._get_node("output_dir")
+    expression = "" if node is None else str(node._value())
+    if not expression or "${run_folder:" in expression or "${hydra:" in expression:
+        return _named_folder(_root_)
+    return str(_root_.output_dir)
+
+
+def _named_folder(root: DictConfig) -> str:
+    return f"outputs/{root.run_name}/{_STARTED}"
