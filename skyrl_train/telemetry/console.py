@@ -1,7 +1,7 @@
 """What a person sees: the run's header, one line a step, bars inside long phases, tables of evaluations.
 
-On a terminal it is coloured (unless `NO_COLOR` is set) and a bar shows how far the running phase is. Anywhere else every
-line is plain text without control characters, so that it can be kept in a log file.
+On a terminal it is coloured (unless `NO_COLOR` is set) and a bar shows how far the running phase is. Anywhere else
+every line is plain text without control characters, so that it can be kept in a log file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from contextlib import contextmanager
 from typing import TextIO
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 _RECENT_STEPS = 20

@@ -92,7 +92,9 @@ def _draw_series(axes: Axes, records: Sequence[Record], name: str, *, colour: st
         return
     width = 2 * max(1, round(len(steps) * _WINDOW_SHARE / 2)) + 1
     axes.plot(steps, values, color=colour, linewidth=1.0, alpha=0.3)
-    axes.plot(steps, running_mean(values, width), color=colour, linewidth=2.0, label=f"{label} (running, {width} steps)")
+    axes.plot(
+        steps, running_mean(values, width), color=colour, linewidth=2.0, label=f"{label} (running, {width} steps)"
+    )
 
 
 def _draw_points(axes: Axes, records: Sequence[Record], name: str, *, label: str) -> None:
@@ -100,7 +102,15 @@ def _draw_points(axes: Axes, records: Sequence[Record], name: str, *, label: str
     if not steps:
         return
     axes.plot(
-        steps, values, color=_EVAL_COLOUR, linestyle="--", linewidth=1.2, marker="D", markersize=6, label=label, zorder=3
+        steps,
+        values,
+        color=_EVAL_COLOUR,
+        linestyle="--",
+        linewidth=1.2,
+        marker="D",
+        markersize=6,
+        label=label,
+        zorder=3,
     )
     for step, value in {steps[0]: values[0], steps[-1]: values[-1]}.items():
         below = value > 0.9

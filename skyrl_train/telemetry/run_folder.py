@@ -1,17 +1,17 @@
 """What a run leaves behind, and where: the names of its files, and moving an older run out of the way.
 
-    OUTPUT_DIR/
-      config.yaml          the resolved configuration, secrets redacted
-      plan.json            every size that was derived from it
-      metrics.jsonl        one record a step
-      rollouts/            every trajectory, JSON lines
-      evaluation.json      each evaluation on the held-out prompts
-      learning_curve.png   reward, accuracy and response length over steps
-      checkpoints/         the last few, verified by sums
-      export/              the final policy in Hugging Face format
-      tensorboard/ wandb/  where those trackers are on
-      complete.json        written last: the run has nothing left to do
-      previous-N/          files of older runs in this folder (trainer.resume_mode=none)
+OUTPUT_DIR/
+  config.yaml          the resolved configuration, secrets redacted
+  plan.json            every size that was derived from it
+  metrics.jsonl        one record a step
+  rollouts/            every trajectory, JSON lines
+  evaluation.json      each evaluation on the held-out prompts
+  learning_curve.png   reward, accuracy and response length over steps
+  checkpoints/         the last few, verified by sums
+  export/              the final policy in Hugging Face format
+  tensorboard/ wandb/  where those trackers are on
+  complete.json        written last: the run has nothing left to do
+  previous-N/          files of older runs in this folder (trainer.resume_mode=none)
 """
 
 from __future__ import annotations

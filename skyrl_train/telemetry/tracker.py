@@ -84,7 +84,7 @@ class ConsoleTracker:
         self._total_steps = total_steps
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        if "reward/mean" in metrics or "timing/step" in metrics:
+        if step > 0:  # the evaluation before training has its own line
             self._console.step(metrics, step=step, total_steps=self._total_steps)
 
     def close(self) -> None:
@@ -103,7 +103,7 @@ class TensorboardTracker:
             from torch.utils.tensorboard import SummaryWriter
 
             purge_step = start_step + 1 if start_step else None
-            self._writer = SummaryWriter(str(folder), purge_step=purge_step)  # type: ignore[no-untyped-call]
+            self._writer = SummaryWriter(str(folder), purge_step=purge_step)
         except (ImportError, OSError) as error:
             raise SkyrlTrainError(
                 f"tracker.tensorboard cannot start ({type(error).__name__}: {error}). "
@@ -112,11 +112,11 @@ class TensorboardTracker:
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, global_step=step)  # type: ignore[no-untyped-call]
-        self._writer.flush()  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, global_step=step)
+        self._writer.flush()
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 def _count(things: Sequence[object], name: str) -> str:

@@ -1,0 +1,270 @@
+"""The training loop of PPO and GRPO.
+
+    generate -> assemble -> score -> estimate -> update -> sync -> finish
+
+Each verb but the last is one function in `steps.py`. `finish` is what makes a step count: evaluate where it is due,
+write the record, save a checkpoint where it is due, and stop where a signal asked for it. The record is on disk before
+the checkpoint of its step is; a run that is killed in between repeats the step and writes the same record again.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import NonFiniteError
+from skyrl_train.interfaces import CheckpointStore, Generator, Tracker, WeightTransport
+from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.learning_curve import draw_learning_curve
+from skyrl_train.telemetry.metrics import to_values
+from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.telemetry.timing import StepTimer
+from skyrl_train.trainers import steps
+from skyrl_train.trainers.evaluate import EvaluationResult, Evaluator
+from skyrl_train.trainers.evaluation_report import (
+    evaluation_line,
+    evaluation_table,
+    read_evaluations,
+    write_evaluation,
+)
+from skyrl_train.trainers.resume import FRESH, Start, mark_complete
+from skyrl_train.trainers.state import DataFingerprint, TrainerState, flat_config, library_versions
+from skyrl_train.trainers.step_metrics import batch_metrics, rollout_metrics, speed_metrics, step_totals
+from skyrl_train.trainers.stop import StopFlag, stop_on_signals
+from skyrl_train.types import Prompt, RolloutBatch
+
+if TYPE_CHECKING:
+    from skyrl_train.batch.plan import BatchPlan
+
+
+class PromptBatches(Protocol):
+    """Training prompts, batch by batch; `data/prompts.py: PromptSource`."""
+
+    def batch(self, position: int) -> list[Prompt]:
+        """The batch after `position` batches: a function of the position alone."""
+        ...
+
+
+class RolloutSink(Protocol):
+    """Where rollouts are kept."""
+
+    def write(self, rollouts: RolloutBatch, batch: TrainingInputBatch, *, step: int) -> None:
+        """May return before they are on disk."""
+        ...
+
+    def flush(self) -> None:
+        """Returns when all of them are on disk; raises what went wrong."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult:
+    """What a run that reached its last step leaves to its caller."""
+
+    global_step: int
+    evaluations: tuple[EvaluationResult, ...]
+    """All that were made, resumed parts included."""
+
+
+class PPOTrainer:
+    """Runs the loop from `start` to the last step of the plan. It constructs nothing and closes nothing it is given."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        plan: BatchPlan,
+        prompts: PromptBatches,
+        data: DataFingerprint,
+        generator: Generator,
+        learners: steps.Learners,
+        transport: WeightTransport,
+        evaluator: Evaluator | None,
+        checkpoints: CheckpointStore,
+        trackers: Tracker,
+        rollout_log: RolloutSink | None,
+        folder: RunFolder,
+        console: RunConsole,
+        start: Start = FRESH,
+    ) -> None:
+        """`folder` is prepared for `start` (see `resume.prepare_run_folder`). `evaluator` and `rollout_log` are None
+        where evaluation and rollout dumps are off."""
+        self.config, self.plan, self.data, self.start = config, plan, data, start
+        self.prompts, self.generator, self.learners = prompts, generator, learners
+        self.transport, self.evaluator, self.checkpoints = transport, evaluator, checkpoints
+        self.trackers, self.rollout_log, self.folder, self.console = trackers, rollout_log, folder, console
+        self.timer = StepTimer()
+        self.totals = start.totals
+        self.data_position = start.data_position
+        self.kl_coef = start.state.kl_coef if start.state else config.trainer.algorithm.kl_reward_coef
+        self._last_checkpoint = start.checkpoint
+
+    def train(self) -> TrainingResult:
+        """All remaining steps, then the export and the table of evaluations.
+
+        Raises:
+            StopRequested: A signal came; the checkpoint of the last finished step is written.
+            NonFiniteError: A loss or gradient is not finite; checkpoints are as they were.
+        """
+        config, learners = self.config, self.learners
+        with stop_on_signals() as stop, self._explained():
+            self._begin(stop)
+            for step in range(self.start.global_step + 1, self.plan.total_steps + 1):
+                with self._phase("generate"):
+                    prompts = self.prompts.batch(self.data_position)
+                    rollouts = steps.generate(self.generator, prompts, config, step=step)
+                with self._phase("assemble"):
+                    batch = steps.assemble(rollouts, config, step=step, weight_version=step - 1)
+                with self._phase("score"):
+                    batch = steps.score(batch, learners)
+                with self._phase("estimate"):
+                    batch = steps.estimate(batch, config, kl_coef=self.kl_coef)
+                with self._phase("log"):
+                    self._keep(rollouts, batch, step)
+                with self._phase("update"):
+                    update = steps.update(batch, learners, config, on_progress=self.console.on_progress)
+                with self._phase("sync"):
+                    steps.sync(learners.policy, self.transport, version=step)
+                self._finish_step(step, rollouts, batch, update, stop)
+            return self._finish()
+
+    def _begin(self, stop: StopFlag) -> None:
+        """Weights of the checkpoint, the first sync, and the evaluation that curves start from."""
+        if self.start.checkpoint is not None:
+            with self._phase("load"):
+                self._load(self.start.checkpoint)
+        step = self.start.global_step
+        with self._phase("sync"):
+            steps.sync(self.learners.policy, self.transport, version=step)
+        if self.start.state is None and self.config.trainer.eval_before_train:
+            metrics = self._evaluate(step)
+            if metrics:
+                self.trackers.log({**metrics, **self.timer.finish_step()}, step=step)
+        if stop.is_set:
+            self._save(step)
+            stop.raise_if_set(step)
+
+    def _finish_step(
+        self, step: int, rollouts: RolloutBatch, batch: TrainingInputBatch, update: steps.Update, stop: StopFlag
+    ) -> None:
+        """Makes the step count: evaluation, record, checkpoint, stop."""
+        self.data_position += 1
+        self.totals = self.totals.plus(step_totals(rollouts, batch, optimizer_steps=update.num_optimizer_steps))
+        last = step == self.plan.total_steps
+        evaluation = self._evaluate(step) if last or _is_due(step, self.config.trainer.eval_interval) else {}
+        with self._phase("log"):
+            metrics = {
+                **rollout_metrics(rollouts),
+                **batch_metrics(batch, kl_estimator=self.config.trainer.algorithm.kl_estimator),
+                **to_values(update.metrics),
+                **evaluation,
+                **self.totals.metrics(),
+            }
+            if self.rollout_log is not None:
+                self.rollout_log.flush()
+        timings = self.timer.finish_step()
+        with self._phase("record"):
+            self.trackers.log({**metrics, **timings, **speed_metrics(timings, batch)}, step=step)
+            if evaluation:
+                self._draw()
+        stopping = stop.is_set
+        if last or stopping or _is_due(step, self.config.trainer.ckpt_interval):
+            self._save(step)
+        if stopping:
+            stop.raise_if_set(step)
+
+    def _finish(self) -> TrainingResult:
+        """What a run leaves behind at its end: the export, the curve, the table, and the mark that it is complete."""
+        global_step = max(self.start.global_step, self.plan.total_steps)
+        if self.config.trainer.export_hf:
+            self._export()
+        self._draw()
+        evaluations = read_evaluations(self.folder.evaluation_file)
+        if evaluations:
+            self.console.show(evaluation_table(evaluations[0], evaluations[-1]))
+        mark_complete(self.folder, global_step)
+        return TrainingResult(global_step=global_step, evaluations=tuple(evaluations))
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of an evaluation; none where there is no evaluator."""
+        if self.evaluator is None:
+            return {}
+        with self._phase("evaluate"):
+            result = self.evaluator.evaluate(step)
+            write_evaluation(self.folder.evaluation_file, result)
+        self.console.note(evaluation_line(result))
+        return result.metrics()
+
+    def _keep(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
+        if self.rollout_log is not None:
+            self.rollout_log.write(rollouts, batch, step=step)
+
+    def _save(self, step: int) -> None:
+        """A checkpoint: each model that learns, and the state of the loop."""
+        state = TrainerState(
+            global_step=step,
+            data_position=self.data_position,
+            weight_version=step,
+            kl_coef=self.kl_coef,
+            totals=self.totals,
+            config=flat_config(self.config),
+            data=self.data,
+            versions=library_versions(),
+        )
+
+        def write(folder: Path) -> None:
+            self.learners.policy.save(folder / "policy")
+            if self.learners.critic is not None:
+                self.learners.critic.save(folder / "critic")
+            state.write(folder)
+
+        with self._phase("checkpoint"):
+            self._last_checkpoint = self.checkpoints.write(step, write)
+
+    def _load(self, checkpoint: Path) -> None:
+        self.learners.policy.load(checkpoint / "policy")
+        if self.learners.critic is not None:
+            self.learners.critic.load(checkpoint / "critic")
+
+    def _export(self) -> None:
+        """Replaces `export/` by a whole one."""
+        temporary = self.folder.export.with_name(".export.tmp")
+        for leftover in (temporary, self.folder.export):
+            if leftover.exists():
+                shutil.rmtree(leftover)
+        self.learners.policy.export_hf(temporary)
+        os.rename(temporary, self.folder.export)
+
+    def _draw(self) -> None:
+        """A picture that cannot be drawn is no reason to end a run."""
+        try:
+            draw_learning_curve(self.folder.metrics_file, self.folder.learning_curve_file, title=self.config.run_name)
+        except Exception as error:  # matplotlib, its fonts and its caches fail in many ways
+            self.console.warn(f"learning_curve.png could not be drawn: {type(error).__name__}: {error}")
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        with self.timer.phase(name), self.console.phase(name):
+            yield
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Says where a run that had to stop can go on."""
+        try:
+            yield
+        except NonFiniteError as error:
+            kept = (
+                f"The last checkpoint is {self._last_checkpoint}" if self._last_checkpoint else "There is no checkpoint"
+            )
+            raise NonFiniteError(f"{error} {kept}; it was not touched by this step.") from error
+
+
+def _is_due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

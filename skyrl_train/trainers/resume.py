@@ -1,0 +1,260 @@
+"""Where a run starts: anew, from its newest checkpoint, or from a stated one; and whether it may go on from there.
+
+A resumed run repeats the steps after the checkpoint and writes the same lines again, so what was written of them is
+cut.
+That only holds while nothing changed that training depends on. Settings are therefore compared one by one:
+
+- `FREE` ones may change: they concern what is shown, kept or evaluated, not what is learnt. `data.train` may change its
+  path, since the prompts themselves are compared. The number of steps may change while the learning rate is constant;
+  otherwise the schedule depends on it.
+- `LAYOUT` ones may change too: they move work between ranks and micro-batches, which alters rounding and nothing else.
+  The run says so, because it is then equal but no longer identical.
+- any other change is refused, all at once, with the old and the new value.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import CheckpointError, ConfigError, Violation
+from skyrl_train.interfaces import CheckpointStore
+from skyrl_train.telemetry.files import write_json
+from skyrl_train.telemetry.metrics_log import cut_metrics_after
+from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.trainers.evaluation_report import cut_evaluations_after
+from skyrl_train.trainers.rollout_sink import cut_rollouts_after
+from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, flat_config, library_versions
+
+FREE = (
+    "run_name",
+    "output_dir",
+    "tracker.",
+    "data.train",
+    "data.max_train_prompts",
+    "data.validation",
+    "data.max_validation_prompts",
+    "environment.max_workers",
+    "environment.max_failed_fraction",
+    "environment.step_timeout_s",
+    "generator.request_timeout_s",
+    "generator.eval_sampling.",
+    "generator.eval_n_samples_per_prompt",
+    "trainer.eval_before_train",
+    "trainer.eval_interval",
+    "trainer.eval_batch_size",
+    "trainer.ckpt_interval",
+    "trainer.max_ckpts_to_keep",
+    "trainer.resume_mode",
+    "trainer.resume_path",
+    "trainer.dump_rollouts",
+    "trainer.export_hf",
+)
+"""A name that ends in a dot stands for all settings below it."""
+
+LAYOUT = (
+    "platform.",
+    "placement.",
+    "strategy.",
+    "model.attention",
+    "model.gradient_checkpointing",
+    "generator.max_batch_size",
+    "trainer.batch_validation",
+    "trainer.layout",
+    "trainer.max_tokens_per_forward_microbatch",
+    "trainer.max_tokens_per_microbatch",
+    "trainer.micro_batching",
+    "trainer.micro_forward_batch_size_per_gpu",
+    "trainer.micro_train_batch_size_per_gpu",
+)
+
+_STEPS = ("trainer.total_steps", "trainer.epochs")
+_START_ANEW = (
+    "or start anew with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run starts."""
+
+    checkpoint: Path | None
+    """None starts from the model's own weights."""
+    state: TrainerState | None
+    """Of the checkpoint."""
+    own: bool
+    """The checkpoint lies in this run's own folder."""
+    complete: bool
+    """The run in this folder has nothing left to do."""
+    notes: tuple[str, ...]
+    """What to tell the user, one line each."""
+
+    @property
+    def global_step(self) -> int:
+        """Steps that are done."""
+        return self.state.global_step if self.state else 0
+
+    @property
+    def data_position(self) -> int:
+        return self.state.data_position if self.state else 0
+
+    @property
+    def totals(self) -> Totals:
+        return self.state.totals if self.state else Totals()
+
+
+FRESH = Start(checkpoint=None, state=None, own=True, complete=False, notes=())
+
+
+def find_start(
+    config: Config, folder: RunFolder, checkpoints: CheckpointStore, *, data: DataFingerprint, total_steps: int
+) -> Start:
+    """Decides where the run starts. Changes nothing on disk, needs no model.
+
+    Raises:
+        ConfigError: Settings changed that training depends on: all of them, with old and new values.
+        CheckpointError: The stated checkpoint cannot be used, or the training prompts are not the same.
+    """
+    if config.trainer.resume_mode == "none":
+        return FRESH
+    if config.trainer.resume_mode == "from_path":
+        if not config.trainer.resume_path:
+            raise ConfigError([_missing_resume_path()])
+        checkpoint: Path | None = checkpoints.find(Path(config.trainer.resume_path))
+    else:
+        checkpoint = checkpoints.latest()
+    if checkpoint is None:
+        return FRESH
+    state = TrainerState.read(checkpoint)
+    layout_changes = check_same_config(state, config, checkpoint)
+    if state.data != data:
+        raise CheckpointError(
+            f"the training prompts changed since {checkpoint}: {state.data.num_prompts} prompts with fingerprint "
+            f"{state.data.sha256[:12]} then, {data.num_prompts} with {data.sha256[:12]} now. "
+            f"Restore the data, {_START_ANEW}"
+        )
+    own = checkpoint.resolve().is_relative_to(folder.checkpoints.resolve())
+    complete = own and _completed_steps(folder) >= max(total_steps, 1) and state.global_step >= total_steps
+    notes = [f"resuming from {checkpoint}, after step {state.global_step} of {total_steps}"]
+    notes += layout_changes + _version_changes(state.versions)
+    if complete:
+        notes = [
+            f"{folder.root}: this run is complete ({state.global_step} steps); nothing to do. "
+            "For another run choose another output_dir=..., or set trainer.resume_mode=none"
+        ]
+    return Start(checkpoint=checkpoint, state=state, own=own, complete=complete, notes=tuple(notes))
+
+
+def prepare_run_folder(
+    folder: RunFolder, start: Start, *, write_config: Callable[[Path], None], plan: Mapping[str, Any]
+) -> list[str]:
+    """Makes the folder fit for a run from `start`: cuts what lies beyond it, moves older runs aside, writes
+    `config.yaml` and `plan.json`. Returns what to tell the user.
+
+    `write_config` writes the resolved, redacted configuration to the path that it is given.
+    Call it while holding the folder (`folder.held()`), before trackers are built.
+    """
+    folder.create()
+    notes: list[str] = []
+    if start.own and start.state is not None:
+        if moved := folder.set_aside_checkpoints_after(start.global_step):
+            notes.append(f"checkpoints after step {start.global_step} are now in {moved}")
+    elif moved := folder.set_aside():
+        why = "" if start.checkpoint else ", which left no checkpoint to go on from or was not asked for"
+        notes.append(f"the files of the run that was in {folder.root}{why} are now in {moved}")
+    if start.checkpoint is not None and not start.own:
+        _copy_history(RunFolder(start.checkpoint.parent.parent), folder)
+    folder.complete_file.unlink(missing_ok=True)
+    cut_metrics_after(folder.metrics_file, start.global_step)
+    cut_evaluations_after(folder.evaluation_file, start.global_step)
+    cut_rollouts_after(folder.rollouts, start.global_step)
+    write_config(folder.config_file)
+    write_json(folder.plan_file, plan)
+    return notes
+
+
+def mark_complete(folder: RunFolder, global_step: int) -> None:
+    """The last act of a run."""
+    write_json(folder.complete_file, {"global_step": global_step})
+
+
+def check_same_config(state: TrainerState, config: Config, checkpoint: Path) -> list[str]:
+    """Lines about settings that changed and may; raises ConfigError about those that may not, all at once."""
+    old, new = {**flat_config(Config()), **state.config}, flat_config(config)
+    free = FREE if _schedule_needs_total(config) else (*FREE, *_STEPS)
+    layout = LAYOUT if config.trainer.docs_per_step == 0 else ()
+    changed = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name) and not _is_among(name, free)]
+    refused = [name for name in changed if not _is_among(name, layout)]
+    if refused:
+        rule = f"must be as it was when {checkpoint} was written, which is {{}}"
+        raise ConfigError(
+            [
+                Violation(
+                    field=name,
+                    rule=rule.format(_shown(old.get(name))),
+                    value=_shown(new.get(name)),
+                    remedy=f"Set {name}={_shown(old.get(name))}, {_START_ANEW}",
+                )
+                for name in refused
+            ]
+        )
+    return [
+        f"{name} was {_shown(old.get(name))} and is {_shown(new.get(name))}: the same training up to rounding"
+        for name in changed
+    ]
+
+
+def _schedule_needs_total(config: Config) -> bool:
+    schedules = [config.trainer.policy.optimizer.schedule]
+    if config.critic.model.path:
+        schedules.append(config.critic.optimizer.schedule)
+    return any(schedule != "constant" for schedule in schedules)
+
+
+def _is_among(name: str, patterns: Sequence[str]) -> bool:
+    return any(name.startswith(pattern) if pattern.endswith(".") else name == pattern for pattern in patterns)
+
+
+def _shown(value: Any) -> str:
+    """As typed on the command line: `[a,b]` without blanks, `null` for None."""
+    return value if isinstance(value, str) and value else json.dumps(value, separators=(",", ":"))
+
+
+def _missing_resume_path() -> Violation:
+    return Violation(
+        field="trainer.resume_path",
+        rule="must name a checkpoint or a run's output folder where trainer.resume_mode=from_path",
+        value="''",
+        remedy="try trainer.resume_path=OUTPUT_DIR/checkpoints/step_000010",
+    )
+
+
+def _completed_steps(folder: RunFolder) -> int:
+    """What `complete.json` says; 0 where it is absent or unreadable."""
+    try:
+        return int(json.loads(folder.complete_file.read_text())["global_step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _version_changes(old: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name} was {old[name]} and is {version}: results may differ in rounding"
+        for name, version in library_versions().items()
+        if old.get(name, version) != version
+    ]
+
+
+def _copy_history(source: RunFolder, folder: RunFolder) -> None:
+    """Metrics and evaluations of the run that this one goes on from, so that its curves are whole."""
+    for old, new in (
+        (source.metrics_file, folder.metrics_file),
+        (source.evaluation_file, folder.evaluation_file),
+    ):
+        if old.is_file():
+            shutil.copyfile(old, new)

@@ -1,0 +1,107 @@
+"""Keeps the rollouts of every step without keeping the step waiting: they are written on a thread of their own.
+
+`write` returns at once; the trainer calls `flush` at the end of the step, before the step's record is written. A record
+in `metrics.jsonl` therefore means that the rollouts of its step are on disk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+
+import numpy as np
+
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.telemetry.rollout_log import write_rollouts
+from skyrl_train.types import RolloutBatch
+
+FLUSH_TIMEOUT_S = 1800.0
+_FILE = re.compile(r"\.?[a-z]+_step_(\d+)\.jsonl(?:\.tmp)?")
+
+
+class RolloutLog:
+    """Writes JSON lines under `folder`, one file a step and purpose, in the background."""
+
+    def __init__(self, folder: Path, *, flush_timeout_s: float = FLUSH_TIMEOUT_S) -> None:
+        self._folder = folder
+        self._flush_timeout_s = flush_timeout_s
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-log")
+        self._pending: list[Future[None]] = []
+
+    def write(self, rollouts: RolloutBatch, batch: TrainingInputBatch, *, step: int) -> None:
+        """Training rollouts with the advantages that `batch` holds for them."""
+        self._pending.append(self._thread.submit(self._write_train, rollouts, batch, step))
+
+    def write_evaluation(self, step: int, rollouts: RolloutBatch) -> None:
+        """Rollouts of an evaluation after `step` steps."""
+        self._pending.append(self._thread.submit(self._write, rollouts, "eval", step, None))
+
+    def flush(self) -> None:
+        """Waits until everything is on disk. Raises SkyrlTrainError where writing failed, DeadlineError where it does
+        not end."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            try:
+                future.result(timeout=self._flush_timeout_s)
+            except FutureTimeoutError as error:
+                raise DeadlineError(
+                    f"writing rollouts to {self._folder}", self._flush_timeout_s, "Is the disk reachable?"
+                ) from error
+            except OSError as error:
+                raise SkyrlTrainError(
+                    f"rollouts could not be written to {self._folder}: {error}. "
+                    "Make room, or set trainer.dump_rollouts=false"
+                ) from error
+
+    def close(self) -> None:
+        """Ends the thread; what is pending is still written."""
+        self._thread.shutdown()
+
+    def _write_train(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
+        self._write(rollouts, "train", step, advantages_by_turn(rollouts, batch))
+
+    def _write(
+        self, rollouts: RolloutBatch, purpose: str, step: int, advantages: list[list[list[float]] | None] | None
+    ) -> None:
+        write_rollouts(self._folder, rollouts, purpose=purpose, global_step=step, advantages=advantages)
+
+
+def cut_rollouts_after(folder: Path, step: int) -> None:
+    """Deletes the files of later steps, which a resumed run writes again, and files that were cut short."""
+    for path in folder.glob("*"):
+        match = _FILE.fullmatch(path.name)
+        if match and (int(match[1]) > step or path.name.endswith(".tmp")):
+            path.unlink()
+
+
+def advantages_by_turn(rollouts: RolloutBatch, batch: TrainingInputBatch) -> list[list[list[float]] | None]:
+    """For each trajectory and turn the advantage of each response token; None for a trajectory without rows.
+
+    A trajectory that became one row has all its turns there; otherwise row `step_index` has that turn.
+    """
+    advantages: np.ndarray = batch["advantages"].numpy()
+    offsets: list[int] = batch.row_offsets.tolist()
+    rows_of: dict[int, list[tuple[int, int]]] = {}
+    columns = zip(batch["trajectory_index"].tolist(), batch["step_index"].tolist(), batch["is_padding"].tolist())
+    for row, (trajectory_index, step_index, is_padding) in enumerate(columns):
+        if not is_padding:
+            rows_of.setdefault(trajectory_index, []).append((step_index, offsets[row]))
+    result: list[list[list[float]] | None] = []
+    for trajectory_index, trajectory in enumerate(rollouts.trajectories):
+        rows = sorted(rows_of.get(trajectory_index, ()))
+        if not rows:
+            result.append(None)
+            continue
+        starts: Sequence[int] = [start for _, start in rows]
+        if len(rows) == 1:
+            starts = [rows[0][1]] * len(trajectory.turns)
+        spans = [
+            (start + len(turn.prompt_token_ids), len(turn.response_token_ids))
+            for start, turn in zip(starts, trajectory.turns)
+        ]
+        result.append([advantages[first : first + length].tolist() for first, length in spans])
+    return result

@@ -1,0 +1,136 @@
+"""`trainer_state.json`: what a checkpoint knows beside the models, and what must be the same to go on from it.
+
+Randomness needs no entry: it is derived from the seed and the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import CheckpointError
+from skyrl_train.telemetry.files import write_json
+from skyrl_train.telemetry.redact import redact
+from skyrl_train.types import Prompt
+
+STATE_FILE = "trainer_state.json"
+FORMAT = 1
+_LIBRARIES = ("skyrl_train", "torch", "transformers", "numpy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What the run has consumed since its first step."""
+
+    prompts: int = 0
+    trajectories: int = 0
+    tokens: int = 0
+    """Of all rows: prompts, observations and responses."""
+    optimizer_steps: int = 0
+    failed_trajectories: int = 0
+
+    def plus(self, other: Totals) -> Totals:
+        added = {name: value + getattr(other, name) for name, value in dataclasses.asdict(self).items()}
+        return Totals(**added)
+
+    def metrics(self) -> dict[str, float]:
+        """`total/prompts`, ..."""
+        return {f"total/{name}": float(value) for name, value in dataclasses.asdict(self).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFingerprint:
+    """Which prompts a run trains on, in which order they were loaded."""
+
+    num_prompts: int
+    sha256: str
+
+    @staticmethod
+    def of(prompts: Sequence[Prompt]) -> DataFingerprint:
+        """Over uid, messages, environment and every other column."""
+        digest = hashlib.sha256()
+        for prompt in prompts:
+            row = [prompt.uid, prompt.messages, prompt.env_class, prompt.extras]
+            digest.update(json.dumps(row, sort_keys=True, default=_plain).encode() + b"\n")
+        return DataFingerprint(num_prompts=len(prompts), sha256=digest.hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """The loop after `global_step` steps."""
+
+    global_step: int
+    data_position: int
+    """Training batches taken from the prompt source."""
+    weight_version: int
+    """Of the policy in the same checkpoint."""
+    kl_coef: float
+    """State of the KL controller: the weight of the KL in the rewards."""
+    totals: Totals
+    config: Mapping[str, Any]
+    """Every setting by its dotted name, as JSON, secrets redacted."""
+    data: DataFingerprint
+    versions: Mapping[str, str]
+
+    def write(self, folder: Path) -> None:
+        """Writes `trainer_state.json` into a checkpoint."""
+        write_json(folder / STATE_FILE, {"format": FORMAT, **dataclasses.asdict(self)})
+
+    @staticmethod
+    def read(folder: Path) -> TrainerState:
+        """Raises CheckpointError where the file is missing or not of this format."""
+        path = folder / STATE_FILE
+        try:
+            content = json.loads(path.read_text())
+            if content.pop("format") != FORMAT:
+                raise ValueError(f"not of format {FORMAT}")
+            totals, data = Totals(**content.pop("totals")), DataFingerprint(**content.pop("data"))
+            return TrainerState(**content, totals=totals, data=data)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"{path} cannot be used ({type(error).__name__}: {error}). Resume from another checkpoint with "
+                "trainer.resume_mode=from_path, or start anew with trainer.resume_mode=none"
+            ) from error
+
+
+def flat_config(config: Config) -> dict[str, Any]:
+    """Every setting by its dotted name, e.g. `trainer.train_batch_size`, as JSON values, secrets redacted."""
+    flat: dict[str, Any] = {}
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key in sorted(value):
+                walk(f"{name}.{key}" if name else str(key), value[key])
+        else:
+            flat[name] = value
+
+    walk("", json.loads(json.dumps(redact(dataclasses.asdict(config)), default=_plain)))
+    return flat
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries whose arithmetic or randomness a run depends on."""
+    versions = {"python": platform.python_version()}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed as a package"
+    return versions
+
+
+def _plain(value: Any) -> Any:
+    """Arrays as lists, immutable mappings as dicts, anything else as its text."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    return str(value)

@@ -1,0 +1,142 @@
+"""What is measured of one training step beside the learner's own metrics: the rollouts and the assembled batch.
+
+Values over trajectories leave failed ones out, which have no reward; they are counted under `failures/`. A value with
+nothing to measure it on is left out rather than invented.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.kl import token_kl
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.trainers.evaluate import groups_of, response_length
+from skyrl_train.trainers.state import Totals
+from skyrl_train.types import Outcome, RolloutBatch, Trajectory
+
+RATIO_TOLERANCE = 0.1
+"""A token whose probability under trainer and engine differs by more than this share counts as mismatched."""
+
+
+def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
+    """Rewards, groups, the environments' own numbers, turns, lengths, stop reasons and failures."""
+    kept = [trajectory for trajectory in rollouts.trajectories if not trajectory.failed]
+    turns = [turn for trajectory in kept for turn in trajectory.turns]
+    contexts = [len(t.turns[-1].prompt_token_ids) + len(t.turns[-1].response_token_ids) for t in kept]
+    return {
+        **spread("reward", [trajectory.reward for trajectory in kept], "mean", "std", "max", "min"),
+        **_group_metrics(rollouts),
+        **_environment_metrics(kept),
+        **spread("turns", [len(trajectory.turns) for trajectory in kept], "mean", "max"),
+        **spread("response_length", list(map(response_length, kept)), "mean", "max", "min"),
+        **spread("context_length", contexts, "mean", "max"),
+        **shares("stop", [turn.stop_reason.value for turn in turns]),
+        **shares("outcome", [trajectory.outcome.value for trajectory in kept]),
+        **_failure_metrics(rollouts.trajectories),
+    }
+
+
+def batch_metrics(batch: TrainingInputBatch, *, kl_estimator: str) -> dict[str, float]:
+    """The batch's size; how far the trainer's log-probabilities are from the engine's and from the reference's.
+
+    `mismatch/` compares `old_logprobs` with `rollout_logprobs`, `kl/reference` with `ref_logprobs`, over trained
+    tokens, before the first update of the step.
+    """
+    mask = batch["loss_mask"]
+    num_trained = int(mask.sum())
+    metrics = {
+        "batch/rows": float(batch.num_rows - int(batch["is_padding"].sum())),
+        "batch/tokens": float(batch.num_tokens),
+        "batch/trained_tokens": float(num_trained),
+    }
+    if num_trained and "rollout_logprobs" in batch and "old_logprobs" in batch:
+        metrics |= _mismatch(batch["old_logprobs"][mask].double() - batch["rollout_logprobs"][mask].double())
+    if num_trained and "ref_logprobs" in batch:
+        divergence = token_kl(kl_estimator, batch["old_logprobs"], batch["ref_logprobs"], mask)
+        metrics["kl/reference"] = float(divergence.double().sum()) / num_trained
+    return metrics
+
+
+def step_totals(rollouts: RolloutBatch, batch: TrainingInputBatch, *, optimizer_steps: int) -> Totals:
+    """What one step consumed."""
+    return Totals(
+        prompts=len(rollouts.prompts),
+        trajectories=len(rollouts.trajectories),
+        tokens=batch.num_tokens,
+        optimizer_steps=optimizer_steps,
+        failed_trajectories=sum(trajectory.failed for trajectory in rollouts.trajectories),
+    )
+
+
+def speed_metrics(timings: dict[str, float], batch: TrainingInputBatch) -> dict[str, float]:
+    """Rates, under `timing/` as all that depends on the machine is."""
+    rates = {
+        "timing/tokens_per_s": (batch.num_tokens, timings.get("timing/step", 0.0)),
+        "timing/generated_tokens_per_s": (int(batch["loss_mask"].sum()), timings.get("timing/generate", 0.0)),
+    }
+    return {name: tokens / seconds for name, (tokens, seconds) in rates.items() if seconds > 0}
+
+
+def spread(name: str, values: Sequence[float], *kinds: str) -> dict[str, float]:
+    """`name/mean`, `name/std` (of the population), `name/max`, `name/min` as asked; nothing for no values."""
+    if not values:
+        return {}
+    mean = math.fsum(values) / len(values)
+    every = {
+        "mean": mean,
+        "std": math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)),
+        "max": float(max(values)),
+        "min": float(min(values)),
+    }
+    return {f"{name}/{kind}": every[kind] for kind in kinds}
+
+
+def shares(name: str, values: Iterable[str]) -> dict[str, float]:
+    """`name/VALUE`: the share of each value."""
+    counts = Counter(values)
+    return {f"{name}/{value}": count / counts.total() for value, count in sorted(counts.items())}
+
+
+def _group_metrics(rollouts: RolloutBatch) -> dict[str, float]:
+    """Groups of equal rewards teach nothing; so do groups of fewer than two trajectories."""
+    rewards = [[t.reward for t in group if not t.failed] for _, group in groups_of(rollouts)]
+    comparable = [group for group in rewards if len(group) > 1]
+    if not comparable:
+        return {}
+    return {"group/zero_variance": sum(min(group) == max(group) for group in comparable) / len(comparable)}
+
+
+def _environment_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
+    """`env/NAME`: mean over the trajectories that report it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in kept:
+        for name, value in trajectory.metrics.items():
+            values[name].append(value)
+    return {f"env/{name}": math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
+
+
+def _failure_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    kinds = Counter(trajectory.failure.kind.value for trajectory in trajectories if trajectory.failure is not None)
+    num_failed = sum(trajectory.outcome is Outcome.FAILED for trajectory in trajectories)
+    return {
+        "failures/count": float(num_failed),
+        "failures/fraction": num_failed / len(trajectories),
+        **{f"failures/{kind}": float(count) for kind, count in sorted(kinds.items())},
+    }
+
+
+def _mismatch(log_ratio: Tensor) -> dict[str, float]:
+    """`log_ratio` is float64 `[trained tokens]`: trainer minus engine."""
+    ratio = log_ratio.exp()
+    outside = (ratio < 1 - RATIO_TOLERANCE) | (ratio > 1 + RATIO_TOLERANCE)
+    return {
+        "mismatch/logprob_diff_mean": float(log_ratio.abs().mean()),
+        "mismatch/logprob_diff_max": float(log_ratio.abs().max()),
+        "mismatch/ratio_mean": float(ratio.mean()),
+        "mismatch/ratio_outside_10_percent": float(torch.mean(outside.double())),
+    }

@@ -1,0 +1,146 @@
+"""The verbs of the loop, one function each: generate, assemble, score, estimate, update, sync.
+
+They know Protocols and tensors, and nothing of timing, logging or checkpoints, so that every trainer shares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+
+from torch import Tensor
+
+from skyrl_train.algorithms.estimate import estimate_advantages
+from skyrl_train.batch import assemble as assembly
+from skyrl_train.batch.minibatch import mini_batches
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.schema import Config, SamplingConfig
+from skyrl_train.errors import BatchError, NonFiniteError
+from skyrl_train.interfaces import Generator, Learner, WeightTransport
+from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
+from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
+
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learners:
+    """The models of a run."""
+
+    policy: Learner
+    reference: Learner | None
+    """Only scored; needed where `kl_loss_coef` is not 0."""
+    critic: Learner | None
+    """Only where the advantage estimator needs values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What an update did."""
+
+    metrics: StepMetrics
+    """Merged over all optimizer steps."""
+    num_optimizer_steps: int
+    """Of the policy."""
+
+
+def sampling_params(config: SamplingConfig) -> SamplingParams:
+    """The configured sampling as the engine takes it."""
+    return SamplingParams(**{field.name: getattr(config, field.name) for field in fields(SamplingParams)})
+
+
+def generate(generator: Generator, prompts: Sequence[Prompt], config: Config, *, step: int) -> RolloutBatch:
+    """`len(prompts) * n_samples_per_prompt` trajectories of training step `step`."""
+    return generator.generate(
+        prompts,
+        n_samples_per_prompt=config.generator.n_samples_per_prompt,
+        sampling=sampling_params(config.generator.sampling),
+        global_step=step,
+        purpose="train",
+    )
+
+
+def assemble(rollouts: RolloutBatch, config: Config, *, step: int, weight_version: int) -> TrainingInputBatch:
+    """Trajectories to training rows, with the boundaries of the mini-batches in the metadata. Raises BatchError."""
+    return assembly.assemble(
+        rollouts,
+        step_wise=config.generator.step_wise_trajectories,
+        config=config,
+        global_step=step,
+        weight_version=weight_version,
+    )
+
+
+def score(batch: TrainingInputBatch, learners: Learners) -> TrainingInputBatch:
+    """Adds `old_logprobs`, and `ref_logprobs` and `values` where there is a reference and a critic."""
+    columns: dict[str, Tensor] = {"old_logprobs": learners.policy.forward(batch)}
+    if learners.reference is not None:
+        columns["ref_logprobs"] = learners.reference.forward(batch)
+    if learners.critic is not None:
+        columns["values"] = learners.critic.forward(batch)
+    return batch.with_columns(**columns)
+
+
+def estimate(batch: TrainingInputBatch, config: Config, *, kl_coef: float) -> TrainingInputBatch:
+    """Adds `advantages` and `returns`. `kl_coef` weighs the KL that is taken from the rewards."""
+    return estimate_advantages(batch, config.trainer.algorithm, kl_reward_coef=kl_coef)
+
+
+def update(batch: TrainingInputBatch, learners: Learners, config: Config, *, on_progress: Progress) -> Update:
+    """All optimizer steps of one training batch; the critic's before the policy's.
+
+    Raises NonFiniteError, naming the training step and the optimizer step: the update ends there.
+    """
+    parts: list[StepMetrics] = []
+    if learners.critic is not None:
+        boundaries = _known(batch.metadata.critic_mini_batch_boundaries, "critic_mini_batch_boundaries")
+        parts += update_learner(learners.critic, batch, boundaries, config, name="critic", on_progress=on_progress)
+    boundaries = _known(batch.metadata.policy_mini_batch_boundaries, "policy_mini_batch_boundaries")
+    policy_parts = update_learner(learners.policy, batch, boundaries, config, name="policy", on_progress=on_progress)
+    return Update(metrics=merge_metrics([*parts, *policy_parts]), num_optimizer_steps=len(policy_parts))
+
+
+def update_learner(
+    learner: Learner,
+    batch: TrainingInputBatch,
+    boundaries: Sequence[tuple[int, int]],
+    config: Config,
+    *,
+    name: str,
+    on_progress: Progress,
+) -> list[StepMetrics]:
+    """Close, accumulate, step: once for each mini-batch of each epoch. The metrics of each optimizer step."""
+    algorithm = config.trainer.algorithm
+    epochs = config.trainer.update_epochs_per_batch
+    total = epochs * len(boundaries)
+    parts: list[StepMetrics] = []
+    for epoch in range(epochs):
+        closed = mini_batches(
+            batch,
+            boundaries,
+            loss_reduction=algorithm.loss_reduction,
+            max_sequence_length_for_norm=algorithm.max_sequence_length_for_norm,
+            normalize_advantages=algorithm.normalize_advantages,
+        )
+        for number, mini_batch in enumerate(closed, start=1):
+            try:
+                parts.append(merge_metrics([learner.forward_backward(mini_batch), learner.optim_step()]))
+            except NonFiniteError as error:
+                raise NonFiniteError(
+                    f"training step {batch.metadata.global_step}, {name}: optimizer step {len(parts) + 1} of {total} "
+                    f"(epoch {epoch + 1}, mini-batch {number}) was refused: {error}"
+                ) from error
+            on_progress(len(parts), total)
+    return parts
+
+
+def sync(policy: Learner, transport: WeightTransport, *, version: int) -> None:
+    """Gives the engine the policy's weights under `version`."""
+    transport.sync(policy.weights(), version)
+
+
+def _known(boundaries: tuple[tuple[int, int], ...] | None, name: str) -> tuple[tuple[int, int], ...]:
+    if boundaries is None:
+        raise BatchError(f"the batch has no {name}: rows were taken from it after it was assembled")
+    return boundaries
