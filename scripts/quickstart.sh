@@ -1,6 +1,6 @@
 #!/bin/sh
 # Trains a tiny policy with GRPO on multi-turn word problems, on a CPU, from nothing: makes .venv, installs, runs.
-# Arguments are overrides of the configuration: ./scripts/quickstart.sh trainer.max_steps=5
+# Arguments are overrides of the configuration: ./scripts/quickstart.sh trainer.total_steps=5
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 # shellcheck source=scripts/_env.sh
