@@ -36,7 +36,7 @@ class Violation:
     """What to type instead, e.g. `try trainer.train_batch_size=4`."""
 
     def __str__(self) -> str:
-        return f"{self.field}: {self.rule}; got {self.value}. {self.remedy}"
+        return f"{self.field}: {self.rule}; got {self.value}. {self.remedy[:1].upper()}{self.remedy[1:]}"
 
 
 class ConfigError(SkyrlTrainError):

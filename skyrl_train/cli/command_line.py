@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
@@ -19,7 +18,7 @@ from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_train.cli.machine import machine_violations
-from skyrl_train.config.fields import suggest, walk
+from skyrl_train.config.fields import nearest, suggest, walk
 from skyrl_train.config.load import read_config
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
@@ -115,8 +114,8 @@ class CommandLine:
         missing = [choice for choice in choices if not self._choice_exists(group, choice)]
         options = self._options(group, ObjectType.CONFIG)
         for choice in missing:
-            near = difflib.get_close_matches(choice, options, n=1)
-            remedy = f"did you mean {group}={near[0]}?" if near else f"--help lists the choices of {group}"
+            near = nearest(choice, options)
+            remedy = f"did you mean {group}={near}?" if near else f"--help lists the choices of {group}"
             self._add(field=group, rule=f"must be one of {', '.join(options)}", value=repr(choice), remedy=remedy)
         if not missing and group == "experiment" and not override.is_add():
             remedy = f"write +experiment={choices[0]}"
@@ -133,10 +132,11 @@ class CommandLine:
         fields = {field.path: field for field in walk(Config)}
         if key in fields or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
             return True
-        groups = self._options("", ObjectType.GROUP)
-        near_group = difflib.get_close_matches(key, groups, n=1) if "." not in key else []
-        near = near_group[0] if near_group else suggest(key, Config)
-        remedy = f"did you mean {near}?" if near else "docs/configuration.md lists every setting, --help every group"
+        near_group = None if "." in key else nearest(key, self._options("", ObjectType.GROUP))
+        near = f"{near_group}=..." if near_group else suggest(key, Config)
+        remedy = (
+            f"did you mean {near}?" if near else "see docs/configuration.md for every setting, --help for every group"
+        )
         self._add(field=key, rule="is not a setting", value=_value_text(override), remedy=remedy)
         return False
 
@@ -225,8 +225,10 @@ def _as_in_a_run(config: DictConfig, index: int, *, multirun: bool) -> Iterator[
     with open_dict(config):
         job = config.hydra.job
         job.num, job.id = index, str(index)
-        folder = f"{config.hydra.sweep.dir}/{config.hydra.sweep.subdir}" if multirun else config.hydra.run.dir
-        config.hydra.runtime.output_dir = os.path.abspath(folder)
+        # A folder whose name cannot be worked out is reported where the value that it lacks is read.
+        with suppress(OmegaConfBaseException):
+            folder = f"{config.hydra.sweep.dir}/{config.hydra.sweep.subdir}" if multirun else config.hydra.run.dir
+            config.hydra.runtime.output_dir = os.path.abspath(folder)
         HydraConfig.instance().set_config(config)
         del config["hydra"]
     try:
@@ -270,7 +272,8 @@ def _reason(error: BaseException) -> str:
     """The first message in an error and its causes, on one line."""
     current: BaseException | None = error
     while current is not None:
-        if lines := [line.strip() for line in str(current).splitlines() if line.strip()]:
-            return ". ".join(lines)
+        lines = [line.strip().rstrip(".:") for line in str(current).splitlines() if "https://" not in line]
+        if any(lines):
+            return ". ".join(line for line in lines if line)
         current = current.__cause__
     return type(error).__name__

@@ -25,7 +25,7 @@ from hydra.version import setbase
 from skyrl_train.cli.command_line import CommandLine
 from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, register_resolvers
 from skyrl_train.config.paths import conf_dir
-from skyrl_train.errors import ConfigError, SkyrlTrainError
+from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 
 
 def preflight(argv: list[str], *, config_name: str, rules: bool = True) -> None:
@@ -39,10 +39,10 @@ def preflight(argv: list[str], *, config_name: str, rules: bool = True) -> None:
         rules: False checks names and types only: rules between fields, and whether data and model are there, are left
             to the caller (a plan for another machine).
     """
-    flags = parse_flags(argv)
-    if flags is None:
-        return
     try:
+        flags = parse_flags(argv)
+        if flags is None:
+            return
         check(flags, config_name=flags.config_name or config_name, rules=rules)
     except SkyrlTrainError as error:
         sys.stderr.write(f"{error}\n")
@@ -61,7 +61,10 @@ def check(flags: argparse.Namespace, *, config_name: str, rules: bool) -> None:
 
 
 def parse_flags(argv: Sequence[str]) -> argparse.Namespace | None:
-    """Hydra's flags; None where Hydra should answer by itself: help, a malformed flag, another `--config-path`."""
+    """Hydra's flags; None where Hydra should answer by itself: help, a malformed flag, another `--config-path`.
+
+    Raises ConfigError where flags split the overrides, which Hydra would call unrecognized.
+    """
     if {"--version", "--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(argv):
         return None
     parser = get_args_parser()
@@ -70,6 +73,17 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace | None:
         flags, unknown = parser.parse_known_args(list(argv))
     except (argparse.ArgumentError, SystemExit):
         return None
+    if unknown and all("=" in argument and not argument.startswith("-") for argument in unknown):
+        raise ConfigError(
+            [
+                Violation(
+                    field="arguments",
+                    rule="must stand together",
+                    value=repr(" ".join(argv)),
+                    remedy="put flags such as -m before or after all of KEY=VALUE",
+                )
+            ]
+        )
     return None if unknown or flags.config_path or flags.experimental_rerun else flags
 
 

@@ -1,4 +1,4 @@
-"""What `conf/` needs in order to compose: three resolvers' worth of decisions, and the schema as its base."""
+"""What `conf/` needs in order to compose: the schema as its base, and resolvers for platform and folders."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 
 from skyrl_train.config.fields import defaults
 from skyrl_train.config.platform import detect_platform
@@ -22,13 +22,14 @@ _STARTED = time.strftime("%Y-%m-%d_%H%M%S")
 
 
 def register_resolvers() -> None:
-    """Make `conf/` composable: `${detect_platform:}`, `${per_platform:...}`, `${run_folder:}` and the schema.
+    """Make `conf/` composable: the schema and what its `${NAME:}` expressions stand for.
 
     Call it before `hydra.main` or the compose API. Calling it again changes nothing.
     """
     OmegaConf.register_new_resolver("detect_platform", lambda: detect_platform().name, replace=True)
     OmegaConf.register_new_resolver("per_platform", _per_platform, replace=True)
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
+    OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, replace=True)
     OmegaConf.register_new_resolver("default_run_folder", _default_run_folder, replace=True)
     ConfigStore.instance().store(name="schema", node=defaults(Config), provider="skyrl_train")
 
@@ -52,12 +53,18 @@ def _run_folder(*, _root_: DictConfig) -> str:
 
 def _default_run_folder(*, _root_: DictConfig) -> str:
     """`output_dir` where the user set it, so that Hydra's own files lie there too; else named after run and time."""
-    node = _root_._get_node("output_dir")
-    expression = "" if node is None else str(node._value())
+    # `--cfg hydra` shows Hydra's section alone, without the settings that it refers to.
+    node = _root_._get_node("output_dir") if "output_dir" in _root_ else None
+    expression = str(node._value()) if isinstance(node, Node) else ""
     if not expression or "${run_folder:" in expression or "${hydra:" in expression:
         return _named_folder(_root_)
     return str(_root_.output_dir)
 
 
-def _named_folder(root: DictConfig) -> str:
-    return f"outputs/{root.run_name}/{_STARTED}"
+def _sweep_folder(*, _root_: DictConfig) -> str:
+    """The folder that holds the runs of a sweep."""
+    return _named_folder(_root_, prefix="sweep_")
+
+
+def _named_folder(root: DictConfig, prefix: str = "") -> str:
+    return f"outputs/{OmegaConf.select(root, 'run_name', default=Config.run_name)}/{prefix}{_STARTED}"

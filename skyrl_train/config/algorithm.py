@@ -59,10 +59,10 @@ class FilterConfig:
     """Leave prompts out of the loss, and of its denominators, whose trajectories all have the same reward."""
     overlong: bool = False
     """Leave trajectories out of the loss that a length limit cut off; their rewards still count in the group."""
-    overlong_buffer: Annotated[int, Range(0)] = 0
-    """Soft penalty over the last so many response tokens before `overlong_max_length`; 0 is off."""
+    overlong_soft_share: Share = 0.0
+    """Soft penalty for responses in the last such share of `overlong_max_length`; 0 is off (DAPO: 0.2)."""
     overlong_max_length: Annotated[int, Range(1)] = 512
-    """Response tokens of a trajectory at which the soft penalty reaches its full size."""
+    """Tokens of one response at which the soft penalty reaches its full size, e.g. the largest that may be generated."""
     overlong_penalty: NonNegative = 1.0
     """Full size of the soft penalty."""
     zero_reward_on_non_stop: bool = False
@@ -185,13 +185,6 @@ def algorithm_violations(config: AlgorithmConfig, prefix: str = "trainer.algorit
         f"must not be above clip_cov_high={config.clip_cov_high:g}",
         config.clip_cov_low,
         f"try {prefix}clip_cov_low=1",
-    )
-    require(
-        filters.overlong_buffer <= filters.overlong_max_length,
-        "filters.overlong_buffer",
-        f"must not be above overlong_max_length={filters.overlong_max_length}",
-        filters.overlong_buffer,
-        f"try {prefix}filters.overlong_buffer={filters.overlong_max_length // 4}",
     )
     require(
         not (config.kl_controller == "adaptive" and config.kl_reward_coef == 0),

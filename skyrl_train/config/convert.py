@@ -36,9 +36,9 @@ class Unresolved:
 
 
 class _Refused(Exception):
-    """A value that is not of its type: the rule it breaks, and what to do."""
+    """A value that is not of its type: the rule it breaks, and what to do (empty: the default)."""
 
-    def __init__(self, rule: str, remedy: str):
+    def __init__(self, rule: str, remedy: str = ""):
         super().__init__(rule)
         self.rule = rule
         self.remedy = remedy
@@ -73,13 +73,14 @@ class Conversion:
             try:
                 values[name] = convert(node[name], annotation, path)
             except _Refused as refused:
-                self._refuse(path, refused.rule, node[name], refused.remedy)
+                remedy = refused.remedy or f"try {path}={as_typed(getattr(schema(), name))}"
+                self._refuse(path, refused.rule, node[name], remedy)
         return schema(**values)
 
     def unknown_key(self, path: str, value: Any) -> None:
         """Record that the schema has no `path`."""
         near = suggest(path, self.root)
-        remedy = f"did you mean {near}?" if near else "docs/configuration.md lists every setting"
+        remedy = f"did you mean {near}?" if near else "see docs/configuration.md for every setting"
         self._refuse(path, "is not a setting", value, remedy)
 
     def _refuse(self, path: str, rule: str, value: Any, remedy: str) -> None:
@@ -94,6 +95,17 @@ def show(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
+def as_typed(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if isinstance(value, (tuple, list)):
+        return f"[{','.join(as_typed(item) for item in value)}]"
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{as_typed(item)}' for key, item in value.items())}}}"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return "''" if value == "" else str(value)
+
+
 def convert(value: Any, annotation: Any, path: str) -> Any:
     """`value` as `annotation` says. Raises _Refused."""
     if isinstance(value, Unresolved):
@@ -105,7 +117,7 @@ def convert(value: Any, annotation: Any, path: str) -> Any:
         result = convert(value, base, path)
         for rule in rules:
             if isinstance(rule, Range) and not rule.holds(result):
-                raise _Refused(f"must be {rule}", _nearest(rule, base, path))
+                raise _Refused(f"must be {rule}")
         return result
     if is_optional(annotation):
         if value is None:
@@ -136,10 +148,10 @@ def _scalar(value: Any, annotation: Any, path: str) -> Any:
     if annotation is int:
         if isinstance(value, bool) or not isinstance(value, int):
             whole = isinstance(value, float) and value.is_integer()
-            raise _Refused("must be an integer", f"write {int(value)}" if whole else f"set {path} to a whole number")
+            raise _Refused("must be an integer", f"write {int(value)}" if whole else "")
         return value
     if annotation is float:
-        return _float(value, path)
+        return _float(value)
     if annotation is str:
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)
@@ -149,13 +161,13 @@ def _scalar(value: Any, annotation: Any, path: str) -> Any:
     return value
 
 
-def _float(value: Any, path: str) -> float:
+def _float(value: Any) -> float:
     if isinstance(value, str) and _EXPONENT.fullmatch(value):
         value = float(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise _Refused("must be a number", f"set {path} to a number such as 0.5 or 1e-6")
+        raise _Refused("must be a number")
     if not math.isfinite(value):
-        raise _Refused("must be a finite number", f"set {path} to a number such as 0.5 or 1e-6")
+        raise _Refused("must be a finite number")
     return float(value)
 
 
@@ -184,10 +196,3 @@ def _tuple(value: Any, args: tuple[Any, ...], path: str) -> tuple[Any, ...]:
         except _Refused as refused:
             raise _Refused(f"{refused.rule} (item {index})", refused.remedy) from None
     return tuple(converted)
-
-
-def _nearest(rule: Range, base: Any, path: str) -> str:
-    """The smallest or a plausible legal value."""
-    if rule.min is not None and not rule.exclusive_min:
-        return f"try {path}={base(rule.min):g}" if base is float else f"try {path}={base(rule.min)}"
-    return f"choose a value that is {rule}"

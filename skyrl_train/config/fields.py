@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
@@ -86,7 +86,8 @@ def _plain(value: Any) -> Any:
 def suggest(path: str, schema: type) -> str | None:
     """The dotted name that was most likely meant by an unknown `path`, or None.
 
-    Siblings first (a misspelt key), then the same or a similar last part anywhere (a key at the wrong level).
+    Siblings first (a misspelt key), then the same or a similar last part anywhere (a key at the wrong level), of those
+    the one that shares most parts with `path`, then the first in the schema.
     """
     paths = [field.path for field in walk(schema)]
     parent, _, name = path.rpartition(".")
@@ -98,7 +99,14 @@ def suggest(path: str, schema: type) -> str | None:
         by_name.setdefault(candidate.rpartition(".")[2], []).append(candidate)
     near_names = [name] if name in by_name else difflib.get_close_matches(name, list(by_name), n=1, cutoff=0.75)
     if near_names:
-        same = by_name[near_names[0]]
-        return max(same, key=lambda candidate: difflib.SequenceMatcher(a=path, b=candidate).ratio())
-    whole = difflib.get_close_matches(path, paths, n=1, cutoff=0.75)
+        given = set(path.split("."))
+        return max(by_name[near_names[0]], key=lambda candidate: len(given & set(candidate.split("."))))
+    above = [path.rsplit(".", count)[0] for count in range(1, path.count(".") + 1)]
+    whole = difflib.get_close_matches(path, [field for field in paths if field not in above], n=1, cutoff=0.75)
     return whole[0] if whole else None
+
+
+def nearest(name: str, options: Sequence[str]) -> str | None:
+    """The option most like `name`, or one that it is a part of."""
+    near = difflib.get_close_matches(name, options, n=1) or [option for option in options if name and name in option]
+    return near[0] if near else None

@@ -180,7 +180,8 @@ def near_path(path: str) -> str:
         wanted = wanted.parent
     names = sorted(entry.name for entry in wanted.parent.iterdir()) if wanted.parent.is_dir() else []
     near = did_you_mean(wanted.name, names)
-    return f"in {wanted.parent}: {near}" if near else f"{wanted.parent} has nothing like {wanted.name}"
+    folder = wanted.parent.resolve()
+    return f"in {folder}: {near}" if near else f"{folder} has nothing like {wanted.name}"
 
 
 def _placement(config: Config) -> Iterator[Violation]:

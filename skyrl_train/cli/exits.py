@@ -1,0 +1,43 @@
+"""How a run ends for the person at the terminal: errors without tracebacks, and the command that resumes."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from skyrl_train.errors import SkyrlTrainError, StopRequested
+
+logger = logging.getLogger(__name__)
+
+STATUS_USER_ERROR = 2
+
+
+@contextmanager
+def exit_on_known_errors(node: DictConfig) -> Iterator[None]:
+    """Turns the project's own errors into a message and an exit status. Anything else is a defect and keeps its
+    traceback, which Hydra prints."""
+    try:
+        yield
+    except StopRequested as stop:
+        sys.stderr.write(f"{stop}. To go on:\n  {resume_command(str(node.output_dir))}\n")
+        raise SystemExit(128 + signal.Signals[stop.signal_name]) from None
+    except SkyrlTrainError as error:
+        logger.debug("the run ended", exc_info=error)
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        raise SystemExit(STATUS_USER_ERROR) from None
+
+
+def resume_command(output_dir: str) -> str:
+    """The command line of this run with its folder pinned, so that `trainer.resume_mode=latest` finds it."""
+    job = HydraConfig.get()
+    kept = [text for text in job.overrides.task if not text.startswith(("output_dir=", "trainer.resume_mode="))]
+    module = job.job.name if "." in job.job.name else f"skyrl_train.{job.job.name}"
+    words = [f"hydra.run.dir={output_dir}", *kept]
+    return f"python -m {module} {' '.join(shlex.quote(word) for word in words)}"
