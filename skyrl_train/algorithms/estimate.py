@@ -37,7 +37,7 @@ def estimate_advantages(
     advantages = torch.zeros_like(batch["rewards"])
     returns = torch.zeros_like(advantages)
     to_whiten = torch.zeros_like(batch["loss_mask"])
-    for rows in groups_of_whole_prompts(batch["prompt_index"], batch.lengths, max_padded_tokens=MAX_PADDED_TOKENS):
+    for rows in groups_of_whole_prompts(batch["prompt_index"], batch.lengths):
         part = batch.take(rows)
         inputs = advantage_inputs(part, config, kl_reward_coef=coef)
         _check_rollout_logprobs(part, inputs, config)
@@ -89,7 +89,9 @@ def _check_rollout_logprobs(batch: TrainingInputBatch, inputs: AdvantageInputs, 
         require_finite("rollout_logprobs", rollout, inputs.loss_mask & ~inputs.is_padding.unsqueeze(1), inputs)
 
 
-def groups_of_whole_prompts(prompt_index: Tensor, lengths: Tensor, *, max_padded_tokens: int) -> Iterator[Tensor]:
+def groups_of_whole_prompts(
+    prompt_index: Tensor, lengths: Tensor, *, max_padded_tokens: int = MAX_PADDED_TOKENS
+) -> Iterator[Tensor]:
     """Row indices `[n]`, all rows of a prompt together; rows x longest row stays under the cap where prompts allow."""
     order = torch.argsort(prompt_index, stable=True)
     counts = torch.unique_consecutive(prompt_index[order], return_counts=True)[1]

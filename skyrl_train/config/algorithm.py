@@ -62,7 +62,7 @@ class FilterConfig:
     overlong_soft_share: Share = 0.0
     """Soft penalty for responses in the last such share of `overlong_max_length`; 0 is off (DAPO: 0.2)."""
     overlong_max_length: Annotated[int, Range(1)] = 512
-    """Tokens of one response at which the soft penalty reaches its full size, e.g. the largest that may be generated."""
+    """Tokens of one response at which the soft penalty has its full size: what `max_generate_length` allows, say."""
     overlong_penalty: NonNegative = 1.0
     """Full size of the soft penalty."""
     zero_reward_on_non_stop: bool = False

@@ -1,0 +1,123 @@
+"""Which rollouts are trained on, and rewards of those that were cut off: whole trajectories, step-wise or not.
+
+Order: `shape_rewards` on the rollouts, dynamic sampling (`dynamic_sampling.py`), assembly, `mask_rows` on the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.estimate import advantage_inputs, groups_of_whole_prompts
+from skyrl_train.algorithms.groups import score
+from skyrl_train.algorithms.reduce import rounding_tolerance
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
+from skyrl_train.errors import BatchError
+from skyrl_train.types import Outcome, RolloutBatch, StopReason, Trajectory
+
+
+def is_cut_off(trajectory: Trajectory) -> bool:
+    """Whether a length limit ended the trajectory: its last response stopped at its length, or the context is full."""
+    if trajectory.failed or not trajectory.turns:
+        return False
+    return trajectory.turns[-1].stop_reason is StopReason.LENGTH or trajectory.outcome is Outcome.CONTEXT_FULL
+
+
+def longest_response(trajectory: Trajectory) -> int:
+    """Tokens of its longest turn: the length limit is one of turns."""
+    return max((len(turn.response_token_ids) for turn in trajectory.turns), default=0)
+
+
+def soft_overlong_penalty(num_tokens: int, config: FilterConfig) -> float:
+    """0 up to the soft zone, then falling linearly to `-overlong_penalty` at `overlong_max_length`, and that beyond.
+
+    DAPO, arXiv:2503.14476, equation 13, whose soft zone is the last fifth (4,096 of 20,480 tokens), penalty 1.
+    """
+    zone = config.overlong_soft_share * config.overlong_max_length
+    if zone == 0:
+        return 0.0
+    overshoot = num_tokens - (config.overlong_max_length - zone)
+    return -config.overlong_penalty * min(max(overshoot / zone, 0.0), 1.0)
+
+
+def shape_rewards(rollouts: RolloutBatch, config: FilterConfig) -> RolloutBatch:
+    """Rollouts with changed turn rewards; failed trajectories stay as they are.
+
+    `zero_reward_on_non_stop`: all rewards of a trajectory become 0 where its last response did not end by itself
+    (`stop_reason` is not `stop`). `overlong_soft_share`: the soft penalty for the longest turn is then added to the
+    last turn's reward.
+    """
+    if not config.zero_reward_on_non_stop and not config.overlong_soft_share:
+        return rollouts
+    return replace(rollouts, trajectories=tuple(_shape(trajectory, config) for trajectory in rollouts.trajectories))
+
+
+def _shape(trajectory: Trajectory, config: FilterConfig) -> Trajectory:
+    if trajectory.failed or not trajectory.turns:
+        return trajectory
+    turns = list(trajectory.turns)
+    if config.zero_reward_on_non_stop and turns[-1].stop_reason is not StopReason.STOP:
+        turns = [replace(turn, reward=0.0) for turn in turns]
+    penalty = soft_overlong_penalty(longest_response(trajectory), config)
+    if penalty:
+        turns[-1] = replace(turns[-1], reward=turns[-1].reward + penalty)
+    return replace(trajectory, turns=tuple(turns))
+
+
+def differing_prompts(rollouts: RolloutBatch) -> tuple[bool, ...]:
+    """Per prompt: whether two of its trajectories that did not fail have rewards that differ by more than rounding.
+
+    Rounding is judged as for the advantages, which see float32 rewards: what counts as equal there does here.
+    """
+    found = []
+    for index in range(len(rollouts.prompts)):
+        start = index * rollouts.n_samples_per_prompt
+        group = [t for t in rollouts.trajectories[start : start + rollouts.n_samples_per_prompt] if not t.failed]
+        rewards = [trajectory.reward for trajectory in group]
+        size = max((sum(abs(turn.reward) for turn in trajectory.turns) for trajectory in group), default=0.0)
+        tolerance = float(rounding_tolerance(torch.tensor(size, dtype=torch.float64), torch.float32))
+        found.append(len(rewards) > 1 and max(rewards) - min(rewards) > tolerance)
+    return tuple(found)
+
+
+def mask_rows(batch: TrainingInputBatch, rollouts: RolloutBatch, config: AlgorithmConfig) -> TrainingInputBatch:
+    """The batch assembled from `rollouts`, with `loss_mask` False on the trajectories that the filters leave out.
+
+    `overlong`: trajectories that a length limit cut off (DAPO, arXiv:2503.14476, section 3.4); their rewards still
+    count in their group. `zero_variance`: prompts whose trajectories all have the same outcome. Done before
+    mini-batches are closed, so what is left out is in no denominator. Raises BatchError where the batch is not of
+    these rollouts.
+    """
+    left_out = torch.zeros(batch.num_rows, dtype=torch.bool)
+    if config.filters.overlong:
+        left_out |= _cut_off_rows(batch, rollouts)
+    if config.filters.zero_variance:
+        left_out |= zero_variance_rows(batch, config)
+    if not bool(left_out.any()):
+        return batch
+    return batch.with_columns(loss_mask=batch["loss_mask"] & ~torch.repeat_interleave(left_out, batch.lengths))
+
+
+def _cut_off_rows(batch: TrainingInputBatch, rollouts: RolloutBatch) -> Tensor:
+    cut_off = torch.tensor([is_cut_off(trajectory) for trajectory in rollouts.trajectories], dtype=torch.bool)
+    trajectory = batch["trajectory_index"].long()
+    real = ~batch["is_padding"]
+    if bool((trajectory[real] >= len(cut_off)).any()):
+        highest = int(trajectory[real].max())
+        raise BatchError(f"trajectory {highest} of the batch is not among the {len(cut_off)} rollouts")
+    return real & cut_off[torch.where(real, trajectory, 0)]
+
+
+def zero_variance_rows(batch: TrainingInputBatch, config: AlgorithmConfig) -> Tensor:
+    """`[num_rows]` bool: rows of prompts with one trajectory or with equal outcomes; False for padding."""
+    result = torch.zeros(batch.num_rows, dtype=torch.bool)
+    for rows in groups_of_whole_prompts(batch["prompt_index"], batch.lengths):
+        part = batch.take(rows)
+        inputs = advantage_inputs(part, config)
+        scores = score(inputs, step_rewards="outcome", gamma=1.0)
+        if scores.values.numel():
+            result[rows] = ~inputs.is_padding & ~scores.differs()[scores.unit_of_token[:, 0]]
+    return result
