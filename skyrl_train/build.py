@@ -1,0 +1,178 @@
+"""The composition root: turns a validated `Config` into parts that know only each other's Protocols.
+
+Nothing outside this file and the entry points constructs a model, an engine, a learner or a trainer. Imports of torch and
+everything heavier are inside the functions, so that printing a plan or an error stays quick.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from skyrl_train.errors import ConfigError, DataError, Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from skyrl_train.batch.plan import BatchPlan
+    from skyrl_train.config.schema import Config
+    from skyrl_train.interfaces import Generator, WeightTransport
+    from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.evaluate import Evaluator
+    from skyrl_train.trainers.ppo import PromptBatches
+    from skyrl_train.trainers.state import DataFingerprint
+    from skyrl_train.trainers.steps import Learners
+    from skyrl_train.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Prompts, after those that are too long were left out."""
+
+    train: PromptBatches
+    fingerprint: DataFingerprint
+    num_train: int
+    validation: tuple[Prompt, ...]
+    notes: tuple[str, ...]
+    """What was left out, one line each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutParts:
+    """What makes rollouts, and how it gets new weights."""
+
+    generator: Generator
+    transport: WeightTransport
+
+
+def set_threads(config: Config) -> None:
+    """Call before anything computes: idle OpenMP threads spin on busy cores and make everything several times slower."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(config.platform.num_threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    import torch
+
+    if config.platform.name == "cpu":
+        torch.set_num_threads(config.platform.num_threads)
+
+
+def load_data(config: Config) -> Data:
+    """Reads, checks and measures all prompts. Raises DataError, ModelError (the tokenizer), ConfigError."""
+    from skyrl_train.data.prompts import PromptSource
+    from skyrl_train.trainers.state import DataFingerprint
+
+    if config.generator.backend == "replay":
+        return _replayed_data(config)
+    notes: list[str] = []
+    train = _prompts(config, config.data.train, config.data.max_train_prompts, "train", notes)
+    if not train:
+        raise DataError(f"data.train={list(config.data.train)} has no prompts")
+    validation = _prompts(config, config.data.validation, config.data.max_validation_prompts, "validation", notes)
+    return Data(
+        train=PromptSource(train, config.trainer.train_batch_size, config.data.shuffle, config.seed),
+        fingerprint=DataFingerprint.of(train),
+        num_train=len(train),
+        validation=tuple(validation),
+        notes=tuple(notes),
+    )
+
+
+def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, notes: list[str]) -> list[Prompt]:
+    from skyrl_train.data.prompts import filter_by_length, load_prompts
+    from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.rollout.chat_tokens import ChatTokens
+
+    if not sources:
+        return []
+    chat = ChatTokens(load_tokenizer(config.model))
+    result = filter_by_length(
+        load_prompts(sources, limit=limit or None),
+        lambda prompt: len(chat.first_prompt(prompt.messages)),
+        max_prompt_length=config.data.max_prompt_length,
+        over_long=config.data.over_long,
+    )
+    if result.num_dropped:
+        notes.append(
+            f"{result.num_dropped} {name} prompts have more than data.max_prompt_length={config.data.max_prompt_length} "
+            f"tokens and are left out (the longest has {result.longest})"
+        )
+    return result.prompts
+
+
+def build_rollouts(config: Config, stack: ExitStack, *, on_progress: Callable[[int, int], None]) -> RolloutParts:
+    """The engine that `generator.backend` names, and the transport that feeds it. `stack` closes them."""
+    if config.generator.backend == "replay":
+        return _replay(config)
+    if config.generator.backend != "hf":
+        raise _not_available("generator.backend", config.generator.backend, "generator=hf or generator=replay")
+    from skyrl_train.inference.hf import HFEngine
+    from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
+    from skyrl_train.rollout.generator import RolloutGenerator
+    from skyrl_train.weight_sync.transport import InlineTransport
+
+    tokenizer = load_tokenizer(config.model)
+    engine = HFEngine(
+        load_causal_lm(config.model, config.platform.device), tokenizer, max_batch_size=config.generator.max_batch_size
+    )
+    stack.callback(engine.close)
+    generator = RolloutGenerator(
+        engine, tokenizer, config.generator, config.environment, config.seed, on_progress=on_progress
+    )
+    stack.callback(generator.close)
+    return RolloutParts(generator=generator, transport=InlineTransport(engine))
+
+
+def build_learners(config: Config, plan: BatchPlan, stack: ExitStack) -> Learners:
+    """The policy, and a reference where the loss needs one."""
+    if config.placement.backend != "inline":
+        raise _not_available("placement.backend", config.placement.backend, "placement=inline")
+    from skyrl_train.learner.policy import build_policy_learner
+    from skyrl_train.trainers.steps import Learners
+
+    policy = build_policy_learner(config, plan, role="policy")
+    stack.callback(policy.close)
+    reference = None
+    if config.trainer.algorithm.kl_loss_coef > 0:
+        reference = build_policy_learner(config, plan, role="reference")
+        stack.callback(reference.close)
+    return Learners(policy=policy, reference=reference, critic=None)
+
+
+def build_evaluator(config: Config, data: Data, generator: Generator, folder: RunFolder) -> Evaluator | None:
+    """None where there are no held-out prompts, or where rollouts are replayed and nothing new can be generated."""
+    from skyrl_train.telemetry.rollout_log import write_rollouts
+    from skyrl_train.trainers.evaluate import Evaluator
+    from skyrl_train.trainers.steps import sampling_params
+    from skyrl_train.types import RolloutBatch
+
+    if not data.validation or config.generator.backend == "replay":
+        return None
+
+    def keep(step: int, rollouts: RolloutBatch) -> None:
+        if config.trainer.dump_rollouts:
+            write_rollouts(folder.rollouts, rollouts, purpose="eval", global_step=step)
+
+    return Evaluator(
+        generator,
+        data.validation,
+        sampling=sampling_params(config.generator.eval_sampling),
+        n_samples_per_prompt=config.generator.eval_n_samples_per_prompt,
+        batch_size=config.trainer.eval_batch_size,
+        default_env_class=config.environment.env_class,
+        on_rollouts=keep,
+    )
+
+
+def _not_available(field: str, value: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        [
+            Violation(
+                field=field,
+                rule="is not available in this release",
+                value=repr(value),
+                remedy=f"Use {remedy}; docs/status.md lists what has been built",
+            )
+        ]
+    )

@@ -1,0 +1,157 @@
+"""One training run from a validated config: plan, parts, training, and what the user reads at the beginning and the end."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_train.build import (
+    Data,
+    build_evaluator,
+    build_learners,
+    build_rollouts,
+    load_data,
+    set_threads,
+)
+from skyrl_train.config.platform import detect_platform
+from skyrl_train.config.schema import Config
+from skyrl_train.config.validate import validate_config
+from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from skyrl_train.batch.plan import BatchPlan
+    from skyrl_train.interfaces import CheckpointStore
+    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.ppo import TrainingResult
+    from skyrl_train.trainers.resume import Start
+
+
+def train(config: Config) -> None:
+    """Trains, or goes on training, in `config.output_dir`.
+
+    Raises SkyrlTrainError for whatever the user can mend, before anything expensive where that can be known; StopRequested
+    after a signal, with the checkpoint written.
+    """
+    if violations := validate_config(config):
+        raise ConfigError(violations)
+    set_threads(config)
+    from skyrl_train.batch.plan import plan_batches
+    from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
+    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.resume import find_start, prepare_run_folder
+
+    console = RunConsole(step_lines=config.tracker.console.enabled)
+    folder = RunFolder(Path(config.output_dir))
+    folder.create()
+    console.header(f"skyrl_train: {config.run_name}", _first_lines(config))
+    data = load_data(config)
+    plan = plan_batches(config, num_train_prompts=data.num_train)
+    console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
+    checkpoints = FolderCheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
+    with folder.held(), ExitStack() as stack:
+        start = find_start(config, folder, checkpoints, data=data.fingerprint, total_steps=plan.total_steps)
+        for note in start.notes:
+            console.note(note)
+        if start.complete:
+            return
+        notes = prepare_run_folder(
+            folder, start, write_config=lambda path: _write_config(config, path), plan=dataclasses.asdict(plan)
+        )
+        for note in notes:
+            console.note(note)
+        result = _train(config, plan, data, folder, console, start, checkpoints, stack)
+    _say_goodbye(config, folder, console, result)
+
+
+def _train(
+    config: Config,
+    plan: BatchPlan,
+    data: Data,
+    folder: RunFolder,
+    console: RunConsole,
+    start: Start,
+    checkpoints: CheckpointStore,
+    stack: ExitStack,
+) -> TrainingResult:
+    from skyrl_train.telemetry.rollout_writer import RolloutWriter, cut_rollouts_after
+    from skyrl_train.telemetry.tracker import build_trackers
+    from skyrl_train.trainers.ppo import PPOTrainer
+
+    cut_rollouts_after(folder.rollouts, start.global_step)
+    rollouts = build_rollouts(config, stack, on_progress=console.on_progress)
+    learners = build_learners(config, plan, stack)
+    trackers = build_trackers(
+        config, folder, console=console, start_step=start.global_step, total_steps=plan.total_steps
+    )
+    stack.callback(trackers.close)
+    rollout_log = None
+    if config.trainer.dump_rollouts:
+        rollout_log = RolloutWriter(folder.rollouts)
+        stack.callback(rollout_log.close)
+    trainer = PPOTrainer(
+        config=config,
+        plan=plan,
+        prompts=data.train,
+        data=data.fingerprint,
+        generator=rollouts.generator,
+        learners=learners,
+        transport=rollouts.transport,
+        evaluator=build_evaluator(config, data, rollouts.generator, folder),
+        checkpoints=checkpoints,
+        trackers=trackers,
+        rollout_log=rollout_log,
+        folder=folder,
+        console=console,
+        start=start,
+    )
+    return trainer.train()
+
+
+def _first_lines(config: Config) -> list[str]:
+    """What a user wants to know before anything happens: where it runs, what it trains, where it writes."""
+    detected = detect_platform()
+    why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
+    return [
+        f"platform    {config.platform.name} ({why}); placement {config.placement.backend}, strategy {config.strategy.name}",
+        f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
+        f"data        {', '.join(config.data.train)}",
+        f"environment {config.environment.env_class}, up to {config.generator.max_turns} turns",
+        f"engine      {config.generator.backend}, {config.generator.sampling.max_generate_length} new tokens a turn",
+        f"output      {config.output_dir}",
+    ]
+
+
+def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
+    trainer = config.trainer
+    return [
+        f"{plan.total_steps} steps of {plan.num_prompts_per_batch} prompts x "
+        f"{config.generator.n_samples_per_prompt} samples = {plan.num_samples_per_batch} trajectories each",
+        f"{plan.optimizer_steps_per_batch} optimizer steps a batch ({plan.num_prompts_per_step} prompts each), "
+        f"{plan.total_optimizer_steps} in all; micro-batches: {trainer.micro_batching}, layout: {trainer.layout}",
+        f"{data.num_train} training prompts, {plan.batches_per_epoch} batches an epoch; "
+        f"{len(data.validation)} held-out prompts, evaluated "
+        + (f"every {trainer.eval_interval} steps" if trainer.eval_interval else "before and after"),
+        f"algorithm {trainer.algorithm.advantage_estimator}, loss {trainer.algorithm.policy_loss}, "
+        f"reduction {trainer.algorithm.loss_reduction}, lr {trainer.policy.optimizer.lr:g}",
+    ]
+
+
+def _say_goodbye(config: Config, folder: RunFolder, console: RunConsole, result: TrainingResult) -> None:
+    console.header(f"done after step {result.global_step}", [
+        f"learning curve  {folder.learning_curve_file}",
+        f"metrics         {folder.metrics_file}",
+        *([f"model           {folder.export}"] if config.trainer.export_hf else []),
+    ])
+
+
+def _write_config(config: Config, path: Path) -> None:
+    """The resolved configuration as YAML, secrets redacted."""
+    from omegaconf import OmegaConf
+
+    from skyrl_train.telemetry.redact import redact
+
+    OmegaConf.save(OmegaConf.create(redact(dataclasses.asdict(config))), path)
