@@ -110,8 +110,13 @@ def convert(value: Any, annotation: Any, path: str) -> Any:
     """`value` as `annotation` says. Raises _Refused."""
     if isinstance(value, Unresolved):
         raise _Refused("could not be worked out", value.reason)
-    if value == MISSING and isinstance(value, str):
+    if isinstance(value, str) and value == MISSING:
         raise _Refused("must be given", f"set {path}=...")
+    if annotation is Any and isinstance(value, (Mapping, list)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for key, item in items:
+            convert(item, Any, f"{path}.{key}")
+        return value
     if get_origin(annotation) is Annotated:
         base, *rules = get_args(annotation)
         result = convert(value, base, path)
@@ -136,7 +141,7 @@ def _convert_plain(value: Any, annotation: Any, path: str) -> Any:
     if origin is Mapping:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise _Refused("must be a mapping with names as keys", f"set {path}={{name: value}}")
-        return dict(value)
+        return {key: convert(item, Any, f"{path}.{key}") for key, item in value.items()}
     return _scalar(value, annotation, path)
 
 

@@ -9,6 +9,13 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
+REGISTRIES = (
+    ("trainer.algorithm.advantage_estimator", "algorithms/advantages.py", "ADVANTAGE_ESTIMATORS"),
+    ("trainer.algorithm.policy_loss", "algorithms/losses.py", "POLICY_LOSSES"),
+    ("trainer.micro_batching", "batch/microbatch.py", "MICRO_BATCH_STRATEGIES"),
+)
+"""Field, file within the package, and the dictionary there whose names the field accepts."""
+
 
 @cache
 def registered_names(file: str, dictionary: str) -> tuple[str, ...]:

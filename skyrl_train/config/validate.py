@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_train.config.algorithm import algorithm_violations, needs_critic
-from skyrl_train.config.registered import module_exists, registered_names
+from skyrl_train.config.registered import REGISTRIES, module_exists, registered_names
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate_batch import validate_batch_sizes
 from skyrl_train.errors import Violation
@@ -19,12 +19,6 @@ from skyrl_train.registry import did_you_mean
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce++_baseline", "maxrl", "opo")
 """Advantage estimators that compare the trajectories of one prompt with each other."""
-
-_REGISTRIES = (
-    ("trainer.algorithm.advantage_estimator", "algorithms/advantages.py", "ADVANTAGE_ESTIMATORS"),
-    ("trainer.algorithm.policy_loss", "algorithms/losses.py", "POLICY_LOSSES"),
-    ("trainer.micro_batching", "batch/microbatch.py", "MICRO_BATCH_STRATEGIES"),
-)
 
 
 @dataclass(frozen=True)
@@ -85,7 +79,7 @@ def _lengths(config: Config) -> Iterator[Violation]:
 
 
 def _names(config: Config) -> Iterator[Violation]:
-    for field, file, dictionary in _REGISTRIES:
+    for field, file, dictionary in REGISTRIES:
         name = str(_value(config, field))
         known = registered_names(file, dictionary)
         if ":" in name:
