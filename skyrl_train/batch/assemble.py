@@ -18,8 +18,10 @@ import numpy as np
 import torch
 
 from skyrl_train.batch.boundaries import compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
+from skyrl_train.batch.documents import document_steps
+from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
 from skyrl_train.batch.training_batch import DUMMY_ROW_LENGTH, BatchMetadata, TrainingInputBatch
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.types import RolloutBatch, Trajectory, Turn
 
@@ -61,57 +63,55 @@ def assemble(
     `compute_prompt_mini_batch_boundaries` does.
     """
     rows = list(_rows(rollouts, step_wise))
+    uids = tuple(rollouts.prompts[row.prompt_index].uid for row in rows)
     lengths = np.fromiter((row.num_tokens for row in rows), np.int64, len(rows))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    columns = _token_columns(rows, offsets)
-    uids = tuple(rollouts.prompts[row.prompt_index].uid for row in rows)
+    row_columns = _row_columns(rows)
 
-    def per_row(name: str, dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.fromiter((getattr(row, name) for row in rows), dtype, len(rows)))
-
-    return TrainingInputBatch(
-        token_columns={name: torch.from_numpy(column) for name, column in columns.items()},
-        row_columns={
-            "prompt_index": per_row("prompt_index", np.int32),
-            "trajectory_index": per_row("trajectory_index", np.int32),
-            "step_index": per_row("step_index", np.int32),
-            "is_last_step": per_row("is_last_step", np.bool_),
-            "is_padding": torch.tensor([not row.turns for row in rows], dtype=torch.bool),
-        },
-        row_offsets=torch.from_numpy(offsets),
-        metadata=_metadata(uids, rollouts, step_wise, config, global_step, weight_version),
-    )
-
-
-def _metadata(
-    uids: tuple[str, ...],
-    rollouts: RolloutBatch,
-    step_wise: bool,
-    config: Config,
-    global_step: int,
-    weight_version: int,
-) -> BatchMetadata:
-    def boundaries(mini_batch_size: int) -> tuple[tuple[int, int], ...]:
-        return tuple(
-            compute_prompt_mini_batch_boundaries(
-                uids,
-                mini_batch_size,
-                train_batch_size=config.trainer.train_batch_size,
-                is_stepwise=step_wise,
-                n_samples_per_prompt=rollouts.n_samples_per_prompt,
-            )
+    def boundaries(mini_batch_size: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+        by_prompts = compute_prompt_mini_batch_boundaries(
+            uids,
+            mini_batch_size,
+            train_batch_size=config.trainer.train_batch_size,
+            is_stepwise=step_wise,
+            n_samples_per_prompt=rollouts.n_samples_per_prompt,
         )
+        if config.trainer.docs_per_step:
+            return _document_boundaries(lengths, row_columns, config.trainer, num_ranks)
+        return tuple(by_prompts)
 
-    return BatchMetadata(
-        uids=uids,
-        global_step=global_step,
-        weight_version=weight_version,
-        prompt_end_indices=tuple(compute_prompt_end_indices(uids)),
-        policy_mini_batch_boundaries=boundaries(config.trainer.policy_mini_batch_size),
-        critic_mini_batch_boundaries=boundaries(config.trainer.critic_mini_batch_size)
-        if config.critic.model.path
-        else None,
+    trainer, placement = config.trainer, config.placement
+    return TrainingInputBatch(
+        token_columns={name: torch.from_numpy(column) for name, column in _token_columns(rows, offsets).items()},
+        row_columns={name: torch.from_numpy(column) for name, column in row_columns.items()},
+        row_offsets=torch.from_numpy(offsets),
+        metadata=BatchMetadata(
+            uids=uids,
+            global_step=global_step,
+            weight_version=weight_version,
+            prompt_end_indices=tuple(compute_prompt_end_indices(uids)),
+            policy_mini_batch_boundaries=boundaries(trainer.policy_mini_batch_size, placement.policy_num_workers),
+            critic_mini_batch_boundaries=boundaries(trainer.critic_mini_batch_size, placement.critic_num_workers)
+            if config.critic.model.path
+            else None,
+        ),
     )
+
+
+def _document_boundaries(
+    lengths: np.ndarray, row_columns: dict[str, np.ndarray], trainer: TrainerConfig, num_ranks: int
+) -> tuple[tuple[int, int], ...]:
+    """`[start, stop)` rows of each optimizer step that closes at `docs_per_step`."""
+    steps = document_steps(
+        lengths,
+        row_columns["trajectory_index"],
+        ~row_columns["is_padding"],
+        docs_per_step=trainer.docs_per_step,
+        num_ranks=num_ranks,
+        admits=training_limit(make_micro_batch_strategy(trainer)),
+        exact=trainer.docs_per_step_exact,
+    )
+    return tuple((step.start, step.stop) for step in steps)
 
 
 def _rows(rollouts: RolloutBatch, step_wise: bool) -> Iterator[_Row]:
@@ -166,6 +166,16 @@ def _extends(turn: Turn, previous: Turn) -> bool:
         and turn.prompt_token_ids[:context] == previous.prompt_token_ids
         and turn.prompt_token_ids[context:end] == previous.response_token_ids
     )
+
+
+def _row_columns(rows: list[_Row]) -> dict[str, np.ndarray]:
+    return {
+        "prompt_index": np.fromiter((row.prompt_index for row in rows), np.int32, len(rows)),
+        "trajectory_index": np.fromiter((row.trajectory_index for row in rows), np.int32, len(rows)),
+        "step_index": np.fromiter((row.step_index for row in rows), np.int32, len(rows)),
+        "is_last_step": np.fromiter((row.is_last_step for row in rows), np.bool_, len(rows)),
+        "is_padding": np.fromiter((not row.turns for row in rows), np.bool_, len(rows)),
+    }
 
 
 def _token_columns(rows: list[_Row], offsets: np.ndarray) -> dict[str, np.ndarray]:

@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from skyrl_train.batch.documents import Admits
+from skyrl_train.batch.token_budget import Rows, TokenBudget
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.errors import BatchError
+from skyrl_train.errors import BatchError, ConfigError, Violation
 from skyrl_train.registry import resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from skyrl_train.batch.training_batch import TrainingInputBatch
-
-Rows = NDArray[np.int64]
-"""Row numbers."""
 
 
 class MicroBatchStrategy(Protocol):
@@ -35,6 +33,35 @@ class MicroBatchStrategy(Protocol):
         ...
 
 
+class LengthPlanner(Protocol):
+    """What a strategy that looks at lengths alone computes, without tensors, so that a plan can be made with it."""
+
+    def split_lengths(self, lengths: Rows, *, training: bool) -> list[Rows]:
+        """Row numbers of each micro-batch, from the rows' lengths."""
+        ...
+
+    def admits(self, num_rows: int, longest: int, num_tokens: int, *, training: bool) -> bool:
+        """Whether such rows fit one micro-batch; a single row always does."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByLength:
+    """A strategy that looks at lengths alone."""
+
+    planner: LengthPlanner
+
+    def split(self, batch: TrainingInputBatch, *, training: bool) -> list[Tensor]:
+        """As the planner says of the rows' lengths."""
+        import torch
+
+        return [torch.from_numpy(rows) for rows in self.planner.split_lengths(lengths_of(batch), training=training)]
+
+    def admits(self, num_rows: int, longest: int, num_tokens: int, *, training: bool) -> bool:
+        """As the planner."""
+        return self.planner.admits(num_rows, longest, num_tokens, training=training)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FixedRows:
     """At most so many rows in a micro-batch; rows of similar length go together, the longest first."""
@@ -42,13 +69,16 @@ class FixedRows:
     rows_per_train_micro_batch: int
     rows_per_forward_micro_batch: int
 
-    def split(self, batch: TrainingInputBatch, *, training: bool) -> list[Tensor]:
-        return _to_tensors(self.split_lengths(lengths_of(batch), training=training))
-
     def split_lengths(self, lengths: Rows, *, training: bool) -> list[Rows]:
-        """As `split`, from the rows' lengths alone."""
-        limit = self.rows_per_train_micro_batch if training else self.rows_per_forward_micro_batch
-        return fixed_rows(lengths, limit)
+        """Row numbers of each micro-batch."""
+        return fixed_rows(lengths, self._limit(training))
+
+    def admits(self, num_rows: int, longest: int, num_tokens: int, *, training: bool) -> bool:  # noqa: ARG002
+        """Whether there are few enough rows."""
+        return num_rows <= self._limit(training)
+
+    def _limit(self, training: bool) -> int:
+        return self.rows_per_train_micro_batch if training else self.rows_per_forward_micro_batch
 
 
 def fixed_rows(lengths: Rows, max_rows: int) -> list[Rows]:
@@ -59,15 +89,28 @@ def fixed_rows(lengths: Rows, max_rows: int) -> list[Rows]:
     return np.array_split(order, -(-len(lengths) // max_rows))
 
 
-def _make_fixed(trainer: TrainerConfig) -> MicroBatchStrategy:
-    return FixedRows(
-        rows_per_train_micro_batch=trainer.micro_train_batch_size_per_gpu,
-        rows_per_forward_micro_batch=trainer.micro_forward_batch_size_per_gpu,
+def _fixed(trainer: TrainerConfig) -> MicroBatchStrategy:
+    return ByLength(
+        FixedRows(
+            rows_per_train_micro_batch=trainer.micro_train_batch_size_per_gpu,
+            rows_per_forward_micro_batch=trainer.micro_forward_batch_size_per_gpu,
+        )
+    )
+
+
+def _token_budget(trainer: TrainerConfig) -> MicroBatchStrategy:
+    return ByLength(
+        TokenBudget(
+            tokens_per_train_micro_batch=trainer.max_tokens_per_microbatch,
+            tokens_per_forward_micro_batch=trainer.max_tokens_per_forward_microbatch,
+            padded=trainer.layout not in ("packed", "prefix_shared"),
+        )
     )
 
 
 MICRO_BATCH_STRATEGIES: dict[str, Callable[[TrainerConfig], MicroBatchStrategy]] = {
-    "fixed": _make_fixed,
+    "fixed": _fixed,
+    "token_budget": _token_budget,
 }
 """Each makes a strategy from the `trainer` config, as a `package.module:attr` of your own must."""
 
@@ -137,7 +180,21 @@ def lengths_of(batch: TrainingInputBatch) -> Rows:
     return np.asarray(batch.lengths.cpu().numpy(), dtype=np.int64)
 
 
-def _to_tensors(parts: list[Rows]) -> list[Tensor]:
-    import torch
+def training_limit(strategy: MicroBatchStrategy) -> Admits:
+    """What of (rows, longest row, tokens) fits one micro-batch of training, by which steps close at `docs_per_step`.
 
-    return [torch.from_numpy(part) for part in parts]
+    Raises ConfigError for a strategy of your own that does not say so.
+    """
+    admits: Callable[..., bool] | None = getattr(strategy, "admits", None)
+    if admits is None:
+        raise ConfigError(
+            [
+                Violation(
+                    field="trainer.micro_batching",
+                    rule="must name a strategy with a method `admits` where trainer.docs_per_step is not 0",
+                    value=type(strategy).__name__,
+                    remedy="Add `admits(num_rows, longest, num_tokens, *, training)`, or set trainer.docs_per_step=0",
+                )
+            ]
+        )
+    return lambda num_rows, longest, num_tokens: admits(num_rows, longest, num_tokens, training=True)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
-from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, GeneratorConfig, TrainerConfig
+from skyrl_train.config.schema import (
+    Config,
+    CriticConfig,
+    CriticModelConfig,
+    GeneratorConfig,
+    PlacementConfig,
+    TrainerConfig,
+)
 from skyrl_train.types import (
     Failure,
     FailureKind,
@@ -76,13 +84,27 @@ def make_rollouts(*trajectories: Trajectory, n_samples: int) -> RolloutBatch:
     return RolloutBatch(prompts=prompts, trajectories=trajectories, n_samples_per_prompt=n_samples)
 
 
-def make_config(*, prompts: int, mini_batch: int, critic_mini_batch: int = 0, n_samples: int = 1) -> Config:
+def make_config(
+    *,
+    prompts: int,
+    mini_batch: int,
+    critic_mini_batch: int = 0,
+    n_samples: int = 1,
+    step_wise: bool = False,
+    max_context_length: int = 512,
+    trainer: Mapping[str, Any] | None = None,
+    placement: Mapping[str, Any] | None = None,
+) -> Config:
     return Config(
         trainer=TrainerConfig(
             train_batch_size=prompts,
             policy_mini_batch_size=mini_batch,
             critic_mini_batch_size=critic_mini_batch or prompts,
+            **(trainer or {}),
         ),
-        generator=GeneratorConfig(n_samples_per_prompt=n_samples),
+        generator=GeneratorConfig(
+            n_samples_per_prompt=n_samples, step_wise_trajectories=step_wise, max_context_length=max_context_length
+        ),
+        placement=PlacementConfig(**(placement or {})),
         critic=CriticConfig(model=CriticModelConfig(path="policy" if critic_mini_batch else "")),
     )

@@ -97,5 +97,5 @@ def test_your_own_strategy_is_named_by_module_and_attribute():
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"trainer.micro_batching: .* did you mean 'fixed'"):
+    with pytest.raises(ConfigError, match=r"trainer.micro_batching: .* [Dd]id you mean 'fixed'"):
         make_micro_batch_strategy(TrainerConfig(micro_batching="fixd"))

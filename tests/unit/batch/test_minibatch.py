@@ -103,7 +103,7 @@ def test_advantages_stay_as_they_are_unless_asked():
 
 
 def test_an_unknown_reduction_is_named():
-    with pytest.raises(ConfigError, match=r"did you mean 'token_mean'"):
+    with pytest.raises(ConfigError, match=r"[Dd]id you mean 'token_mean'"):
         closed("token_men")
 
 

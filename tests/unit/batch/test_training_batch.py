@@ -166,7 +166,7 @@ def test_with_columns_leaves_the_batch_as_it_was(batch):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"advantage": torch.zeros(9)}, "'advantage' is not in the schema .* did you mean 'advantages'"),
+        ({"advantage": torch.zeros(9)}, "'advantage' is not in the schema .* [Dd]id you mean 'advantages'"),
         ({"values": torch.zeros(8)}, r"'values' has shape \(8,\) where \[9\] was expected"),
         ({"loss_mask": torch.zeros(9)}, "'loss_mask' is torch.float32 where torch.bool was expected"),
         ({"input_ids": torch.zeros(9, dtype=torch.int64)}, "'input_ids' is torch.int64 where torch.int32"),
@@ -179,7 +179,7 @@ def test_columns_that_contradict_the_schema_are_refused_by_name(batch, columns, 
 
 
 def test_an_absent_column_is_named_with_those_that_are_there(batch):
-    with pytest.raises(BatchError, match=r"no column 'reward' .* did you mean 'rewards'"):
+    with pytest.raises(BatchError, match=r"no column 'reward' .* [Dd]id you mean 'rewards'"):
         batch["reward"]
 
 

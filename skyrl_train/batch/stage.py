@@ -1,0 +1,75 @@
+"""A mini-batch to data-parallel ranks and back: padded to equal shares, dealt by work, restored on collection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl_train.batch.balance import CostModel, deal_rows
+from skyrl_train.batch.microbatch import lengths_of
+from skyrl_train.batch.training_batch import TrainingInputBatch, restore_rows
+from skyrl_train.errors import BatchError
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedBatch:
+    """One shard per rank, with what is needed to put their results back in order."""
+
+    shards: tuple[TrainingInputBatch, ...]
+    """By rank; equal numbers of rows, at least one."""
+    order: Tensor
+    """int64: the rows of all shards, one after the other, as row numbers of the batch with its dummy rows."""
+    row_offsets: Tensor
+    """int64, of the batch with its dummy rows."""
+    num_rows: int
+    """Without dummy rows."""
+    num_tokens: int
+
+    @property
+    def num_dummy_rows(self) -> int:
+        return len(self.order) - self.num_rows
+
+    def collect(self, results: Sequence[Tensor]) -> Tensor:
+        """`[num_tokens]` in the batch's own order, without dummy rows, from each rank's flat `[tokens of its shard]`.
+
+        Raises BatchError naming a rank whose result does not fit its shard.
+        """
+        if len(results) != len(self.shards):
+            raise BatchError(f"{len(results)} results for {len(self.shards)} ranks")
+        for rank, (result, shard) in enumerate(zip(results, self.shards)):
+            if tuple(result.shape) != (shard.num_tokens,):
+                raise BatchError(f"rank {rank} returned {tuple(result.shape)} for a shard of {shard.num_tokens} tokens")
+        return restore_rows(torch.cat(list(results)), self.order, self.row_offsets)[: self.num_tokens]
+
+
+def stage(batch: TrainingInputBatch, dp_size: int, *, cost: CostModel | None = None) -> StagedBatch:
+    """Pads `batch` with dummy rows to a multiple of `dp_size` and deals them out.
+
+    A closed mini-batch keeps its `loss_weights`, so that its shards' losses add up to its own. Works with fewer rows
+    than ranks, and gives each of them at least one row. Raises BatchError for an empty batch.
+    """
+    if batch.num_rows == 0:
+        raise BatchError("no rows to deal out")
+    padded = batch.pad_rows(-batch.num_rows % dp_size)
+    dealt = torch.from_numpy(deal_rows((cost or CostModel()).of(lengths_of(padded)), dp_size))
+    return StagedBatch(
+        shards=tuple(padded.take(rows) for rows in dealt),
+        order=dealt.flatten(),
+        row_offsets=padded.row_offsets,
+        num_rows=batch.num_rows,
+        num_tokens=batch.num_tokens,
+    )
+
+
+def stage_chunks(
+    batch: TrainingInputBatch,
+    mini_batch_boundaries: Sequence[tuple[int, int]],
+    dp_size: int,
+    *,
+    cost: CostModel | None = None,
+) -> list[StagedBatch]:
+    """`stage` for each `[start, stop)` range of rows: every mini-batch is padded and dealt out on its own."""
+    return [stage(batch.slice(start, stop), dp_size, cost=cost) for start, stop in mini_batch_boundaries]
