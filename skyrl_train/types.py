@@ -126,6 +126,7 @@ class Turn:
     """The whole context given to the engine: earlier turns and observations included."""
     response_token_ids: tuple[int, ...]
     response_logprobs: tuple[float, ...]
+    """One per response token; empty where none were recorded (rollouts from a file)."""
     response_text: str
     reward: float
     """Finite; the environment's reward for this turn."""

@@ -141,7 +141,7 @@ def _check_turns(trajectory: Trajectory, *, merged: bool) -> None:
     for index, turn in enumerate(trajectory.turns):
         if not turn.prompt_token_ids or not turn.response_token_ids:
             raise BatchError(f"{name}, turn {index}: a complete turn has at least one prompt and one response token")
-        if len(turn.response_logprobs) != len(turn.response_token_ids):
+        if turn.response_logprobs and len(turn.response_logprobs) != len(turn.response_token_ids):
             raise BatchError(
                 f"{name}, turn {index}: {len(turn.response_logprobs)} log-probabilities for "
                 f"{len(turn.response_token_ids)} tokens"
@@ -178,6 +178,17 @@ def _row_columns(rows: list[_Row]) -> dict[str, np.ndarray]:
     }
 
 
+def _logprobs_are_recorded(rows: list[_Row]) -> bool:
+    """False where no turn carries log-probabilities (rollouts from a file); the column is left out then.
+
+    Raises BatchError where some do and some do not.
+    """
+    recorded = {bool(turn.response_logprobs) for row in rows for turn in row.turns}
+    if len(recorded) > 1:
+        raise BatchError("some turns carry log-probabilities of their tokens and some do not: record them for all or none")
+    return recorded != {False}
+
+
 def _token_columns(rows: list[_Row], offsets: np.ndarray) -> dict[str, np.ndarray]:
     num_tokens = int(offsets[-1])
     tokens = chain.from_iterable(part for row in rows for part in row.token_parts)
@@ -185,13 +196,16 @@ def _token_columns(rows: list[_Row], offsets: np.ndarray) -> dict[str, np.ndarra
         "input_ids": np.fromiter(tokens, np.int32, num_tokens),
         "loss_mask": np.zeros(num_tokens, np.bool_),
         "rewards": np.zeros(num_tokens, np.float32),
-        "rollout_logprobs": np.zeros(num_tokens, np.float32),
     }
+    recorded = _logprobs_are_recorded(rows)
+    if recorded:
+        columns["rollout_logprobs"] = np.zeros(num_tokens, np.float32)
     for row, offset in zip(rows, offsets.tolist()):
         for turn in row.turns:
             start = offset + len(turn.prompt_token_ids)
             stop = start + len(turn.response_token_ids)
             columns["loss_mask"][start:stop] = True
-            columns["rollout_logprobs"][start:stop] = turn.response_logprobs
+            if recorded:
+                columns["rollout_logprobs"][start:stop] = turn.response_logprobs
             columns["rewards"][stop - 1] = turn.reward
     return columns

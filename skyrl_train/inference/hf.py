@@ -44,6 +44,21 @@ class _Waiting:
     def order(self) -> tuple[int, str]:
         return len(self.request.prompt_token_ids), self.request.request_id
 
+    def fail(self, error: EngineError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+
+    def succeed(self, response: Response, weight_version: int) -> None:
+        if not self.future.done():
+            self.future.set_result(
+                GenerationOutput(
+                    token_ids=response.token_ids,
+                    logprobs=response.logprobs,
+                    stop_reason=response.stop_reason,
+                    weight_version=weight_version,
+                )
+            )
+
 
 class HFEngine:
     """Implements `InferenceEngine`. Use from one event loop at a time."""
@@ -73,6 +88,7 @@ class HFEngine:
         self._num_leases = 0
         self._waiting: dict[_Waiting, None] = {}
         self._generating = False
+        self._wave: asyncio.Task[None] | None = None
         self._weights_lock = threading.Lock()
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
         self._closed = False
@@ -129,10 +145,15 @@ class HFEngine:
             for name, tensor in given.items():
                 own[name].copy_(tensor)
             self._weight_version = version
+            self._decoder.forget()
 
     def close(self) -> None:
-        """Ends the thread after the batch that is being generated. Idempotent."""
+        """Ends the thread after the batch that is being generated; what still waits gets an EngineError. Idempotent."""
         self._closed = True
+        for waiting in list(self._waiting):
+            loop = waiting.future.get_loop()
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(waiting.fail, EngineError("the engine was closed"))
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _start_wave_if_due(self) -> None:
@@ -151,6 +172,7 @@ class HFEngine:
                 return
             wave = sorted(self._waiting, key=lambda waiting: waiting.order)
             self._waiting.clear()
+            self._decoder.start_wave()
             for start in range(0, len(wave), self._max_batch_size):
                 await self._run_batch(wave[start : start + self._max_batch_size])
         finally:
@@ -165,19 +187,10 @@ class HFEngine:
             broken = EngineError(f"generation failed: {type(error).__name__}: {error}")
             broken.__cause__ = error
             for waiting in batch:
-                if not waiting.future.done():
-                    waiting.future.set_exception(broken)
+                waiting.fail(broken)
             return
         for waiting, response in zip(batch, responses):
-            if not waiting.future.done():
-                waiting.future.set_result(
-                    GenerationOutput(
-                        token_ids=response.token_ids,
-                        logprobs=response.logprobs,
-                        stop_reason=response.stop_reason,
-                        weight_version=version,
-                    )
-                )
+            waiting.succeed(response, version)
 
     def _generate(self, batch: list[_Waiting]) -> tuple[int, list[Response]]:
         """On the engine's thread. Stops early once nobody waits any more."""

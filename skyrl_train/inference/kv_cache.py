@@ -1,21 +1,46 @@
-"""Keys and values of a batch that grows token by token, in room reserved ahead.
+"""Keys and values of a batch that grows token by token, in room reserved ahead, and of single rows.
 
-`transformers.DynamicCache` copies the whole cache for each new token; here a token is one slice assignment.
+`transformers.DynamicCache` copies the whole cache for each new token; here a token is one slice assignment. Rows can be
+read out and put together into another batch, so that a later turn of a conversation does not compute its earlier tokens
+again.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from skyrl_train.errors import ModelError
+
 _GROWTH = 1.5
+_SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class RowState:
+    """Keys and values of one row's tokens; per layer `[heads, tokens, head_dim]` each."""
+
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.layers[0][0].shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer)
 
 
 class ReservedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One layer's keys and values, `[rows, heads, tokens, head_dim]`, with room for more tokens."""
+    """One layer's keys and values, `[rows, heads, tokens, head_dim]`, with room for more tokens.
+
+    Keeps all tokens of a sliding-window layer too: the model's mask lets it see the window only.
+    """
 
     is_sliding = False
 
@@ -29,6 +54,23 @@ class ReservedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         room = max(self._reserve, key_states.shape[2])
         self._buffers = _with_room(key_states[:, :, :0], room), _with_room(value_states[:, :, :0], room)
+        self.is_initialized = True
+
+    def fill(self, rows: Sequence[tuple[Tensor, Tensor] | None]) -> None:
+        """Starts with the given rows' tokens, right-aligned; None is a row without any (at least one has some)."""
+        lengths = [0 if row is None else row[0].shape[1] for row in rows]
+        width = max(lengths)
+        example = next(row for row in rows if row is not None)
+        room = max(self._reserve, width)
+        self._buffers = cast(
+            "tuple[Tensor, Tensor]",
+            tuple(part.new_zeros((len(rows), part.shape[0], room, part.shape[2])) for part in example),
+        )
+        for place, (row, length) in enumerate(zip(rows, lengths)):
+            if row is not None:
+                for buffer, part in zip(self._buffers, row):
+                    buffer[place, :, width - length : width] = part
+        self._length = width
         self.is_initialized = True
 
     def update(
@@ -61,9 +103,14 @@ class ReservedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return -1
 
     def take_rows(self, rows: Tensor) -> None:
-        """Keeps the given rows, in that order; a row may be taken several times."""
+        """Keeps the given rows, in that order."""
         keys, values = self._held()
         self._buffers = keys.index_select(0, rows), values.index_select(0, rows)
+
+    def read_row(self, place: int, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """A copy of one row's tokens in the given columns."""
+        keys, values = self._held()
+        return keys[place].index_select(1, columns), values[place].index_select(1, columns)
 
     def _held(self) -> tuple[Tensor, Tensor]:
         if self._buffers is None:
@@ -71,27 +118,45 @@ class ReservedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._buffers
 
 
+class BatchCache:
+    """The cache of one batch, all layers."""
+
+    def __init__(self, num_layers: int, *, reserve: int, rows: Sequence[RowState | None] = ()) -> None:
+        """
+        Args:
+            reserve: Tokens to make room for, those of `rows` included.
+            rows: What each row starts with, right-aligned; empty where no row starts with anything.
+        """
+        self._layers = [ReservedLayer(reserve) for _ in range(num_layers)]
+        if any(row is not None for row in rows):
+            for index, layer in enumerate(self._layers):
+                layer.fill([None if row is None else row.layers[index] for row in rows])
+        self.for_model = Cache(layers=list(self._layers))
+        """What the model takes as `past_key_values`."""
+
+    def take_rows(self, rows: Tensor) -> None:
+        for layer in self._layers:
+            layer.take_rows(rows)
+
+    def read_row(self, place: int, columns: Tensor) -> RowState:
+        return RowState(tuple(layer.read_row(place, columns) for layer in self._layers))
+
+
+def num_attention_layers(model: PreTrainedModel) -> int:
+    """Layers of a model whose state is keys and values only. Raises ModelError for any other."""
+    config = model.config.get_text_config(decoder=True)
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    others = set(layer_types) - _SUPPORTED_LAYERS
+    if others:
+        raise ModelError(
+            f"generator=hf keeps keys and values only, and a {config.model_type} model has layers of type "
+            f"{', '.join(sorted(others))}. Use generator=vllm."
+        )
+    return len(layer_types)
+
+
 def _with_room(held: Tensor, room: int) -> Tensor:
     """A buffer for `room` tokens that begins with `held`."""
     buffer = held.new_empty((*held.shape[:2], room, held.shape[3]))
     buffer[:, :, : held.shape[2]] = held
     return buffer
-
-
-def make_cache(model: PreTrainedModel, *, reserve: int) -> Cache:
-    """A cache for `model` with room for `reserve` tokens a row."""
-    config = model.config.get_text_config(decoder=True)
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    if set(layer_types) <= {"full_attention", "sliding_attention"}:
-        # A sliding layer may keep all its keys: the model's mask lets it see the window only.
-        return Cache(layers=[ReservedLayer(reserve) for _ in layer_types])
-    return DynamicCache(config=config)
-
-
-def take_rows(cache: Cache, rows: Tensor) -> None:
-    """Keeps the given rows of every layer."""
-    for layer in cache.layers:
-        if isinstance(layer, ReservedLayer):
-            layer.take_rows(rows)
-        else:
-            layer.reorder_cache(rows)  # type: ignore[arg-type]

@@ -1,0 +1,108 @@
+"""Prompts to row states and first logits, computing as few token positions as possible.
+
+Each distinct prompt is computed once, what an earlier turn left behind is not computed again, and prompts of similar
+length go together, so that little is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skyrl_train.inference.kv_cache import BatchCache, RowState
+from skyrl_train.inference.prefixes import KeptPrefixes
+
+TokenIds = tuple[int, ...]
+
+_LENGTH_RATIO = 1.25
+_LENGTH_SLACK = 8
+"""Prompts go together while the longest is at most this ratio, or so many tokens, over the shortest."""
+_MAX_POSITIONS = 16384
+"""Token positions of one forward pass, padding included."""
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """One distinct prompt after its forward pass."""
+
+    state: RowState
+    logits: Tensor
+    """`[vocab]`, of the token after the prompt."""
+
+
+@dataclass(frozen=True)
+class _Work:
+    prompt: TokenIds
+    kept: RowState | None
+
+    @property
+    def rest(self) -> TokenIds:
+        """Tokens still to compute; at least one."""
+        return self.prompt[self.kept.num_tokens :] if self.kept else self.prompt
+
+
+def prefill(
+    model: PreTrainedModel, num_layers: int, prompts: Sequence[TokenIds], prefixes: KeptPrefixes, pad_token_id: int
+) -> dict[TokenIds, Prefilled]:
+    """Every distinct prompt's state and logits."""
+    work = [_Work(prompt, prefixes.longest(prompt)) for prompt in dict.fromkeys(prompts)]
+    work.sort(key=lambda item: len(item.rest))
+    done: dict[TokenIds, Prefilled] = {}
+    for group in _groups(work):
+        for item, prefilled in zip(group, _prefill_group(model, num_layers, group, pad_token_id)):
+            done[item.prompt] = prefilled
+    return done
+
+
+def _groups(work: Sequence[_Work]) -> Iterator[list[_Work]]:
+    """Runs of similar length; `work` is sorted by it."""
+    group: list[_Work] = []
+    for item in work:
+        if group:
+            shortest, length = len(group[0].rest), len(item.rest)
+            similar = length <= max(shortest * _LENGTH_RATIO, shortest + _LENGTH_SLACK)
+            if not similar or (len(group) + 1) * length > _MAX_POSITIONS:
+                yield group
+                group = []
+        group.append(item)
+    if group:
+        yield group
+
+
+def _prefill_group(
+    model: PreTrainedModel, num_layers: int, group: Sequence[_Work], pad_token_id: int
+) -> list[Prefilled]:
+    """Columns of a row: room, what is kept; padding, the rest. Padding and room are masked out."""
+    device = model.device
+    kept_lengths = torch.tensor([item.kept.num_tokens if item.kept else 0 for item in group], device=device)
+    rest_lengths = torch.tensor([len(item.rest) for item in group], device=device)
+    kept_width = int(kept_lengths.max())
+    rest_width = int(rest_lengths.max())
+    input_ids = torch.tensor(
+        [[pad_token_id] * (rest_width - len(item.rest)) + list(item.rest) for item in group], device=device
+    )
+    kept_mask = right_aligned_mask(kept_lengths, kept_width)
+    rest_mask = right_aligned_mask(rest_lengths, rest_width)
+    mask = torch.cat([kept_mask, rest_mask], dim=1)
+    cache = BatchCache(num_layers, reserve=kept_width + rest_width, rows=[item.kept for item in group])
+    output = model(
+        input_ids=input_ids,
+        attention_mask=mask,
+        position_ids=(kept_lengths[:, None] + rest_mask.cumsum(dim=1) - 1).clamp(min=0),
+        past_key_values=cache.for_model,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return [
+        Prefilled(cache.read_row(place, mask[place].nonzero()[:, 0]), output.logits[place, -1])
+        for place in range(len(group))
+    ]
+
+
+def right_aligned_mask(lengths: Tensor, width: int) -> Tensor:
+    """bool `[rows, width]`, True in the last `lengths[row]` columns."""
+    return torch.arange(width, device=lengths.device) >= (width - lengths)[:, None]

@@ -1,0 +1,170 @@
+"""`ReplayGenerator`: recorded rollouts in place of an engine and environments.
+
+For debugging an update without generating, and for comparing trainers on the same rollouts. It also supplies the prompts,
+since a recording says what each step trained on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_train.errors import ConfigError, DataError, EngineError, Violation
+from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
+
+_EVALUATION_FILE = re.compile(r"eval_step_\d+\.jsonl")
+
+
+@dataclass(frozen=True)
+class _RecordedStep:
+    """Where one step's rollouts are, and what they answer."""
+
+    path: Path
+    recorded_step: int
+    prompts: tuple[Prompt, ...]
+    n_samples_per_prompt: int
+
+
+class ReplayGenerator:
+    """Implements `Generator` from JSON lines (see `telemetry/rollout_log.py`), and supplies the prompts of each step.
+
+    Steps are taken in the order of their recording: the first recorded one is step 1, whatever its number was.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        """
+        Args:
+            path: A JSON-lines file, or a folder of them such as a run's `rollouts/` (evaluation files are left out).
+
+        Raises:
+            DataError: There is no such file, or a line in it is not a recorded trajectory.
+        """
+        self._steps: list[_RecordedStep] = []
+        self._loaded: tuple[Path, dict[int, RolloutBatch]] | None = None
+        for file in _files(Path(path).expanduser()):
+            self._steps.extend(
+                _RecordedStep(file, step, batch.prompts, batch.n_samples_per_prompt)
+                for step, batch in self._load(file).items()
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Recorded training steps."""
+        return len(self._steps)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts of all steps, in order."""
+        return [prompt for step in self._steps for prompt in step.prompts]
+
+    def check(self, *, train_batch_size: int, n_samples_per_prompt: int, total_steps: int) -> None:
+        """Raises ConfigError, with all violations, where a run of these sizes cannot be replayed from the recording."""
+        violations: list[Violation] = []
+        for field, rule, given, recorded in (
+            (
+                "trainer.train_batch_size",
+                "must be the recorded number of prompts per step",
+                train_batch_size,
+                {len(step.prompts) for step in self._steps},
+            ),
+            (
+                "generator.n_samples_per_prompt",
+                "must be the recorded number of samples per prompt",
+                n_samples_per_prompt,
+                {step.n_samples_per_prompt for step in self._steps},
+            ),
+        ):
+            if recorded != {given}:
+                sizes = ", ".join(map(str, sorted(recorded)))
+                remedy = f"Set {field}={sizes}" if len(recorded) == 1 else f"The recording mixes {sizes}; split it"
+                violations.append(Violation(field=field, rule=rule, value=str(given), remedy=remedy))
+        if total_steps > self.num_steps:
+            violations.append(
+                Violation(
+                    field="trainer.total_steps",
+                    rule=f"must be at most the number of recorded steps, {self.num_steps}",
+                    value=str(total_steps),
+                    remedy=f"Set trainer.total_steps={self.num_steps}",
+                )
+            )
+        if violations:
+            raise ConfigError(violations)
+
+    def prompts_for_step(self, global_step: int) -> list[Prompt]:
+        """What step `global_step` (from 1) trained on. Raises DataError past the end of the recording."""
+        return list(self._step(global_step).prompts)
+
+    def batch(self, position: int) -> list[Prompt]:
+        """The prompts after `position` steps, as `PromptSource.batch` gives them."""
+        return self.prompts_for_step(position + 1)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        n_samples_per_prompt: int,
+        sampling: SamplingParams,  # noqa: ARG002
+        global_step: int,
+        purpose: str,
+    ) -> RolloutBatch:
+        """The recorded rollouts of `global_step`; `prompts` and `n_samples_per_prompt` must be the recorded ones.
+
+        Raises:
+            EngineError: `purpose` is not `train`: new answers to held-out prompts need an engine.
+            DataError: The recording has no such step, or other prompts or samples in it.
+        """
+        if purpose != "train":
+            raise EngineError(
+                f"generator=replay has no engine, so it cannot generate for {purpose!r}. "
+                "Set data.validation=[] to train without evaluation."
+            )
+        step = self._step(global_step)
+        batch = self._load(step.path)[step.recorded_step]
+        if [prompt.uid for prompt in prompts] != [prompt.uid for prompt in batch.prompts]:
+            raise DataError(
+                f"{step.path}: the prompts of step {global_step} are not those asked for. "
+                "Take them from the recording, in its order."
+            )
+        if n_samples_per_prompt != batch.n_samples_per_prompt:
+            raise DataError(
+                f"{step.path}: {batch.n_samples_per_prompt} samples per prompt were recorded. "
+                f"Set generator.n_samples_per_prompt={batch.n_samples_per_prompt}."
+            )
+        return batch
+
+    def close(self) -> None:
+        self._loaded = None
+
+    def _step(self, global_step: int) -> _RecordedStep:
+        if not 1 <= global_step <= self.num_steps:
+            raise DataError(
+                f"the recording has {self.num_steps} steps, and step {global_step} was asked for. "
+                f"Set trainer.total_steps={self.num_steps}."
+            )
+        return self._steps[global_step - 1]
+
+    def _load(self, path: Path) -> dict[int, RolloutBatch]:
+        """One file's batches; the last file read is kept, so that memory holds one at a time."""
+        if self._loaded is None or self._loaded[0] != path:
+            self._loaded = None
+            self._loaded = path, read_rollouts(path)
+        return self._loaded[1]
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise DataError(
+            f"generator.replay_path: no such file or folder: {path}. Give a JSON-lines file or a run's rollouts/ folder."
+        )
+    files = sorted(file for file in path.glob("*.jsonl") if not _EVALUATION_FILE.fullmatch(file.name))
+    if not files:
+        raise DataError(
+            f"generator.replay_path: {path} holds no training rollouts (*.jsonl). "
+            "Record some with trainer.dump_rollouts=true."
+        )
+    return files
