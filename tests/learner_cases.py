@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from skyrl_train.batch.microbatch import MicroBatchStrategy, make_micro_batch_strategy
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
+from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 
 VOCABULARY = 50
-
-
-@dataclass(frozen=True)
-class FixedRows:
-    """A micro-batch strategy: so many rows at a time."""
-
-    rows: int
-
-    def split(self, batch: TrainingInputBatch, *, training: bool) -> list[Tensor]:
-        return list(torch.arange(batch.num_rows).split(self.rows))
 
 
 def save_tiny_model(folder: Path, *, tied: bool = True, tokenizer: bool = False, seed: int = 0) -> Path:
@@ -48,7 +38,8 @@ def save_tiny_model(folder: Path, *, tied: bool = True, tokenizer: bool = False,
         eos_token_id=2,
         pad_token_id=0,
     )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
+    with quiet_transformers():
+        Qwen2ForCausalLM(config).save_pretrained(folder)
     if tokenizer:
         save_tiny_tokenizer(folder)
     return folder
@@ -61,7 +52,27 @@ def save_tiny_tokenizer(folder: Path) -> None:
     words = {f"w{index}": index for index in range(VOCABULARY)}
     raw = Tokenizer(models.WordLevel(words, unk_token="w3"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w3", eos_token="w2", pad_token="w0").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="w3", eos_token="w2", pad_token="w0").save_pretrained(
+        folder
+    )
+
+
+def fixed_rows(rows: int) -> MicroBatchStrategy:
+    """Micro-batches of at most so many rows, for training as for scoring."""
+    return make_micro_batch_strategy(
+        TrainerConfig(micro_train_batch_size_per_gpu=rows, micro_forward_batch_size_per_gpu=rows)
+    )
+
+
+def make_double(model: nn.Module) -> None:
+    """Computes in float64 throughout: transformers' norms would round to float32 inside, forward and backward."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child).__name__ == "Qwen2RMSNorm":
+                norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon)
+                norm.weight = child.weight
+                setattr(parent, name, norm)
+    model.double()
 
 
 def make_learner(
@@ -79,17 +90,15 @@ def make_learner(
     model_config = ModelConfig(path=str(folder))
     model = load_causal_lm(model_config, "cpu")
     if double:
-        model.double()
+        make_double(model)
     engine = ModelEngine(
         model,
         name=role,
-        micro_batching=FixedRows(rows_per_micro_batch),
+        micro_batching=fixed_rows(rows_per_micro_batch),
         optimizer=(optimizer or OptimizerConfig(lr=1e-2)) if role == "policy" else None,
         total_optimizer_steps=total_optimizer_steps,
     )
-    return PolicyLearner(
-        engine, model=model_config, algorithm=algorithm or AlgorithmConfig(), temperature=temperature
-    )
+    return PolicyLearner(engine, model=model_config, algorithm=algorithm or AlgorithmConfig(), temperature=temperature)
 
 
 def make_batch(

@@ -7,9 +7,9 @@
         manifest.json           size and SHA-256 of every other file; written last
       .tmp-...                  a write or a removal that was cut short; taken away by the next write
 
-A checkpoint is written under a `.tmp-` name, each file is brought to the disk (fsync), then the manifest, then the folder is
-renamed and `latest` replaced. A process killed at any moment leaves the state of before or of after. Nothing in a
-checkpoint is parsed before its sums are checked.
+A checkpoint is written under a `.tmp-` name, each file is brought to the disk (fsync), then the manifest, then the
+folder is renamed and `latest` replaced. A process killed at any moment leaves the state of before or of after. Nothing
+in a checkpoint is parsed before its sums are checked.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def write_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep:
         _prune(root, keep)
     except OSError as error:
         raise CheckpointError(
-            f"{final}: could not be written: {error}. Earlier checkpoints are untouched; make room or choose another folder"
+            f"{final}: could not be written: {error}. Earlier checkpoints are untouched; make room or choose another "
+            "output folder"
         ) from error
     return final
 
@@ -96,9 +97,9 @@ def clean_leftovers(root: Path) -> None:
 def latest_checkpoint(root: Path) -> Path | None:
     """The newest checkpoint under `root` that is whole, or None where there is none at all.
 
-    Prefers the one that `latest` names, then older ones, newest first. Each one that is passed over is reported as a warning
-    with the reason. Only reads, so a running trainer's folder may be looked at. Raises CheckpointError where there are
-    checkpoints but none is whole.
+    Prefers the one that `latest` names, then older ones, newest first. Each one that is passed over is reported as a
+    warning with the reason. Only reads, so a running trainer's folder may be looked at. Raises CheckpointError where
+    there are checkpoints but none is whole.
     """
     problems: list[str] = []
     candidates = _candidates(root, problems)
@@ -123,13 +124,15 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def verify(folder: Path) -> None:
-    """Returns if every file is there, no other is, and sizes and SHA-256 sums agree. Raises CheckpointError otherwise."""
+    """Raises CheckpointError unless every file is there, no other is, and sizes and SHA-256 sums agree."""
     files = _read_manifest(folder)
     _check_sizes(folder, files)
 
     def check(name: str) -> None:
         if _sha256(folder / name) != files[name][1]:
-            raise CheckpointError(f"{folder}: {name} does not have the SHA-256 sum that {MANIFEST} states: it was damaged")
+            raise CheckpointError(
+                f"{folder}: {name} does not have the SHA-256 sum that {MANIFEST} states: it was damaged"
+            )
 
     with ThreadPoolExecutor(max_workers=4) as pool:
         list(pool.map(check, files))
@@ -199,9 +202,13 @@ def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
         found_format = int(content["format"])
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no {MANIFEST}: the checkpoint was not finished, or the file was deleted") from None
+        raise CheckpointError(
+            f"{folder}: no {MANIFEST}: the checkpoint was not finished, or the file was deleted"
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({type(error).__name__}): it was damaged") from error
+        raise CheckpointError(
+            f"{folder}: {MANIFEST} cannot be read ({type(error).__name__}): it was damaged"
+        ) from error
     if found_format != FORMAT:
         raise CheckpointError(f"{folder}: format {found_format}; this version reads format {FORMAT}")
     for name in files:
@@ -218,7 +225,9 @@ def _check_sizes(folder: Path, files: dict[str, tuple[int, str]]) -> None:
             raise CheckpointError(f"{folder}: {name} is missing")
         found = (folder / name).stat().st_size
         if found != num_bytes:
-            raise CheckpointError(f"{folder}: {name} has {found} bytes; {MANIFEST} states {num_bytes}: it was cut or changed")
+            raise CheckpointError(
+                f"{folder}: {name} has {found} bytes; {MANIFEST} states {num_bytes}: it was cut or changed"
+            )
     for name in sorted(present - set(files)):
         raise CheckpointError(f"{folder}: {name} is not in {MANIFEST}: it was put there later")
 

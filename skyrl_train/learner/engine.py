@@ -1,9 +1,9 @@
 """What every learner shares: a model, its optimizer, and passes over micro-batches.
 
-    closed mini-batch --rows with loss tokens, by length--> micro-batches --forward, loss.backward()--> gradient (a sum)
+    closed mini-batch --rows with loss tokens--> micro-batches --forward, loss.backward()--> gradient (a sum)
 
-Loss denominators were counted over the whole mini-batch and sit in `loss_weights`, so each micro-batch contributes a sum and
-nothing here divides: how rows are split changes speed and memory, never the gradient.
+Loss denominators were counted over the whole mini-batch and sit in `loss_weights`, so each micro-batch contributes a
+sum and nothing here divides: how rows are split changes speed and memory, never the gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.batch.microbatch import MicroBatchStrategy
+from skyrl_train.batch.microbatch import MicroBatchStrategy, micro_batches
 from skyrl_train.batch.schedule import learning_rate
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import OptimizerConfig
@@ -91,15 +91,17 @@ class ModelEngine:
                 loss, metrics = loss_of(last_hidden_state(self.model, _ids(micro_batch)), micro_batch)
             loss.backward()  # type: ignore[no-untyped-call]
             if not self._non_finite_loss and not bool(torch.isfinite(loss.detach())):
-                self._non_finite_loss = f"loss {float(loss)} in a micro-batch that starts with {micro_batch.metadata.uids[0]!r}"
+                self._non_finite_loss = (
+                    f"loss {float(loss.detach())} in the micro-batch of {micro_batch.metadata.uids[0]!r}"
+                )
             parts.append(metrics)
         return merge_metrics(parts)
 
     def optim_step(self) -> StepMetrics:
         """Clips, steps, zeroes the gradients, advances the schedule.
 
-        Raises NonFiniteError where the loss or a gradient is not finite. No weight has moved then, and the gradients are
-        gone, so that the caller may go on with another mini-batch.
+        Raises NonFiniteError where the loss or a gradient is not finite. No weight has moved then, and the gradients
+        are gone, so that the caller may go on with another mini-batch.
         """
         if self._optimizer is None or self._config is None:
             raise SkyrlTrainError(f"the {self.name} model is only scored; it has no optimizer")
@@ -131,7 +133,9 @@ class ModelEngine:
         """`model.safetensors`, `optimizer.safetensors` and `state.json`; exact. Raises CheckpointError between
         `forward_backward` and `optim_step`."""
         if self._has_gradient:
-            raise CheckpointError(f"{folder}: save between optimizer steps; the {self.name} model has a pending gradient")
+            raise CheckpointError(
+                f"{folder}: save between optimizer steps; the {self.name} model has a pending gradient"
+            )
         moments = None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters)
         state.write(folder, role=self.name, model=self._tensors(), optimizer=moments, steps=self.num_optimizer_steps)
 
@@ -155,15 +159,11 @@ class ModelEngine:
     def _micro_batches(
         self, batch: TrainingInputBatch, *, training: bool
     ) -> Iterator[tuple[TrainingInputBatch, Tensor]]:
-        """Micro-batches on the device with their row indices in `batch`: rows with loss tokens only, longest first, so that
-        little is padded and a memory limit shows at once."""
-        rows = _rows_with_loss(batch)
-        if len(rows) == 0:
-            return
-        rows = rows[torch.argsort(batch.lengths[rows], descending=True, stable=True)]
+        """Micro-batches on the device with their row numbers in `batch`: only rows that have loss tokens."""
+        rows = rows_with_loss(batch)
         kept = batch.take(rows)
-        for chosen in self._micro_batching.split(kept, training=training):
-            yield kept.take(chosen).to(self.device), rows[chosen]
+        for micro_batch in micro_batches(kept, self._micro_batching, training=training):
+            yield micro_batch.batch.to(self.device), rows[micro_batch.rows]
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.dtype == torch.float32:
@@ -195,7 +195,7 @@ def _score_dtype(parameters: dict[str, nn.Parameter]) -> torch.dtype:
     return torch.float64 if next(iter(parameters.values())).dtype == torch.float64 else torch.float32
 
 
-def _rows_with_loss(batch: TrainingInputBatch) -> Tensor:
+def rows_with_loss(batch: TrainingInputBatch) -> Tensor:
     """Indices of rows that are not padding and have at least one loss token."""
     counts = torch.zeros(batch.num_tokens + 1, dtype=torch.int64)
     torch.cumsum(batch["loss_mask"], dim=0, out=counts[1:])

@@ -24,7 +24,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """`{"exp_avg.model.norm.weight": tensor, ...}`: every tensor of the state, by kind and parameter. Empty before the first step."""
+    """`{"exp_avg.model.norm.weight": tensor, ...}`: every tensor of the state; empty before the first step."""
     return {
         f"{kind}.{name}": value
         for name, parameter in parameters.items()
@@ -36,8 +36,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
 def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Inverse of `optimizer_tensors`. Raises CheckpointError for a parameter that the model does not have, or another shape."""
-    states: dict[nn.Parameter, dict[str, Tensor]] = {}
+    """Inverse of `optimizer_tensors`. Raises CheckpointError for an unknown parameter or another shape."""
+    states: dict[Tensor, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         kind, _, name = key.partition(".")
         if name not in parameters:

@@ -1,6 +1,6 @@
 """The policy, and the reference it is held near: token log-probabilities, and the policy's loss.
 
-    loss = sum over tokens of loss_weight * (policy_loss + kl_loss_coef * KL(policy || reference) - entropy_coef * entropy)
+loss = sum over tokens of loss_weight * (policy_loss + kl_loss_coef * KL(policy || reference) - entropy_coef * entropy)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, output_head
+from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, output_head, quiet_transformers
 from skyrl_train.model.logprobs import TokenScores, score_rows
 from skyrl_train.registry import resolve
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics
@@ -42,15 +42,15 @@ class PolicyLearner:
         self._algorithm = algorithm
         self._policy_loss = resolve(algorithm.policy_loss, POLICY_LOSSES, field="trainer.algorithm.policy_loss")
         self._temperature = temperature if temperature > 0 else 1.0
-        """Rollouts are sampled from softmax(logits / temperature), so that is the policy whose probabilities count; greedy
-        sampling has no such distribution and is scored at 1."""
+        """Rollouts are sampled from softmax(logits / temperature), so that is the policy whose probabilities count;
+        greedy sampling has no such distribution and is scored at 1."""
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """`[num_tokens]` on the CPU: log-probability of each token with `loss_mask`, 0 elsewhere."""
         return self.engine.forward(batch, lambda hidden, rows: self._scores(hidden, rows, with_entropy=False).logprobs)
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
-        """Adds the gradient of the mini-batch's loss. Raises BatchError where a column that the loss needs is missing."""
+        """Adds the gradient of the mini-batch's loss. Raises BatchError for a missing column that the loss needs."""
         _require_columns(mini_batch.batch, self._algorithm)
         return self.engine.forward_backward(
             mini_batch.batch, lambda hidden, rows: self._loss(hidden, rows, mini_batch.denominators)
@@ -78,7 +78,8 @@ class PolicyLearner:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.engine.model.config.use_cache = True
-            self.engine.model.save_pretrained(folder)
+            with quiet_transformers():
+                self.engine.model.save_pretrained(folder)
             load_tokenizer(self._model_config).save_pretrained(folder)
         except OSError as error:
             raise ModelError(f"{folder}: the model could not be exported: {error}") from error
@@ -100,35 +101,38 @@ class PolicyLearner:
     def _loss(
         self, hidden: Tensor, rows: TrainingInputBatch, denominators: LossDenominators
     ) -> tuple[Tensor, StepMetrics]:
-        """The rows' share of the step's loss, and its metrics."""
+        """The rows' share of the step's loss, and its metrics.
+
+        `loss/*` are means whose weight is the rows' share of the step's tokens: they add up to the step's loss over
+        micro-batches and ranks, and average over optimizer steps.
+        """
         mask = rows.padded("loss_mask")
         scores = self._scores(hidden, rows, with_entropy=True)
         logprobs, entropy = scores.logprobs, scores.entropy
-        optional = {name: rows.padded(name) if name in rows else None for name in ("rollout_logprobs", "ref_logprobs")}
         inputs = PolicyLossInputs(
             logprobs=logprobs,
             old_logprobs=rows.padded("old_logprobs").to(logprobs.dtype),
             advantages=rows.padded("advantages").to(logprobs.dtype),
             loss_mask=mask,
-            **optional,
+            rollout_logprobs=rows.padded("rollout_logprobs").to(logprobs.dtype) if "rollout_logprobs" in rows else None,
         )
         output = self._policy_loss(inputs, self._algorithm)
         weights = rows.padded("loss_weights")
-        policy = (weights * output.token_losses).sum()
-        loss = policy
-        terms: dict[str, Tensor] = {"policy": policy}
-        if inputs.ref_logprobs is not None:
-            token_kls = token_kl(self._algorithm.kl_estimator, logprobs, inputs.ref_logprobs, mask)
+        terms = {"policy": (weights * output.token_losses).sum()}
+        loss = terms["policy"]
+        if self._algorithm.kl_loss_coef:
+            token_kls = token_kl(self._algorithm.kl_estimator, logprobs, rows.padded("ref_logprobs"), mask)
             terms["kl"] = (weights * token_kls).sum()
             loss = loss + self._algorithm.kl_loss_coef * terms["kl"]
         if self._algorithm.entropy_coef:
             terms["entropy"] = (weights * entropy).sum()
             loss = loss - self._algorithm.entropy_coef * terms["entropy"]
-        share = int(mask.sum()) / denominators.num_tokens
+        terms["total"] = loss
+        num_tokens = float(mask.sum())
+        share = num_tokens / max(1, denominators.num_tokens)
         metrics: StepMetrics = {
             **{f"loss/{name}": Mean(float(term.detach()), share) for name, term in terms.items()},
-            "loss/total": Mean(float(loss.detach()), share),
-            "policy/entropy": Mean(float(entropy.detach().sum()), float(mask.sum())),
+            "policy/entropy": Mean(float(entropy.detach().sum()), num_tokens),
             **_rollout_difference(inputs),
             **output.metrics,
         }
@@ -136,13 +140,13 @@ class PolicyLearner:
 
 
 def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
-    """How far the engine that sampled is from the model that trains; near 0 where weight sync and sampling are right."""
+    """How far the engine that sampled is from the model that trains; near 0 where weights were synced right."""
     if inputs.rollout_logprobs is None:
         return {}
     difference = (inputs.old_logprobs - inputs.rollout_logprobs)[inputs.loss_mask].abs()
     return {
         "policy/rollout_logprob_diff": Mean(float(difference.sum()), float(difference.numel())),
-        "policy/rollout_logprob_diff_max": Max(float(difference.max())),
+        "policy/rollout_logprob_diff_max": Max(float(difference.amax()) if difference.numel() else 0.0),
     }
 
 

@@ -1,8 +1,8 @@
 """A learner's state as files: safetensors and JSON, no pickle.
 
-    model.safetensors        parameters under their Hugging Face names, tied ones once
-    optimizer.safetensors    e.g. `exp_avg.model.norm.weight`; absent for a model without an optimizer
-    state.json               format, role, number of optimizer steps (the schedule is a function of it), types
+model.safetensors        parameters under their Hugging Face names, tied ones once
+optimizer.safetensors    e.g. `exp_avg.model.norm.weight`; absent for a model without an optimizer
+state.json               format, role, number of optimizer steps (the schedule is a function of it), types
 """
 
 from __future__ import annotations
@@ -83,6 +83,6 @@ def _require_same(folder: Path, found: Mapping[str, Tensor], expected: Mapping[s
         there, here = describe(found.get(name)), describe(expected.get(name))
         if there != here:
             raise CheckpointError(
-                f"{folder}: {name} is {there} in {MODEL_FILE} but {here} in the model. Is model.path the one of that run?"
+                f"{folder}: {name} is {there} in {MODEL_FILE} but {here} in the model. "
+                "Is model.path the one of that run?"
             )
-

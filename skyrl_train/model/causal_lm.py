@@ -1,7 +1,7 @@
 """Loading a causal language model and its tokenizer, with errors that say what is missing where.
 
-Names resolve in this order: `builtin:NAME` is `skyrl_train/assets/NAME`; an existing folder is itself; `owner/name` is a hub
-model, taken from the local cache where it is complete and else downloaded. Weights are safetensors only.
+Names resolve in this order: `builtin:NAME` is `skyrl_train/assets/NAME`; an existing folder is itself; `owner/name` is
+a hub model, taken from the local cache where it is complete and else downloaded. Weights are safetensors only.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,7 @@ BUILTIN = "builtin:"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 _HUB_TIMEOUT_S = 10.0
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _HEAD_TOLERANCE = 1e-3
 
 logger = logging.getLogger(__name__)
@@ -72,10 +75,10 @@ def _hub_folder(name: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(etag_timeout=_HUB_TIMEOUT_S, **request))
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise ModelError(
-            f"model path {name!r}: no such folder here, not in the local cache, and the hub did not give it ({reason}). "
-            f"Check the name and the network (HF_TOKEN for gated models), or give a folder or {BUILTIN}tiny_qwen2"
+            f"model path {name!r}: no such folder here, not in the local cache, and the hub did not give it "
+            f"({_reason(error)}). Check the name and the network (HF_TOKEN for gated models), or give a folder "
+            f"or {BUILTIN}tiny_qwen2"
         ) from error
 
 
@@ -105,24 +108,26 @@ def load_causal_lm(model: ModelConfig, device: torch.device | str) -> PreTrained
     folder = resolve_model_path(model.path, model.revision)
     _require_files(model.path, folder)
     try:
-        loaded, report = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            dtype=torch.float32,
-            attn_implementation="sdpa" if model.attention == "auto" else model.attention,
-            trust_remote_code=model.trust_remote_code,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with quiet_transformers():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype=torch.float32,
+                attn_implementation="sdpa" if model.attention == "auto" else model.attention,
+                trust_remote_code=model.trust_remote_code,
+                use_safetensors=True,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except Exception as error:
         raise ModelError(f"model path {model.path!r}: {folder} cannot be loaded: {_reason(error)}") from error
+    causal_lm: PreTrainedModel
+    causal_lm, report = loaded
     if report["missing_keys"]:
         names = sorted(report["missing_keys"])
         raise ModelError(
             f"model path {model.path!r}: the weights in {folder} lack {len(names)} parameters, e.g. {names[0]}; "
             "they would start at random. Is it a causal language model?"
         )
-    causal_lm: PreTrainedModel = loaded
     _disable_dropout(causal_lm)
     causal_lm.to(device)  # type: ignore[arg-type]
     if model.gradient_checkpointing:
@@ -130,17 +135,45 @@ def load_causal_lm(model: ModelConfig, device: torch.device | str) -> PreTrained
             gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
         )
     check_head(causal_lm, name=model.path)
-    return causal_lm.train()
+    causal_lm.train()
+    return causal_lm
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without the library's progress bars, which clutter a log, and its report of keys, which `load_causal_lm` turns
+    into an error."""
+    import transformers
+
+    library: Any = transformers.utils.logging
+    bars, level = library.is_progress_bar_enabled(), library.get_verbosity()
+    library.disable_progress_bar()
+    library.set_verbosity_error()
+    try:
+        yield
+    finally:
+        library.set_verbosity(level)
+        if bars:
+            library.enable_progress_bar()
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer at `tokenizer_path`, or with the model. Raises ModelError."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = model.tokenizer_path or model.path
     folder = resolve_model_path(path, model.revision if model.tokenizer_path is None else None)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        # Without this check transformers makes an empty tokenizer up from config.json alone.
+        raise ModelError(
+            f"tokenizer path {path!r}: {folder} holds no tokenizer: none of {', '.join(_TOKENIZER_FILES)}. "
+            "Give one with model.tokenizer_path"
+        )
+    # AutoTokenizer takes some families' own class (Qwen2's splits words its own way) even where the folder states the
+    # generic one, with which everything there is to know is in tokenizer.json.
+    loader = PreTrainedTokenizerFast if _states_generic_class(folder) else AutoTokenizer
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(
             str(folder), trust_remote_code=model.trust_remote_code, local_files_only=True
         )
     except Exception as error:
@@ -154,8 +187,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 def last_hidden_state(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """`[rows, len, hidden]` of right-padded `input_ids` `[rows, len]`.
 
-    Attention is causal and padding is on the right, so no token ever sees padding: without a mask the fused causal kernels
-    apply, and the values at padding are meaningless but never read.
+    Attention is causal and padding is on the right, so no token ever sees padding: without a mask the fused causal
+    kernels apply, and the values at padding are meaningless but never read.
     """
     hidden: Tensor = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
     return hidden
@@ -163,7 +196,7 @@ def last_hidden_state(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
 
 def output_head(model: PreTrainedModel) -> OutputHead:
     """The part of the model after `last_hidden_state`, with the scaling and capping that its config asks for."""
-    linear = model.get_output_embeddings()
+    linear = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     if not isinstance(linear, nn.Linear):
         raise ModelError(f"{type(model).__name__}: its output head is {type(linear).__name__}, not a linear layer")
     scale = float(getattr(model.config, "logit_scale", None) or 1.0)
@@ -177,7 +210,7 @@ def output_head(model: PreTrainedModel) -> OutputHead:
 @torch.no_grad()
 def check_head(model: PreTrainedModel, *, name: str) -> None:
     """Raises ModelError where `output_head` on `last_hidden_state` does not give the model's own log-probabilities."""
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = output_head(model).weight.shape[0]
     input_ids = torch.arange(1, 9, device=model.device).remainder(vocabulary).unsqueeze(0)
     try:
         hidden = last_hidden_state(model, input_ids)[0, :-1]
@@ -190,9 +223,17 @@ def check_head(model: PreTrainedModel, *, name: str) -> None:
     difference = float((found - expected).abs().max())
     if not difference <= _HEAD_TOLERANCE:
         raise ModelError(
-            f"model path {name!r}: {type(model).__name__} is not supported: log-probabilities from its hidden states differ "
-            f"from those of its logits by {difference:.3g}"
+            f"model path {name!r}: {type(model).__name__} is not supported: log-probabilities from its hidden states "
+            f"differ from those of its logits by {difference:.3g}"
         )
+
+
+def _states_generic_class(folder: Path) -> bool:
+    try:
+        stated = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))["tokenizer_class"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return stated in ("TokenizersBackend", "PreTrainedTokenizerFast") and (folder / "tokenizer.json").is_file()
 
 
 def _require_files(path: str, folder: Path) -> None:

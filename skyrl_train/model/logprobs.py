@@ -113,7 +113,7 @@ class _TokenScore(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
@@ -163,8 +163,8 @@ def token_scores(
     """`(logprobs, entropy)` of `targets`, each `[tokens]`, in float32 (float64 for float64 hidden states).
 
     `hidden` `[tokens, hidden]` predicts `targets` `[tokens]` (int64), position by position. `compute_dtype` is the type
-    of the matrix products (that of `hidden` unless given); sums and exponentials are float32 or better. Without entropy the second
-    tensor is 0 and carries no gradient. Not differentiable twice.
+    of the matrix products (that of `hidden` unless given); sums and exponentials are float32 or better. Without entropy
+    the second tensor is 0 and carries no gradient. Not differentiable twice.
     """
     vocabulary = head.weight.shape[0]
     budget = ELEMENTS_PER_TILE if hidden.device.type == "cpu" else ELEMENTS_PER_TILE_ACCELERATOR
@@ -175,7 +175,7 @@ def token_scores(
         tokens_per_tile=tokens_per_tile or max(1, budget // vocabulary),
     )
     with torch.autocast(hidden.device.type, enabled=False):
-        scores: tuple[Tensor, Tensor] = _TokenScore.apply(
+        scores: tuple[Tensor, Tensor] = _TokenScore.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, head.bias, targets, maths, with_entropy
         )
     return scores

@@ -125,7 +125,9 @@ def test_huge_logits_stay_finite() -> None:
 
 def test_the_token_at_t_is_predicted_by_the_hidden_state_before_it() -> None:
     head = OutputHead(weight=torch.eye(2))
-    hidden = torch.tensor([[[math.log(3.0), 0.0], [0.0, 0.0], [9.0, 9.0]], [[0.0, 0.0], [0.0, math.log(4.0)], [9.0, 9.0]]])
+    hidden = torch.tensor(
+        [[[math.log(3.0), 0.0], [0.0, 0.0], [9.0, 9.0]], [[0.0, 0.0], [0.0, math.log(4.0)], [9.0, 9.0]]]
+    )
     scores = score_rows(
         hidden,
         torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.int32),

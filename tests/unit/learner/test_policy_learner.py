@@ -1,0 +1,371 @@
+"""The policy learner: what it computes, what it refuses, and that its state survives a round trip."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import ModelConfig, OptimizerConfig
+from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, SkyrlTrainError
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
+from skyrl_train.telemetry.metrics import to_values
+from tests.learner_cases import make_batch, make_double, make_learner, save_tiny_model
+
+LENGTHS = [5, 9, 7, 12]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("model"), tokenizer=True)
+
+
+def close(batch: TrainingInputBatch) -> MiniBatch:
+    return close_mini_batch(batch, loss_reduction="token_mean", max_sequence_length_for_norm=64)
+
+
+def gradient(learner: PolicyLearner) -> Tensor:
+    gradients = [parameter.grad for parameter in learner.engine.parameters.values()]
+    return torch.cat([value.flatten() for value in gradients if value is not None])
+
+
+def snapshot(learner: PolicyLearner) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in learner.weights()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def model_logprobs(folder: Path, batch: TrainingInputBatch, temperature: float) -> Tensor:
+    """Row by row with the model's own logits: the plain way."""
+    model = load_causal_lm(ModelConfig(path=str(folder)), "cpu")
+    make_double(model)
+    expected = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    for row in range(batch.num_rows):
+        start, stop = int(batch.row_offsets[row]), int(batch.row_offsets[row + 1])
+        ids = batch["input_ids"][start:stop].long()
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(ids[None]).logits[0] / temperature, dim=-1)
+        expected[start + 1 : stop] = log_p[:-1].gather(1, ids[1:, None]).squeeze(1)
+    return torch.where(batch["loss_mask"], expected, torch.zeros_like(expected))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("rows_per_micro_batch", [1, 3, 100])
+def test_forward_gives_the_logprob_of_each_trained_token(
+    folder: Path, temperature: float, rows_per_micro_batch: int
+) -> None:
+    batch = make_batch(LENGTHS)
+    learner = make_learner(folder, double=True, temperature=temperature, rows_per_micro_batch=rows_per_micro_batch)
+    found = learner.forward(batch)
+    torch.testing.assert_close(found, model_logprobs(folder, batch, temperature), rtol=1e-10, atol=1e-12)
+    assert not found.requires_grad
+
+
+def test_greedy_rollouts_are_scored_at_temperature_one(folder: Path) -> None:
+    batch = make_batch(LENGTHS)
+    greedy = make_learner(folder, temperature=0.0).forward(batch)
+    assert torch.equal(greedy, make_learner(folder, temperature=1.0).forward(batch))
+
+
+def test_rows_without_loss_and_padding_rows_score_zero(folder: Path) -> None:
+    batch = make_batch([3, 6]).pad_rows(2)
+    found = make_learner(folder).forward(batch)
+    assert found.shape == (13,)
+    assert found[:6].tolist() == [0.0] * 6
+    assert (found[6:9] < 0).all()
+    assert found[9:].tolist() == [0.0] * 4
+
+
+def test_a_batch_of_padding_alone_scores_zero(folder: Path) -> None:
+    batch = make_batch([3]).slice(0, 0).pad_rows(2, uid="p0")
+    assert make_learner(folder).forward(batch).tolist() == [0.0] * 4
+
+
+def test_the_loss_is_the_weighted_sum_of_its_terms(folder: Path) -> None:
+    batch = make_batch(LENGTHS)
+    algorithm = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.01, kl_estimator="k2")
+    learner = make_learner(folder, double=True, algorithm=algorithm)
+    logprobs = model_logprobs(folder, batch, 1.0)
+    mask, advantages = batch["loss_mask"], batch["advantages"]
+    ratio = (logprobs - batch["old_logprobs"]).exp()
+    policy = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)[mask].mean()
+    kl = 0.5 * (logprobs - batch["ref_logprobs"]).square()[mask].mean()
+
+    metrics = to_values(learner.forward_backward(close(batch)))
+
+    assert metrics["loss/policy"] == pytest.approx(float(policy), rel=1e-9)
+    assert metrics["loss/kl"] == pytest.approx(float(kl), rel=1e-9)
+    assert metrics["policy/entropy"] == pytest.approx(metrics["loss/entropy"], rel=1e-9)
+    assert 0 < metrics["policy/entropy"] < math.log(50)
+    total = metrics["loss/policy"] + 0.1 * metrics["loss/kl"] - 0.01 * metrics["loss/entropy"]
+    assert metrics["loss/total"] == pytest.approx(total, rel=1e-9)
+    difference = (batch["old_logprobs"] - batch["rollout_logprobs"])[mask].abs()
+    assert metrics["policy/rollout_logprob_diff"] == pytest.approx(float(difference.mean()), rel=1e-9)
+    assert metrics["policy/rollout_logprob_diff_max"] == pytest.approx(float(difference.max()), rel=1e-9)
+
+
+def test_on_policy_the_gradient_is_that_of_advantage_weighted_logprobs(folder: Path) -> None:
+    batch = make_batch(LENGTHS)
+    learner = make_learner(folder, double=True)
+    batch = batch.with_columns(old_logprobs=learner.forward(batch))
+    metrics = to_values(learner.forward_backward(close(batch)))
+    assert metrics["policy/ratio"] == pytest.approx(1.0, abs=1e-12)
+
+    model = load_causal_lm(ModelConfig(path=str(folder)), "cpu")
+    make_double(model)
+    loss = torch.zeros((), dtype=torch.float64)
+    for row in range(batch.num_rows):
+        start, stop = int(batch.row_offsets[row]), int(batch.row_offsets[row + 1])
+        ids = batch["input_ids"][start:stop].long()
+        log_p = torch.log_softmax(model(ids[None]).logits[0], dim=-1)
+        taken = log_p[:-1].gather(1, ids[1:, None]).squeeze(1)
+        loss = loss - (taken * batch["advantages"][start + 1 : stop])[batch["loss_mask"][start + 1 : stop]].sum()
+    (loss / int(batch["loss_mask"].sum())).backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(gradient(learner), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_gradients_add_up_until_the_step(folder: Path) -> None:
+    learner = make_learner(folder, double=True)
+    mini_batch = close(make_batch(LENGTHS))
+    learner.forward_backward(mini_batch)
+    once = gradient(learner).clone()
+    learner.forward_backward(mini_batch)
+    torch.testing.assert_close(gradient(learner), 2 * once, rtol=1e-12, atol=0)
+
+
+def test_a_missing_column_is_named(folder: Path) -> None:
+    batch = make_batch(LENGTHS)
+    without = dataclasses.replace(
+        batch, token_columns={k: v for k, v in batch.token_columns.items() if k != "ref_logprobs"}
+    )
+    make_learner(folder).forward_backward(close(without))
+    with pytest.raises(BatchError, match=r"no column 'ref_logprobs'"):
+        make_learner(folder, algorithm=AlgorithmConfig(kl_loss_coef=0.1)).forward_backward(close(without))
+
+
+def test_the_reference_only_scores(folder: Path) -> None:
+    reference = make_learner(folder, role="reference")
+    batch = make_batch(LENGTHS)
+    assert (reference.forward(batch)[batch["loss_mask"]] < 0).all()
+    for call in (lambda: reference.forward_backward(close(batch)), reference.optim_step):
+        with pytest.raises(SkyrlTrainError, match=r"the reference model is only scored"):
+            call()
+
+
+def test_sgd_moves_each_weight_by_its_gradient(folder: Path) -> None:
+    optimizer = OptimizerConfig(name="sgd", lr=0.5, max_grad_norm=0.0, weight_decay=0.0)
+    learner = make_learner(folder, double=True, optimizer=optimizer)
+    before = torch.cat([weight.flatten() for weight in snapshot(learner).values()])
+    learner.forward_backward(close(make_batch(LENGTHS)))
+    step = gradient(learner).clone()
+    metrics = to_values(learner.optim_step())
+    after = torch.cat([weight.flatten() for weight in snapshot(learner).values()])
+    torch.testing.assert_close(after, before - 0.5 * step, rtol=1e-12, atol=1e-14)
+    assert metrics == {"policy/grad_norm": pytest.approx(float(step.norm())), "policy/lr": 0.5}
+
+
+def test_the_gradient_is_clipped_by_its_global_norm(folder: Path) -> None:
+    optimizer = OptimizerConfig(name="sgd", lr=1.0, max_grad_norm=0.01, weight_decay=0.0)
+    learner = make_learner(folder, double=True, optimizer=optimizer)
+    before = torch.cat([weight.flatten() for weight in snapshot(learner).values()])
+    learner.forward_backward(close(make_batch(LENGTHS)))
+    assert to_values(learner.optim_step())["policy/grad_norm"] > 0.01
+    after = torch.cat([weight.flatten() for weight in snapshot(learner).values()])
+    assert float((after - before).norm()) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_weight_decay_spares_biases_and_norms(folder: Path) -> None:
+    learner = make_learner(folder, optimizer=OptimizerConfig(lr=0.1, weight_decay=0.5))
+    before = snapshot(learner)
+    learner.optim_step()
+    for name, weight in learner.weights():
+        factor = 1.0 if "norm" in name or "bias" in name else 0.95
+        torch.testing.assert_close(weight, before[name] * factor)
+
+
+def test_the_learning_rate_follows_the_schedule(folder: Path) -> None:
+    optimizer = OptimizerConfig(lr=1.0, warmup_steps=2, schedule="linear", weight_decay=0.0)
+    learner = make_learner(folder, optimizer=optimizer, total_optimizer_steps=6)
+    assert [to_values(learner.optim_step())["policy/lr"] for _ in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf])
+def test_a_non_finite_loss_moves_no_weight_and_training_can_go_on(folder: Path, spoilt: float) -> None:
+    batch = make_batch(LENGTHS)
+    advantages = batch["advantages"].clone()
+    advantages[10] = spoilt
+    learner, clean = make_learner(folder), make_learner(folder)
+    before = snapshot(learner)
+    learner.forward_backward(close(batch.with_columns(advantages=advantages)))
+    with pytest.raises(NonFiniteError, match=r"policy, optimizer step 0: loss .* No weight was changed"):
+        learner.optim_step()
+    assert same(snapshot(learner), before)
+    for either in (learner, clean):
+        either.forward_backward(close(batch))
+        either.optim_step()
+    assert same(snapshot(learner), snapshot(clean))
+
+
+def test_a_non_finite_gradient_names_the_parameter(folder: Path) -> None:
+    learner = make_learner(folder)
+    learner.forward_backward(close(make_batch(LENGTHS)))
+    bad = learner.engine.parameters["model.norm.weight"].grad
+    assert bad is not None
+    bad[3] = math.nan
+    with pytest.raises(NonFiniteError, match=r"not finite in 1 of 26 parameters, first model.norm.weight"):
+        learner.optim_step()
+
+
+def test_a_step_of_padding_alone_is_a_step_with_gradient_zero(folder: Path) -> None:
+    learner, other = make_learner(folder), make_learner(folder)
+    batch = make_batch(LENGTHS)
+    for each in (learner, other):
+        each.forward_backward(close(batch))
+        each.optim_step()
+    learner.forward_backward(close(batch.slice(0, 0).pad_rows(3, uid="p0")))
+    other.forward_backward(close(batch.with_columns(advantages=torch.zeros(batch.num_tokens))))
+    assert to_values(learner.optim_step())["policy/grad_norm"] == 0.0
+    other.optim_step()
+    assert same(snapshot(learner), snapshot(other))
+
+
+def test_the_same_inputs_give_the_same_bits(folder: Path) -> None:
+    def train() -> dict[str, Tensor]:
+        learner = make_learner(folder)
+        for seed in range(3):
+            learner.forward_backward(close(make_batch(LENGTHS, seed=seed, dtype=torch.float32)))
+            learner.optim_step()
+        return snapshot(learner)
+
+    assert same(train(), train())
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_saved_and_loaded_training_goes_on_bit_for_bit(
+    folder: Path, tmp_path: Path, name: str, steps_before: int
+) -> None:
+    optimizer = OptimizerConfig(name=name, lr=1e-2, warmup_steps=3, schedule="cosine")
+
+    def steps(learner: PolicyLearner, seeds: range) -> list[dict[str, float]]:
+        metrics = []
+        for seed in seeds:
+            done = to_values(learner.forward_backward(close(make_batch(LENGTHS, seed=seed, dtype=torch.float32))))
+            metrics.append({**done, **to_values(learner.optim_step())})
+        return metrics
+
+    whole = make_learner(folder, optimizer=optimizer)
+    steps(whole, range(steps_before))
+    whole.save(tmp_path)
+    resumed = make_learner(folder, optimizer=optimizer)
+    steps(resumed, range(7, 8))
+    resumed.load(tmp_path)
+    assert same(snapshot(resumed), snapshot(whole))
+    assert steps(resumed, range(2, 5)) == steps(whole, range(2, 5))
+    assert same(snapshot(resumed), snapshot(whole))
+
+
+def test_a_save_holds_no_pickle_and_tied_weights_once(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    learner = make_learner(folder)
+    learner.forward_backward(close(make_batch(LENGTHS)))
+    learner.optim_step()
+    learner.save(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+    ]
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "model.embed_tokens.weight" in stored
+    assert "lm_head.weight" not in stored
+    assert sorted(stored) == sorted(name for name, _ in learner.weights())
+    assert "exp_avg_sq.model.norm.weight" in load_file(tmp_path / "optimizer.safetensors")
+
+
+def test_an_untied_head_is_its_own_weight(tmp_path: Path) -> None:
+    learner = make_learner(save_tiny_model(tmp_path, tied=False))
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= {name for name, _ in learner.weights()}
+
+
+def test_saving_with_a_pending_gradient_is_refused(folder: Path, tmp_path: Path) -> None:
+    learner = make_learner(folder)
+    learner.forward_backward(close(make_batch(LENGTHS)))
+    with pytest.raises(CheckpointError, match=r"pending gradient"):
+        learner.save(tmp_path)
+
+
+def test_the_state_of_another_model_is_refused_and_changes_nothing(folder: Path, tmp_path: Path) -> None:
+    other = make_learner(save_tiny_model(tmp_path / "other", tied=False))
+    other.save(tmp_path / "state")
+    learner = make_learner(folder)
+    before = snapshot(learner)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight is float32 .* but absent in the model. Is model.path"):
+        learner.load(tmp_path / "state")
+    assert same(snapshot(learner), before)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_missing_or_broken_file_is_refused_and_changes_nothing(folder: Path, tmp_path: Path, name: str) -> None:
+    learner = make_learner(folder)
+    learner.save(tmp_path)
+    before = snapshot(learner)
+    (tmp_path / name).write_bytes(b"\x00")
+    with pytest.raises(CheckpointError, match=r"the policy model cannot be read"):
+        learner.load(tmp_path)
+    (tmp_path / name).unlink()
+    with pytest.raises(CheckpointError, match=r"the policy model cannot be read"):
+        learner.load(tmp_path)
+    assert same(snapshot(learner), before)
+
+
+def test_a_reference_loads_its_own_state_only(folder: Path, tmp_path: Path) -> None:
+    reference = make_learner(folder, role="reference")
+    reference.save(tmp_path / "reference")
+    assert sorted(path.name for path in (tmp_path / "reference").iterdir()) == ["model.safetensors", "state.json"]
+    reference.load(tmp_path / "reference")
+    make_learner(folder).save(tmp_path / "policy")
+    with pytest.raises(CheckpointError, match=r"role 'policy'; expected .*'reference'"):
+        reference.load(tmp_path / "policy")
+
+
+def test_the_export_loads_with_transformers(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    learner = make_learner(folder)
+    learner.forward_backward(close(make_batch(LENGTHS)))
+    learner.optim_step()
+    learner.export_hf(tmp_path / "export")
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= {
+        path.name for path in (tmp_path / "export").iterdir()
+    }
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert model.config.use_cache is True
+    assert same(dict(model.named_parameters()), snapshot(learner))
+    assert load_tokenizer(ModelConfig(path=str(tmp_path / "export"))).encode("w7 w9") == [7, 9]
+
+
+def test_bfloat16_keeps_float32_weights_and_comes_near(folder: Path) -> None:
+    batch = make_batch(LENGTHS, dtype=torch.float32)
+    exact, rounded = make_learner(folder), make_learner(folder)
+    rounded.engine.dtype = torch.bfloat16
+    torch.testing.assert_close(rounded.forward(batch), exact.forward(batch), rtol=0, atol=0.2)
+    for learner in (exact, rounded):
+        learner.forward_backward(close(batch))
+    assert gradient(rounded).dtype == torch.float32
+    similarity = torch.nn.functional.cosine_similarity(gradient(rounded), gradient(exact), dim=0)
+    assert float(similarity) > 0.99
+    rounded.optim_step()
+    assert {weight.dtype for _, weight in rounded.weights()} == {torch.float32}
