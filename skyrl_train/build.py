@@ -1,7 +1,7 @@
 """The composition root: turns a validated `Config` into parts that know only each other's Protocols.
 
-Nothing outside this file and the entry points constructs a model, an engine, a learner or a trainer. Imports of torch and
-everything heavier are inside the functions, so that printing a plan or an error stays quick.
+Nothing outside this file and the entry points constructs a model, an engine, a learner or a trainer. Imports of torch
+and everything heavier are inside the functions, so that printing a plan or an error stays quick.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.errors import ConfigError, DataError, Violation
@@ -49,7 +50,7 @@ class RolloutParts:
 
 
 def set_threads(config: Config) -> None:
-    """Call before anything computes: idle OpenMP threads spin on busy cores and make everything several times slower."""
+    """Call before anything computes: idle OpenMP threads spin on busy cores and make all of it several times slower."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.platform.num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
@@ -95,8 +96,8 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
     )
     if result.num_dropped:
         notes.append(
-            f"{result.num_dropped} {name} prompts have more than data.max_prompt_length={config.data.max_prompt_length} "
-            f"tokens and are left out (the longest has {result.longest})"
+            f"{result.num_dropped} {name} prompts have more than data.max_prompt_length="
+            f"{config.data.max_prompt_length} tokens and are left out (the longest has {result.longest})"
         )
     return result.prompts
 
@@ -162,6 +163,34 @@ def build_evaluator(config: Config, data: Data, generator: Generator, folder: Ru
         batch_size=config.trainer.eval_batch_size,
         default_env_class=config.environment.env_class,
         on_rollouts=keep,
+    )
+
+
+def load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
+    """Gives the engine the policy of the checkpoint `trainer.resume_path` and returns its step; 0 where none is stated.
+
+    Raises CheckpointError where there is no whole checkpoint.
+    """
+    if not config.trainer.resume_path:
+        return 0
+    from safetensors.torch import load_file
+
+    from skyrl_train.distributed.checkpoint import checkpoint_step
+    from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
+
+    checkpoint = FolderCheckpointStore(Path(config.trainer.resume_path), keep=1).find(Path(config.trainer.resume_path))
+    step = checkpoint_step(checkpoint)
+    transport.sync(iter(load_file(checkpoint / "policy" / "model.safetensors").items()), step)
+    return step
+
+
+def replay_violation() -> Violation:
+    """Evaluation asked for where nothing can be generated."""
+    return Violation(
+        field="generator.backend",
+        rule="must generate, to evaluate",
+        value="'replay'",
+        remedy="Use generator=hf or generator=vllm",
     )
 
 

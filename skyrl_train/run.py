@@ -1,4 +1,4 @@
-"""One training run from a validated config: plan, parts, training, and what the user reads at the beginning and the end."""
+"""One run from a validated config: plan, parts, training, and what the user reads at its beginning and its end."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from skyrl_train.build import (
     build_evaluator,
     build_learners,
     build_rollouts,
+    load_checkpoint_weights,
     load_data,
+    replay_violation,
     set_threads,
 )
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
@@ -32,8 +34,8 @@ if TYPE_CHECKING:
 def train(config: Config) -> None:
     """Trains, or goes on training, in `config.output_dir`.
 
-    Raises SkyrlTrainError for whatever the user can mend, before anything expensive where that can be known; StopRequested
-    after a signal, with the checkpoint written.
+    Raises SkyrlTrainError for whatever the user can mend, before anything expensive where that can be known;
+    StopRequested after a signal, with the checkpoint written.
     """
     if violations := validate_config(config):
         raise ConfigError(violations)
@@ -111,12 +113,48 @@ def _train(
     return trainer.train()
 
 
+def evaluate(config: Config) -> None:
+    """One evaluation on `data.validation` with the weights of `model.path`, or of the checkpoint `trainer.resume_path`.
+
+    Writes `evaluation.json` and, with `trainer.dump_rollouts`, `rollouts/`. Raises SkyrlTrainError.
+    """
+    if violations := validate_config(config):
+        raise ConfigError(violations)
+    set_threads(config)
+    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.evaluation_report import evaluation_line, figures_table, write_evaluation
+
+    console = RunConsole()
+    folder = RunFolder(Path(config.output_dir))
+    folder.create()
+    console.header(
+        f"skyrl_train: evaluation of {config.trainer.resume_path or config.model.path}", _first_lines(config)
+    )
+    data = load_data(config)
+    if not data.validation:
+        raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
+    with folder.held(), ExitStack() as stack:
+        rollouts = build_rollouts(config, stack, on_progress=console.on_progress)
+        step = load_checkpoint_weights(config, rollouts.transport)
+        evaluator = build_evaluator(config, data, rollouts.generator, folder)
+        if evaluator is None:
+            raise ConfigError([replay_violation()])
+        with console.phase("evaluate"):
+            result = evaluator.evaluate(step)
+        write_evaluation(folder.evaluation_file, result)
+    console.note(evaluation_line(result))
+    console.show(figures_table(result))
+    console.note(f"written: {folder.evaluation_file}, {folder.rollouts}")
+
+
 def _first_lines(config: Config) -> list[str]:
     """What a user wants to know before anything happens: where it runs, what it trains, where it writes."""
     detected = detect_platform()
     why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
     return [
-        f"platform    {config.platform.name} ({why}); placement {config.placement.backend}, strategy {config.strategy.name}",
+        f"platform    {config.platform.name} ({why})",
+        f"placement   {config.placement.backend}, strategy {config.strategy.name}",
         f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
         f"data        {', '.join(config.data.train)}",
         f"environment {config.environment.env_class}, up to {config.generator.max_turns} turns",
@@ -141,11 +179,14 @@ def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
 
 
 def _say_goodbye(config: Config, folder: RunFolder, console: RunConsole, result: TrainingResult) -> None:
-    console.header(f"done after step {result.global_step}", [
-        f"learning curve  {folder.learning_curve_file}",
-        f"metrics         {folder.metrics_file}",
-        *([f"model           {folder.export}"] if config.trainer.export_hf else []),
-    ])
+    console.header(
+        f"done after step {result.global_step}",
+        [
+            f"learning curve  {folder.learning_curve_file}",
+            f"metrics         {folder.metrics_file}",
+            *([f"model           {folder.export}"] if config.trainer.export_hf else []),
+        ],
+    )
 
 
 def _write_config(config: Config, path: Path) -> None:

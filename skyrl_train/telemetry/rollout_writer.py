@@ -1,4 +1,4 @@
-"""Writes each step's rollouts beside the training: JSON of millions of tokens takes seconds that no one should wait for."""
+"""Writes each step's rollouts beside the training: JSON of millions of tokens takes seconds; no one should wait."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RolloutWriter:
         self._pending: Future[Path] | None = None
 
     def write(self, rollouts: RolloutBatch, batch: TrainingInputBatch, *, step: int) -> None:
-        """Starts to write `rollouts/train_step_NNNNNN.jsonl`; first waits for the step before, and raises what went wrong
-        with it."""
+        """Starts to write `rollouts/train_step_NNNNNN.jsonl`; first waits for the step before, and raises what
+        went wrong with it."""
         self.flush()
         self._pending = self._thread.submit(self._write, rollouts, batch, step)
 
