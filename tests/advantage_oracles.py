@@ -1,0 +1,280 @@
+"""Advantage estimators straight from their formulas: plain loops over floats, no tensors. And random inputs for them.
+
+A trajectory here is a list of turns, a turn a context (tokens that are not trained) and actions (tokens that are). The
+same trajectories are laid out as one row each or as one row per turn; what an oracle says must hold for both.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from skyrl_train.algorithms.inputs import AdvantageInputs
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class Step:
+    """One turn: `context` tokens before it, and per action a value and two log-probabilities."""
+
+    context: int
+    values: list[float]
+    reward: float
+    old_logprobs: list[float] = field(default_factory=list)
+    ref_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sample:
+    prompt: int
+    steps: list[Step]
+    failed: bool = False
+
+    @property
+    def outcome(self) -> float:
+        return sum(step.reward for step in self.steps)
+
+    @property
+    def num_actions(self) -> int:
+        return sum(len(step.values) for step in self.steps)
+
+
+def random_samples(seed: int, *, binary_rewards: bool = False, max_turns: int = 3) -> list[Sample]:
+    """Uneven groups (one of a single trajectory), uneven turns, some failures, some groups of equal rewards."""
+    draw = random.Random(seed)
+    samples = []
+    for prompt in range(draw.randint(2, 4)):
+        equal = draw.random() < 0.25
+        for _ in range(1 if prompt == 0 else draw.randint(2, 5)):
+            steps = []
+            for _ in range(draw.randint(1, max_turns)):
+                length = draw.randint(1, 6)
+                reward = float(draw.random() < 0.5) if binary_rewards else draw.uniform(-1, 2)
+                steps.append(
+                    Step(
+                        context=draw.randint(1, 4),
+                        values=[draw.gauss(0, 1) for _ in range(length)],
+                        reward=0.0 if equal else reward,
+                        old_logprobs=[-draw.expovariate(1) for _ in range(length)],
+                        ref_logprobs=[-draw.expovariate(1) for _ in range(length)],
+                    )
+                )
+            samples.append(Sample(prompt=prompt, steps=steps, failed=draw.random() < 0.1))
+    return samples
+
+
+def advantage_inputs_of(
+    samples: Sequence[Sample], *, step_wise: bool, dtype: torch.dtype = torch.float64
+) -> AdvantageInputs:
+    """One row per trajectory, or per turn. Failed ones become a padding row of two tokens."""
+    rows: list[tuple[int, int, int, bool, bool, list[Step]]] = []
+    for trajectory, sample in enumerate(samples):
+        if sample.failed:
+            rows.append((sample.prompt, trajectory, 0, False, True, []))
+        elif step_wise:
+            last = len(sample.steps) - 1
+            rows += [
+                (sample.prompt, trajectory, number, number == last, False, [step])
+                for number, step in enumerate(sample.steps)
+            ]
+        else:
+            rows.append((sample.prompt, trajectory, 0, True, False, sample.steps))
+    width = max(max((sum(s.context + len(s.values) for s in row[5]) for row in rows), default=0), 2)
+    columns = {
+        name: torch.zeros(len(rows), width, dtype=dtype)
+        for name in ("rewards", "values", "old_logprobs", "ref_logprobs")
+    }
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for number, row in enumerate(rows):
+        position = 0
+        for step in row[5]:
+            start = position + step.context
+            position = start + len(step.values)
+            mask[number, start:position] = True
+            for name in ("values", "old_logprobs", "ref_logprobs"):
+                columns[name][number, start:position] = torch.tensor(getattr(step, name), dtype=dtype)
+            columns["rewards"][number, position - 1] = step.reward
+    facts = list(zip(*[row[:5] for row in rows]))
+    return AdvantageInputs(
+        **columns,
+        loss_mask=mask,
+        prompt_index=torch.tensor(facts[0], dtype=torch.int32),
+        trajectory_index=torch.tensor(facts[1], dtype=torch.int32),
+        step_index=torch.tensor(facts[2], dtype=torch.int32),
+        is_last_step=torch.tensor(facts[3]),
+        is_padding=torch.tensor(facts[4]),
+    )
+
+
+def by_trajectory(column: Tensor, inputs: AdvantageInputs, num_trajectories: int) -> list[list[float]]:
+    """A `[rows, len]` column as the list of each trajectory's trained tokens, in order of steps."""
+    found: list[list[float]] = [[] for _ in range(num_trajectories)]
+    for row in sorted(range(len(column)), key=lambda index: int(inputs.step_index[index])):
+        found[int(inputs.trajectory_index[row])] += column[row][inputs.loss_mask[row]].tolist()
+    return found
+
+
+Advantages = list[list[float]]
+"""Per trajectory, per action; failed trajectories have none."""
+
+
+def _kept(samples: Sequence[Sample], values: Callable[[Sample], list[float]]) -> Advantages:
+    return [[] if sample.failed else values(sample) for sample in samples]
+
+
+def _action_rewards(sample: Sample) -> list[float]:
+    return [
+        step.reward if index == len(step.values) - 1 else 0.0
+        for step in sample.steps
+        for index in range(len(step.values))
+    ]
+
+
+def gae_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    def one(sample: Sample) -> list[float]:
+        values = [value for step in sample.steps for value in step.values]
+        rewards = _action_rewards(sample)
+        advantages = [0.0] * len(values)
+        following, next_value = 0.0, 0.0
+        for t in reversed(range(len(values))):
+            delta = rewards[t] + config.gamma * next_value - values[t]
+            following = delta + config.gamma * config.gae_lambda * following
+            advantages[t], next_value = following, values[t]
+        return advantages
+
+    return _kept(samples, one)
+
+
+def _units(samples: Sequence[Sample], config: AlgorithmConfig) -> list[list[tuple[float, tuple[int, int], int]]]:
+    """Per trajectory, per turn: score, group, number of actions. Outcome: one unit for all turns."""
+    found = []
+    for sample in samples:
+        if sample.failed:
+            found.append([])
+        elif config.step_rewards == "outcome":
+            found.append([(sample.outcome, (sample.prompt, 0), sample.num_actions)])
+        else:
+            rewards = [step.reward for step in sample.steps]
+            found.append(
+                [
+                    (
+                        sum(config.gamma ** (j - k) * rewards[j] for j in range(k, len(rewards))),
+                        (sample.prompt, k),
+                        len(sample.steps[k].values),
+                    )
+                    for k in range(len(rewards))
+                ]
+            )
+    return found
+
+
+def _group_oracle(
+    samples: Sequence[Sample],
+    config: AlgorithmConfig,
+    advantage: Callable[[float, list[float], list[int]], float],
+) -> Advantages:
+    """`advantage(score, scores of its group, their numbers of actions)`; 0 for groups of one or of equal scores."""
+    units = _units(samples, config)
+    groups: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    for unit in (unit for of_sample in units for unit in of_sample):
+        groups.setdefault(unit[1], []).append((unit[0], unit[2]))
+    found: Advantages = []
+    for sample, of_sample in zip(samples, units):
+        actions: list[float] = []
+        for value, group, length in of_sample:
+            scores = [score for score, _ in groups[group]]
+            same = max(scores) - min(scores) <= 1e-12
+            result = 0.0 if same else advantage(value, scores, [count for _, count in groups[group]])
+            actions += [result] * (sample.num_actions if config.step_rewards == "outcome" else length)
+        found.append(actions)
+    return found
+
+
+def grpo_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    def one(value: float, scores: list[float], _: list[int]) -> float:
+        deviation = statistics.stdev(scores) if config.normalize_by_std else 1.0
+        return (value - statistics.fmean(scores)) / deviation
+
+    return _group_oracle(samples, config, one)
+
+
+def rloo_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    return _group_oracle(
+        samples, config, lambda value, scores, _: value - (math.fsum(scores) - value) / (len(scores) - 1)
+    )
+
+
+def maxrl_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    def one(value: float, scores: list[float], _: list[int]) -> float:
+        mean = statistics.fmean(scores)
+        return (value - mean) / mean if mean > 0 else 0.0
+
+    return _group_oracle(samples, config, one)
+
+
+def opo_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    def one(value: float, scores: list[float], lengths: list[int]) -> float:
+        weighted = math.fsum(score * length for score, length in zip(scores, lengths))
+        return value - weighted / sum(lengths)
+
+    return _group_oracle(samples, config, one)
+
+
+def reinforce_pp_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    """Before whitening."""
+
+    def one(sample: Sample) -> list[float]:
+        rewards = _action_rewards(sample)
+        return [
+            math.fsum(config.gamma ** (j - t) * rewards[j] for j in range(t, len(rewards))) for t in range(len(rewards))
+        ]
+
+    return _kept(samples, one)
+
+
+def reinforce_pp_baseline_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    """Before whitening."""
+    return _group_oracle(samples, config, lambda value, scores, _: value - statistics.fmean(scores))
+
+
+def distillation_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    def one(sample: Sample) -> list[float]:
+        return [
+            ref - old for step in sample.steps for old, ref in zip(step.old_logprobs, step.ref_logprobs, strict=True)
+        ]
+
+    return _kept(samples, one)
+
+
+ADVANTAGE_ORACLES: dict[str, Callable[[Sequence[Sample], AlgorithmConfig], Advantages]] = {
+    "gae": gae_oracle,
+    "grpo": grpo_oracle,
+    "rloo": rloo_oracle,
+    "reinforce++": reinforce_pp_oracle,
+    "reinforce++_baseline": reinforce_pp_baseline_oracle,
+    "maxrl": maxrl_oracle,
+    "opo": opo_oracle,
+    "on_policy_distillation": distillation_oracle,
+}
+
+
+def advantage_error(name: str, seed: int, config: AlgorithmConfig) -> float:
+    """Largest difference between the estimator and its oracle, over both layouts of one random input."""
+    samples = random_samples(seed, binary_rewards=name == "maxrl")
+    expected = ADVANTAGE_ORACLES[name](samples, config)
+    largest = 0.0
+    for step_wise in (False, True):
+        inputs = advantage_inputs_of(samples, step_wise=step_wise)
+        found = by_trajectory(ADVANTAGE_ESTIMATORS[name](inputs, config).advantages, inputs, len(samples))
+        if [len(actions) for actions in found] != [len(actions) for actions in expected]:
+            raise AssertionError(f"{name}: numbers of actions differ")
+        pairs = zip((a for actions in found for a in actions), (a for actions in expected for a in actions))
+        largest = max([largest, *(abs(one - other) for one, other in pairs)])
+    return largest

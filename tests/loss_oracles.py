@@ -1,0 +1,201 @@
+"""Policy losses and their derivatives straight from their formulas: plain loops over floats. And random inputs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.inputs import PolicyLossInputs
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.config.algorithm import AlgorithmConfig
+
+
+@dataclass(frozen=True)
+class Token:
+    """One trained token, and the row it is in."""
+
+    new: float
+    old: float
+    rollout: float
+    advantage: float
+
+
+Row = list[Token]
+
+
+def random_loss_inputs(seed: int, *, num_rows: int = 5, width: int = 9, spread: float = 0.5) -> PolicyLossInputs:
+    """Float64; holes in the mask, one row without any trained token, NaN and infinity where the mask is False."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal() -> Tensor:
+        return torch.randn(num_rows, width, generator=generator, dtype=torch.float64)
+
+    mask = torch.rand(num_rows, width, generator=generator) > 0.3
+    mask[0, 0], mask[-1] = True, False
+    old = -normal().abs() - 0.05
+    new = (old + spread * normal()).clamp(max=-1e-4)
+    rollout = (old + 0.3 * spread * normal()).clamp(max=-1e-4)
+    advantages = normal()
+    junk = torch.tensor([math.nan, math.inf, -math.inf], dtype=torch.float64).repeat(num_rows, width)[:, :width]
+    columns = [torch.where(mask, column, junk) for column in (new, old, rollout, advantages)]
+    return PolicyLossInputs(
+        logprobs=columns[0].requires_grad_(),
+        old_logprobs=columns[1],
+        rollout_logprobs=columns[2],
+        advantages=columns[3],
+        loss_mask=mask,
+    )
+
+
+def tokens_of(inputs: PolicyLossInputs) -> list[Row]:
+    columns = (inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs, inputs.advantages)
+    return [
+        [
+            Token(*(float(column[row, t].detach()) for column in columns))
+            for t in inputs.loss_mask[row].nonzero().flatten()
+        ]
+        for row in range(len(inputs.loss_mask))
+    ]
+
+
+def _clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+LossOracle = Callable[[Row, int, AlgorithmConfig], tuple[float, float]]
+"""`(row, index, config)` to the token's loss and its derivative by the token's own log-probability."""
+
+
+def _ppo(ratio: float, advantage: float, config: AlgorithmConfig) -> tuple[float, float]:
+    clipped = _clip(ratio, 1 - config.eps_clip_low, 1 + config.eps_clip_high)
+    objective = min(ratio * advantage, clipped * advantage)
+    free = ratio * advantage <= clipped * advantage
+    return -objective, -ratio * advantage if free else 0.0
+
+
+def regular_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = row[index]
+    return _ppo(math.exp(token.new - token.old), token.advantage, config)
+
+
+def dual_clip_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = row[index]
+    loss, slope = regular_oracle(row, index, config)
+    ceiling = -config.clip_ratio_c * token.advantage
+    return (ceiling, 0.0) if token.advantage < 0 and loss > ceiling else (loss, slope)
+
+
+def gspo_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    return _ppo(math.exp(statistics.fmean(t.new - t.old for t in row)), row[index].advantage, config)
+
+
+def cispo_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = row[index]
+    weight = _clip(math.exp(token.new - token.old), 1 - config.eps_clip_low, 1 + config.eps_clip_high)
+    return -weight * token.advantage * token.new, -weight * token.advantage
+
+
+def sapo_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = row[index]
+    tau = config.sapo_tau_pos if token.advantage > 0 else config.sapo_tau_neg
+    ratio = math.exp(token.new - token.old)
+    gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+    return -token.advantage * 4 / tau * gate, -token.advantage * 4 * gate * (1 - gate) * ratio
+
+
+def _covariances(row: Row) -> list[float]:
+    mean = statistics.fmean(token.new for token in row)
+    return [token.advantage * (token.new - mean) for token in row]
+
+
+def _highest(row: Row, candidates: list[int], share: float) -> list[int]:
+    quota = max(int(len(row) * share), 1) if share > 0 else 0
+    return sorted(candidates, key=lambda index: -_covariances(row)[index])[:quota]
+
+
+def clip_cov_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    covariances = _covariances(row)
+    candidates = []
+    for number, token in enumerate(row):
+        ratio = math.exp(token.new - token.old)
+        clipped = _clip(ratio, 1 - config.eps_clip_low, 1 + config.eps_clip_high)
+        free = -clipped * token.advantage <= -ratio * token.advantage
+        if free and config.clip_cov_low < covariances[number] < config.clip_cov_high:
+            candidates.append(number)
+    if index in _highest(row, candidates, config.clip_cov_share):
+        return 0.0, 0.0
+    return regular_oracle(row, index, config)
+
+
+def kl_cov_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = row[index]
+    ratio = math.exp(token.new - token.old)
+    loss, slope = -ratio * token.advantage, -ratio * token.advantage
+    if index in _highest(row, list(range(len(row))), config.kl_cov_share):
+        loss += config.kl_cov_coef * abs(token.new - token.old)
+        slope += config.kl_cov_coef * math.copysign(1.0, token.new - token.old)
+    return loss, slope
+
+
+def rollout_is_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = row[index]
+    ratio = math.exp(token.new - token.rollout)
+    weight = ratio if 1 - config.eps_clip_low < ratio < 1 + config.eps_clip_high else 0.0
+    return -weight * token.advantage * token.new, -weight * token.advantage
+
+
+def dppo_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = row[index]
+    p, q = math.exp(token.rollout), math.exp(token.new)
+    if config.dppo_divergence == "tv":
+        divergence = abs(p - q)
+    else:
+        divergence = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    left = (token.advantage > 0 and q > p and divergence > config.eps_clip_high) or (
+        token.advantage < 0 and q < p and divergence > config.eps_clip_low
+    )
+    weight = 0.0 if left else min(q / p, config.dppo_max_ratio)
+    return -weight * token.advantage * token.new, -weight * token.advantage
+
+
+def importance_sampling_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = row[index]
+    ratio = math.exp(token.new - token.old)
+    return -ratio * token.advantage, -ratio * token.advantage
+
+
+def cross_entropy_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    return -row[index].new, -1.0
+
+
+LOSS_ORACLES: dict[str, LossOracle] = {
+    "regular": regular_oracle,
+    "dual_clip": dual_clip_oracle,
+    "gspo": gspo_oracle,
+    "cispo": cispo_oracle,
+    "sapo": sapo_oracle,
+    "clip_cov": clip_cov_oracle,
+    "kl_cov": kl_cov_oracle,
+    "rollout_is": rollout_is_oracle,
+    "dppo": dppo_oracle,
+    "importance_sampling": importance_sampling_oracle,
+    "cross_entropy": cross_entropy_oracle,
+}
+
+
+def loss_error(name: str, seed: int, config: AlgorithmConfig) -> float:
+    """Largest difference between loss, or gradient, and the oracle over one random input."""
+    inputs = random_loss_inputs(seed)
+    losses = POLICY_LOSSES[name](inputs, config).token_losses
+    (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
+    expected, slopes = torch.zeros_like(losses), torch.zeros_like(losses)
+    for number, row in enumerate(tokens_of(inputs)):
+        for index, position in enumerate(inputs.loss_mask[number].nonzero().flatten()):
+            loss, slope = LOSS_ORACLES[name](row, index, config)
+            expected[number, position], slopes[number, position] = loss, slope
+    return max(float((losses - expected).detach().abs().max()), float((gradient - slopes).abs().max()))
