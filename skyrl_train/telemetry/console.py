@@ -120,26 +120,26 @@ class RunConsole:
 def step_line(metrics: Mapping[str, float], *, step: int, total_steps: int, left_s: float) -> str:
     """At most 100 columns for ordinary values.
 
-    Example: `step  3/40 | reward 0.412 | kl 0.0011 | ent 0.820 | len 18.2 ctx 41 | 4.8k tok/s | 1.3 s | 0:48 left`.
+    Example: `step  3/40  reward 0.412  kl 0.0011  ent 0.82  len 18.2  ctx 41.0  4.8k tok/s  1.3 s  0:48 left`.
     """
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     columns = (
-        ("reward/mean", "reward {:.3f}"),
-        ("kl/reference", "kl {:.4f}"),
-        ("policy/entropy", "ent {:.3f}"),
-        ("response_length/mean", "len {:.1f}"),
-        ("context_length/mean", "ctx {:.0f}"),
+        ("reward/mean", "reward", "{:.3f}".format),
+        ("kl/reference", "kl", "{:.4f}".format),
+        ("policy/entropy", "ent", "{:.2f}".format),
+        ("response_length/mean", "len", _three_digits),
+        ("context_length/mean", "ctx", _three_digits),
     )
-    parts += [form.format(metrics[name]) for name, form in columns if name in metrics]
+    parts += [f"{label} {shown(metrics[name])}" for name, label, shown in columns if name in metrics]
     if "timing/tokens_per_s" in metrics:
         parts.append(f"{_short(metrics['timing/tokens_per_s'])} tok/s")
     if "timing/step" in metrics:
-        parts.append(f"{metrics['timing/step']:.1f} s")
+        parts.append(f"{_three_digits(metrics['timing/step'])} s")
     if step < total_steps:
         parts.append(f"{clock(left_s)} left")
     if metrics.get("failures/count"):
         parts.append(f"{metrics['failures/count']:.0f} FAILED")
-    return " | ".join(parts)
+    return "  ".join(parts)
 
 
 def clock(seconds: float) -> str:
@@ -158,3 +158,10 @@ def _short(value: float) -> str:
         if value >= limit:
             return f"{value / limit:.1f}{suffix}"
     return f"{value:.0f}"
+
+
+def _three_digits(value: float) -> str:
+    """`1.3`, `41.0`, `1480`, `12k`."""
+    if value >= 10_000:
+        return f"{value / 1000:.0f}k"
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"

@@ -180,8 +180,8 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def measure(groups: Sequence[Sequence[Trajectory]]) -> EvaluationFigures:
     """Figures of prompts, given the trajectories of each.
 
-    Failed trajectories are left out of all but their counts; a prompt all of whose trajectories failed is left out of the
-    accuracies, and out of pass@k where fewer than k are left.
+    Failed trajectories are left out of all but their counts; a prompt all of whose trajectories failed is left out of
+    the accuracies, and out of pass@k where fewer than k are left.
     """
     everything = [trajectory for group in groups for trajectory in group]
     kept_groups = [[trajectory for trajectory in group if not trajectory.failed] for group in groups]

@@ -146,6 +146,7 @@ class PPOTrainer:
         if self.start.state is None and self.config.trainer.eval_before_train:
             metrics = self._evaluate(step)
             if metrics:
+                self._flush_rollouts()
                 self.trackers.log({**metrics, **self.timer.finish_step()}, step=step)
         if stop.is_set:
             self._save(step)
@@ -167,12 +168,11 @@ class PPOTrainer:
                 **evaluation,
                 **self.totals.metrics(),
             }
-            if self.rollout_log is not None:
-                self.rollout_log.flush()
+        self._flush_rollouts()
         timings = self.timer.finish_step()
         with self._phase("record"):
             self.trackers.log({**metrics, **timings, **speed_metrics(timings, batch)}, step=step)
-            if evaluation:
+            if evaluation and not last:
                 self._draw()
         stopping = stop.is_set
         if last or stopping or _is_due(step, self.config.trainer.ckpt_interval):
@@ -205,6 +205,11 @@ class PPOTrainer:
     def _keep(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
         if self.rollout_log is not None:
             self.rollout_log.write(rollouts, batch, step=step)
+
+    def _flush_rollouts(self) -> None:
+        if self.rollout_log is not None:
+            with self._phase("log"):
+                self.rollout_log.flush()
 
     def _save(self, step: int) -> None:
         """A checkpoint: each model that learns, and the state of the loop."""

@@ -1,0 +1,218 @@
+"""Whole runs of the loop, with fakes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from skyrl_train.errors import NonFiniteError
+from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.trainers.state import TrainerState
+from tests.fakes_trainer import FakeLearner, fake_run, make_config
+
+
+def test_the_number_of_optimizer_steps_is_the_plans(tmp_path):
+    run = fake_run(tmp_path, config=make_config(tmp_path, update_epochs_per_batch=3))
+    run.run()
+    assert run.learner.num_optimizer_steps == run.plan.total_optimizer_steps == 24
+    assert run.learner.num_closed_prompts == [2] * 24
+    assert read_metrics(run.folder.metrics_file)[-1]["total/optimizer_steps"] == 24
+
+
+def test_step_wise_rows_do_not_change_the_number_of_optimizer_steps(tmp_path):
+    config = make_config(tmp_path)
+    run = fake_run(tmp_path, config=replace(config, generator=replace(config.generator, step_wise_trajectories=True)))
+    run.run()
+    assert run.learner.num_optimizer_steps == 8
+    assert max(record.get("batch/rows", 0) for record in read_metrics(run.folder.metrics_file)) > 8
+
+
+def test_the_engine_has_the_policys_weights_before_each_rollout(tmp_path):
+    run = fake_run(tmp_path)
+    run.run()
+    assert run.engine.versions == [0, 1, 2, 3, 4]
+    assert run.engine.weight == run.learner.weight
+
+
+def test_each_step_takes_the_next_batch_of_prompts_and_evaluations_always_use_the_same_seeds(tmp_path):
+    run = fake_run(tmp_path)
+    run.run()
+    train = [(step, uids) for purpose, step, uids in run.generator.calls if purpose == "train"]
+    assert [step for step, _ in train] == [1, 2, 3, 4]
+    assert sorted(train[0][1] + train[1][1]) == [f"p{index}" for index in range(8)]
+    assert [step for purpose, step, _ in run.generator.calls if purpose == "eval"] == [0, 0, 0]
+
+
+def test_evaluations_happen_before_at_the_interval_and_after(tmp_path):
+    run = fake_run(tmp_path, config=make_config(tmp_path, total_steps=5))
+    result = run.run()
+    assert result is not None
+    assert [evaluation.global_step for evaluation in result.evaluations] == [0, 2, 4, 5]
+    records = read_metrics(run.folder.metrics_file)
+    assert [record["step"] for record in records if "eval/accuracy" in record] == [0, 2, 4, 5]
+    assert records[0]["eval/accuracy"] < records[-1]["eval/accuracy"]
+
+
+def test_without_held_out_prompts_nothing_is_evaluated(tmp_path):
+    run = fake_run(tmp_path, held_out=[])
+    run.run()
+    records = read_metrics(run.folder.metrics_file)
+    assert [record["step"] for record in records] == [1, 2, 3, 4]
+    assert not any(name.startswith("eval/") for record in records for name in record)
+    assert not run.folder.evaluation_file.exists()
+
+
+def test_the_run_folder_holds_everything(tmp_path):
+    run = fake_run(tmp_path)
+    run.run()
+    assert {path.name for path in tmp_path.iterdir()} == {
+        ".lock",
+        "checkpoints",
+        "complete.json",
+        "config.yaml",
+        "evaluation.json",
+        "export",
+        "learning_curve.png",
+        "metrics.jsonl",
+        "plan.json",
+        "rollouts",
+    }
+    assert {path.name for path in (tmp_path / "rollouts").iterdir()} == {
+        *(f"train_step_00000{step}.jsonl" for step in (1, 2, 3, 4)),
+        *(f"eval_step_00000{step}.jsonl" for step in (0, 2, 4)),
+    }
+    assert json.loads((tmp_path / "export" / "model.json").read_text()) == run.learner.weight
+    state = TrainerState.read(tmp_path / "checkpoints" / "step_000004")
+    assert (state.global_step, state.data_position, state.weight_version) == (4, 4, 4)
+
+
+def test_rollouts_are_logged_with_the_advantages_of_their_step(tmp_path):
+    run = fake_run(tmp_path)
+    run.run()
+    file = tmp_path / "rollouts" / "train_step_000001.jsonl"
+    assert read_rollouts(file)[1].n_samples_per_prompt == 2
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        for turn in line["turns"]:
+            assert len(turn["advantages"]) == len(turn["response_token_ids"])
+    assert any(value != 0 for line in lines for turn in line["turns"] for value in turn["advantages"])
+
+
+def test_the_phases_of_a_step_add_up_to_the_step(tmp_path):
+    run = fake_run(tmp_path)
+    run.run()
+    for record in read_metrics(run.folder.metrics_file):
+        seconds = {name: value for name, value in record.items() if name.startswith("timing/")}
+        step_s = seconds.pop("timing/step")
+        phases_s = sum(value for name, value in seconds.items() if not name.endswith("_per_s"))
+        assert phases_s == pytest.approx(step_s, rel=0.05)
+        assert {"timing/sync"} <= set(seconds)
+
+
+def test_failed_trajectories_are_counted_and_have_no_share_in_the_reward(tmp_path):
+    run = fake_run(tmp_path, is_broken=lambda step, prompt, sample: step == 1 and (prompt == 0 or sample == 1))
+    run.run()
+    first = read_metrics(run.folder.metrics_file)[1]
+    assert first["failures/count"] == 5
+    assert first["failures/fraction"] == 5 / 8
+    assert first["failures/environment_error"] == 5
+    assert first["batch/rows"] == 3
+    rewards = [
+        t.reward
+        for t in read_rollouts(tmp_path / "rollouts" / "train_step_000001.jsonl")[1].trajectories
+        if not t.failed
+    ]
+    assert first["reward/mean"] == pytest.approx(sum(rewards) / 3)
+    assert run.learner.num_optimizer_steps == 8
+
+
+def test_a_batch_of_failures_alone_has_no_reward_at_all(tmp_path):
+    run = fake_run(tmp_path, is_broken=lambda step, prompt, sample: step == 2)
+    run.run()
+    record = read_metrics(run.folder.metrics_file)[2]
+    assert record["failures/fraction"] == 1.0
+    assert "reward/mean" not in record
+    assert "response_length/mean" not in record
+    assert run.learner.num_optimizer_steps == 8
+
+
+def test_a_non_finite_gradient_stops_the_run_and_leaves_the_checkpoint(tmp_path):
+    run = fake_run(tmp_path, learner=FakeLearner(fail_at=6))
+    with pytest.raises(NonFiniteError) as refused:
+        run.run()
+    message = str(refused.value)
+    assert "training step 3, policy: optimizer step 2 of 2 (epoch 1, mini-batch 2)" in message
+    assert "step_000002; it was not touched" in message
+    assert [record["step"] for record in read_metrics(run.folder.metrics_file)] == [0, 1, 2]
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000002"]
+    assert run.engine.versions == [0, 1, 2]
+    assert not (tmp_path / "complete.json").exists()
+
+
+def test_a_run_stopped_by_a_non_finite_gradient_resumes_from_the_checkpoint(tmp_path):
+    with pytest.raises(NonFiniteError):
+        fake_run(tmp_path, learner=FakeLearner(fail_at=6)).run()
+    run = fake_run(tmp_path)
+    assert run.run() is not None
+    assert [record["step"] for record in read_metrics(run.folder.metrics_file)] == [0, 1, 2, 3, 4]
+
+
+def test_a_reference_is_scored_and_its_distance_reported(tmp_path):
+    run = fake_run(tmp_path, reference=FakeLearner("reference"))
+    run.run()
+    records = read_metrics(run.folder.metrics_file)
+    assert records[1]["kl/reference"] == 0.0
+    assert records[-1]["kl/reference"] > 0.0
+    assert run.reference is not None
+    assert run.reference.num_optimizer_steps == 0
+
+
+def test_a_critic_is_trained_and_saved_beside_the_policy(tmp_path):
+    config = make_config(tmp_path)
+    critic = replace(config.critic, model=replace(config.critic.model, path="policy"))
+    algorithm = replace(config.trainer.algorithm, advantage_estimator="gae")
+    config = replace(config, critic=critic, trainer=replace(config.trainer, algorithm=algorithm))
+    run = fake_run(tmp_path, config=config, critic=FakeLearner("critic"))
+    run.run()
+    assert run.critic is not None
+    assert run.critic.num_optimizer_steps == run.learner.num_optimizer_steps == 8
+    assert read_metrics(run.folder.metrics_file)[-1]["critic/grad_norm"] > 0
+    assert (tmp_path / "checkpoints" / "step_000004" / "critic").is_dir()
+
+
+def test_the_console_has_a_line_a_step_and_the_table_of_both_evaluations(tmp_path):
+    run = fake_run(tmp_path)
+    run.run()
+    lines = run.output.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines if line.startswith("step ")] == [
+        f"step {step}/4" for step in (1, 2, 3, 4)
+    ]
+    assert any(line.startswith("evaluation at step 0: accuracy 0.") for line in lines)
+    table = next(line for line in lines if "before (step 0)" in line)
+    assert "after (step 4)" in table
+    assert any(line.split()[:2] == ["turns", "used"] for line in lines)
+
+
+@pytest.mark.usefixtures("real_learning_curve")
+def test_the_curve_is_drawn_from_the_runs_own_record(tmp_path):
+    fake_run(tmp_path, config=make_config(tmp_path, total_steps=2)).run()
+    assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_that_cannot_be_drawn_is_a_warning(tmp_path, monkeypatch):
+    def broken(*paths, title):
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr("skyrl_train.trainers.ppo.draw_learning_curve", broken)
+    run = fake_run(tmp_path)
+    assert run.run() is not None
+    assert "warning: learning_curve.png could not be drawn: RuntimeError: no font" in run.output.getvalue()
+
+
+def test_the_final_export_replaces_an_older_one_as_a_whole(tmp_path):
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "stale.json").touch()
+    run = fake_run(tmp_path, config=make_config(tmp_path, total_steps=1))
+    run.run()
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["model.json"]

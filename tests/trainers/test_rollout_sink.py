@@ -1,0 +1,79 @@
+import json
+import threading
+
+import pytest
+import torch
+
+from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.trainers import rollout_sink, steps
+from skyrl_train.trainers.rollout_sink import RolloutLog, advantages_by_turn, cut_rollouts_after
+from skyrl_train.types import RolloutBatch
+from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
+
+TRAJECTORIES = (
+    make_trajectory(make_turn((1, 2), (3, 4)), make_turn((1, 2, 3, 4, 9), (5,)), sample=0),
+    failed_trajectory(sample=1),
+    make_trajectory(make_turn((1, 2), (6, 7, 8)), sample=2),
+)
+ROLLOUTS = RolloutBatch(prompts=tuple(make_prompts(1)), trajectories=TRAJECTORIES, n_samples_per_prompt=3)
+
+
+def numbered_batch(tmp_path, *, step_wise: bool):
+    """The advantage of each trained token is its place among the trained tokens."""
+    from dataclasses import replace
+
+    config = make_config(tmp_path, train_batch_size=1, policy_mini_batch_size=1)
+    generator = replace(config.generator, n_samples_per_prompt=3, step_wise_trajectories=step_wise)
+    batch = steps.assemble(ROLLOUTS, replace(config, generator=generator), step=1, weight_version=0)
+    numbers = torch.cumsum(batch["loss_mask"], 0).float()
+    return batch.with_columns(advantages=torch.where(batch["loss_mask"], numbers, torch.tensor(-1.0)))
+
+
+@pytest.mark.parametrize("step_wise", [False, True])
+def test_advantages_go_to_the_turns_whose_tokens_have_them(tmp_path, step_wise):
+    batch = numbered_batch(tmp_path, step_wise=step_wise)
+    assert advantages_by_turn(ROLLOUTS, batch) == [[[1.0, 2.0], [3.0]], None, [[4.0, 5.0, 6.0]]]
+
+
+def test_what_is_flushed_is_on_disk(tmp_path):
+    log = RolloutLog(tmp_path / "rollouts")
+    log.write(ROLLOUTS, numbered_batch(tmp_path, step_wise=False), step=7)
+    log.write_evaluation(7, ROLLOUTS)
+    log.flush()
+    lines = (tmp_path / "rollouts" / "train_step_000007.jsonl").read_text().splitlines()
+    assert [turn["advantages"] for turn in json.loads(lines[0])["turns"]] == [[1.0, 2.0], [3.0]]
+    assert (tmp_path / "rollouts" / "eval_step_000007.jsonl").exists()
+    log.close()
+
+
+def test_a_full_disk_is_reported_at_the_flush(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rollout_sink, "write_rollouts", full)
+    log = RolloutLog(tmp_path)
+    log.write_evaluation(1, ROLLOUTS)
+    with pytest.raises(SkyrlTrainError, match=r"No space left on device.*trainer\.dump_rollouts=false"):
+        log.flush()
+    log.flush()
+    log.close()
+
+
+def test_a_disk_that_hangs_is_a_deadline(tmp_path, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(rollout_sink, "write_rollouts", lambda *args, **kwargs: release.wait(10))
+    log = RolloutLog(tmp_path, flush_timeout_s=0.01)
+    log.write_evaluation(1, ROLLOUTS)
+    with pytest.raises(DeadlineError, match="writing rollouts"):
+        log.flush()
+    release.set()
+    log.close()
+
+
+def test_later_steps_and_torn_files_are_cut(tmp_path):
+    kept = ["train_step_000002.jsonl", "eval_step_000000.jsonl", "notes.txt"]
+    cut = ["train_step_000003.jsonl", "eval_step_000004.jsonl", ".train_step_000001.jsonl.tmp"]
+    for name in kept + cut:
+        (tmp_path / name).touch()
+    cut_rollouts_after(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == set(kept)

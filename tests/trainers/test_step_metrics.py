@@ -1,0 +1,114 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from skyrl_train.trainers import steps
+from skyrl_train.trainers.state import Totals
+from skyrl_train.trainers.step_metrics import batch_metrics, rollout_metrics, speed_metrics, step_totals
+from skyrl_train.types import FailureKind, Outcome, RolloutBatch, StopReason
+from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
+
+
+def rollouts_of(*trajectories, n_samples=2) -> RolloutBatch:
+    prompts = make_prompts(len(trajectories) // n_samples)
+    named = [
+        replace(trajectory, prompt_uid=f"p{index // n_samples}", sample_index=index % n_samples)
+        for index, trajectory in enumerate(trajectories)
+    ]
+    return RolloutBatch(prompts=tuple(prompts), trajectories=tuple(named), n_samples_per_prompt=n_samples)
+
+
+def batch_of(tmp_path, rollouts: RolloutBatch):
+    count = len(rollouts.prompts)
+    config = make_config(tmp_path, train_batch_size=count, policy_mini_batch_size=count)
+    return steps.assemble(rollouts, config, step=1, weight_version=0)
+
+
+TWO_TURNS = make_trajectory(
+    make_turn((1, 2), (3, 4), stop_reason=StopReason.LENGTH),
+    make_turn((1, 2, 3, 4, 9), (5,), reward=0.5),
+    outcome=Outcome.MAX_TURNS,
+    metrics={"solved": 0.0, "tools": 3.0},
+)
+ONE_TURN = make_trajectory(make_turn((1, 2), (3,), reward=1.0), metrics={"solved": 1.0})
+
+
+def test_rollouts_in_numbers():
+    broken = failed_trajectory(kind=FailureKind.ENGINE_TIMEOUT)
+    metrics = rollout_metrics(rollouts_of(TWO_TURNS, ONE_TURN, ONE_TURN, broken))
+    assert metrics == pytest.approx(
+        {
+            "reward/mean": 2.5 / 3,
+            "reward/std": math.sqrt(2 * (1 / 6) ** 2 + (1 / 3) ** 2) / math.sqrt(3),
+            "reward/max": 1.0,
+            "reward/min": 0.5,
+            "group/zero_variance": 0.0,
+            "env/solved": 2 / 3,
+            "env/tools": 3.0,
+            "turns/mean": 4 / 3,
+            "turns/max": 2.0,
+            "response_length/mean": 5 / 3,
+            "response_length/max": 3.0,
+            "response_length/min": 1.0,
+            "context_length/mean": 4.0,
+            "context_length/max": 6.0,
+            "stop/length": 0.25,
+            "stop/stop": 0.75,
+            "outcome/done": 2 / 3,
+            "outcome/max_turns": 1 / 3,
+            "failures/count": 1.0,
+            "failures/fraction": 0.25,
+            "failures/engine_timeout": 1.0,
+        }
+    )
+
+
+def test_groups_of_equal_rewards_are_counted_among_groups_that_can_differ():
+    metrics = rollout_metrics(rollouts_of(ONE_TURN, ONE_TURN, TWO_TURNS, ONE_TURN, ONE_TURN, failed_trajectory()))
+    assert metrics["group/zero_variance"] == 0.5
+
+
+def test_the_engines_logprobs_are_compared_with_the_trainers(tmp_path):
+    batch = batch_of(tmp_path, rollouts_of(TWO_TURNS, ONE_TURN))
+    trained = batch["loss_mask"].nonzero().squeeze(1)
+    old = batch["rollout_logprobs"].clone()
+    old[trained[0]] += math.log(1.5)
+    metrics = batch_metrics(batch.with_columns(old_logprobs=old), kl_estimator="k1")
+    assert metrics["batch/trained_tokens"] == 4
+    assert metrics["mismatch/logprob_diff_max"] == pytest.approx(math.log(1.5), rel=1e-6)
+    assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(math.log(1.5) / 4, rel=1e-6)
+    assert metrics["mismatch/ratio_mean"] == pytest.approx((1.5 + 3) / 4, rel=1e-6)
+    assert metrics["mismatch/ratio_outside_10_percent"] == 0.25
+
+
+def test_the_distance_to_the_reference_is_a_mean_over_trained_tokens(tmp_path):
+    batch = batch_of(tmp_path, rollouts_of(TWO_TURNS, ONE_TURN))
+    old = torch.where(batch["loss_mask"], -1.0, 99.0)
+    ref = torch.where(batch["loss_mask"], -1.5, 0.0)
+    metrics = batch_metrics(batch.with_columns(old_logprobs=old, ref_logprobs=ref), kl_estimator="k1")
+    assert metrics["kl/reference"] == pytest.approx(0.5)
+
+
+def test_a_batch_of_failures_compares_nothing(tmp_path):
+    batch = batch_of(tmp_path, rollouts_of(failed_trajectory(), failed_trajectory()))
+    batch = batch.with_columns(old_logprobs=torch.zeros(batch.num_tokens))
+    assert batch_metrics(batch, kl_estimator="k3") == {
+        "batch/rows": 0.0,
+        "batch/tokens": 4.0,
+        "batch/trained_tokens": 0.0,
+    }
+
+
+def test_totals_add_up(tmp_path):
+    rollouts = rollouts_of(TWO_TURNS, failed_trajectory())
+    step = step_totals(rollouts, batch_of(tmp_path, rollouts), optimizer_steps=2)
+    assert step == Totals(prompts=1, trajectories=2, tokens=8, optimizer_steps=2, failed_trajectories=1)
+    assert step.plus(step).metrics()["total/tokens"] == 16.0
+
+
+def test_rates_lie_under_timing(tmp_path):
+    batch = batch_of(tmp_path, rollouts_of(TWO_TURNS, ONE_TURN))
+    rates = speed_metrics({"timing/step": 3.0, "timing/generate": 2.0}, batch)
+    assert rates == {"timing/tokens_per_s": 3.0, "timing/generated_tokens_per_s": 2.0}

@@ -1,0 +1,157 @@
+import io
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from skyrl_train.config.schema import Config, ConsoleConfig, TensorboardConfig, TrackerConfig, WandbConfig
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
+from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.telemetry.tracker import Trackers, build_trackers
+from skyrl_train.telemetry.wandb_tracker import choose_mode
+
+
+class MemoryTracker:
+    def __init__(self, fail_at=(), fail_on_close=False) -> None:
+        self.steps: list[int] = []
+        self.closed = False
+        self.fail_at, self.fail_on_close = fail_at, fail_on_close
+
+    def log(self, metrics, *, step):
+        if step in self.fail_at:
+            raise ConnectionError("the server went away")
+        self.steps.append(step)
+
+    def close(self):
+        self.closed = True
+        if self.fail_on_close:
+            raise TimeoutError("no answer")
+
+
+def make(tmp_path, **views):
+    output = io.StringIO()
+    path = tmp_path / "metrics.jsonl"
+    return Trackers(record=MetricsLog(path), views=views, console=RunConsole(file=output)), path, output
+
+
+def test_a_view_that_fails_is_warned_about_once_tried_again_and_accounted_for(tmp_path):
+    broken, other = MemoryTracker(fail_at=(2, 3)), MemoryTracker()
+    trackers, path, output = make(tmp_path, wandb=broken, tensorboard=other)
+    for step in (1, 2, 3, 4):
+        trackers.log({"a": 1.0}, step=step)
+    trackers.close()
+    assert (broken.steps, other.steps) == ([1, 4], [1, 2, 3, 4])
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3, 4]
+    assert output.getvalue().splitlines() == [
+        "warning: tracker wandb failed at step 2 (ConnectionError: the server went away); training goes on, "
+        "metrics.jsonl is complete",
+        "warning: tracker wandb lost 2 steps between 2 and 3; metrics.jsonl has them all",
+    ]
+
+
+def test_a_view_that_does_not_close_does_not_keep_others_from_closing(tmp_path):
+    broken, other = MemoryTracker(fail_on_close=True), MemoryTracker()
+    trackers, _, output = make(tmp_path, wandb=broken, tensorboard=other)
+    trackers.close()
+    assert other.closed
+    assert output.getvalue() == "warning: tracker wandb did not close: TimeoutError: no answer\n"
+
+
+def test_a_record_that_cannot_be_written_stops_the_run(tmp_path):
+    trackers, path, _ = make(tmp_path, other=MemoryTracker())
+    path.mkdir()
+    with pytest.raises(OSError, match="directory"):
+        trackers.log({"a": 1.0}, step=1)
+
+
+def configured(tmp_path, *, console=False, wandb=False, tensorboard=False, **wandb_changes) -> Config:
+    tracker = TrackerConfig(
+        console=ConsoleConfig(enabled=console),
+        wandb=WandbConfig(enabled=wandb, **wandb_changes),
+        tensorboard=TensorboardConfig(enabled=tensorboard),
+    )
+    environment = replace(Config().environment, kwargs={"api_key": "s3cr3t-value", "db_path": "x.db"})
+    return replace(Config(), output_dir=str(tmp_path), tracker=tracker, environment=environment)
+
+
+def logged(config, tmp_path, *, steps=(1, 2), start_step=0) -> str:
+    output = io.StringIO()
+    console = RunConsole(step_lines=config.tracker.console.enabled, file=output)
+    trackers = build_trackers(config, RunFolder(tmp_path), console=console, start_step=start_step, total_steps=2)
+    for step in steps:
+        trackers.log({"reward/mean": step / 2, "timing/step": 1.0, "odd": math.nan}, step=step)
+    trackers.close()
+    return output.getvalue()
+
+
+def test_by_default_only_the_record_is_written(tmp_path):
+    assert logged(configured(tmp_path), tmp_path) == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_the_console_tracker_shows_steps_but_not_the_first_evaluation(tmp_path):
+    shown = logged(configured(tmp_path, console=True), tmp_path, steps=(0, 1))
+    assert shown == "step 1/2  reward 0.500  1.0 s  0:01 left\n"
+
+
+@pytest.mark.parametrize(
+    ("mode", "environ", "expected"),
+    [
+        ("online", {}, "online"),
+        ("offline", {"WANDB_API_KEY": "k"}, "offline"),
+        ("auto", {"NETRC": "/nowhere"}, "offline"),
+        ("auto", {"NETRC": "/nowhere", "WANDB_API_KEY": "k"}, "online"),
+        ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, "disabled"),
+        ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "dryrun"}, "offline"),
+    ],
+)
+def test_wandb_is_online_only_where_a_key_is_configured(mode, environ, expected):
+    assert choose_mode(mode, environ) == expected
+
+
+def test_wandb_finds_the_key_that_its_login_stored(tmp_path):
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine api.wandb.ai login user password abc\n")
+    assert choose_mode("auto", {"NETRC": str(netrc)}) == "online"
+    assert choose_mode("auto", {"NETRC": str(netrc), "WANDB_BASE_URL": "https://other.example"}) == "offline"
+
+
+@pytest.mark.slow
+def test_all_trackers_together_and_resumed(tmp_path, monkeypatch):
+    """Real wandb, offline, and real TensorBoard; no secret reaches the disk."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setattr("sys.argv", ["main", "environment.kwargs.api_key=s3cr3t-value"])
+    config = configured(tmp_path, console=True, wandb=True, tensorboard=True)
+    shown = logged(config, tmp_path, steps=(1, 2, 3))
+    assert "wandb: offline; upload later with `wandb sync" in shown
+    run_id = (tmp_path / "wandb" / "run_id").read_text()
+    logged(config, tmp_path, steps=(3, 4), start_step=2)
+    assert (tmp_path / "wandb" / "run_id").read_text() == run_id
+    runs = [path.name for path in (tmp_path / "wandb").glob("offline-run-*")]
+    assert len(runs) == 2
+    assert all(name.endswith(run_id.strip()) for name in runs)
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or b"s3cr3t-value" not in path.read_bytes(), path
+
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Scalars("reward/mean")] == [1, 2, 3, 4]
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3, 3, 4]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["odd"] is None
+
+
+@pytest.mark.slow
+def test_wandb_online_without_a_key_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    with pytest.raises(
+        SkyrlTrainError, match=r"tracker\.wandb cannot start in mode online.*tracker\.wandb\.mode=offline"
+    ):
+        logged(configured(tmp_path, wandb=True, mode="online"), tmp_path)
