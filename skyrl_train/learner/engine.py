@@ -20,7 +20,7 @@ from skyrl_train.batch.microbatch import MicroBatchStrategy, micro_batches
 from skyrl_train.batch.schedule import learning_rate
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import OptimizerConfig
-from skyrl_train.errors import CheckpointError, NonFiniteError, SkyrlTrainError
+from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, SkyrlTrainError
 from skyrl_train.learner import state
 from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from skyrl_train.model.causal_lm import last_hidden_state
@@ -160,6 +160,7 @@ class ModelEngine:
         self, batch: TrainingInputBatch, *, training: bool
     ) -> Iterator[tuple[TrainingInputBatch, Tensor]]:
         """Micro-batches on the device with their row numbers in `batch`: only rows that have loss tokens."""
+        _require_vocabulary(batch, self.model.config.get_text_config().vocab_size)
         rows = rows_with_loss(batch)
         kept = batch.take(rows)
         for micro_batch in micro_batches(kept, self._micro_batching, training=training):
@@ -184,6 +185,19 @@ class ModelEngine:
         raise NonFiniteError(
             f"{self.name}, optimizer step {self.num_optimizer_steps}: {reason}. No weight was changed. "
             "A smaller trainer.policy.optimizer.lr or max_grad_norm may help; so may model.dtype=float32"
+        )
+
+
+def _require_vocabulary(batch: TrainingInputBatch, vocabulary: int) -> None:
+    """Raises BatchError for a token id that the model has no embedding for."""
+    ids = batch["input_ids"]
+    outside = (ids < 0) | (ids >= vocabulary)
+    if bool(outside.any()):
+        token = int(outside.nonzero()[0])
+        row = int(torch.searchsorted(batch.row_offsets, token, right=True)) - 1
+        raise BatchError(
+            f"token id {int(ids[token])} in a row of {batch.metadata.uids[row]!r}, but the model's vocabulary has "
+            f"{vocabulary} entries. Were these rollouts made with another tokenizer?"
         )
 
 

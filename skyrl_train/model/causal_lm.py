@@ -129,7 +129,13 @@ def load_causal_lm(model: ModelConfig, device: torch.device | str) -> PreTrained
             "they would start at random. Is it a causal language model?"
         )
     _disable_dropout(causal_lm)
-    causal_lm.to(device)  # type: ignore[arg-type]
+    try:
+        causal_lm.to(device)  # type: ignore[arg-type]
+    except (RuntimeError, AssertionError) as error:
+        raise ModelError(
+            f"model path {model.path!r} cannot be put on device {str(device)!r}: {_reason(error)}. "
+            "Set platform.device to one that this machine has, e.g. platform=cpu"
+        ) from error
     if model.gradient_checkpointing:
         causal_lm.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}

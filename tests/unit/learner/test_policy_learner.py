@@ -154,6 +154,14 @@ def test_a_missing_column_is_named(folder: Path) -> None:
         make_learner(folder, algorithm=AlgorithmConfig(kl_loss_coef=0.1)).forward_backward(close(without))
 
 
+def test_a_token_id_outside_the_vocabulary_is_named(folder: Path) -> None:
+    batch = make_batch(LENGTHS)
+    ids = batch["input_ids"].clone()
+    ids[15] = 50
+    with pytest.raises(BatchError, match=r"token id 50 in a row of 'p1', but the model's vocabulary has 50 entries"):
+        make_learner(folder).forward(batch.with_columns(input_ids=ids))
+
+
 def test_the_reference_only_scores(folder: Path) -> None:
     reference = make_learner(folder, role="reference")
     batch = make_batch(LENGTHS)

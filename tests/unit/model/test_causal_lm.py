@@ -181,6 +181,11 @@ def test_a_family_whose_logits_have_an_unknown_twist_is_refused(folder: Path) ->
         check_head(model, name="twisted")
 
 
+def test_a_device_that_is_not_there_is_named(folder: Path) -> None:
+    with pytest.raises(ModelError, match=r"cannot be put on device 'cuda:99': .* Set platform.device"):
+        load_causal_lm(ModelConfig(path=str(folder)), "cuda:99")
+
+
 def test_gemma2_caps_its_logits() -> None:
     from transformers import Gemma2Config, Gemma2ForCausalLM
 

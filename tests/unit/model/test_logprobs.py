@@ -112,6 +112,20 @@ def test_bfloat16_products_accumulate_in_float32() -> None:
     torch.testing.assert_close(entropy.double(), expected_entropy, rtol=0, atol=0.05)
 
 
+def test_nothing_of_size_tokens_times_vocabulary_outlives_the_forward_pass() -> None:
+    tokens, vocabulary = 64, 100
+    hidden, weight = draw(tokens, 4).requires_grad_(), draw(vocabulary, 4).requires_grad_()
+    kept: list[int] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        kept.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        token_scores(hidden, torch.zeros(tokens, dtype=torch.int64), OutputHead(weight=weight), tokens_per_tile=8)
+    assert max(kept) == vocabulary * 4
+
+
 def test_huge_logits_stay_finite() -> None:
     hidden = torch.tensor([[1e4], [-1e4]], requires_grad=True)
     weight = torch.tensor([[1.0], [0.0]])
