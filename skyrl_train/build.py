@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.schema import Config
     from skyrl_train.interfaces import Generator, WeightTransport
-    from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.trainers.evaluate import Evaluator
     from skyrl_train.trainers.ppo import PromptBatches
+    from skyrl_train.trainers.rollout_sink import RolloutLog
     from skyrl_train.trainers.state import DataFingerprint
     from skyrl_train.trainers.steps import Learners
     from skyrl_train.types import Prompt
@@ -39,6 +40,8 @@ class Data:
     validation: tuple[Prompt, ...]
     notes: tuple[str, ...]
     """What was left out, one line each."""
+    recording: ReplayGenerator | None = None
+    """Recorded rollouts in place of an engine; `train` is then what it answers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +105,36 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
     return result.prompts
 
 
-def build_rollouts(config: Config, stack: ExitStack, *, on_progress: Callable[[int, int], None]) -> RolloutParts:
+def _replayed_data(config: Config) -> Data:
+    """The recording supplies the prompts of each step. Raises DataError, ConfigError."""
+    from skyrl_train.rollout.replay import ReplayGenerator
+    from skyrl_train.trainers.state import DataFingerprint
+
+    recording = ReplayGenerator(config.generator.replay_path)
+    recording.check(
+        train_batch_size=config.trainer.train_batch_size,
+        n_samples_per_prompt=config.generator.n_samples_per_prompt,
+        total_steps=config.trainer.total_steps,
+    )
+    prompts = recording.prompts
+    return Data(
+        train=recording,
+        fingerprint=DataFingerprint.of(prompts),
+        num_train=len(prompts),
+        validation=(),
+        notes=(f"rollouts are replayed from {config.generator.replay_path}; nothing is generated or evaluated",),
+        recording=recording,
+    )
+
+
+def build_rollouts(
+    config: Config, data: Data, stack: ExitStack, *, on_progress: Callable[[int, int], None]
+) -> RolloutParts:
     """The engine that `generator.backend` names, and the transport that feeds it. `stack` closes them."""
-    if config.generator.backend == "replay":
-        return _replay(config)
+    if data.recording is not None:
+        from skyrl_train.weight_sync.transport import NoTransport
+
+        return RolloutParts(generator=data.recording, transport=NoTransport())
     if config.generator.backend != "hf":
         raise _not_available("generator.backend", config.generator.backend, "generator=hf or generator=replay")
     from skyrl_train.inference.hf import HFEngine
@@ -141,19 +170,15 @@ def build_learners(config: Config, plan: BatchPlan, stack: ExitStack) -> Learner
     return Learners(policy=policy, reference=reference, critic=None)
 
 
-def build_evaluator(config: Config, data: Data, generator: Generator, folder: RunFolder) -> Evaluator | None:
+def build_evaluator(
+    config: Config, data: Data, generator: Generator, rollout_log: RolloutLog | None
+) -> Evaluator | None:
     """None where there are no held-out prompts, or where rollouts are replayed and nothing new can be generated."""
-    from skyrl_train.telemetry.rollout_log import write_rollouts
     from skyrl_train.trainers.evaluate import Evaluator
     from skyrl_train.trainers.steps import sampling_params
-    from skyrl_train.types import RolloutBatch
 
-    if not data.validation or config.generator.backend == "replay":
+    if not data.validation or data.recording is not None:
         return None
-
-    def keep(step: int, rollouts: RolloutBatch) -> None:
-        if config.trainer.dump_rollouts:
-            write_rollouts(folder.rollouts, rollouts, purpose="eval", global_step=step)
 
     return Evaluator(
         generator,
@@ -162,7 +187,7 @@ def build_evaluator(config: Config, data: Data, generator: Generator, folder: Ru
         n_samples_per_prompt=config.generator.eval_n_samples_per_prompt,
         batch_size=config.trainer.eval_batch_size,
         default_env_class=config.environment.env_class,
-        on_rollouts=keep,
+        on_rollouts=rollout_log.write_evaluation if rollout_log is not None else None,
     )
 
 

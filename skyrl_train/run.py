@@ -79,12 +79,12 @@ def _train(
     checkpoints: CheckpointStore,
     stack: ExitStack,
 ) -> TrainingResult:
-    from skyrl_train.telemetry.rollout_writer import RolloutWriter, cut_rollouts_after
     from skyrl_train.telemetry.tracker import build_trackers
     from skyrl_train.trainers.ppo import PPOTrainer
+    from skyrl_train.trainers.rollout_sink import RolloutLog, cut_rollouts_after
 
     cut_rollouts_after(folder.rollouts, start.global_step)
-    rollouts = build_rollouts(config, stack, on_progress=console.on_progress)
+    rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress)
     learners = build_learners(config, plan, stack)
     trackers = build_trackers(
         config, folder, console=console, start_step=start.global_step, total_steps=plan.total_steps
@@ -92,7 +92,7 @@ def _train(
     stack.callback(trackers.close)
     rollout_log = None
     if config.trainer.dump_rollouts:
-        rollout_log = RolloutWriter(folder.rollouts)
+        rollout_log = RolloutLog(folder.rollouts)
         stack.callback(rollout_log.close)
     trainer = PPOTrainer(
         config=config,
@@ -102,7 +102,7 @@ def _train(
         generator=rollouts.generator,
         learners=learners,
         transport=rollouts.transport,
-        evaluator=build_evaluator(config, data, rollouts.generator, folder),
+        evaluator=build_evaluator(config, data, rollouts.generator, rollout_log),
         checkpoints=checkpoints,
         trackers=trackers,
         rollout_log=rollout_log,
@@ -124,6 +124,7 @@ def evaluate(config: Config) -> None:
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.evaluation_report import evaluation_line, figures_table, write_evaluation
+    from skyrl_train.trainers.rollout_sink import RolloutLog
 
     console = RunConsole()
     folder = RunFolder(Path(config.output_dir))
@@ -135,13 +136,17 @@ def evaluate(config: Config) -> None:
     if not data.validation:
         raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
     with folder.held(), ExitStack() as stack:
-        rollouts = build_rollouts(config, stack, on_progress=console.on_progress)
+        rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress)
         step = load_checkpoint_weights(config, rollouts.transport)
-        evaluator = build_evaluator(config, data, rollouts.generator, folder)
+        rollout_log = RolloutLog(folder.rollouts) if config.trainer.dump_rollouts else None
+        evaluator = build_evaluator(config, data, rollouts.generator, rollout_log)
         if evaluator is None:
             raise ConfigError([replay_violation()])
         with console.phase("evaluate"):
             result = evaluator.evaluate(step)
+        if rollout_log is not None:
+            rollout_log.flush()
+            rollout_log.close()
         write_evaluation(folder.evaluation_file, result)
     console.note(evaluation_line(result))
     console.show(figures_table(result))

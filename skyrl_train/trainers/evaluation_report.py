@@ -43,12 +43,7 @@ def cut_evaluations_after(path: Path, step: int) -> None:
 
 def evaluation_table(before: EvaluationResult, after: EvaluationResult) -> Table:
     """Both evaluations side by side, with what changed; parts (environments, data sources) below the whole."""
-    num_prompts = after.overall.num_prompts
-    samples = f"{after.n_samples_per_prompt} sample{'s' if after.n_samples_per_prompt != 1 else ''} each"
-    table = Table(
-        title=f"Held-out evaluation ({num_prompts} prompts, {samples})", box=box.SIMPLE_HEAD, title_style="bold"
-    )
-    table.add_column("")
+    table = _empty_table(after)
     table.add_column(f"before (step {before.global_step})", justify="right")
     table.add_column(f"after (step {after.global_step})", justify="right")
     table.add_column("change", justify="right")
@@ -58,6 +53,18 @@ def evaluation_table(before: EvaluationResult, after: EvaluationResult) -> Table
     for part in after.parts:
         old = before.parts.get(part)
         _add_row(table, f"accuracy, {part}", old.accuracy if old else None, after.parts[part].accuracy, 3)
+    return table
+
+
+def figures_table(result: EvaluationResult) -> Table:
+    """One evaluation by itself."""
+    table = _empty_table(result)
+    table.add_column(f"step {result.global_step}", justify="right")
+    for name, value_of, digits in _rows(result.overall):
+        table.add_row(name, _shown(value_of(result.overall), digits))
+    table.add_row("failed trajectories", _failures(result.overall))
+    for part, figures in result.parts.items():
+        table.add_row(f"accuracy, {part}", _shown(figures.accuracy, 3))
     return table
 
 
@@ -74,6 +81,14 @@ def evaluation_line(result: EvaluationResult) -> str:
     if figures.num_failed:
         parts.append(f"{figures.num_failed} of {figures.num_trajectories} trajectories failed")
     return f"evaluation at step {result.global_step}: {', '.join(parts)}"
+
+
+def _empty_table(result: EvaluationResult) -> Table:
+    samples = f"{result.n_samples_per_prompt} sample{'s' if result.n_samples_per_prompt != 1 else ''} each"
+    title = f"Held-out evaluation ({result.overall.num_prompts} prompts, {samples})"
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_style="bold")
+    table.add_column("")
+    return table
 
 
 def _rows(figures: EvaluationFigures) -> list[tuple[str, Callable[[EvaluationFigures], float | None], int]]:
