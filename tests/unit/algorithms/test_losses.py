@@ -198,7 +198,7 @@ class TestConfiguredLoss:
             policy_loss(random_loss_inputs(0), AlgorithmConfig(policy_loss=f"{__name__}:flat_loss"))
 
     def test_an_unknown_name_is_refused_with_the_nearest_one(self) -> None:
-        with pytest.raises(ConfigError, match="(?i)did you mean 'regular'"):
+        with pytest.raises(ConfigError, match=r"(?i)did you mean 'regular'"):
             policy_loss(random_loss_inputs(0), AlgorithmConfig(policy_loss="regulr"))
 
     def test_off_policy_weights_multiply_the_token_losses(self) -> None:

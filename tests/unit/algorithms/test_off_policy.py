@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.algorithms.off_policy import Correction, LogRatioLedger, log_ratio_ledger, off_policy_weights
+from skyrl_train.config.algorithm import OffPolicyConfig
+from skyrl_train.errors import BatchError
+
+RATIOS = torch.tensor([[2.0, 0.5, 4.0], [1.0, 1.1, math.nan], [0.01, 1.0, 1.0]], dtype=torch.float64)
+MASK = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+"""Row products 4, 1.1 and 0.01; geometric means 4^(1/3), 1.1^(1/2) and 0.01^(1/3)."""
+
+
+def correct(config: OffPolicyConfig) -> Correction:
+    old = torch.full_like(RATIOS, -1.0)
+    return off_policy_weights(old, old - RATIOS.log(), MASK, config)
+
+
+def rows(weights: Tensor) -> list[list[float]]:
+    return [pytest.approx(row, abs=1e-12) for row in weights.tolist()]
+
+
+def test_without_a_correction_weights_are_1() -> None:
+    assert correct(OffPolicyConfig()).weights.tolist() == [[1.0] * 3] * 3
+
+
+def test_truncated_token_weights() -> None:
+    found = correct(OffPolicyConfig(weight="token", weight_high=1.5))
+    assert rows(found.weights) == [[1.5, 0.5, 1.5], [1.0, 1.1, 1.0], [0.01, 1.0, 1.0]]
+    assert found.metrics["off_policy/weights_bounded_fraction"].value == pytest.approx(2 / 8)
+    assert found.metrics["off_policy/ratio"].value == pytest.approx(10.61 / 8)
+    assert found.metrics["off_policy/weight"].value == pytest.approx(7.61 / 8)
+
+
+def test_masked_token_weights() -> None:
+    found = correct(OffPolicyConfig(weight="token", weight_mode="mask", weight_low=0.5, weight_high=2.0))
+    assert rows(found.weights) == [[2.0, 0.5, 0.0], [1.0, 1.1, 1.0], [0.0, 1.0, 1.0]]
+
+
+def test_sequence_and_geometric_weights_are_the_same_for_a_rows_tokens() -> None:
+    product = correct(OffPolicyConfig(weight="sequence", weight_high=3.0)).weights
+    assert rows(product) == [[3.0] * 3, [1.1, 1.1, 1.0], [0.01] * 3]
+    geometric = correct(OffPolicyConfig(weight="geometric", weight_high=3.0)).weights
+    assert rows(geometric) == [[4 ** (1 / 3)] * 3, [1.1**0.5, 1.1**0.5, 1.0], [0.01 ** (1 / 3)] * 3]
+
+
+@pytest.mark.parametrize(("measure", "low", "high"), [("geometric", 0.9, 1.2), ("product", 0.5, 2.0)])
+def test_a_row_outside_the_mask_is_left_out_whole(measure: str, low: float, high: float) -> None:
+    config = OffPolicyConfig(sequence_mask=measure, sequence_mask_low=low, sequence_mask_high=high)  # type: ignore[arg-type]
+    found = correct(config)
+    assert found.weights.tolist() == [[0.0] * 3, [1.0] * 3, [0.0] * 3]
+    assert found.metrics["off_policy/rows_left_out_fraction"].value == pytest.approx(2 / 3)
+
+
+def test_one_outlier_leaves_its_row_out() -> None:
+    assert correct(OffPolicyConfig(outlier_low=0.1)).weights.tolist() == [[1.0] * 3, [1.0] * 3, [0.0] * 3]
+    assert correct(OffPolicyConfig(outlier_high=3.0)).weights.tolist() == [[0.0] * 3, [1.0] * 3, [1.0] * 3]
+
+
+def test_weights_do_not_depend_on_the_micro_batch() -> None:
+    config = OffPolicyConfig(
+        weight="sequence", sequence_mask="geometric", sequence_mask_low=0.5, sequence_mask_high=2.0
+    )
+    old = torch.full_like(RATIOS, -1.0)
+    one_by_one = [
+        off_policy_weights(old[i : i + 1], (old - RATIOS.log())[i : i + 1], MASK[i : i + 1], config).weights
+        for i in range(3)
+    ]
+    assert torch.equal(torch.cat(one_by_one), correct(config).weights)
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_a_nan_on_a_trained_token_stays_visible(mode: str) -> None:
+    column = torch.tensor([[math.nan]], dtype=torch.float64)
+    config = OffPolicyConfig(weight="token", weight_mode=mode)  # type: ignore[arg-type]
+    assert off_policy_weights(column, column, torch.tensor([[True]]), config).weights.isnan().all()
+
+
+def test_shapes_that_differ_are_named() -> None:
+    with pytest.raises(BatchError, match="rollout_logprobs has shape"):
+        off_policy_weights(RATIOS, RATIOS[:1], MASK, OffPolicyConfig())
+
+
+class TestLedger:
+    LOGPROBS = torch.tensor([[-1.0, -1.2], [-0.5, math.nan]], dtype=torch.float64)
+    OLD = torch.tensor([[-1.1, -1.1], [-0.8, math.nan]], dtype=torch.float64)
+    ROLLOUT = torch.tensor([[-1.15, -1.1], [-1.0, math.nan]], dtype=torch.float64)
+    SAMPLER = torch.tensor([[9.0, 9.0], [-0.95, math.nan]], dtype=torch.float64)
+    MASK = torch.tensor([[True, True], [True, False]])
+    STALE = torch.tensor([False, True])
+
+    @pytest.mark.parametrize("with_sampler", [True, False])
+    def test_the_parts_add_up_to_the_log_ratio(self, with_sampler: bool) -> None:
+        ledger = self.ledger(with_sampler)
+        total = ledger.numerics + ledger.staleness + ledger.drift + ledger.unattributed
+        assert torch.allclose(total, torch.where(self.MASK, self.LOGPROBS - self.ROLLOUT, 0.0), atol=1e-15)
+
+    def test_fresh_rows_have_numerics_and_drift_only(self) -> None:
+        ledger = self.ledger(with_sampler=True)
+        assert ledger.numerics[0].tolist() == pytest.approx([0.05, 0.0])
+        assert ledger.drift[0].tolist() == pytest.approx([0.1, -0.1])
+        assert ledger.staleness[0].tolist() == [0.0, 0.0]
+
+    def test_stale_rows_are_split_by_the_weights_that_sampled(self) -> None:
+        ledger = self.ledger(with_sampler=True)
+        assert ledger.numerics[1].tolist() == pytest.approx([0.05, 0.0])
+        assert ledger.staleness[1].tolist() == pytest.approx([0.15, 0.0])
+
+    def test_without_them_their_part_is_unattributed(self) -> None:
+        ledger = self.ledger(with_sampler=False)
+        assert ledger.unattributed.tolist() == [[0.0, 0.0], [pytest.approx(0.2), 0.0]]
+        assert ledger.numerics[1].tolist() == [0.0, 0.0]
+
+    def test_metrics(self) -> None:
+        metrics = self.ledger(with_sampler=True).metrics(self.MASK)
+        assert metrics["off_policy/numerics_mean"].value == pytest.approx(0.1 / 3)
+        assert metrics["off_policy/drift_abs_mean"].value == pytest.approx(0.5 / 3)
+        assert metrics["off_policy/drift_abs_max"].value == pytest.approx(0.3)
+
+    def ledger(self, with_sampler: bool) -> LogRatioLedger:
+        return log_ratio_ledger(
+            logprobs=self.LOGPROBS,
+            old_logprobs=self.OLD,
+            rollout_logprobs=self.ROLLOUT,
+            loss_mask=self.MASK,
+            is_stale=self.STALE,
+            sampler_logprobs=self.SAMPLER if with_sampler else None,
+        )

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, register_resolvers
+from skyrl_train.config.algorithm import (
+    AlgorithmConfig,
+    FilterConfig,
+    OffPolicyConfig,
+    algorithm_violations,
+    needs_critic,
+    needs_reference,
+)
+from skyrl_train.config.load import load_config
+
+CONF = Path(__file__).resolve().parents[3] / "conf"
+PRESETS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
+
+
+@cache
+def preset(name: str, *overrides: str) -> AlgorithmConfig:
+    register_resolvers()
+    with initialize_config_dir(str(CONF), version_base=HYDRA_VERSION_BASE):
+        node = compose("config", [f"algorithm={name}", "platform=cpu", *overrides])
+    return load_config(node).trainer.algorithm
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_composes_into_the_schema_and_breaks_no_rule(name: str) -> None:
+    config = preset(name, "critic.model.path=policy")
+    assert config.advantage_estimator in ADVANTAGE_ESTIMATORS
+    assert config.policy_loss in POLICY_LOSSES
+    assert algorithm_violations(config) == []
+
+
+def test_every_estimator_and_loss_that_needs_settings_of_its_own_has_a_preset() -> None:
+    configs = [preset(name, "critic.model.path=policy") for name in PRESETS]
+    assert {config.advantage_estimator for config in configs} == set(ADVANTAGE_ESTIMATORS)
+    assert set(POLICY_LOSSES) - {config.policy_loss for config in configs} == {"dual_clip", "cross_entropy"}
+
+
+def test_grpo_preset_is_the_schemas_default() -> None:
+    assert preset("grpo", "critic.model.path=policy") == AlgorithmConfig()
+
+
+def test_who_needs_which_model() -> None:
+    assert needs_critic(preset("ppo", "critic.model.path=policy"))
+    assert not needs_critic(preset("grpo", "critic.model.path=policy"))
+    assert [name for name in PRESETS if needs_reference(preset(name, "critic.model.path=policy"))] == [
+        "distillation",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (AlgorithmConfig(policy_loss="dppo", off_policy=OffPolicyConfig(weight="token")), "off_policy.weight"),
+        (AlgorithmConfig(off_policy=OffPolicyConfig(weight_low=3.0)), "off_policy.weight_low"),
+        (AlgorithmConfig(off_policy=OffPolicyConfig(sequence_mask_low=2.0)), "off_policy.sequence_mask_low"),
+        (AlgorithmConfig(clip_cov_low=9.0), "clip_cov_low"),
+        (AlgorithmConfig(kl_controller="adaptive"), "kl_controller"),
+        (
+            AlgorithmConfig(advantage_estimator="gae", filters=FilterConfig(dynamic_sampling="filter")),
+            "filters.dynamic_sampling",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(config: AlgorithmConfig, field: str) -> None:
+    assert [violation.field for violation in algorithm_violations(config)] == [f"trainer.algorithm.{field}"]
