@@ -185,7 +185,9 @@ def _logprobs_are_recorded(rows: list[_Row]) -> bool:
     """
     recorded = {bool(turn.response_logprobs) for row in rows for turn in row.turns}
     if len(recorded) > 1:
-        raise BatchError("some turns carry log-probabilities of their tokens and some do not: record them for all or none")
+        raise BatchError(
+            "some turns carry log-probabilities of their tokens and some do not: record them for all or none"
+        )
     return recorded != {False}
 
 

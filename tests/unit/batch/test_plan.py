@@ -30,7 +30,7 @@ def test_all_violations_are_raised_at_once():
     with pytest.raises(ConfigError) as error:
         plan_batches(make_config(prompts=8, mini_batch=3, critic_mini_batch=5), num_train_prompts=7)
     fields = [violation.field for violation in error.value.violations]
-    assert fields == ["trainer.policy_mini_batch_size", "trainer.critic_mini_batch_size", "trainer.train_batch_size"]
+    assert fields == ["trainer.train_batch_size", "trainer.policy_mini_batch_size", "trainer.critic_mini_batch_size"]
 
 
 def test_a_plan_is_made_without_torch():
