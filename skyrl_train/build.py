@@ -196,7 +196,7 @@ def load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
 
     Raises CheckpointError where there is no whole checkpoint.
     """
-    if not config.trainer.resume_path:
+    if config.trainer.resume_mode != "from_path":
         return 0
     from safetensors.torch import load_file
 

@@ -1,7 +1,8 @@
 """`python -m skyrl_train.main_generate model.path=FOLDER`: evaluates a model and keeps its rollouts; trains nothing.
 
 The configuration is that of training, so `+experiment=gsm8k_multiturn` evaluates with that experiment's data,
-environment and sampling. `trainer.resume_path=RUN_OR_CHECKPOINT` takes the weights of a checkpoint in place of `model.path`'s.
+environment and sampling. `trainer.resume_mode=from_path trainer.resume_path=RUN_OR_CHECKPOINT` takes
+the weights of a checkpoint in place of `model.path`'s.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def evaluation_line(result: EvaluationResult) -> str:
 def _empty_table(result: EvaluationResult) -> Table:
     samples = f"{result.n_samples_per_prompt} sample{'s' if result.n_samples_per_prompt != 1 else ''} each"
     title = f"Held-out evaluation ({result.overall.num_prompts} prompts, {samples})"
-    table = Table(title=title, box=box.SIMPLE_HEAD, title_style="bold")
+    table = Table(title=title, box=box.SIMPLE_HEAD, title_style="bold", min_width=60)
     table.add_column("")
     return table
 
