@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from skyrl_train.cli.machine import machine_violations
 from skyrl_train.config.fields import nearest, suggest, walk
@@ -27,7 +28,7 @@ from skyrl_train.errors import Violation
 MAX_VARIANTS = 64
 """Values of a sweep that are checked beforehand; Hydra starts the others unchecked and they refuse by themselves."""
 
-_COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, ValueError)
+_COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 
 
 class CommandLine:
@@ -45,6 +46,7 @@ class CommandLine:
         self._multirun = multirun
         self._rules = rules
         self._hydra_overrides: list[str] = []
+        self._known_options: dict[tuple[str, ObjectType], list[str]] = {}
         self._found: dict[str, Violation] = {}
 
     def violations(self, arguments: Sequence[str], *, names_only: bool) -> list[Violation]:
@@ -69,7 +71,7 @@ class CommandLine:
 
     def _parse(self, text: str) -> list[Override]:
         try:
-            return OverridesParser.create().parse_overrides([text])
+            return OverridesParser.create(self._loader).parse_overrides([text])
         except HydraException as error:
             self._add(
                 field=text.partition("=")[0],
@@ -104,7 +106,10 @@ class CommandLine:
         return last in self._options(parent, ObjectType.GROUP)
 
     def _options(self, group: str, kind: ObjectType) -> list[str]:
-        return self._loader.get_group_options(group, kind, self._config_name, self._hydra_overrides)
+        if (group, kind) not in self._known_options:
+            options = self._loader.get_group_options(group, kind, self._config_name, self._hydra_overrides)
+            self._known_options[group, kind] = options
+        return self._known_options[group, kind]
 
     def _check_choices(self, override: Override) -> bool:
         group = override.key_or_group

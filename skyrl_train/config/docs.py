@@ -25,12 +25,12 @@ A run is configured with groups and settings on the command line:
 
     python -m skyrl_train.main +experiment=gsm8k_multiturn model=qwen2.5-0.5b trainer.total_steps=100
 
-A group (`GROUP=NAME`) chooses a file under `conf/`; a setting (`KEY=VALUE`) changes one value. An experiment is added with
+A group (`GROUP=NAME`) chooses a file under `conf/`; a setting (`KEY=VALUE`) changes one value. An experiment is added:
 `+experiment=NAME`. Later wins: the defaults below, `conf/config.yaml`, the groups that the platform chose, the other
 groups, the experiment, the settings on the command line.
 
-- `--cfg job --resolve` prints the configuration that a command line gives, `--info defaults` the files that it came from.
-- `-m seed=0,1,2` runs one training per value, under `outputs/RUN_NAME/sweep_DATE_TIME/`; `hydra.sweep.dir=...` moves it.
+- `--cfg job --resolve` prints what a command line gives, `--info defaults` the files that it came from.
+- `-m seed=0,1,2` trains once per value, under `outputs/RUN_NAME/sweep_DATE_TIME/`; `hydra.sweep.dir=...` moves it.
 - `hydra.run.dir=...`, or `output_dir=...`, chooses the folder of a run; it is `outputs/RUN_NAME/DATE_TIME` otherwise.
 - `--config-dir FOLDER` adds files of your own: `FOLDER/experiment/mine.yaml` is `+experiment=mine`.
 - A value that differs between platforms is written `${per_platform:{cpu:40,gpu:150}}`.

@@ -26,7 +26,7 @@ def test_an_installed_one_wins_over_a_foreign_folder_of_that_name(tmp_path: Path
 
 
 def test_a_missing_one_is_an_error_that_says_where_it_was_sought(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="install skyrl_train again") as error:
+    with pytest.raises(ConfigError, match="Install skyrl_train again") as error:
         conf_dir(tmp_path / "skyrl_train")
 
     assert str(tmp_path / "conf") in str(error.value)

@@ -1,0 +1,166 @@
+"""The files under conf/ against the schema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from composing import composed
+
+from skyrl_train.cli import machine, resolvers
+from skyrl_train.config.fields import walk
+from skyrl_train.config.load import load_config, read_config
+from skyrl_train.config.paths import conf_dir
+from skyrl_train.config.platform import DetectedPlatform
+from skyrl_train.config.schema import Config
+from skyrl_train.config.validate import validate_config
+
+FILES = sorted(path for path in conf_dir().glob("*/*.yaml") if path.parent.name != "hydra")
+EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
+PLATFORMS = ("cpu", "gpu")
+ASKS_FOR_MORE = {
+    "environment=text2sql": ["environment.kwargs.db_path=/databases"],
+    "generator=replay": ["generator.replay_path=."],
+    "generator=vllm": ["placement=ray"],
+    "strategy=ddp": ["placement=ray"],
+    "strategy=fsdp2": ["placement=ray"],
+    "placement=inline": ["strategy=single", "generator=hf"],
+    "algorithm=ppo": ["critic.model.path=policy"],
+}
+"""Choices that do not stand alone, and what goes with them."""
+
+
+def choice(file: Path) -> str:
+    prefix = "+" if file.parent.name == "experiment" else ""
+    return f"{prefix}{file.parent.name}={file.stem}"
+
+
+def leaves(node: Any, prefix: str) -> list[str]:
+    """Dotted names of what a YAML file sets, the keys of `environment.kwargs` left out."""
+    if not isinstance(node, Mapping) or prefix == "environment.kwargs.":
+        return [prefix.rstrip(".")]
+    return [leaf for key, value in node.items() for leaf in leaves(value, f"{prefix}{key}.") if key != "defaults"]
+
+
+def package(file: Path) -> str:
+    """Where a group file's content goes: its `# @package` line, else the group's name."""
+    first = file.read_text(encoding="utf-8").splitlines()[0]
+    name = first.removeprefix("# @package").strip() if first.startswith("# @package") else file.parent.name
+    return "" if name == "_global_" else f"{name}."
+
+
+def test_cpu_without_choices_is_the_schema_but_for_the_tracker_and_the_folder() -> None:
+    config = load_config(composed("platform=cpu", "tracker=[]", "output_dir=outputs"))
+    assert config == Config()
+
+
+def test_everything_in_the_schema_can_be_set_without_a_plus_sign() -> None:
+    node = composed("platform=cpu")
+    for field in walk(Config):
+        parent, _, name = f"root.{field.path}".rpartition(".")
+        section = node
+        for part in parent.split(".")[1:]:
+            section = section[part]
+        assert name in section
+
+
+@pytest.mark.parametrize("file", FILES, ids=choice)
+def test_every_leaf_of_a_file_is_a_setting(file: Path) -> None:
+    known = {field.path for field in walk(Config) if not field.section}
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert set(leaves(content, package(file))) <= known
+
+
+@pytest.mark.parametrize(
+    ("platform", "file"),
+    [
+        pytest.param(platform, file, id=f"{platform}-{choice(file)}")
+        for file in FILES
+        for platform in PLATFORMS
+        if platform == "cpu" or "per_platform" in file.read_text(encoding="utf-8")
+    ],
+)
+def test_every_choice_composes_and_breaks_no_rule(file: Path, platform: str) -> None:
+    first = [] if file.parent.name == "platform" else [f"platform={platform}"]
+    loaded = read_config(composed(*first, choice(file), *ASKS_FOR_MORE.get(choice(file), [])))
+    assert [str(problem) for problem in (*loaded.violations, *validate_config(loaded.config))] == []
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_fits_every_platform(experiment: str, platform: str) -> None:
+    config = load_config(composed(f"+experiment={experiment}", f"platform={platform}"))
+    assert validate_config(config) == []
+    assert config.platform.name == platform
+
+
+def test_the_cpu_platform_is_small_and_in_one_process() -> None:
+    config = load_config(composed("+experiment=gsm8k_multiturn", "platform=cpu"))
+    assert config.model.path == "builtin:tiny_qwen2"
+    assert config.data.train == ("builtin:word_problems/train",)
+    assert config.environment.env_class == "word_problems"
+    assert config.generator.backend == "hf"
+    assert config.placement.backend == "inline"
+    assert machine.machine_violations(config) == []
+
+
+def test_the_gpu_platform_is_qwen_on_gsm8k_with_vllm_on_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SKYRL_TRAIN_DATA", "/datasets")
+    config = load_config(composed("+experiment=gsm8k_multiturn", "platform=gpu"))
+    assert config.model.path == "Qwen/Qwen2.5-1.5B-Instruct"
+    assert config.data.train == ("/datasets/gsm8k/train.parquet",)
+    assert config.environment.env_class == "gsm8k_multi_turn"
+    assert config.generator.backend == "vllm"
+    assert config.placement.backend == "ray"
+    assert config.trainer.train_batch_size > load_config(composed("platform=cpu")).trainer.train_batch_size
+
+
+@pytest.mark.parametrize("found", PLATFORMS)
+def test_the_platform_is_detected_unless_stated(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    monkeypatch.setattr(resolvers, "detect_platform", lambda: DetectedPlatform(name=found, reason="a test"))
+    other = {"cpu": "gpu", "gpu": "cpu"}[found]
+
+    assert load_config(composed()).platform.name == found
+    assert load_config(composed("+experiment=gsm8k_multiturn")).platform.name == found
+    assert load_config(composed(f"platform={other}")).platform.name == other
+
+
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("model=qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct"),
+        ("environment=aime", "aime"),
+        ("generator=replay", "replay"),
+        ("generator.backend=replay", "replay"),
+        ("strategy=fsdp2", "fsdp2"),
+        ("placement=ray", "ray"),
+        ("placement.backend=ray", "ray"),
+    ],
+)
+@pytest.mark.parametrize("first", [[], ["+experiment=gsm8k_multiturn"]])
+def test_the_command_line_wins_over_platform_and_experiment(first: list[str], argument: str, expected: str) -> None:
+    node = composed("platform=cpu", *first, argument)
+    fields = {"model": "path", "environment": "env_class", "generator": "backend", "strategy": "name"}
+    group = argument.partition("=")[0].partition(".")[0]
+    assert node[group][fields.get(group, "backend")] == expected
+
+
+def test_trackers_combine() -> None:
+    tracker = load_config(composed("tracker=[console,wandb]")).tracker
+    assert (tracker.console.enabled, tracker.wandb.enabled, tracker.tensorboard.enabled) == (True, True, False)
+    tracker = load_config(composed("tracker=tensorboard")).tracker
+    assert (tracker.console.enabled, tracker.wandb.enabled, tracker.tensorboard.enabled) == (False, False, True)
+
+
+def test_a_value_per_platform_fails_for_a_platform_it_does_not_name() -> None:
+    loaded = read_config(composed("platform=cpu", "seed='${per_platform:{gpu:1}}'"))
+    (violation,) = loaded.violations
+    assert violation.field == "seed"
+    assert "per_platform has no value for platform 'cpu', only for gpu" in violation.remedy
+
+
+def test_small_numbers_on_the_command_line_are_numbers() -> None:
+    assert load_config(composed("trainer.policy.optimizer.lr=1e-6")).trainer.policy.optimizer.lr == 1e-6

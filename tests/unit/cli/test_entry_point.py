@@ -1,0 +1,105 @@
+"""The command line of a process: the stand-in below is `main.py` without the training."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+STANDIN = """
+import logging
+import sys
+
+import hydra
+
+from skyrl_train.cli import HYDRA_VERSION_BASE, preflight, register_resolvers
+from skyrl_train.config.load import load_config
+from skyrl_train.config.paths import conf_dir
+
+
+@hydra.main(version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name="config")
+def run(node):
+    config = load_config(node)
+    logging.getLogger("standin").info("for the file")
+    logging.getLogger("standin").warning("for the terminal")
+    print("RUN", config.seed, config.output_dir, "torch" in sys.modules)
+
+
+register_resolvers()
+preflight(sys.argv[1:], config_name="config")
+run()
+"""
+
+
+@pytest.fixture
+def started(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Runs the stand-in in an empty folder."""
+    (tmp_path / "standin.py").write_text(STANDIN)
+
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "standin.py", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+
+    return start
+
+
+def test_a_run_writes_into_its_own_folder_and_keeps_the_terminal_quiet(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = started("+experiment=gsm8k_multiturn")
+
+    (folder,) = (tmp_path / "outputs" / "gsm8k_multiturn").iterdir()
+    assert done.stdout == f"RUN 0 {folder} False\n"
+    assert done.stderr == "WARNING standin: for the terminal\n"
+    log = (folder / "run.log").read_text()
+    assert "INFO standin: for the file" in log
+    assert (folder / ".hydra" / "overrides.yaml").read_text() == "- +experiment=gsm8k_multiturn\n"
+
+
+@pytest.mark.parametrize("argument", ["hydra.run.dir=chosen", "output_dir=chosen"])
+def test_both_names_of_the_folder_move_everything(argument: str, started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = started(argument)
+
+    assert done.returncode == 0
+    assert (tmp_path / done.stdout.split()[2]).resolve() == tmp_path / "chosen"
+    assert (tmp_path / "chosen" / ".hydra").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["chosen", "standin.py"]
+
+
+def test_a_sweep_gives_each_run_a_folder(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = started("-m", "seed=3,4")
+
+    (sweep,) = (tmp_path / "outputs" / "skyrl_train").iterdir()
+    assert sweep.name.startswith("sweep_")
+    runs = [line for line in done.stdout.splitlines() if line.startswith("RUN")]
+    assert runs == [f"RUN 3 {sweep / '0'} False", f"RUN 4 {sweep / '1'} False"]
+
+
+def test_problems_end_with_status_two_without_traceback_or_folder(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = started("trainer.train_batch_sise=4", "trainer.train_batch_size=abc", "generator.sampling.temperature=-1")
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[0] == "3 problems in the configuration:"
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_help_shows_examples_groups_and_common_settings(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = started("--help")
+
+    assert done.returncode == 0
+    assert "+experiment=gsm8k_multiturn" in done.stdout
+    assert "platform: cpu, gpu" in done.stdout
+    assert "trainer.train_batch_size" in done.stdout
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_job_can_be_shown_resolved(started) -> None:  # type: ignore[no-untyped-def]
+    done = started("+experiment=gsm8k_multiturn", "seed=9", "--cfg", "job", "--resolve", "-p", "trainer.policy")
+
+    assert done.returncode == 0
+    assert "lr: 0.0002" in done.stdout
+    assert started("--cfg", "hydra", "--resolve", "-p", "hydra.run").returncode == 0

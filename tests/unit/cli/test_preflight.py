@@ -1,0 +1,230 @@
+"""What a user sees for a command line with problems, without starting anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.cli import preflight
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def passes(*arguments: str, rules: bool = True) -> bool:
+    preflight(list(arguments), config_name="config", rules=rules)
+    return True
+
+
+def problems(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """The lines that are printed, after the one that counts them."""
+    with pytest.raises(SystemExit) as stop:
+        preflight(list(arguments), config_name="config")
+    assert stop.value.code == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    head, *lines = output.err.splitlines()
+    assert head.startswith(f"{len(lines)} problem")
+    return [line.removeprefix("  - ") for line in lines]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["+experiment=gsm8k_multiturn"],
+        ["+experiment=gsm8k_multiturn", "trainer.total_steps=3", "hydra.run.dir=elsewhere"],
+        ["model.path=Qwen/Qwen2.5-0.5B-Instruct", "algorithm=dapo", "tracker=[console,wandb]"],
+        ["+environment.kwargs.difficulty=hard"],
+        ["environment=search", "environment.kwargs.topk=5"],
+        ["++trainer.total_steps=3"],
+        ["~trainer.total_steps"],
+        ["-m", "seed=1,2", "trainer.policy.optimizer.lr=1e-4,1e-5"],
+        ["--multirun", "seed=range(0,3)", "hydra/launcher=basic"],
+        ["-m", "algorithm=grpo,dapo"],
+        ["-m", "model=glob(tiny*)"],
+        ["run_name='with, comma'"],
+        ["run_name=${hydra:job.name}_${seed}"],
+        ["output_dir=${hydra:runtime.output_dir}/inner"],
+        ["trainer.policy.optimizer={lr:1e-5,name:sgd}"],
+        ["data.train=[builtin:word_problems/train]", "data.validation=[]"],
+    ],
+)
+def test_sound_command_lines_pass_silently(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert passes(*arguments)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help", "nonsense=1"],
+        ["--hydra-help"],
+        ["--version"],
+        ["--no-such-flag"],
+        ["--cfg", "everything"],
+        ["--config-path", "elsewhere", "nonsense=1"],
+    ],
+)
+def test_what_hydra_answers_by_itself_is_left_to_it(arguments: list[str]) -> None:
+    assert passes(*arguments)
+
+
+def test_misspelt_keys_wrong_types_and_impossible_values_are_shown_together(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["trainer.train_batch_sise=4", "trainer.train_batch_size=abc", "generator.sampling.temperature=-1"]
+    assert problems(capsys, *arguments) == [
+        "trainer.train_batch_sise: is not a setting; got '4'. Did you mean trainer.train_batch_size?",
+        "generator.sampling.temperature: must be at least 0; got -1. Try generator.sampling.temperature=1.0",
+        "trainer.train_batch_size: must be an integer; got 'abc'. Try trainer.train_batch_size=32",
+    ]
+
+
+def test_names_types_rules_and_files_are_shown_together(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["sed=1", "trainer.total_steps=many", "generator.n_samples_per_prompt=1", "data.train=gone.jsonl"]
+    fields = [line.partition(":")[0] for line in problems(capsys, *arguments)]
+    assert fields == ["sed", "trainer.total_steps", "generator.n_samples_per_prompt", "data.train"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("modle=tiny_qwen2", "modle: is not a setting; got 'tiny_qwen2'. Did you mean model=...?"),
+        (
+            "platform=gpuu",
+            "platform: must be one of cpu, gpu; got 'gpuu'. Did you mean platform=gpu?",
+        ),
+        (
+            "experiment=gsm8k_multiturn",
+            "experiment: is added with a plus sign; got experiment=gsm8k_multiturn. Write +experiment=gsm8k_multiturn",
+        ),
+        (
+            "train_batch_size=8",
+            "train_batch_size: is not a setting; got '8'. Did you mean trainer.train_batch_size?",
+        ),
+        (
+            "+trainer.total_stepps=8",
+            "trainer.total_stepps: is not a setting; got '8'. Did you mean trainer.total_steps?",
+        ),
+        (
+            "+trainer.total_steps=8",
+            "trainer.total_steps: was refused; got '8'. Could not append to config."
+            " An item is already at 'trainer.total_steps'."
+            " Either remove + prefix: 'trainer.total_steps=8'."
+            " Or add a second + to add or override 'trainer.total_steps': '++trainer.total_steps=8'",
+        ),
+        (
+            "environment.kwargs.difficulty=hard",
+            "environment.kwargs.difficulty: was refused; got 'hard'. Could not override"
+            " 'environment.kwargs.difficulty'. To append to your config use +environment.kwargs.difficulty=hard",
+        ),
+        (
+            "hydra.run.folder=x",
+            "hydra.run.folder: was refused; got 'x'. Could not override 'hydra.run.folder'."
+            " To append to your config use +hydra.run.folder=x",
+        ),
+        (
+            "trainer.total_steps",
+            "trainer.total_steps: cannot be read as KEY=VALUE; got 'trainer.total_steps'. Error parsing override"
+            " 'trainer.total_steps'. missing EQUAL at '<EOF>'. Quote text that has commas, spaces or brackets:"
+            " \"KEY='...'\"",
+        ),
+        (
+            "seed=1,2",
+            "seed: has several values; got 1,2. Add -m to run one after the other, or write seed=[1,2] for a list",
+        ),
+        (
+            "run_name=${nowhere}",
+            "run_name: could not be worked out; got ${nowhere}. Interpolation key 'nowhere' not found",
+        ),
+        (
+            "environment.env_class=gsm8kk",
+            "environment.env_class: must be one of aime, gsm8k, gsm8k_multi_turn, lcb, search, searchcode, text2sql,"
+            " word_problems; got 'gsm8kk'. Did you mean 'gsm8k'? Write package.module:attr for your own",
+        ),
+        (
+            "model.path=builtin:tiny",
+            "model.path: must be one of builtin:tiny_qwen2; got 'builtin:tiny'. Did you mean 'builtin:tiny_qwen2'?",
+        ),
+        (
+            "platform.device=cuda",
+            "platform.device: cannot be used here: CUDA_VISIBLE_DEVICES='' hides every CUDA device; got 'cuda'."
+            " Try platform=cpu",
+        ),
+    ],
+)
+def test_each_mistake_has_its_remedy(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert problems(capsys, argument)[0] == message
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    (line,) = problems(capsys, "model.path=./empty")
+    assert line == "model.path: must be a folder in Hugging Face format; got './empty'. There is no config.json in it"
+    (line,) = problems(capsys, "model.path=./emtpy")
+    assert line.endswith("did you mean 'empty'?")
+
+
+def test_a_missing_data_file_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.jsonl").touch()
+    (line,) = problems(capsys, "data.train=trian.jsonl")
+    assert line.startswith("data.train: must be data that can be found; got 'trian.jsonl'.")
+    assert "train.jsonl." in line
+
+
+def test_missing_gsm8k_files_name_the_script_that_makes_them(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = problems(capsys, "data=gsm8k")
+    assert [line.partition(":")[0] for line in lines] == ["data.train", "data.validation"]
+    assert all("scripts/prepare_gsm8k.py" in line for line in lines)
+
+
+def test_each_value_of_a_sweep_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = problems(capsys, "-m", "seed=1,two,3", "trainer.policy_mini_batch_size=16,15", "algorithm=grpo,dapoo")
+    fields = [line.partition(":")[0] for line in lines]
+    assert fields == ["algorithm", "seed", "trainer.policy_mini_batch_size"]
+
+
+def test_the_runs_of_a_sweep_may_not_share_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = problems(capsys, "-m", "seed=1,2", "output_dir=here")
+    assert line.startswith("output_dir: must differ between the runs of a sweep")
+    assert passes("-m", "seed=1,2", "output_dir=here_${seed}")
+
+
+def test_flags_between_settings_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = problems(capsys, "+experiment=gsm8k_multiturn", "-m", "seed=1,2")
+    assert line.endswith("Put flags such as -m before or after all of KEY=VALUE")
+
+
+def test_showing_the_config_checks_names_but_not_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert passes("--cfg", "job", "trainer.train_batch_size=abc")
+    (line,) = problems(capsys, "--cfg", "job", "trainer.train_batch_sise=4")
+    assert line.startswith("trainer.train_batch_sise: is not a setting")
+
+
+def test_a_plan_for_another_machine_checks_names_and_types_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert passes("platform=gpu", "generator.n_samples_per_prompt=1", rules=False)
+    with pytest.raises(SystemExit):
+        passes("platform=gpu", "seed=x", rules=False)
+    assert "must be an integer" in capsys.readouterr().err
+
+
+def test_groups_and_experiments_of_the_users_own_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = tmp_path / "own" / "experiment"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("# @package _global_\nseed: 5\ntrainer: {total_stepps: 3}\n")
+    (own / "broken.yaml").write_text("seed: [1\n")
+
+    lines = problems(capsys, "--config-dir", "own", "+experiment=mine")
+    assert lines == ["trainer.total_stepps: is not a setting; got 3. Did you mean trainer.total_steps?"]
+    (line,) = problems(capsys, "--config-dir", "own", "+experiment=broken")
+    assert line.startswith("experiment: was refused; got 'broken'.")
+    (line,) = problems(capsys, "--config-dir", "own", "+experiment=mien")
+    assert line.endswith("Did you mean experiment=mine?")
+
+
+def test_a_gsm8k_override_of_a_user_is_not_mistaken_for_an_unknown_group(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = problems(capsys, "algorithm@critic=grpo")
+    assert lines[0].startswith("algorithm: was refused")

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from skyrl_train.config.load import load_config, read_config
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import ConfigError
+
+
+def test_an_empty_config_is_the_defaults() -> None:
+    assert load_config({}) == Config()
+
+
+@pytest.mark.parametrize("text", ["1e-6", "1.0e-6", "0.000001"])
+def test_small_numbers_in_yaml_are_numbers_whoever_reads_it(text: str) -> None:
+    document = f"trainer: {{policy: {{optimizer: {{lr: {text}}}}}}}"
+
+    assert load_config(OmegaConf.create(document)).trainer.policy.optimizer.lr == 1e-6
+    assert load_config(yaml.safe_load(document)).trainer.policy.optimizer.lr == 1e-6
+
+
+def test_interpolations_are_resolved() -> None:
+    node = OmegaConf.create({"seed": 7, "run_name": "run_${seed}", "trainer": {"total_steps": "${seed}"}})
+    config = load_config(node)
+    assert config.run_name == "run_7"
+    assert config.trainer.total_steps == 7
+
+
+def test_one_failing_interpolation_does_not_hide_the_next_problem() -> None:
+    node = OmegaConf.create(
+        {"run_name": "${nowhere}", "seed": -1, "data": {"train": ["${gone}", "a.jsonl"]}, "model": {"path": "???"}}
+    )
+
+    with pytest.raises(ConfigError) as error:
+        load_config(node)
+
+    found = {violation.field: violation for violation in error.value.violations}
+    assert set(found) == {"run_name", "seed", "data.train", "model.path"}
+    assert found["run_name"].value == "${nowhere}"
+    assert found["run_name"].remedy == "Interpolation key 'nowhere' not found"
+    assert found["model.path"].rule == "must be given"
+
+
+def test_the_error_counts_and_lists_the_problems() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({"trainer": {"train_batch_size": "abc", "train_batch_sise": 4}})
+
+    assert str(error.value).splitlines() == [
+        "2 problems in the configuration:",
+        "  - trainer.train_batch_sise: is not a setting; got 4. Did you mean trainer.train_batch_size?",
+        "  - trainer.train_batch_size: must be an integer; got 'abc'. Try trainer.train_batch_size=32",
+    ]
+
+
+def test_what_was_refused_carries_its_default() -> None:
+    loaded = read_config({"seed": "x", "trainer": {"total_steps": 3}})
+    assert loaded.config.seed == 0
+    assert loaded.config.trainer.total_steps == 3
+    assert loaded.refused == {"seed"}
+
+
+def test_the_result_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        load_config({}).seed = 3  # type: ignore[misc]

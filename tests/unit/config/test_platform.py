@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.platform import detect_platform
+
+
+def test_a_machine_without_a_device_file_is_a_cpu(tmp_path: Path) -> None:
+    found = detect_platform({}, tmp_path)
+    assert (found.name, found.reason) == ("cpu", "no CUDA device found (no /dev/nvidia0)")
+
+
+@pytest.mark.parametrize("device", ["nvidia0", "nvidia3", "dxg"])
+def test_a_device_file_makes_it_a_gpu(tmp_path: Path, device: str) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / device).touch()
+
+    found = detect_platform({}, tmp_path)
+
+    assert (found.name, found.reason) == ("gpu", f"/dev/{device} exists")
+
+
+@pytest.mark.parametrize(("visible", "name"), [("", "cpu"), ("-1", "cpu"), ("0", "gpu"), ("1,0", "gpu")])
+def test_hidden_devices_do_not_count(tmp_path: Path, visible: str, name: str) -> None:
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+
+    assert detect_platform({"CUDA_VISIBLE_DEVICES": visible}, tmp_path).name == name
+
+
+def test_the_reason_says_that_the_user_hid_the_devices(tmp_path: Path) -> None:
+    reason = detect_platform({"CUDA_VISIBLE_DEVICES": "-1"}, tmp_path).reason
+    assert reason == "CUDA_VISIBLE_DEVICES='-1' hides every CUDA device"
+
+
+def test_a_driver_without_a_device_is_no_gpu(tmp_path: Path) -> None:
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").touch()
+
+    found = detect_platform({}, tmp_path)
+
+    assert found.name == "cpu"
+    assert "driver is loaded" in found.reason

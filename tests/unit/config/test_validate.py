@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.load import load_config
+from skyrl_train.config.registered import REGISTRIES, module_exists, registered_names
+from skyrl_train.config.schema import Config
+from skyrl_train.config.validate import RULES, validate_config
+from skyrl_train.errors import Violation
+from skyrl_train.registry import import_attr
+
+
+def config(**dotted: Any) -> Config:
+    """`config(trainer__total_steps=3)` is the default config with `trainer.total_steps=3`."""
+    tree: dict[str, Any] = {}
+    for name, value in dotted.items():
+        *parents, leaf = name.split("__")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[leaf] = value
+    return load_config(tree)
+
+
+def violations(**dotted: Any) -> list[Violation]:
+    return validate_config(config(**dotted))
+
+
+def fields(**dotted: Any) -> list[str]:
+    return [violation.field for violation in violations(**dotted)]
+
+
+def test_the_defaults_break_no_rule() -> None:
+    assert violations() == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "field"),
+    [
+        ({"generator__sampling__max_generate_length": 512}, "generator.sampling.max_generate_length"),
+        ({"generator__eval_sampling__max_generate_length": 600}, "generator.eval_sampling.max_generate_length"),
+        ({"data__max_prompt_length": 512}, "data.max_prompt_length"),
+        ({"trainer__algorithm__advantage_estimator": "grop"}, "trainer.algorithm.advantage_estimator"),
+        ({"trainer__algorithm__policy_loss": "no_such_module:loss"}, "trainer.algorithm.policy_loss"),
+        ({"trainer__micro_batching": "fixd"}, "trainer.micro_batching"),
+        ({"generator__n_samples_per_prompt": 1}, "generator.n_samples_per_prompt"),
+        ({"generator__sampling__temperature": 0.0}, "generator.sampling.temperature"),
+        ({"generator__sampling__top_k": 1}, "generator.sampling.top_k"),
+        (
+            {"generator__eval_n_samples_per_prompt": 4, "generator__eval_sampling__temperature": 0},
+            "generator.eval_n_samples_per_prompt",
+        ),
+        ({"trainer__resume_mode": "from_path"}, "trainer.resume_path"),
+        ({"trainer__resume_path": "somewhere"}, "trainer.resume_path"),
+        ({"trainer__resume_mode": "from_path", "trainer__resume_path": "/no/such"}, "trainer.resume_path"),
+        ({"generator__backend": "replay"}, "generator.replay_path"),
+        ({"generator__backend": "replay", "generator__replay_path": "/no/such"}, "generator.replay_path"),
+        ({"generator__replay_path": "somewhere"}, "generator.replay_path"),
+        ({"placement__policy_num_workers": 2}, "placement.policy_num_workers"),
+        ({"placement__ref_num_workers": 2}, "placement.ref_num_workers"),
+        ({"placement__backend": "ray", "placement__policy_num_workers": 2}, "placement.policy_num_workers"),
+        ({"strategy__name": "fsdp2"}, "strategy.name"),
+        ({"strategy__cpu_offload": True}, "strategy.cpu_offload"),
+        ({"generator__backend": "vllm"}, "generator.backend"),
+        ({"trainer__policy__optimizer__betas": [0.9, 1.0]}, "trainer.policy.optimizer.betas"),
+        ({"critic__optimizer__betas": [-0.1, 0.9]}, "critic.optimizer.betas"),
+        ({"trainer__algorithm__advantage_estimator": "gae"}, "critic.model.path"),
+        ({"trainer__algorithm__step_rewards": "turn_return"}, "trainer.algorithm.step_rewards"),
+        ({"trainer__docs_per_step_exact": True}, "trainer.docs_per_step_exact"),
+        ({"data__train": []}, "data.train"),
+        ({"output_dir": ""}, "output_dir"),
+        ({"trainer__policy_mini_batch_size": 15}, "trainer.policy_mini_batch_size"),
+        ({"trainer__algorithm__kl_controller": "adaptive"}, "trainer.algorithm.kl_controller"),
+    ],
+)
+def test_each_rule_names_the_field_that_breaks_it(broken: dict[str, Any], field: str) -> None:
+    assert field in fields(**broken)
+
+
+@pytest.mark.parametrize(
+    "sound",
+    [
+        {"generator__n_samples_per_prompt": 1, "trainer__algorithm__advantage_estimator": "reinforce++"},
+        {"generator__sampling__temperature": 0.0, "trainer__algorithm__advantage_estimator": "reinforce++"},
+        {"trainer__algorithm__advantage_estimator": "gae", "critic__model__path": "policy"},
+        {"trainer__algorithm__policy_loss": "json:dumps"},
+        {"trainer__algorithm__step_rewards": "turn_return", "generator__step_wise_trajectories": True},
+        {"data__validation": []},
+    ],
+)
+def test_sensible_combinations_pass(sound: dict[str, Any]) -> None:
+    assert violations(**sound) == []
+
+
+def test_what_ray_needs_passes_with_ray() -> None:
+    on_ray = {"placement__backend": "ray", "strategy__name": "fsdp2", "placement__policy_num_workers": 2}
+    assert fields(**on_ray, generator__backend="vllm", strategy__cpu_offload=True) == []
+
+
+def test_recordings_may_be_trained_on_whatever_the_temperature_says(tmp_path: Path) -> None:
+    replay = {"generator__backend": "replay", "generator__replay_path": str(tmp_path)}
+    assert violations(**replay, generator__sampling__temperature=0.0) == []
+
+
+def test_a_missing_path_is_answered_with_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "step_000010").mkdir()
+    wanted = str(tmp_path / "step_00010")
+
+    (violation,) = violations(trainer__resume_mode="from_path", trainer__resume_path=wanted)
+
+    assert violation.remedy == f"in {tmp_path.resolve()}: did you mean 'step_000010'?"
+
+
+def test_all_broken_rules_are_reported_together() -> None:
+    found = fields(generator__n_samples_per_prompt=1, strategy__name="ddp", trainer__resume_mode="from_path")
+    assert found == ["generator.n_samples_per_prompt", "trainer.resume_path", "strategy.name"]
+
+
+def test_rules_about_a_refused_value_are_left_out() -> None:
+    broken = config(generator__n_samples_per_prompt=1, strategy__name="ddp")
+    found = validate_config(broken, refused={"generator.n_samples_per_prompt"})
+    assert [violation.field for violation in found] == ["strategy.name"]
+
+
+def test_rules_read_fields_that_exist() -> None:
+    for rule in RULES:
+        for path in rule.reads:
+            node: object = Config()
+            for name in path.split("."):
+                assert name in {field.name for field in dataclasses.fields(node)}  # type: ignore[arg-type]
+                node = getattr(node, name)
+
+
+@pytest.mark.parametrize(("field", "file", "dictionary"), REGISTRIES)
+def test_names_read_from_source_are_the_registry(field: str, file: str, dictionary: str) -> None:
+    module = f"skyrl_train.{file.removesuffix('.py').replace('/', '.')}"
+    registry = import_attr(f"{module}:{dictionary}", field=field)
+    assert registered_names(file, dictionary) == tuple(registry)  # type: ignore[arg-type]
+
+
+def test_a_registry_that_cannot_be_read_refuses_nothing() -> None:
+    assert registered_names("algorithms/losses.py", "NO_SUCH") == ()
+    assert registered_names("no_such_file.py", "NAMES") == ()
+
+
+def test_modules_are_found_without_running_them() -> None:
+    assert module_exists("json.decoder:JSONDecoder")
+    assert not module_exists("json.no_such:thing")
+    assert not module_exists("no_such_package.module:thing")
+    assert not module_exists(":thing")
