@@ -17,6 +17,7 @@ from skyrl_train.build import (
     replay_violation,
     set_threads,
 )
+from skyrl_train.config.load import write_yaml
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
@@ -196,8 +197,6 @@ def _say_goodbye(config: Config, folder: RunFolder, console: RunConsole, result:
 
 def _write_config(config: Config, path: Path) -> None:
     """The resolved configuration as YAML, secrets redacted."""
-    from omegaconf import OmegaConf
-
     from skyrl_train.telemetry.redact import redact
 
-    OmegaConf.save(OmegaConf.create(redact(dataclasses.asdict(config))), path)
+    write_yaml(redact(dataclasses.asdict(config)), path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -45,6 +46,11 @@ def read_config(node: DictConfig | Mapping[str, Any]) -> Loaded:
     conversion = Conversion(Config)
     config = conversion.section(Config, _plain(node))
     return Loaded(config=config, violations=tuple(conversion.violations))
+
+
+def write_yaml(content: Mapping[str, Any], path: Path) -> None:
+    """Writes plain nested values, e.g. a resolved configuration with its secrets redacted."""
+    OmegaConf.save(OmegaConf.create(dict(content)), path)
 
 
 def _plain(node: Any) -> Any:

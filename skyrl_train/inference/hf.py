@@ -30,7 +30,7 @@ class Tokenizer(Protocol):
     eos_token_id: Any
     pad_token_id: Any
 
-    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> Any: ...
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
 
 
 class _Waiting:

@@ -17,15 +17,15 @@ from typing import Any, Protocol
 
 from skyrl_train.errors import DataError
 from skyrl_train.rollout.failures import Broken, describe
-from skyrl_train.types import ChatMessage, FailureKind
+from skyrl_train.types import ChatMessage, FailureKind, Prompt
 
 
 class ChatTokenizer(Protocol):
     """What is used of a Hugging Face tokenizer."""
 
-    def apply_chat_template(self, conversation: list[ChatMessage], **kwargs: Any) -> Any: ...
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
-    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> Any: ...
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,13 @@ class ChatTokens:
             raise Broken(
                 FailureKind.INVALID_OBSERVATION, f"the chat template refused the messages: {describe(error)}"
             ) from error
+
+    def data_prompt(self, prompt: Prompt) -> tuple[int, ...]:
+        """`first_prompt` of a data row. Raises DataError naming the row where the template refuses its messages."""
+        try:
+            return self.first_prompt(prompt.messages)
+        except Broken as broken:
+            raise DataError(f"prompt {prompt.uid}: {broken.message}. Mend or drop the row.") from broken
 
     def next_prompt(
         self,
