@@ -109,7 +109,7 @@ def filter_by_length(
     """Drops (or refuses) prompts of more than `max_prompt_length` tokens.
 
     Args:
-        count_tokens: Tokens of a prompt as the model will see it, e.g. `RolloutGenerator.prompt_length`.
+        count_tokens: Tokens of a prompt as the model will see it, e.g. `len(chat_tokens.data_prompt(prompt))`.
 
     Raises:
         DataError: With `over_long="error"` for the first prompt that is too long; always where none is left.

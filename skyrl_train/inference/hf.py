@@ -86,6 +86,7 @@ class HFEngine:
         self._max_batch_size = max_batch_size
         self._weight_version = weight_version
         self._num_leases = 0
+        self._fresh_start = False
         self._waiting: dict[_Waiting, None] = {}
         self._generating = False
         self._wave: asyncio.Task[None] | None = None
@@ -100,6 +101,8 @@ class HFEngine:
     @contextlib.contextmanager
     def lease(self) -> Iterator[None]:
         """Announces a trajectory. Enter and leave on the event loop's thread."""
+        # A rollout starts from nothing, whatever was generated before it: a resumed run must give the same.
+        self._fresh_start = self._fresh_start or self._num_leases == 0
         self._num_leases += 1
         try:
             yield
@@ -172,17 +175,16 @@ class HFEngine:
                 return
             wave = sorted(self._waiting, key=lambda waiting: waiting.order)
             self._waiting.clear()
-            self._decoder.start_wave()
             for start in range(0, len(wave), self._max_batch_size):
-                await self._run_batch(wave[start : start + self._max_batch_size])
+                await self._run_batch(wave[start : start + self._max_batch_size], begins_wave=start == 0)
         finally:
             self._generating = False
             self._start_wave_if_due()
 
-    async def _run_batch(self, batch: list[_Waiting]) -> None:
+    async def _run_batch(self, batch: list[_Waiting], *, begins_wave: bool) -> None:
         loop = asyncio.get_running_loop()
         try:
-            version, responses = await loop.run_in_executor(self._executor, self._generate, batch)
+            version, responses = await loop.run_in_executor(self._executor, self._generate, batch, begins_wave)
         except Exception as error:
             broken = EngineError(f"generation failed: {type(error).__name__}: {error}")
             broken.__cause__ = error
@@ -192,9 +194,14 @@ class HFEngine:
         for waiting, response in zip(batch, responses):
             waiting.succeed(response, version)
 
-    def _generate(self, batch: list[_Waiting]) -> tuple[int, list[Response]]:
+    def _generate(self, batch: list[_Waiting], begins_wave: bool) -> tuple[int, list[Response]]:
         """On the engine's thread. Stops early once nobody waits any more."""
         with self._weights_lock:
+            if self._fresh_start:
+                self._fresh_start = False
+                self._decoder.forget()
+            if begins_wave:
+                self._decoder.start_wave()
             responses = self._decoder.run(
                 [waiting.request for waiting in batch],
                 wanted=lambda: not all(waiting.future.done() for waiting in batch),

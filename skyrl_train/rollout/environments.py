@@ -42,6 +42,12 @@ def make_environment(env_class: str, kwargs: Mapping[str, Any], extras: Mapping[
     return create(env_config=make_env_config(env_class, kwargs), extras=copy.deepcopy(dict(extras)))
 
 
+def check_environment(env_class: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError where no environment has that name, or it does not know one of the settings."""
+    resolve_environment(env_class)
+    make_env_config(env_class, kwargs)
+
+
 @functools.cache
 def resolve_environment(env_class: str) -> Callable[..., Environment]:
     """The class (or factory) that `env_class` names. Raises ConfigError with the known names and the nearest."""

@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any
 
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
-from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
+from skyrl_train.errors import EngineError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.agent_loop import AgentLoop, Job, Limits
 from skyrl_train.rollout.chat_tokens import ChatTokenizer, ChatTokens
 from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner
-from skyrl_train.rollout.environments import make_environment, resolve_environment
-from skyrl_train.rollout.failures import Broken
+from skyrl_train.rollout.environments import check_environment, make_environment
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import FailureKind, Prompt, RolloutBatch, SamplingParams, Trajectory
@@ -46,7 +45,7 @@ class RolloutGenerator:
         on_progress: ProgressCallback | None = None,
     ) -> None:
         """Raises ConfigError for an unknown environment, DataError for a tokenizer without a usable chat template."""
-        resolve_environment(environment.env_class)
+        check_environment(environment.env_class, environment.kwargs)
         self._engine = engine
         self._chat = ChatTokens(tokenizer)
         self._environment = environment
@@ -78,7 +77,7 @@ class RolloutGenerator:
             ConfigError: A row names an environment that does not exist.
         """
         for env_class in {prompt.env_class or self._environment.env_class for prompt in prompts}:
-            resolve_environment(env_class)
+            check_environment(env_class, self._environment.kwargs)
         jobs = self._jobs(prompts, n_samples_per_prompt, sampling, global_step, purpose)
         trajectories = self._thread.run(self._run_all(jobs))
         return RolloutBatch(
@@ -99,16 +98,6 @@ class RolloutGenerator:
         """Environments whose `close` raised or hung, so far."""
         return self._runner.num_close_failures
 
-    def prompt_length(self, prompt: Prompt) -> int:
-        """Tokens of the first prompt. Raises DataError where the chat template refuses it."""
-        return len(self._first_prompt(prompt))
-
-    def _first_prompt(self, prompt: Prompt) -> tuple[int, ...]:
-        try:
-            return self._chat.first_prompt(prompt.messages)
-        except Broken as broken:
-            raise DataError(f"prompt {prompt.uid}: {broken.message}. Mend or drop the row.") from broken
-
     def _jobs(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
     ) -> list[Job]:
@@ -118,7 +107,7 @@ class RolloutGenerator:
             # The same prompt twice in a batch must not give the same samples twice.
             prompt_number = derive_seed(0, f"prompt/{prompt.uid}", seen[prompt.uid])
             seen[prompt.uid] += 1
-            token_ids = self._first_prompt(prompt)
+            token_ids = self._chat.data_prompt(prompt)
             jobs.extend(
                 Job(
                     prompt=prompt,

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _CANCEL_TIMEOUT_S = 10.0
+_SIGNAL_POLL_S = 0.5
 
 
 class LoopThread:
@@ -34,6 +35,9 @@ class LoopThread:
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
+            # In slices: a signal that another thread happens to receive does not wake this one.
+            while not concurrent.futures.wait([future], timeout=_SIGNAL_POLL_S).done:
+                continue
             return future.result()
         except BaseException:
             if not future.done():

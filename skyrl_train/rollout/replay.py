@@ -1,7 +1,7 @@
 """`ReplayGenerator`: recorded rollouts in place of an engine and environments.
 
-For debugging an update without generating, and for comparing trainers on the same rollouts. It also supplies the prompts,
-since a recording says what each step trained on.
+For debugging an update without generating, and for comparing trainers on the same rollouts. It also supplies the
+prompts, since a recording says what each step trained on.
 """
 
 from __future__ import annotations
@@ -159,7 +159,8 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise DataError(
-            f"generator.replay_path: no such file or folder: {path}. Give a JSON-lines file or a run's rollouts/ folder."
+            f"generator.replay_path: no such file or folder: {path}. "
+            "Give a JSON-lines file or a run's rollouts/ folder."
         )
     files = sorted(file for file in path.glob("*.jsonl") if not _EVALUATION_FILE.fullmatch(file.name))
     if not files:

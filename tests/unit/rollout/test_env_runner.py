@@ -1,0 +1,205 @@
+"""Environments on threads: deadlines, and one boundary for everything that breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner, StepResult, check_step
+from skyrl_train.rollout.failures import Broken
+from skyrl_train.types import FailureKind
+from tests.fakes import FakeEnvironment, done_with, go_on_with
+
+T = TypeVar("T")
+MESSAGES = [{"role": "user", "content": "2+2?"}]
+
+
+@pytest.fixture(autouse=True)
+def fresh_environments() -> Iterator[None]:
+    FakeEnvironment.reset()
+    yield
+    FakeEnvironment.release.set()
+
+
+def make_session(runner: EnvRunner, **extras: Any) -> EnvironmentSession:
+    return EnvironmentSession(runner, partial(FakeEnvironment, None, extras), name="FakeEnvironment")
+
+
+async def play(runner: EnvRunner, **extras: Any) -> StepResult:
+    """One episode of one step, closed however it goes."""
+    session = make_session(runner, **extras)
+    try:
+        await session.start(MESSAGES)
+        result = await session.step("4")
+        await session.metrics()
+        return result
+    finally:
+        await session.close()
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(coroutine)
+
+
+def broken_by(coroutine: Coroutine[Any, Any, Any]) -> Broken:
+    with pytest.raises(Broken) as caught:
+        asyncio.run(coroutine)
+    return caught.value
+
+
+def test_a_step_gives_observations_reward_and_done() -> None:
+    result = run(play(EnvRunner(max_workers=2, timeout_s=5), steps=[go_on_with("Try again", 0.5)]))
+    assert result == StepResult(observations=[{"role": "user", "content": "Try again"}], reward=0.5, done=False)
+
+
+@pytest.mark.parametrize("method", ["construction", "init", "step", "get_metrics"])
+def test_an_exception_is_a_failure_that_says_what_was_raised(method: str) -> None:
+    broken = broken_by(play(EnvRunner(max_workers=2, timeout_s=5), raise_in=method))
+    assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "ValueError: unknown city 'Oz'")
+
+
+def test_an_environment_that_exits_the_interpreter_fails_its_trajectory_only() -> None:
+    broken = broken_by(play(EnvRunner(max_workers=2, timeout_s=5), raise_in="step", error=SystemExit(3)))
+    assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "RuntimeError: SystemExit: 3")
+
+
+def test_a_timeout_error_of_the_environments_own_is_an_error_not_a_timeout() -> None:
+    broken = broken_by(play(EnvRunner(max_workers=2, timeout_s=5), raise_in="step", error=TimeoutError("database")))
+    assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "TimeoutError: database")
+
+
+@pytest.mark.parametrize("method", ["construction", "init", "step", "get_metrics"])
+def test_a_call_that_hangs_is_given_up_at_its_deadline(method: str) -> None:
+    runner = EnvRunner(max_workers=2, timeout_s=0.05)
+    broken = broken_by(play(runner, hang_in=method))
+    assert broken.kind is FailureKind.ENVIRONMENT_TIMEOUT
+    assert broken.message == f"FakeEnvironment.{method} did not answer within 0.05 s"
+    assert runner.num_abandoned == 1
+
+
+def test_a_hung_call_does_not_cost_a_worker() -> None:
+    runner = EnvRunner(max_workers=1, timeout_s=0.05)
+
+    async def hang_then_play() -> StepResult:
+        with pytest.raises(Broken):
+            await play(runner, hang_in="step")
+        return await play(runner)
+
+    assert run(hang_then_play()).reward == 1.0
+
+
+@pytest.mark.parametrize("method", ["construction", "step"])
+def test_an_environment_that_hung_is_closed_on_its_own_thread_once_it_returns(method: str) -> None:
+    runner = EnvRunner(max_workers=1, timeout_s=0.05)
+    broken_by(play(runner, hang_in=method))
+    assert FakeEnvironment.closed == []
+    FakeEnvironment.release.set()
+    deadline = time.monotonic() + 5
+    while not FakeEnvironment.closed and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (environment,) = FakeEnvironment.closed
+    assert len(environment.threads) == 1
+
+
+def test_a_hung_environment_does_not_keep_the_interpreter_alive() -> None:
+    code = """
+import asyncio, time
+from skyrl_train.rollout.env_runner import EnvRunner
+from skyrl_train.rollout.failures import Broken
+async def main():
+    try:
+        await EnvRunner(max_workers=1, timeout_s=0.1).call(lambda: time.sleep(1000), what="step")
+    except Broken as broken:
+        print(broken.message)
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "step did not answer within 0.1 s"
+
+
+def test_waiting_for_a_free_thread_does_not_count_against_the_deadline() -> None:
+    runner = EnvRunner(max_workers=1, timeout_s=0.5)
+
+    async def calls() -> list[None]:
+        return await asyncio.gather(*(runner.call(partial(time.sleep, 0.15), what="step") for _ in range(5)))
+
+    assert run(calls()) == [None] * 5
+
+
+@pytest.mark.parametrize("extras", [{}, {"raise_in": "step"}, {"raise_in": "init"}, {"steps": [done_with("one")]}])
+def test_an_environment_is_closed_however_its_episode_ends(extras: dict[str, Any]) -> None:
+    async def episode() -> None:
+        try:
+            await play(EnvRunner(max_workers=2, timeout_s=5), **extras)
+        except Broken:
+            return
+
+    run(episode())
+    assert len(FakeEnvironment.closed) == 1
+
+
+@pytest.mark.parametrize("extras", [{"raise_in": "close"}, {"hang_in": "close"}])
+def test_a_close_that_breaks_is_counted_and_loses_nothing(extras: dict[str, Any]) -> None:
+    runner = EnvRunner(max_workers=2, timeout_s=0.05)
+    assert run(play(runner, **extras)).reward == 1.0
+    assert runner.num_close_failures == 1
+
+
+def test_metrics_are_the_finite_numbers() -> None:
+    async def metrics() -> dict[str, float]:
+        session = make_session(EnvRunner(max_workers=2, timeout_s=5))
+        await session.start(MESSAGES)
+        return await session.metrics()
+
+    assert run(metrics()) == {"steps": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [(True, 1.0), (2, 2.0), (np.float32(0.5), 0.5), (np.int64(-3), -3.0), (np.bool_(False), 0.0), (0.1, 0.1)],
+)
+def test_every_kind_of_number_is_a_reward(reward: object, expected: float) -> None:
+    result = check_step(done_with(reward), source="Env.step")
+    assert (result.reward, type(result.reward)) == (expected, float)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", None, [1.0], {"score": 1.0}, 1j, 10**400])
+def test_what_is_not_a_finite_number_is_no_reward(reward: object) -> None:
+    with pytest.raises(Broken, match=r"Env.step returned the reward .*; must be a finite number") as caught:
+        check_step(done_with(reward), source="Env.step")
+    assert caught.value.kind is FailureKind.INVALID_REWARD
+
+
+@pytest.mark.parametrize(
+    "observations",
+    [None, "Try again", [{"content": "no role"}], ["text"], [{"role": "user"}], [{"role": "user", "content": 3}]],
+)
+def test_what_is_not_a_list_of_chat_messages_is_no_observation(observations: object) -> None:
+    with pytest.raises(Broken) as caught:
+        check_step({"observations": observations, "reward": 0.0, "done": False}, source="Env.step")
+    assert caught.value.kind is FailureKind.INVALID_OBSERVATION
+
+
+def test_a_finished_episode_needs_no_observations() -> None:
+    assert check_step({"reward": 1, "done": True}, source="Env.step").observations == []
+
+
+@pytest.mark.parametrize("output", [None, (1, 2), {"observations": [], "reward": 1.0}])
+def test_a_step_without_its_fields_is_an_environment_error(output: object) -> None:
+    with pytest.raises(Broken) as caught:
+        check_step(output, source="Env.step")
+    assert caught.value.kind is FailureKind.ENVIRONMENT_ERROR
+
+
+@pytest.mark.parametrize("first_messages", [[], "hello", None])
+def test_init_must_give_messages(first_messages: object) -> None:
+    broken = broken_by(play(EnvRunner(max_workers=2, timeout_s=5), first_messages=first_messages))
+    assert broken.kind is FailureKind.INVALID_OBSERVATION

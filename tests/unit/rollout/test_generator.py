@@ -1,0 +1,342 @@
+"""The agent loop and the batch around it, with a scripted engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
+from skyrl_train.errors import ConfigError, EngineError, SkyrlTrainError
+from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.types import (
+    FailureKind,
+    GenerationRequest,
+    Outcome,
+    Prompt,
+    RolloutBatch,
+    SamplingParams,
+    StopReason,
+    Trajectory,
+)
+from tests.fakes import (
+    FAKE_ENVIRONMENT,
+    FakeEngine,
+    FakeEnvironment,
+    done_with,
+    go_on_with,
+    make_output,
+    make_prompts,
+    make_tokenizer,
+)
+
+TOKENIZER = make_tokenizer()
+ANSWER = [*TOKENIZER.encode("#### 4"), 3]
+"""`#### 4<|im_end|>`, three tokens."""
+FIRST_PROMPT_TOKENS = 12
+"""`<|im_start|>` `user` `\\n` `0` ` +` ` 1` `?` `<|im_end|>` `\\n` `<|im_start|>` `assistant` `\\n`"""
+
+
+@pytest.fixture(autouse=True)
+def fresh_environments() -> Iterator[None]:
+    FakeEnvironment.reset()
+    yield
+    FakeEnvironment.release.set()
+
+
+@pytest.fixture
+def make_generator() -> Iterator[Callable[..., RolloutGenerator]]:
+    made: list[RolloutGenerator] = []
+
+    def make(engine: FakeEngine, *, seed: int = 0, environment: dict[str, Any] | None = None, **generator: Any) -> Any:
+        made.append(
+            RolloutGenerator(
+                engine,
+                TOKENIZER,
+                GeneratorConfig(**generator),
+                EnvironmentConfig(**{"env_class": FAKE_ENVIRONMENT, "step_timeout_s": 5.0, **(environment or {})}),
+                seed,
+            )
+        )
+        return made[-1]
+
+    yield make
+    for generator in made:
+        generator.close()
+
+
+def roll_out(generator: RolloutGenerator, prompts: Sequence[Prompt], *, n: int = 1, **changes: Any) -> RolloutBatch:
+    settings: dict[str, Any] = {"sampling": SamplingParams(), "global_step": 1, "purpose": "train", **changes}
+    return generator.generate(prompts, n_samples_per_prompt=n, **settings)
+
+
+def roll_out_one(generator: RolloutGenerator, **extras: Any) -> Trajectory:
+    return roll_out(generator, make_prompts(1, **extras)).trajectories[0]
+
+
+def answer(_: GenerationRequest) -> list[int]:
+    return ANSWER
+
+
+def test_trajectories_come_in_the_order_of_prompts_and_samples(make_generator: Any) -> None:
+    batch = roll_out(make_generator(FakeEngine(answer)), make_prompts(3), n=2)
+    assert [(trajectory.prompt_uid, trajectory.sample_index) for trajectory in batch.trajectories] == [
+        ("p0", 0), ("p0", 1), ("p1", 0), ("p1", 1), ("p2", 0), ("p2", 1),
+    ]  # fmt: skip
+    assert [prompt.uid for prompt in batch.prompts] == ["p0", "p1", "p2"]
+
+
+def test_a_turn_keeps_tokens_text_reward_and_where_they_came_from(make_generator: Any) -> None:
+    trajectory = roll_out_one(make_generator(FakeEngine(answer)), steps=[done_with(0.25)])
+    (turn,) = trajectory.turns
+    assert len(turn.prompt_token_ids) == FIRST_PROMPT_TOKENS
+    assert turn.response_token_ids == tuple(ANSWER)
+    assert turn.response_logprobs == (-0.5, -0.5, -0.5)
+    assert (turn.response_text, turn.reward, turn.weight_version) == ("#### 4", 0.25, 7)
+    assert (turn.stop_reason, turn.extends_previous) == (StopReason.STOP, True)
+    assert trajectory.outcome is Outcome.DONE
+    assert trajectory.metrics == {"steps": 1.0}
+
+
+def test_each_turn_has_its_reward_and_continues_the_one_before_token_by_token(make_generator: Any) -> None:
+    trajectory = roll_out_one(
+        make_generator(FakeEngine(answer), max_turns=3),
+        steps=[go_on_with("Wrong. Try again.", -1.0), go_on_with("Try again", 0.5), done_with(1)],
+    )
+    assert [turn.reward for turn in trajectory.turns] == [-1.0, 0.5, 1.0]
+    assert trajectory.reward == 0.5
+    for previous, turn in zip(trajectory.turns, trajectory.turns[1:]):
+        so_far = previous.prompt_token_ids + previous.response_token_ids
+        assert turn.extends_previous
+        assert turn.prompt_token_ids[: len(so_far)] == so_far
+
+
+def test_a_trajectory_ends_after_its_last_turn(make_generator: Any) -> None:
+    trajectory = roll_out_one(make_generator(FakeEngine(answer), max_turns=2), steps=[go_on_with("Try again")] * 3)
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.MAX_TURNS, 2)
+
+
+def test_a_trajectory_ends_where_the_context_has_no_room_for_another_token(make_generator: Any) -> None:
+    second_prompt = FIRST_PROMPT_TOKENS + len(ANSWER) + len(TOKENIZER.encode("\n<|im_start|>user\nTry again"))
+    second_prompt += len(TOKENIZER.encode("<|im_end|>\n<|im_start|>assistant\n"))
+    steps = [go_on_with("Try again"), done_with(1.0)]
+    full = roll_out_one(make_generator(FakeEngine(answer), max_context_length=second_prompt), steps=steps)
+    roomy = roll_out_one(make_generator(FakeEngine(answer), max_context_length=second_prompt + 1), steps=steps)
+    assert (full.outcome, len(full.turns)) == (Outcome.CONTEXT_FULL, 1)
+    assert (roomy.outcome, len(roomy.turns)) == (Outcome.DONE, 2)
+
+
+def test_a_response_is_no_longer_than_the_room_that_is_left(make_generator: Any) -> None:
+    engine = FakeEngine(answer)
+    generator = make_generator(engine, max_context_length=FIRST_PROMPT_TOKENS + 5)
+    roll_out(generator, make_prompts(1), sampling=SamplingParams(max_generate_length=64))
+    roll_out(generator, make_prompts(1), sampling=SamplingParams(max_generate_length=4))
+    assert [request.sampling.max_generate_length for request in engine.requests] == [5, 4]
+
+
+def test_a_first_prompt_without_room_for_a_token_fails(make_generator: Any) -> None:
+    generator = make_generator(
+        FakeEngine(answer), max_context_length=FIRST_PROMPT_TOKENS, environment={"max_failed_fraction": 1.0}
+    )
+    failure = roll_out_one(generator).failure
+    assert failure is not None
+    assert failure.kind is FailureKind.PROMPT_TOO_LONG
+    assert "the prompt has 12 tokens; generator.max_context_length=12" in failure.message
+
+
+def test_an_environment_may_write_the_first_prompt_itself(make_generator: Any) -> None:
+    trajectory = roll_out_one(
+        make_generator(FakeEngine(answer)), first_messages=[{"role": "user", "content": "Try again"}]
+    )
+    text = TOKENIZER.decode(trajectory.turns[0].prompt_token_ids)
+    assert text == "<|im_start|>user\nTry again<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_the_environment_gets_its_row_and_the_turn_limit(make_generator: Any) -> None:
+    roll_out_one(make_generator(FakeEngine(answer), max_turns=4), reward_spec={"ground_truth": "4"})
+    (environment,) = FakeEnvironment.closed
+    assert environment.extras == {
+        "reward_spec": {"ground_truth": "4"},
+        "max_turns": 4,
+        "env_class": FAKE_ENVIRONMENT,
+    }
+
+
+def test_a_row_may_name_its_own_environment(make_generator: Any) -> None:
+    prompt = replace(make_prompts(1, reward_spec={"ground_truth": "4"})[0], env_class="gsm8k")
+    assert roll_out(make_generator(FakeEngine(answer)), [prompt]).trajectories[0].reward == 1.0
+
+
+def test_an_environment_that_does_not_exist_is_refused_before_anything_runs(make_generator: Any) -> None:
+    engine = FakeEngine(answer)
+    with pytest.raises(ConfigError, match="gsm9k"):
+        make_generator(engine, environment={"env_class": "gsm9k"})
+    prompt = replace(make_prompts(1)[0], env_class="gsm9k")
+    with pytest.raises(ConfigError, match="gsm9k"):
+        roll_out(make_generator(engine), [prompt])
+    assert engine.requests == []
+
+
+# Seeds
+
+
+def seeds(generator: RolloutGenerator, engine: FakeEngine, prompts: Sequence[Prompt], **changes: Any) -> list[int]:
+    engine.requests.clear()
+    roll_out(generator, prompts, n=2, **changes)
+    return [request.seed for request in sorted(engine.requests, key=lambda request: request.request_id)]
+
+
+def test_seeds_differ_by_run_purpose_step_prompt_sample_and_turn(make_generator: Any) -> None:
+    engine = FakeEngine(answer)
+    prompts = make_prompts(2, steps=[go_on_with("Try again"), done_with(1.0)])
+    generator = make_generator(engine)
+    drawn = seeds(generator, engine, prompts)
+    drawn += seeds(generator, engine, prompts, global_step=2)
+    drawn += seeds(generator, engine, prompts, purpose="eval")
+    drawn += seeds(make_generator(engine, seed=1), engine, prompts)
+    assert len(drawn) == 4 * 2 * 2 * 2
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_seeds_are_the_same_on_every_run_and_wherever_the_prompt_stands(make_generator: Any) -> None:
+    engine = FakeEngine(answer)
+    prompts = make_prompts(3)
+    together = seeds(make_generator(engine), engine, prompts)
+    assert seeds(make_generator(engine), engine, prompts) == together
+    assert seeds(make_generator(engine), engine, prompts[2:]) == together[4:]
+
+
+def test_a_prompt_that_is_twice_in_a_batch_is_sampled_twice(make_generator: Any) -> None:
+    engine = FakeEngine(answer)
+    assert len(set(seeds(make_generator(engine), engine, make_prompts(1) * 2))) == 4
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "message"),
+    [
+        (EngineError("out of memory"), FailureKind.ENGINE_ERROR, "EngineError: out of memory"),
+        (make_output([], stop_reason=StopReason.ABORT), FailureKind.ENGINE_ERROR, "aborted the request after 0 tokens"),
+        (make_output([5, 5], stop_reason=StopReason.ABORT), FailureKind.ENGINE_ERROR, "aborted .* after 2 tokens"),
+        (make_output([]), FailureKind.ENGINE_ERROR, "returned no tokens"),
+        (make_output([5, 5], logprobs=(-1.0,)), FailureKind.ENGINE_ERROR, "1 log-probabilities for 2 tokens"),
+        (make_output([5], logprobs=(float("nan"),)), FailureKind.ENGINE_ERROR, "not finite"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_a_failure(
+    make_generator: Any, reply: Any, kind: FailureKind, message: str
+) -> None:
+    generator = make_generator(FakeEngine(lambda _: reply), environment={"max_failed_fraction": 1.0})
+    trajectory = roll_out_one(generator)
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind is kind
+    assert re.search(message, trajectory.failure.message)
+    with pytest.raises(ValueError, match="failed and has no reward"):
+        _ = trajectory.reward
+
+
+def test_a_request_that_is_not_answered_in_time_is_a_failure(make_generator: Any) -> None:
+    generator = make_generator(
+        FakeEngine(answer, delay_s=30), request_timeout_s=0.05, environment={"max_failed_fraction": 1.0}
+    )
+    failure = roll_out_one(generator).failure
+    assert failure is not None
+    assert failure.kind is FailureKind.ENGINE_TIMEOUT
+    assert failure.message == "the engine did not answer within generator.request_timeout_s=0.05"
+
+
+def test_a_failure_names_its_turn_and_keeps_the_turns_before_it(make_generator: Any) -> None:
+    generator = make_generator(FakeEngine(answer), max_turns=3, environment={"max_failed_fraction": 1.0})
+    trajectory = roll_out_one(generator, steps=[go_on_with("Try again"), done_with(float("nan"))])
+    assert trajectory.failure is not None
+    assert (trajectory.failure.kind, trajectory.failure.turn_index) == (FailureKind.INVALID_REWARD, 1)
+    assert (trajectory.outcome, len(trajectory.turns)) == (Outcome.FAILED, 1)
+
+
+def test_one_broken_environment_does_not_touch_its_neighbours(make_generator: Any) -> None:
+    prompts = [*make_prompts(3), Prompt(uid="bad", messages=make_prompts(1)[0].messages, extras={"raise_in": "step"})]
+    batch = roll_out(make_generator(FakeEngine(answer)), prompts)
+    assert [trajectory.failed for trajectory in batch.trajectories] == [False, False, False, True]
+
+
+def test_too_many_failures_stop_the_run_with_the_commonest_reasons(make_generator: Any) -> None:
+    prompts = [*make_prompts(3, raise_in="step"), Prompt(uid="ok", messages=make_prompts(1)[0].messages)]
+    with pytest.raises(SkyrlTrainError) as caught:
+        roll_out(make_generator(FakeEngine(answer)), prompts)
+    assert type(caught.value) is SkyrlTrainError
+    text = str(caught.value)
+    assert "3 of 4 trajectories failed, more than environment.max_failed_fraction=0.5" in text
+    assert "3 x environment_error: ValueError: unknown city 'Oz'" in text
+
+
+def test_an_engine_that_always_fails_is_an_engine_error(make_generator: Any) -> None:
+    with pytest.raises(EngineError, match="2 of 2 trajectories failed"):
+        roll_out(make_generator(FakeEngine(lambda _: EngineError("gone"))), make_prompts(2))
+
+
+def test_a_run_that_is_broken_for_good_stops_early(make_generator: Any) -> None:
+    generator = make_generator(
+        FakeEngine(answer), environment={"max_workers": 1, "step_timeout_s": 0.2, "max_failed_fraction": 0.0}
+    )
+    started = time.monotonic()
+    with pytest.raises(SkyrlTrainError, match="1 of 50 trajectories failed"):
+        roll_out(generator, make_prompts(50, hang_in="step"))
+    assert time.monotonic() - started < 3.0
+
+
+def test_a_programming_error_is_not_swallowed(make_generator: Any) -> None:
+    engine = FakeEngine(lambda _: TypeError("a bug"))
+    generator = make_generator(engine, environment={"max_failed_fraction": 1.0})
+    with pytest.raises(TypeError, match="a bug"):
+        roll_out(generator, make_prompts(4))
+    assert engine.num_leases == 0
+
+
+# The event loop
+
+
+def test_all_trajectories_hold_a_lease_before_the_first_request_and_none_after(make_generator: Any) -> None:
+    engine = FakeEngine(answer)
+    roll_out(make_generator(engine), make_prompts(3), n=4)
+    assert (engine.leases_at_first_request, engine.num_leases) == (12, 0)
+
+
+def test_generating_works_again_and_from_inside_a_running_loop(make_generator: Any) -> None:
+    generator = make_generator(FakeEngine(answer))
+    first = roll_out(generator, make_prompts(2))
+
+    async def inside() -> RolloutBatch:
+        return roll_out(generator, make_prompts(2))
+
+    assert asyncio.run(inside()) == first == roll_out(generator, make_prompts(2))
+
+
+def test_progress_is_reported_up_to_the_last_trajectory(make_generator: Any) -> None:
+    generator = make_generator(FakeEngine(answer))
+    heard: list[tuple[int, int]] = []
+    generator.on_progress = lambda done, total: heard.append((done, total))
+    roll_out(generator, make_prompts(2), n=2)
+    assert heard == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_ctrl_c_ends_the_rollout_and_leaves_the_generator_usable(make_generator: Any) -> None:
+    engine = FakeEngine(answer, delay_s=60)
+    generator = make_generator(engine)
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        roll_out(generator, make_prompts(2))
+    assert engine.num_leases == 0
+    assert len(FakeEnvironment.closed) == 2
+    engine._delay_s = 0.0
+    assert len(roll_out(generator, make_prompts(2)).trajectories) == 2
