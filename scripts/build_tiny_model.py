@@ -10,29 +10,37 @@ arithmetic, but mostly to guess. That leaves reinforcement learning something to
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
 import math
 import random
-import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from skyrl_train.data.word_problems import Split, WordProblem, draw_problem, generate_problems, to_row
-from skyrl_train.data.word_problems import write_demonstration
+from skyrl_train.data.word_problems import (
+    Split,
+    WordProblem,
+    draw_problem,
+    generate_problems,
+    to_row,
+    write_demonstration,
+)
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
 from skyrl_train.seeding import derive_seed
 
-PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>"
+PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 IGNORED = -100
 
-PIECES = r"####| ?[A-Za-z]+| ?[0-9]|\n| ?[^\sA-Za-z0-9]|\s"
-"""Words carry the space before them; each digit is one token."""
+NUM_VOCABULARY_CONVERSATIONS = 5000
+LARGEST_VOCABULARY = 1024
+"""Far more than is needed: training ends when every word is one token."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -60,9 +68,12 @@ class Recipe:
     intermediate_size: int = 512
     max_position_embeddings: int = 1024
     initializer_range: float = 0.05
+    num_worked_steps: int = 600
+    """First steps, in which every demonstration is worked step by step: they teach the arithmetic."""
+    num_mixed_steps: int = 150
+    """Last steps, of mixed style: they teach to guess, and what a second try looks like."""
     worked_share: float = 0.25
-    """Share of demonstrated answers that are worked step by step; the others are wrong guesses."""
-    num_steps: int = 800
+    """Share of answers in the mixed demonstrations that are worked; the others are wrong guesses."""
     conversations_per_step: int = 64
     learning_rate: float = 2e-3
     final_learning_rate_share: float = 0.1
@@ -73,45 +84,48 @@ class Recipe:
     bucketed_steps: int = 16
     """Conversations of so many steps are drawn together and sorted by length, to pad less."""
 
+    @property
+    def num_steps(self) -> int:
+        return self.num_worked_steps + self.num_mixed_steps
+
 
 RECIPE = Recipe()
 
 
-def build_tokenizer(recipe: Recipe) -> PreTrainedTokenizerFast:
-    """A word-level tokenizer that falls back to characters, so that every ASCII text survives a round trip."""
-    splitter = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
-    words = set(string.digits) | {f" {digit}" for digit in string.digits} | {"####", "system", "user", "assistant"}
+def build_tokenizer(recipe: Recipe) -> Qwen2Tokenizer:
+    """A byte-level tokenizer of the Qwen2 class: words of the problems are one token, digits one each, any text works.
+
+    It has the class that `AutoTokenizer` picks for Qwen2 models; a tokenizer of another kind beside a Qwen2 config
+    would be read as this one, with another splitting.
+    """
     rng = random.Random(derive_seed(recipe.seed, "vocabulary"))
-    for _ in range(20_000):
-        for message in write_demonstration(draw_problem(rng), 0.5, rng):
-            words.update(piece for piece, _ in splitter.pre_tokenize_str(message["content"]))
-    characters = {chr(code) for code in range(32, 127)} | {"\n", "\t"}
-    tokens = [PAD, START, END, UNKNOWN, *sorted(characters), *sorted(words - characters)]
-    tokenizer = Tokenizer(
-        models.WordPiece(
-            vocab={token: index for index, token in enumerate(tokens)},
-            unk_token=UNKNOWN,
-            continuing_subword_prefix="",
-            max_input_chars_per_word=1000,
-        )
+    conversations = [write_demonstration(draw_problem(rng), 0.5, rng) for _ in range(NUM_VOCABULARY_CONVERSATIONS)]
+    texts = [message["content"] for messages in conversations for message in messages]
+    splitter = Qwen2Tokenizer().backend_tokenizer
+    bare = Tokenizer(models.BPE())
+    bare.pre_tokenizer = splitter.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=LARGEST_VOCABULARY,
+        special_tokens=[PAD, START, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
     )
-    tokenizer.pre_tokenizer = splitter
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, START, END)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    bare.train_from_iterator([*texts, *["system", "user", "assistant"] * len(texts)], trainer)
+    learned = json.loads(bare.to_str())["model"]
+    return Qwen2Tokenizer(
+        vocab=learned["vocab"],
+        merges=[tuple(pair) for pair in learned["merges"]],
+        unk_token=PAD,
         pad_token=PAD,
         eos_token=END,
-        unk_token=UNKNOWN,
-        additional_special_tokens=[START],
+        extra_special_tokens=[START],
         chat_template=CHAT_TEMPLATE,
         padding_side="left",
         model_max_length=recipe.max_position_embeddings,
-        clean_up_tokenization_spaces=False,
     )
 
 
-def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
+def build_model(recipe: Recipe, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     """The untrained model, from the recipe's seed."""
     torch.manual_seed(derive_seed(recipe.seed, "initial weights"))
     config = Qwen2Config(
@@ -137,14 +151,14 @@ def build_model(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForC
 
 
 def draw_conversation(
-    tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: random.Random
+    tokenizer: Qwen2Tokenizer, worked_share: float, rng: random.Random
 ) -> tuple[list[int], list[int]]:
     """Token ids and labels of one demonstration on a training problem; only the assistant's tokens have labels."""
     problem = draw_problem(rng)
     while problem.split is not Split.TRAIN:
         problem = draw_problem(rng)
     encoded = tokenizer.apply_chat_template(
-        list(write_demonstration(problem, recipe.worked_share, rng)),
+        list(write_demonstration(problem, worked_share, rng)),
         return_dict=True,
         return_assistant_tokens_mask=True,
     )
@@ -152,12 +166,15 @@ def draw_conversation(
     return ids, [token if by_assistant else IGNORED for token, by_assistant in zip(ids, answered)]
 
 
-def draw_batches(tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`(input_ids, labels)`, each `[conversations_per_step, longest]`, padded on the right; without end."""
-    rng = random.Random(derive_seed(recipe.seed, "demonstrations"))
+def draw_batches(
+    tokenizer: Qwen2Tokenizer, recipe: Recipe, num_steps: int, worked_share: float
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`num_steps` times `(input_ids, labels)`, each `[conversations_per_step, longest]`, padded on the right."""
+    rng = random.Random(derive_seed(recipe.seed, f"demonstrations with {worked_share} worked"))
     size = recipe.conversations_per_step
-    while True:
-        pool = [draw_conversation(tokenizer, recipe, rng) for _ in range(size * recipe.bucketed_steps)]
+    for first_step in range(0, num_steps, recipe.bucketed_steps):
+        num_batches = min(recipe.bucketed_steps, num_steps - first_step)
+        pool = [draw_conversation(tokenizer, worked_share, rng) for _ in range(size * num_batches)]
         pool.sort(key=lambda conversation: len(conversation[0]))
         batches = [pool[start : start + size] for start in range(0, len(pool), size)]
         rng.shuffle(batches)
@@ -177,14 +194,18 @@ def learning_rate_share(step: int, recipe: Recipe) -> float:
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> None:
+def warm_start(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, recipe: Recipe) -> None:
     """Supervised training on the assistant's tokens, in place. Padding is on the right, so no mask is needed."""
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.learning_rate, betas=recipe.adam_betas, weight_decay=recipe.weight_decay
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, recipe))
+    batches = itertools.chain(
+        draw_batches(tokenizer, recipe, recipe.num_worked_steps, worked_share=1.0),
+        draw_batches(tokenizer, recipe, recipe.num_mixed_steps, recipe.worked_share),
+    )
     model.train()
-    for step, (ids, labels) in zip(range(recipe.num_steps), draw_batches(tokenizer, recipe)):
+    for step, (ids, labels) in enumerate(batches):
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
@@ -198,7 +219,7 @@ def warm_start(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, reci
 @torch.no_grad()
 def respond(
     model: Qwen2ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: Qwen2Tokenizer,
     conversations: Sequence[Sequence[Mapping[str, Any]]],
     greedy: bool,
 ) -> list[str]:
@@ -210,14 +231,12 @@ def respond(
         return_tensors="pt",
         return_dict=True,
     )
-    output = model.generate(
-        **encoded, max_new_tokens=48, do_sample=not greedy, top_k=0, top_p=1.0, temperature=1.0
-    )
+    output = model.generate(**encoded, max_new_tokens=48, do_sample=not greedy, top_k=None)
     return tokenizer.batch_decode(output[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def measure(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: Sequence[WordProblem], greedy: bool
+    model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, problems: Sequence[WordProblem], greedy: bool
 ) -> dict[str, float]:
     """Mean of the environment's metrics, and of the first responses' length in tokens."""
     model.eval()
@@ -241,6 +260,18 @@ def measure(
     return {name: round(value, 4) for name, value in means.items()}
 
 
+def settings_of(recipe: Recipe) -> dict[str, Any]:
+    """What `recipe.json` records: the recipe, and a digest of what it trains on, which follows the problems' code."""
+    tokenizer = build_tokenizer(recipe)
+    batches = [
+        *draw_batches(tokenizer, recipe, 1, worked_share=1.0),
+        *draw_batches(tokenizer, recipe, 1, recipe.worked_share),
+    ]
+    text = json.dumps([[ids.tolist(), labels.tolist()] for ids, labels in batches])
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return {**asdict(recipe), "digest_of_first_demonstrations": digest}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="folder to write to")
@@ -258,7 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
     }
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    recipe = {"settings": asdict(RECIPE), "measured_on_held_out": measured}
+    recipe = {"settings": settings_of(RECIPE), "measured_on_held_out": measured}
     (output / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(measured, indent=2))
 

@@ -1,6 +1,6 @@
 """Write the bundled word problems: train.jsonl and validation.jsonl.
 
-    python scripts/make_word_problems.py --output skyrl_train/assets/word_problems
+python scripts/make_word_problems.py --output skyrl_train/assets/word_problems
 """
 
 from __future__ import annotations

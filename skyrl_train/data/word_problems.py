@@ -93,12 +93,12 @@ class _Working:
 
 
 def _collection(rng: random.Random) -> WordProblem:
-    """One to four gains and losses in a row."""
+    """One to three gains and losses in a row."""
     working, name, item = _Working(), rng.choice(NAMES), rng.choice(ITEMS)
-    total = rng.randint(3, 20)
+    total = rng.randint(3, 15)
     sentences = [f"{name} has {total} {item}."]
-    for _ in range(rng.randint(1, 4)):
-        amount = rng.randint(1, 9)
+    for _ in range(rng.randint(1, 3)):
+        amount = rng.randint(1, 7)
         if total > amount and rng.random() < 0.5:
             sentences.append(f"{name} {rng.choice(('loses', 'sells'))} {amount}.")
             total = working.subtract(total, amount)
@@ -122,20 +122,19 @@ def _boxes(rng: random.Random) -> WordProblem:
 
 
 def _shopping(rng: random.Random) -> WordProblem:
-    """Two prices, two counts, one bill; sometimes the change."""
+    """Two prices, two counts, one bill; sometimes a discount."""
     working, name, (first, second) = _Working(), rng.choice(NAMES), rng.sample(("hat", "map", "cup", "toy"), 2)
     prices = rng.randint(2, 6), rng.randint(2, 6)
     counts = rng.randint(2, 5), rng.randint(2, 5)
     sentences = [f"A {first} costs {prices[0]} dollars. A {second} costs {prices[1]} dollars."]
     bill = working.add(working.multiply(counts[0], prices[0]), working.multiply(counts[1], prices[1]))
     purchase = f"{name} buys {counts[0]} {first}s and {counts[1]} {second}s"
+    ending = f"How many dollars does {name} pay?"
     if rng.random() < 0.5:
-        question = f"{purchase}. How many dollars does {name} pay?"
-        return working.finish("shopping", bill, *sentences, question)
-    purse = rng.choice([amount for amount in (30, 40, 50, 60, 70) if amount > bill])
-    change = working.subtract(purse, bill)
-    question = f"{purchase} with {purse} dollars. How many dollars are left?"
-    return working.finish("shopping", change, *sentences, question)
+        return working.finish("shopping", bill, *sentences, f"{purchase}. {ending}")
+    discount = rng.randint(1, 6)
+    bill = working.subtract(bill, discount)
+    return working.finish("shopping", bill, *sentences, f"{purchase} with {discount} dollars off. {ending}")
 
 
 def _compared(rng: random.Random) -> WordProblem:
@@ -189,7 +188,7 @@ _TEMPLATES: tuple[Callable[[random.Random], WordProblem], ...] = (
     _journey,
     _wages,
 )
-"""Drawn uniformly; the chain of gains and losses counts twice because it alone has four lengths."""
+"""Drawn uniformly; the chain of gains and losses counts twice because it alone has three lengths."""
 
 
 def draw_problem(rng: random.Random) -> WordProblem:
