@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -18,8 +19,20 @@ _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 def machine_violations(config: Config, *, refused: Collection[str] = ()) -> list[Violation]:
     """What this machine lacks for the config; fields in `refused` are not looked at."""
-    found = [*_data(config), *_models(config), *_environment(config), *_device(config)]
+    found = [*_folder(config), *_data(config), *_models(config), *_environment(config), *_device(config)]
     return [violation for violation in found if violation.field not in refused]
+
+
+def _folder(config: Config) -> Iterator[Violation]:
+    folder = Path(config.output_dir).expanduser().absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield Violation(
+            field="output_dir",
+            rule="must be a folder that can be written to",
+            value=repr(config.output_dir),
+            remedy=f"{existing} {'is not writable' if existing.is_dir() else 'is a file'}: set output_dir=FOLDER",
+        )
 
 
 def _data(config: Config) -> Iterator[Violation]:

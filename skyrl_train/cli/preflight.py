@@ -20,9 +20,11 @@ from hydra._internal.utils import create_config_search_path, get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from hydra.version import setbase
 
 from skyrl_train.cli.command_line import CommandLine
+from skyrl_train.cli.composition import Composer
 from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, register_resolvers
 from skyrl_train.config.paths import conf_dir
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
@@ -44,7 +46,7 @@ def preflight(argv: list[str], *, config_name: str, rules: bool = True) -> None:
         if flags is None:
             return
         check(flags, config_name=flags.config_name or config_name, rules=rules)
-    except SkyrlTrainError as error:
+    except (SkyrlTrainError, HydraException) as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
 
@@ -53,7 +55,8 @@ def check(flags: argparse.Namespace, *, config_name: str, rules: bool) -> None:
     """Raises ConfigError with all problems of the parsed arguments."""
     register_resolvers()
     with _config_loader(flags.config_dir) as loader:
-        line = CommandLine(loader, config_name, multirun=flags.multirun, rules=rules)
+        search_path = [text for text in flags.overrides if text.lstrip("+~").startswith("hydra.searchpath=")]
+        line = CommandLine(Composer(loader, config_name, search_path), multirun=flags.multirun, rules=rules)
         names_only = flags.cfg is not None or flags.info is not None
         violations = line.violations(flags.overrides, names_only=names_only)
     if violations:

@@ -266,8 +266,9 @@ def _data(config: Config) -> Iterator[Violation]:
 
 
 def _output(config: Config) -> Iterator[Violation]:
-    if not config.output_dir or Path(config.output_dir).is_file():
-        yield _violation(config, "output_dir", "must be a folder, or a new name", "try output_dir=outputs/my_run")
+    for field in ("run_name", "output_dir"):
+        if not str(_value(config, field)).strip():
+            yield _violation(config, field, "must not be empty", f"drop {field}, or give it a name")
 
 
 def _algorithm(config: Config) -> Iterator[Violation]:
@@ -292,7 +293,7 @@ RULES = (
     Rule(("trainer.algorithm.step_rewards", "generator.step_wise_trajectories"), _step_wise),
     Rule(("trainer.docs_per_step", "trainer.docs_per_step_exact"), _docs_per_step),
     Rule(("data.train", "generator.backend"), _data),
-    Rule(("output_dir",), _output),
+    Rule(("run_name", "output_dir"), _output),
     Rule(("trainer.algorithm",), _algorithm),
     Rule(("trainer", "generator", "placement", "strategy", "critic"), _batch_sizes),
 )

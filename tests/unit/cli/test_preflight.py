@@ -101,6 +101,7 @@ def test_names_types_rules_and_files_are_shown_together(capsys: pytest.CaptureFi
             "experiment=gsm8k_multiturn",
             "experiment: is added with a plus sign; got experiment=gsm8k_multiturn. Write +experiment=gsm8k_multiturn",
         ),
+        ("platform.name=gpu", "platform.name: is chosen with the group; got 'gpu'. Write platform=gpu"),
         (
             "train_batch_size=8",
             "train_batch_size: is not a setting; got '8'. Did you mean trainer.train_batch_size?",
@@ -158,6 +159,13 @@ def test_names_types_rules_and_files_are_shown_together(capsys: pytest.CaptureFi
 )
 def test_each_mistake_has_its_remedy(argument: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert problems(capsys, argument)[0] == message
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken").touch()
+    (line,) = problems(capsys, "hydra.run.dir=taken/run")
+    assert line.startswith("output_dir: must be a folder that can be written to")
+    assert f"{tmp_path / 'taken'} is a file" in line
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

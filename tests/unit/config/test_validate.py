@@ -73,6 +73,7 @@ def test_the_defaults_break_no_rule() -> None:
         ({"trainer__docs_per_step_exact": True}, "trainer.docs_per_step_exact"),
         ({"data__train": []}, "data.train"),
         ({"output_dir": ""}, "output_dir"),
+        ({"run_name": " "}, "run_name"),
         ({"trainer__policy_mini_batch_size": 15}, "trainer.policy_mini_batch_size"),
         ({"trainer__algorithm__kl_controller": "adaptive"}, "trainer.algorithm.kl_controller"),
     ],

@@ -1,0 +1,107 @@
+"""Composing with Hydra's loader: what there is to choose from, and which overrides it refuses and why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from skyrl_train.cli.overrides import reason, text_of
+
+_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
+
+
+class Composer:
+    """Composes one root config.
+
+    Args of the constructor:
+        loader: Hydra's, over the same folders as the run's.
+        search_path: the overrides of `hydra.searchpath`, which add groups.
+    """
+
+    def __init__(self, loader: ConfigLoader, config_name: str, search_path: Sequence[str]):
+        self._loader = loader
+        self._config_name = config_name
+        self._search_path = list(search_path)
+        self._options: dict[tuple[str, ObjectType], list[str]] = {}
+
+    def groups(self, parent: str = "") -> list[str]:
+        """Names of the groups in a group, or at the top."""
+        return self._list(parent, ObjectType.GROUP)
+
+    def choices(self, group: str) -> list[str]:
+        """What a group offers."""
+        return self._list(group, ObjectType.CONFIG)
+
+    def _list(self, group: str, kind: ObjectType) -> list[str]:
+        if (group, kind) not in self._options:
+            options = self._loader.get_group_options(group, kind, self._config_name, self._search_path)
+            self._options[group, kind] = options
+        return self._options[group, kind]
+
+    def is_group(self, override: Override) -> bool:
+        """Hydra's rule: a choice of a group, unless a dictionary is given."""
+        is_dictionary = not override.is_sweep_override() and isinstance(override.value(), dict)
+        parent, _, last = override.key_or_group.rpartition("/")
+        return not is_dictionary and last in self.groups(parent)
+
+    def has_choice(self, group: str, choice: str) -> bool:
+        """Whether the group offers it; an expression may come to anything."""
+        parent, _, name = f"{group}/{choice}".rpartition("/")
+        return choice == "null" or "${" in choice or name in self.choices(parent)
+
+    def parse(self, text: str) -> list[Override]:
+        """One argument, read by Hydra's grammar. Raises HydraException."""
+        return OverridesParser.create(self._loader).parse_overrides([text])
+
+    def attempt(self, overrides: Sequence[Override]) -> DictConfig | str:
+        """The config, with Hydra's own section in it, or why these overrides do not compose."""
+        texts = [text_of(override) for override in overrides]
+        try:
+            return self._loader.load_configuration(self._config_name, texts, RunMode.RUN, from_shell=False)
+        except _ERRORS as error:
+            return reason(error)
+
+    def refusals(self, overrides: Sequence[Override]) -> list[tuple[Override, str]]:
+        """The overrides that do not compose, and why: groups each tried alone, values each with all sound groups."""
+        groups = [override for override in overrides if self.is_group(override)]
+        values = [override for override in overrides if override not in groups]
+        refused_groups = list(self._refused(groups, context=[]))
+        sound = [override for override in groups if override not in [refused for refused, _ in refused_groups]]
+        return [*refused_groups, *self._refused(values, context=sound)]
+
+    def _refused(self, overrides: Sequence[Override], *, context: Sequence[Override]) -> Iterator[tuple[Override, str]]:
+        for override in overrides:
+            outcome = self.attempt([*context, override])
+            if isinstance(outcome, str):
+                yield override, outcome
+
+
+@contextmanager
+def as_in_a_run(config: DictConfig, index: int, *, multirun: bool) -> Iterator[None]:
+    """Makes `${hydra:...}` answer as it will in the run, and takes Hydra's own section out of the config."""
+    before = HydraConfig.instance().cfg
+    with open_dict(config):
+        job = config.hydra.job
+        job.num, job.id = index, str(index)
+        # A folder whose name cannot be worked out is reported where the value that it lacks is read.
+        with suppress(OmegaConfBaseException):
+            folder = f"{config.hydra.sweep.dir}/{config.hydra.sweep.subdir}" if multirun else config.hydra.run.dir
+            config.hydra.runtime.output_dir = os.path.abspath(folder)
+        HydraConfig.instance().set_config(config)
+        del config["hydra"]
+    try:
+        yield
+    finally:
+        HydraConfig.instance().cfg = before
