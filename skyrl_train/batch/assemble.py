@@ -20,7 +20,8 @@ import torch
 from skyrl_train.batch.boundaries import compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
 from skyrl_train.batch.documents import document_steps
 from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
-from skyrl_train.batch.training_batch import DUMMY_ROW_LENGTH, BatchMetadata, TrainingInputBatch
+from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
+from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.types import RolloutBatch, Trajectory, Turn

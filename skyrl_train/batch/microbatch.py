@@ -175,6 +175,19 @@ def checked_split(batch: TrainingInputBatch, strategy: MicroBatchStrategy, *, tr
     return parts
 
 
+def split_lengths(trainer: TrainerConfig, lengths: Rows, *, training: bool) -> list[Rows]:
+    """What the configured strategy makes of rows of these lengths; without torch for those that look at lengths alone.
+
+    Your own strategy is shown a batch of rows without content.
+    """
+    strategy = make_micro_batch_strategy(trainer)
+    if isinstance(strategy, ByLength):
+        return strategy.planner.split_lengths(lengths, training=training)
+    from skyrl_train.batch.training_batch import batch_of_lengths
+
+    return [part.numpy() for part in checked_split(batch_of_lengths(lengths), strategy, training=training)]
+
+
 def lengths_of(batch: TrainingInputBatch) -> Rows:
     """Tokens of each row, int64 `[num_rows]`."""
     return np.asarray(batch.lengths.cpu().numpy(), dtype=np.int64)

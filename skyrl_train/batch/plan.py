@@ -1,12 +1,33 @@
-"""Every size that follows from the configuration, computed once and frozen."""
+"""Every size that follows from the configuration, computed once and frozen. Imports neither torch nor a model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate_batch import validate_batch_sizes
+from skyrl_train.config.validate_batch import Role, sizes_of, validate_batch_sizes
 from skyrl_train.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerPlan:
+    """One model's share. Sequences are rows where there is one per trajectory; step-wise each is one row or more."""
+
+    role: str
+    """`policy`, `critic` or `reference`."""
+    data_parallel_size: int
+    prompts_per_pass: int
+    """Prompts in one optimizer step; for the reference, which is only scored, in one training batch."""
+    sequences_per_pass: int
+    dummy_rows_per_pass: int
+    """Rows without loss that make the shares of all ranks equal."""
+    rows_per_rank: int
+    """Of one pass, dummy rows included."""
+    train_micro_batches: int | None
+    """Forwards and backwards that one rank accumulates in an optimizer step; None where that depends on the lengths
+    (`token_budget`, `docs_per_step`, step-wise rows), and for the reference."""
+    forward_micro_batches: int | None
+    """Forwards that one rank needs to score a training batch; None as above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,20 +38,28 @@ class BatchPlan:
     num_samples_per_batch: int
     """Trajectories that one training batch generates."""
     num_prompts_per_step: int
-    """Prompts in one optimizer step of the policy."""
+    """Prompts in one optimizer step of the policy (without `docs_per_step`)."""
     num_samples_per_step: int
-    """Trajectories in one optimizer step of the policy."""
+    """Trajectories in one optimizer step of the policy; with `docs_per_step`, that many."""
     batches_per_epoch: int
     """Whole training batches in one pass over the prompts."""
     total_steps: int
     """Training batches in the run."""
     optimizer_steps_per_batch: int
-    """Of the policy, over all update epochs."""
+    """Of the policy, over all update epochs. With `docs_per_step` at most so many: a step may reach more than its
+    target, and failed trajectories are no documents."""
     total_optimizer_steps: int
-    """Of the policy, in the run: what its learning rate is scheduled over."""
+    """Of the policy, in the run: what its learning rate is scheduled over. Training batches in which only the critic is
+    trained (`critic_warmup_steps`) have none."""
     critic_optimizer_steps_per_batch: int
     """0 where there is no critic."""
     critic_total_optimizer_steps: int
+    docs_per_step: int
+    """0: a step is a number of prompts."""
+    total_documents: int
+    """Trajectories that the policy's optimizer steps consume in the run, each update epoch counted."""
+    learners: tuple[LearnerPlan, ...]
+    """The policy, then the critic and the reference where there are such."""
 
 
 def plan_batches(config: Config, *, num_train_prompts: int) -> BatchPlan:
@@ -38,22 +67,67 @@ def plan_batches(config: Config, *, num_train_prompts: int) -> BatchPlan:
     violations = validate_batch_sizes(config, num_train_prompts=num_train_prompts)
     if violations:
         raise ConfigError(violations)
-    trainer = config.trainer
+    trainer, has_critic = config.trainer, bool(config.critic.model.path)
+    samples = trainer.train_batch_size * config.generator.n_samples_per_prompt
     batches_per_epoch, _ = divmod(num_train_prompts, trainer.train_batch_size)
     total_steps = trainer.total_steps or trainer.epochs * batches_per_epoch
-    mini_batches, _ = divmod(trainer.train_batch_size, trainer.policy_mini_batch_size)
-    critic_mini_batches, _ = divmod(trainer.train_batch_size, trainer.critic_mini_batch_size)
-    steps_per_batch = mini_batches * trainer.update_epochs_per_batch
-    critic_steps_per_batch = critic_mini_batches * trainer.update_epochs_per_batch if config.critic.model.path else 0
+    policy_steps = optimizer_steps_per_batch(config, trainer.policy_mini_batch_size)
+    critic_steps = optimizer_steps_per_batch(config, trainer.critic_mini_batch_size) if has_critic else 0
+    policy_batches = total_steps - (min(trainer.algorithm.critic_warmup_steps, total_steps) if has_critic else 0)
     return BatchPlan(
         num_prompts_per_batch=trainer.train_batch_size,
-        num_samples_per_batch=trainer.train_batch_size * config.generator.n_samples_per_prompt,
+        num_samples_per_batch=samples,
         num_prompts_per_step=trainer.policy_mini_batch_size,
-        num_samples_per_step=trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt,
+        num_samples_per_step=min(trainer.docs_per_step, samples)
+        or trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt,
         batches_per_epoch=batches_per_epoch,
         total_steps=total_steps,
-        optimizer_steps_per_batch=steps_per_batch,
-        total_optimizer_steps=total_steps * steps_per_batch,
-        critic_optimizer_steps_per_batch=critic_steps_per_batch,
-        critic_total_optimizer_steps=total_steps * critic_steps_per_batch,
+        optimizer_steps_per_batch=policy_steps,
+        total_optimizer_steps=policy_batches * policy_steps,
+        critic_optimizer_steps_per_batch=critic_steps,
+        critic_total_optimizer_steps=total_steps * critic_steps,
+        docs_per_step=trainer.docs_per_step,
+        total_documents=policy_batches * samples * trainer.update_epochs_per_batch,
+        learners=tuple(_learner(config, role) for role in sizes_of(config).roles()),
+    )
+
+
+def optimizer_steps_per_batch(config: Config, mini_batch_size: int) -> int:
+    """Optimizer steps that a learner takes on one training batch, all update epochs together."""
+    trainer = config.trainer
+    if trainer.docs_per_step:
+        return ceil_div(samples_per_batch(config), trainer.docs_per_step) * trainer.update_epochs_per_batch
+    return ceil_div(trainer.train_batch_size, mini_batch_size) * trainer.update_epochs_per_batch
+
+
+def samples_per_batch(config: Config) -> int:
+    """Trajectories of one training batch."""
+    return config.trainer.train_batch_size * config.generator.n_samples_per_prompt
+
+
+def ceil_div(total: int, part: int) -> int:
+    """The smallest whole number that is at least `total / part`."""
+    quotient, rest = divmod(total, part)
+    return quotient + (rest > 0)
+
+
+def _learner(config: Config, role: Role) -> LearnerPlan:
+    trainer, samples = config.trainer, config.generator.n_samples_per_prompt
+    prompts = trainer.train_batch_size if role.mini_batch_size is None else role.mini_batch_size
+    sequences = prompts * samples
+    if trainer.docs_per_step and role.mini_batch_size is not None:
+        sequences = min(trainer.docs_per_step, samples_per_batch(config))
+    rows_per_rank = ceil_div(sequences, role.data_parallel_size)
+    counted = trainer.micro_batching == "fixed" and not config.generator.step_wise_trajectories
+    trained = counted and not trainer.docs_per_step and role.mini_batch_size is not None
+    rows_to_score = ceil_div(samples_per_batch(config), role.data_parallel_size)
+    return LearnerPlan(
+        role=role.name,
+        data_parallel_size=role.data_parallel_size,
+        prompts_per_pass=prompts,
+        sequences_per_pass=sequences,
+        dummy_rows_per_pass=-sequences % role.data_parallel_size,
+        rows_per_rank=rows_per_rank,
+        train_micro_batches=ceil_div(rows_per_rank, trainer.micro_train_batch_size_per_gpu) if trained else None,
+        forward_micro_batches=ceil_div(rows_to_score, trainer.micro_forward_batch_size_per_gpu) if counted else None,
     )

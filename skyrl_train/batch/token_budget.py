@@ -19,6 +19,9 @@ from numpy.typing import NDArray
 Rows = NDArray[np.int64]
 """Row numbers, or the rows' lengths."""
 
+DUMMY_ROW_LENGTH = 2
+"""Tokens of a dummy row: one of context and one after it, the shortest row that a model can score."""
+
 _LEVEL_ENOUGH = 0.98
 """A packing this full on average is level already."""
 _LEVEL_ROUNDS = 4

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import did_you_mean
-
-DUMMY_ROW_LENGTH = 2
-"""Tokens of a dummy row: one of context and one after it, the shortest row that a model can score."""
 
 
 @dataclass(frozen=True)
@@ -256,6 +256,27 @@ def offsets_of(lengths: Tensor) -> Tensor:
     offsets = lengths.new_zeros(len(lengths) + 1)
     torch.cumsum(lengths, 0, out=offsets[1:])
     return offsets
+
+
+def batch_of_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> TrainingInputBatch:
+    """Rows of these lengths without content, each a trajectory and a prompt of its own: to try a strategy on."""
+    sizes = torch.as_tensor(lengths, dtype=torch.int64)
+    rows, tokens = len(sizes), int(sizes.sum())
+    columns = {
+        name: torch.full((tokens if spec.per == "token" else rows,), spec.pad_value, dtype=spec.dtype)
+        for name, spec in SCHEMA.items()
+        if not spec.optional
+    }
+    columns["prompt_index"] = columns["trajectory_index"] = torch.arange(rows, dtype=torch.int32)
+    columns["is_padding"].fill_(False)
+    columns["is_last_step"].fill_(True)
+    columns["loss_mask"].fill_(True)
+    return TrainingInputBatch(
+        token_columns={name: column for name, column in columns.items() if SCHEMA[name].per == "token"},
+        row_columns={name: column for name, column in columns.items() if SCHEMA[name].per == "row"},
+        row_offsets=offsets_of(sizes),
+        metadata=BatchMetadata(uids=tuple(f"row-{row}" for row in range(rows)), global_step=0, weight_version=0),
+    )
 
 
 def token_positions(row_offsets: Tensor, rows: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
@@ -104,6 +105,18 @@ def test_a_turn_that_says_it_extends_and_does_not_is_found_out():
 def test_a_reward_that_is_no_number_is_refused(reward):
     with pytest.raises(BatchError, match=r"trajectory a/0, turn 0: the reward is"):
         assembled(make_trajectory("a", 0, make_turn([1], [2], reward=reward)))
+
+
+def test_rollouts_without_recorded_logprobs_have_no_such_column():
+    bare = replace(ONE_TURN[0], response_logprobs=())
+    assert "rollout_logprobs" not in assembled(make_trajectory("a", 0, bare))
+    with pytest.raises(BatchError, match=r"log-prob"):
+        assembled(make_trajectory("a", 0, *ONE_TURN), make_trajectory("b", 0, bare))
+
+
+def test_logprobs_must_match_the_response():
+    with pytest.raises(BatchError, match=r"turn 0: 1 log-probabilities for 2 tokens"):
+        assembled(make_trajectory("a", 0, replace(TWO_TURNS[0], response_logprobs=(-1.0,))))
 
 
 def test_a_turn_without_response_is_refused():

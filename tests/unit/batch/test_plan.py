@@ -4,9 +4,11 @@ import subprocess
 import sys
 
 import pytest
-from batch_builders import make_config
+from batch_builders import make_config, make_rollouts, make_trajectory, make_turn
 
-from skyrl_train.batch.plan import plan_batches
+from skyrl_train.batch.assemble import assemble
+from skyrl_train.batch.plan import ceil_div, plan_batches
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 
 
@@ -19,11 +21,80 @@ def test_every_size_of_a_run():
     assert plan.optimizer_steps_per_batch == 2
     assert plan.total_optimizer_steps == 8
     assert plan.critic_optimizer_steps_per_batch == 0
+    assert plan.total_documents == 160
+
+
+def test_the_worked_example():
+    """1,024 prompts x 5 samples, mini-batches of 256 prompts: 5,120 sequences, 4 optimizer steps of 1,280 each."""
+    config = make_config(prompts=1024, mini_batch=256, n_samples=5, placement={"policy_num_workers": 8})
+    plan = plan_batches(config, num_train_prompts=1024)
+    assert (plan.num_samples_per_batch, plan.optimizer_steps_per_batch, plan.num_samples_per_step) == (5120, 4, 1280)
+    assert plan.learners[0].rows_per_rank == 160
+
+
+def test_epochs_and_total_steps():
+    config = make_config(prompts=8, mini_batch=4, trainer={"epochs": 3, "update_epochs_per_batch": 2})
+    plan = plan_batches(config, num_train_prompts=17)
+    assert (plan.total_steps, plan.optimizer_steps_per_batch, plan.total_optimizer_steps) == (6, 4, 24)
+    config = make_config(prompts=8, mini_batch=4, trainer={"epochs": 3, "total_steps": 5})
+    assert plan_batches(config, num_train_prompts=17).total_steps == 5
 
 
 def test_the_critic_counts_its_own_steps():
     plan = plan_batches(make_config(prompts=8, mini_batch=4, critic_mini_batch=2), num_train_prompts=8)
     assert (plan.optimizer_steps_per_batch, plan.critic_optimizer_steps_per_batch) == (2, 4)
+    assert [learner.role for learner in plan.learners] == ["policy", "critic"]
+
+
+def test_the_policy_takes_no_steps_while_only_the_critic_is_trained():
+    trainer = {"total_steps": 5, "algorithm": AlgorithmConfig(critic_warmup_steps=2)}
+    plan = plan_batches(make_config(prompts=4, mini_batch=2, critic_mini_batch=4, trainer=trainer), num_train_prompts=4)
+    assert (plan.total_optimizer_steps, plan.critic_total_optimizer_steps) == (6, 5)
+    alone = plan_batches(make_config(prompts=4, mini_batch=2, trainer=trainer), num_train_prompts=4)
+    assert alone.total_optimizer_steps == 10
+
+
+def test_each_model_has_its_own_share():
+    config = make_config(
+        prompts=8,
+        mini_batch=4,
+        n_samples=3,
+        trainer={
+            "batch_validation": "relaxed",
+            "micro_train_batch_size_per_gpu": 2,
+            "micro_forward_batch_size_per_gpu": 4,
+            "algorithm": AlgorithmConfig(kl_loss_coef=0.1),
+        },
+        placement={"policy_num_workers": 5, "ref_num_workers": 7},
+    )
+    policy, reference = plan_batches(config, num_train_prompts=8).learners
+    assert (policy.sequences_per_pass, policy.dummy_rows_per_pass, policy.rows_per_rank) == (12, 3, 3)
+    assert (policy.train_micro_batches, policy.forward_micro_batches) == (2, 2)
+    assert (reference.sequences_per_pass, reference.dummy_rows_per_pass, reference.rows_per_rank) == (24, 4, 4)
+    assert (reference.train_micro_batches, reference.forward_micro_batches) == (None, 1)
+
+
+def test_documents_close_at_most_so_many_steps():
+    config = make_config(
+        prompts=8, mini_batch=8, n_samples=3, trainer={"docs_per_step": 10, "update_epochs_per_batch": 2}
+    )
+    plan = plan_batches(config, num_train_prompts=8)
+    assert (plan.num_samples_per_step, plan.optimizer_steps_per_batch, plan.total_documents) == (10, 6, 48)
+    assert plan.learners[0].train_micro_batches is None
+
+
+@pytest.mark.parametrize("turns", [[1] * 8, [5] * 8, [1, 2, 3, 4, 5, 1, 1, 5]])
+def test_step_wise_batches_take_the_steps_that_the_plan_announced(turns):
+    config = make_config(prompts=4, mini_batch=2, n_samples=2, step_wise=True)
+    trajectories = [
+        make_trajectory(f"p{index // 2}", index % 2, *[make_turn(range(1, 2 + k), [9]) for k in range(count)])
+        for index, count in enumerate(turns)
+    ]
+    rollouts = make_rollouts(*trajectories, n_samples=2)
+    batch = assemble(rollouts, step_wise=True, config=config, global_step=1, weight_version=0)
+    assert batch.num_rows == sum(turns)
+    announced = plan_batches(config, num_train_prompts=4).optimizer_steps_per_batch
+    assert len(batch.metadata.policy_mini_batch_boundaries) == announced == 2
 
 
 def test_all_violations_are_raised_at_once():
@@ -34,5 +105,10 @@ def test_all_violations_are_raised_at_once():
 
 
 def test_a_plan_is_made_without_torch():
-    code = "import sys, skyrl_train.batch.plan, skyrl_train.batch.microbatch; sys.exit('torch' in sys.modules)"
+    modules = "batch.plan, skyrl_train.batch.plan_report, skyrl_train.batch.microbatch, skyrl_train.batch.schedule"
+    code = f"import sys, skyrl_train.{modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ceil_div():
+    assert [ceil_div(total, 4) for total in (0, 1, 4, 5)] == [0, 1, 1, 2]

@@ -1,0 +1,169 @@
+"""What a plan allows but does not give for nothing: each note has a fact with its numbers and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+from skyrl_train.batch.plan import BatchPlan, LearnerPlan, ceil_div, samples_per_batch
+from skyrl_train.batch.plan_estimate import PassEstimate
+from skyrl_train.config.schema import Config, OptimizerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanNote:
+    """One thing worth knowing before a run."""
+
+    field: str
+    """The setting that would change it."""
+    fact: str
+    cost: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.fact}; {self.cost}"
+
+
+def plan_notes(config: Config, plan: BatchPlan, *, num_train_prompts: int) -> list[PlanNote]:
+    """What follows from the sizes alone."""
+    notes = [*_data_notes(config, plan, num_train_prompts), *_document_notes(config)]
+    for learner in plan.learners:
+        notes += [*_rank_notes(config, learner), *_micro_batch_notes(config, learner)]
+    notes += [
+        *_cap_notes(config),
+        *_schedule_notes("trainer.policy", config.trainer.policy.optimizer, plan.total_optimizer_steps),
+    ]
+    if plan.critic_total_optimizer_steps:
+        notes += _schedule_notes("critic", config.critic.optimizer, plan.critic_total_optimizer_steps)
+    return notes
+
+
+def estimate_notes(estimates: list[PassEstimate]) -> list[PlanNote]:
+    """What follows from the lengths."""
+    notes = []
+    for estimate in estimates:
+        if estimate.rows_over_cap:
+            which = "max_tokens_per_microbatch" if estimate.training else "max_tokens_per_forward_microbatch"
+            notes.append(
+                PlanNote(
+                    field=f"trainer.{which}",
+                    fact=f"{estimate.rows_over_cap} of {estimate.num_rows} rows of a {estimate.role} pass exceed the "
+                    "cap and go alone",
+                    cost=f"the largest forward computes {estimate.largest_micro_batch_tokens} tokens, over the cap",
+                )
+            )
+    return notes
+
+
+def percent(share: float | Fraction) -> str:
+    """`27 %`; below ten percent with one digit more."""
+    value = 100 * float(share)
+    return f"{value:.0f} %" if value >= 9.5 or value == 0 else f"{value:.1f} %"
+
+
+def _data_notes(config: Config, plan: BatchPlan, num_train_prompts: int) -> Iterator[PlanNote]:
+    rest = num_train_prompts % config.trainer.train_batch_size
+    if rest:
+        yield PlanNote(
+            field="trainer.train_batch_size",
+            fact=f"{num_train_prompts} training prompts are {plan.batches_per_epoch} batches and {rest} left over",
+            cost=f"{percent(Fraction(rest, num_train_prompts))} of the prompts sit out each epoch",
+        )
+
+
+def _document_notes(config: Config) -> Iterator[PlanNote]:
+    target, samples = config.trainer.docs_per_step, samples_per_batch(config)
+    if not target:
+        return
+    if target >= samples:
+        yield PlanNote(
+            field="trainer.docs_per_step",
+            fact=f"{target} documents a step, but a batch has {samples}",
+            cost="a step is closed by the end of its batch; documents are not carried over",
+        )
+        return
+    steps, rest = ceil_div(samples, target), samples % target
+    if rest:
+        yield PlanNote(
+            field="trainer.docs_per_step",
+            fact=f"{samples} documents are {steps - 1} steps of {target} and one of {rest}",
+            cost=f"the last step of a batch has {percent(Fraction(rest, target))} of the others' documents at the same "
+            "learning rate",
+        )
+    if not config.trainer.docs_per_step_exact:
+        ranks = config.placement.policy_num_workers
+        yield PlanNote(
+            field="trainer.docs_per_step_exact",
+            fact=f"a step may exceed {target} documents by less than one micro-batch on each of {ranks} ranks",
+            cost="steps differ in size; their losses divide by what was reached",
+        )
+
+
+def _rank_notes(config: Config, learner: LearnerPlan) -> Iterator[PlanNote]:
+    ranks, workers = learner.data_parallel_size, f"placement.{_workers(learner)}"
+    if ranks == 1:
+        return
+    if config.generator.step_wise_trajectories:
+        worst = Fraction(ranks - 1, learner.sequences_per_pass + ranks - 1)
+        yield PlanNote(
+            field=workers,
+            fact=f"rows vary with the turns: up to {ranks - 1} dummy rows in a {learner.role} pass of at least "
+            f"{learner.sequences_per_pass} rows over {ranks} ranks",
+            cost=f"at most {percent(worst)} of the pass",
+        )
+    elif learner.dummy_rows_per_pass:
+        dummies, rows = learner.dummy_rows_per_pass, learner.sequences_per_pass
+        yield PlanNote(
+            field=workers,
+            fact=f"{dummies} dummy rows beside {rows} in a {learner.role} pass over {ranks} ranks",
+            cost=f"{percent(Fraction(dummies, dummies + rows))} of the pass",
+        )
+
+
+def _micro_batch_notes(config: Config, learner: LearnerPlan) -> Iterator[PlanNote]:
+    trainer, rows = config.trainer, learner.rows_per_rank
+    if learner.train_micro_batches is None:
+        return
+    size = trainer.micro_train_batch_size_per_gpu
+    if size > rows:
+        yield PlanNote(
+            field="trainer.micro_train_batch_size_per_gpu",
+            fact=f"{size} rows allowed, but a {learner.role} rank has {rows} in a step",
+            cost="none: one forward holds them all",
+        )
+    elif rows % size:
+        full = Fraction(rows, learner.train_micro_batches * size)
+        yield PlanNote(
+            field="trainer.micro_train_batch_size_per_gpu",
+            fact=f"{rows} rows of a {learner.role} rank are {learner.train_micro_batches} micro-batches of up to "
+            f"{size}",
+            cost=f"they are {percent(full)} full",
+        )
+
+
+def _cap_notes(config: Config) -> Iterator[PlanNote]:
+    trainer, longest = config.trainer, config.generator.max_context_length
+    if trainer.micro_batching != "token_budget":
+        return
+    for field in ("max_tokens_per_microbatch", "max_tokens_per_forward_microbatch"):
+        cap = getattr(trainer, field)
+        if cap < longest:
+            yield PlanNote(
+                field=f"trainer.{field}",
+                fact=f"a row may have up to generator.max_context_length={longest} tokens, the cap is {cap}",
+                cost=f"a longer row goes alone and computes up to {longest} tokens: plan memory for that",
+            )
+
+
+def _schedule_notes(section: str, optimizer: OptimizerConfig, total_steps: int) -> Iterator[PlanNote]:
+    if optimizer.warmup_steps >= total_steps > 0:
+        reached = Fraction(total_steps, optimizer.warmup_steps)
+        yield PlanNote(
+            field=f"{section}.optimizer.warmup_steps",
+            fact=f"{optimizer.warmup_steps} steps of warm-up in a run of {total_steps} optimizer steps",
+            cost=f"the learning rate ends at {percent(reached)} of its peak",
+        )
+
+
+def _workers(learner: LearnerPlan) -> str:
+    return "ref_num_workers" if learner.role == "reference" else f"{learner.role}_num_workers"

@@ -1,0 +1,251 @@
+"""The plan as a person or a script reads it: sizes, padding, learning rates, storage, violations, notes. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from skyrl_train.batch.plan import BatchPlan, ceil_div, plan_batches
+from skyrl_train.batch.plan_estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
+from skyrl_train.batch.plan_notes import PlanNote, estimate_notes, percent, plan_notes
+from skyrl_train.batch.schedule import learning_rate
+from skyrl_train.config.algorithm import needs_reference
+from skyrl_train.config.schema import Config, OptimizerConfig
+from skyrl_train.config.validate_batch import validate_batch_sizes
+from skyrl_train.errors import Violation
+
+TOKEN_BYTES = {
+    "input_ids": 4,
+    "loss_mask": 1,
+    "rewards": 4,
+    "rollout_logprobs": 4,
+    "old_logprobs": 4,
+    "advantages": 4,
+    "returns": 4,
+}
+"""Of a training batch's columns, per token; a test keeps them equal to the schema's."""
+WEIGHT_BYTES = 8
+"""`loss_weights`, which a closed mini-batch adds."""
+SCORE_BYTES = 4
+"""One log-probability or value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RatePoint:
+    """The learning rate of one optimizer step, counted from 0."""
+
+    role: str
+    step: int
+    rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """Something that is kept or moved."""
+
+    what: str
+    kind: str
+    """`kept` or `moved`."""
+    num_bytes: int
+    when: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanReport:
+    """Everything that `skyrl_train.plan` prints."""
+
+    plan: BatchPlan | None
+    """None where there are violations."""
+    num_train_prompts: int
+    micro_batching: str
+    """What bounds a micro-batch, in words."""
+    lengths_source: str
+    estimates: tuple[PassEstimate, ...]
+    learning_rates: tuple[RatePoint, ...]
+    storage: tuple[Storage, ...]
+    violations: tuple[Violation, ...]
+    notes: tuple[PlanNote, ...]
+
+
+def make_plan_report(
+    config: Config,
+    *,
+    num_train_prompts: int,
+    lengths: RowLengths | None = None,
+    num_parameters: int | None = None,
+    violations: Sequence[Violation] = (),
+) -> PlanReport:
+    """The report of a run over `num_train_prompts` prompts; never raises for sizes that do not fit together.
+
+    Args:
+        lengths: recorded row lengths; without them a long-tailed guess is used and said to be one.
+        num_parameters: of the policy, where known: adds the sizes of weights and optimizer state.
+        violations: of other rules, to be shown with those of the batch sizes.
+    """
+    found = [*violations]
+    found += [v for v in validate_batch_sizes(config, num_train_prompts=num_train_prompts) if v not in found]
+    if found:
+        return PlanReport(
+            plan=None,
+            num_train_prompts=num_train_prompts,
+            micro_batching=_micro_batching(config),
+            lengths_source="",
+            estimates=(),
+            learning_rates=(),
+            storage=(),
+            violations=tuple(found),
+            notes=(),
+        )
+    plan = plan_batches(config, num_train_prompts=num_train_prompts)
+    lengths = lengths or assumed_lengths(config)
+    estimates = estimate_passes(config, plan, lengths)
+    return PlanReport(
+        plan=plan,
+        num_train_prompts=num_train_prompts,
+        micro_batching=_micro_batching(config),
+        lengths_source=lengths.source,
+        estimates=tuple(estimates),
+        learning_rates=tuple(_rates(config, plan)),
+        storage=tuple(_storage(config, plan, lengths, num_parameters)),
+        violations=(),
+        notes=(*plan_notes(config, plan, num_train_prompts=num_train_prompts), *estimate_notes(estimates)),
+    )
+
+
+def to_json(report: PlanReport) -> str:
+    """The report as JSON, keys as the dataclasses name them."""
+    data = asdict(report)
+    for estimate, record in zip(report.estimates, data["estimates"]):
+        record["padding"] = estimate.padding
+    return json.dumps(data, indent=2)
+
+
+def render_text(report: PlanReport) -> str:
+    """The report for a terminal, at most 120 columns where values allow."""
+    if report.plan is None:
+        lines = [f"{len(report.violations)} problem{'s' * (len(report.violations) != 1)}, no plan:"]
+        return "\n".join([*lines, *(f"  - {violation}" for violation in report.violations)])
+    sections = [
+        ("Batch plan", _size_lines(report.plan, report)),
+        ("Each model", _learner_lines(report)),
+        (f"One pass, with lengths {report.lengths_source}", _estimate_lines(report)),
+        ("Learning rate", [f"{p.role:<10} step {p.step:>8,}  {p.rate:.3g}" for p in report.learning_rates]),
+        (
+            "Kept and moved",
+            [f"{item.kind:<6} {_bytes(item.num_bytes):>9}  {item.what} ({item.when})" for item in report.storage],
+        ),
+        ("Notes", [str(note) for note in report.notes] or ["none"]),
+    ]
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
+
+
+def _micro_batching(config: Config) -> str:
+    trainer = config.trainer
+    if trainer.micro_batching == "fixed":
+        rows, forward = trainer.micro_train_batch_size_per_gpu, trainer.micro_forward_batch_size_per_gpu
+        return f"fixed: {rows} rows in training, {forward} in scoring"
+    if trainer.micro_batching == "token_budget":
+        tokens, forward = trainer.max_tokens_per_microbatch, trainer.max_tokens_per_forward_microbatch
+        return f"token_budget: {tokens} computed tokens in training, {forward} in scoring, layout {trainer.layout}"
+    return trainer.micro_batching
+
+
+def _size_lines(plan: BatchPlan, report: PlanReport) -> list[str]:
+    documents = f" (closed at {plan.docs_per_step} documents, at most so many)" if plan.docs_per_step else ""
+    rows = [
+        ("training prompts", f"{report.num_train_prompts:,}: {plan.batches_per_epoch:,} batches an epoch"),
+        ("training batches", f"{plan.total_steps:,} in the run"),
+        ("prompts per batch", f"{plan.num_prompts_per_batch:,}"),
+        ("samples per batch", f"{plan.num_samples_per_batch:,}"),
+        ("samples per optimizer step", f"{plan.num_samples_per_step:,}"),
+        ("optimizer steps per batch", f"{plan.optimizer_steps_per_batch:,}{documents}"),
+        ("optimizer steps in all", f"{plan.total_optimizer_steps:,}"),
+        ("micro-batches", report.micro_batching),
+    ]
+    if plan.critic_total_optimizer_steps:
+        steps = f"{plan.critic_optimizer_steps_per_batch:,} per batch, {plan.critic_total_optimizer_steps:,} in all"
+        rows.insert(-1, ("critic's optimizer steps", steps))
+    return [f"{name:<28}{value}" for name, value in rows]
+
+
+def _learner_lines(report: PlanReport) -> Iterator[str]:
+    for learner in report.plan.learners if report.plan else ():
+        trained = learner.role != "reference"
+        count = learner.train_micro_batches if trained else learner.forward_micro_batches
+        forwards = "as many micro-batches as lengths and turns make" if count is None else f"{count:,} micro-batches"
+        yield (
+            f"{learner.role:<10} {learner.data_parallel_size} ranks, {learner.rows_per_rank:,} rows each "
+            f"({learner.sequences_per_pass:,} sequences, {learner.dummy_rows_per_pass} dummy rows), "
+            f"{'accumulates' if trained else 'scores in'} {forwards}"
+        )
+
+
+def _estimate_lines(report: PlanReport) -> Iterator[str]:
+    for estimate in report.estimates:
+        yield (
+            f"{estimate.role:<10} {estimate.num_rows:,} rows, {estimate.num_tokens:,} tokens, computed "
+            f"{estimate.computed_tokens:,}: padding {percent(estimate.padding)} (fixed rows in order of arrival: "
+            f"{percent(estimate.first_come_padding)})"
+        )
+        yield (
+            f"{'':<10} {estimate.micro_batches_per_rank:,} micro-batches on the fullest rank, the largest of "
+            f"{estimate.largest_micro_batch_tokens:,} tokens; busiest rank {estimate.load_max_over_mean:.3f} x the mean"
+        )
+
+
+def _rates(config: Config, plan: BatchPlan) -> Iterator[RatePoint]:
+    yield from _role_rates("policy", config.trainer.policy.optimizer, plan.total_optimizer_steps)
+    yield from _role_rates("critic", config.critic.optimizer, plan.critic_total_optimizer_steps)
+
+
+def _role_rates(role: str, optimizer: OptimizerConfig, total: int) -> Iterator[RatePoint]:
+    """First step, end of warm-up, quarters, last step."""
+    quarters = [divmod(total * quarter, 4)[0] for quarter in range(5)]
+    for step in sorted({0, optimizer.warmup_steps - 1, *quarters, total - 1}):
+        if 0 <= step < total:
+            yield RatePoint(role=role, step=step, rate=learning_rate(step, optimizer, total))
+
+
+def _storage(config: Config, plan: BatchPlan, lengths: RowLengths, num_parameters: int | None) -> Iterator[Storage]:
+    tokens_per_sample = float(lengths.all_rows.sum()) / len(lengths.trajectories)
+    tokens = round(plan.num_samples_per_batch * tokens_per_sample)
+    models = needs_reference(config.trainer.algorithm) + bool(config.critic.model.path)
+    per_token = sum(TOKEN_BYTES.values()) + SCORE_BYTES * models
+    yield Storage(
+        what="training batch on the controller", kind="kept", num_bytes=tokens * per_token, when=f"{tokens:,} tokens"
+    )
+    policy = plan.learners[0]
+    step_tokens = round(plan.num_samples_per_step * tokens_per_sample / policy.data_parallel_size)
+    moved = step_tokens * (per_token + WEIGHT_BYTES)
+    yield Storage(what="shard to each policy rank", kind="moved", num_bytes=moved, when="every optimizer step")
+    yield Storage(
+        what="scores back from the models",
+        kind="moved",
+        num_bytes=tokens * SCORE_BYTES * (1 + models),
+        when="every batch",
+    )
+    if num_parameters is not None:
+        width = 2 if config.model.dtype == "bfloat16" else 4
+        shards = policy.data_parallel_size if config.strategy.name == "fsdp2" else 1
+        state = num_parameters * (12 if config.trainer.policy.optimizer.name == "adamw" else 4)
+        yield Storage(
+            what="weights to the inference engine", kind="moved", num_bytes=num_parameters * width, when="every batch"
+        )
+        yield Storage(
+            what="policy's weights, gradients and optimizer state on each rank",
+            kind="kept",
+            num_bytes=ceil_div(state + 4 * num_parameters, shards),
+            when="all the time; activations come on top",
+        )
+        kept = config.trainer.max_ckpts_to_keep
+        yield Storage(what="checkpoints of the policy", kind="kept", num_bytes=kept * state, when=f"{kept} on disk")
+
+
+def _bytes(count: int) -> str:
+    value, unit = float(count), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}" if unit != "B" else f"{count} B"

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
+
+from skyrl_train.batch import training_batch
+from skyrl_train.batch.plan import plan_batches
+from skyrl_train.batch.plan_estimate import RowLengths, assumed_lengths, estimate_passes, recorded_lengths
+from skyrl_train.batch.plan_notes import percent, plan_notes
+from skyrl_train.batch.plan_report import TOKEN_BYTES, make_plan_report, render_text, to_json
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import OptimizerConfig, PolicyConfig
+
+
+def of_lengths(*lengths):
+    return RowLengths(trajectories=tuple(np.array(rows) for rows in lengths), source="of a test")
+
+
+def notes_of(config, prompts):
+    plan = plan_batches(config, num_train_prompts=prompts)
+    return [str(note) for note in plan_notes(config, plan, num_train_prompts=prompts)]
+
+
+def test_recorded_lengths_have_a_row_per_trajectory_or_per_turn():
+    turns = make_turn([1, 2], [3]), make_turn([1, 2, 3, 4], [5, 6])
+    rollouts = make_rollouts(make_trajectory("a", 0, *turns), failed_trajectory("a", 1, *turns), n_samples=2)
+    merged = recorded_lengths([rollouts], step_wise=False, source="x")
+    assert [rows.tolist() for rows in merged.trajectories] == [[6]]
+    step_wise = recorded_lengths([rollouts], step_wise=True, source="x")
+    assert [rows.tolist() for rows in step_wise.trajectories] == [[3, 6]]
+    assert step_wise.rows_per_trajectory == 2
+
+
+def test_recorded_lengths_need_a_trajectory_that_did_not_fail():
+    rollouts = make_rollouts(failed_trajectory("a", 0), n_samples=1)
+    with pytest.raises(ValueError, match=r"runs.jsonl: every trajectory failed"):
+        recorded_lengths([rollouts], step_wise=False, source="runs.jsonl")
+
+
+@pytest.mark.parametrize("step_wise", [False, True])
+def test_assumed_lengths_stay_within_the_context_and_are_the_same_every_time(step_wise):
+    config = make_config(prompts=4, mini_batch=2, step_wise=step_wise, max_context_length=300)
+    lengths = assumed_lengths(config)
+    assert lengths.all_rows.min() >= 128
+    assert lengths.all_rows.max() <= 300
+    assert (lengths.rows_per_trajectory > 1) == step_wise
+    assert all((np.diff(rows) > 0).all() for rows in lengths.trajectories)
+    assert np.array_equal(assumed_lengths(config).all_rows, lengths.all_rows)
+
+
+def test_an_estimate_counts_padding_dummies_and_micro_batches():
+    config = make_config(
+        prompts=5,
+        mini_batch=5,
+        trainer={"micro_train_batch_size_per_gpu": 2, "batch_validation": "relaxed"},
+        placement={"policy_num_workers": 2},
+    )
+    (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=5), of_lengths([10]))
+    assert (estimate.num_rows, estimate.dummy_rows, estimate.num_tokens) == (5, 1, 50)
+    assert estimate.micro_batches_per_rank == 2
+    assert estimate.computed_tokens == 20 + 10 + 20 + 2
+    assert estimate.padding == pytest.approx(1 - 50 / 52)
+    assert estimate.load_max_over_mean == pytest.approx(30 / 26, rel=1e-3)
+
+
+def test_an_estimate_of_a_token_budget_counts_rows_over_the_cap():
+    config = make_config(
+        prompts=4, mini_batch=4, trainer={"micro_batching": "token_budget", "max_tokens_per_microbatch": 25}
+    )
+    (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=4), of_lengths([30]))
+    assert (estimate.rows_over_cap, estimate.micro_batches_per_rank, estimate.largest_micro_batch_tokens) == (4, 4, 30)
+
+
+def test_a_strategy_of_your_own_is_estimated_too():
+    config = make_config(prompts=3, mini_batch=3, trainer={"micro_batching": "test_microbatch:halves"})
+    (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=3), of_lengths([10]))
+    assert (estimate.micro_batches_per_rank, estimate.computed_tokens) == (2, 30)
+
+
+def test_padding_is_allowed_at_a_cost_that_is_said():
+    config = make_config(
+        prompts=8, mini_batch=8, trainer={"batch_validation": "relaxed"}, placement={"policy_num_workers": 11}
+    )
+    with pytest.raises(Exception, match="a policy rank would have nothing to do"):
+        notes_of(config, 8)
+    config = make_config(
+        prompts=16, mini_batch=8, trainer={"batch_validation": "relaxed"}, placement={"policy_num_workers": 11}
+    )
+    assert notes_of(config, 16) == [
+        "placement.policy_num_workers: 3 dummy rows beside 8 in a policy pass over 11 ranks; 27 % of the pass",
+        "trainer.micro_train_batch_size_per_gpu: 32 rows allowed, but a policy rank has 1 in a step; none: one forward "
+        "holds them all",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "prompts", "note"),
+    [
+        ({"n_samples": 10}, 33, "33 training prompts are 8 batches and 1 left over; 3.0 % of the prompts"),
+        ({"n_samples": 9, "trainer": {"batch_validation": "relaxed", "micro_train_batch_size_per_gpu": 16}}, 4,
+         "18 rows of a policy rank are 2 micro-batches of up to 16; they are 56 % full"),
+        ({"step_wise": True, "placement": {"policy_num_workers": 3}}, 4,
+         "up to 2 dummy rows in a policy pass of at least 2"),
+        ({"trainer": {"micro_batching": "token_budget", "max_tokens_per_microbatch": 100}}, 4,
+         "a row may have up to generator.max_context_length=512 tokens, the cap is 100; a longer row goes alone"),
+        ({"n_samples": 5, "trainer": {"docs_per_step": 8}}, 4, "20 documents are 2 steps of 8 and one of 4"),
+        ({"n_samples": 5, "trainer": {"docs_per_step": 8}}, 4,
+         "a step may exceed 8 documents by less than one micro-batch"),
+        ({"trainer": {"docs_per_step": 8}}, 4, "8 documents a step, but a batch has 4"),
+        ({"trainer": {"policy": PolicyConfig(optimizer=OptimizerConfig(warmup_steps=8))}}, 4,
+         "8 steps of warm-up in a run of 2 optimizer steps; the learning rate ends at 25 % of its peak"),
+    ],
+)  # fmt: skip
+def test_notes_say_what_is_allowed_and_what_it_costs(settings, prompts, note):
+    config = make_config(prompts=4, mini_batch=2, **{"n_samples": 1, **settings})
+    assert any(note in text for text in notes_of(config, prompts)), notes_of(config, prompts)
+
+
+def test_percent():
+    assert [percent(share) for share in (0, 0.004, 0.27, 1)] == ["0 %", "0.4 %", "27 %", "100 %"]
+
+
+def full_report(**kwargs):
+    config = make_config(
+        prompts=4,
+        mini_batch=2,
+        critic_mini_batch=4,
+        n_samples=16,
+        trainer={
+            "total_steps": 10,
+            "policy": PolicyConfig(optimizer=OptimizerConfig(lr=0.5, warmup_steps=2, schedule="linear")),
+            "algorithm": AlgorithmConfig(kl_loss_coef=0.1),
+        },
+    )
+    return make_plan_report(config, num_train_prompts=9, **kwargs)
+
+
+def test_the_report_says_everything():
+    report = full_report(lengths=of_lengths([100], [50]), num_parameters=1000)
+    assert [(point.step, point.rate) for point in report.learning_rates if point.role == "policy"] == [
+        (0, 0.25),
+        (1, 0.5),
+        (5, pytest.approx(0.5 * 15 / 18)),
+        (10, pytest.approx(0.5 * 10 / 18)),
+        (15, pytest.approx(0.5 * 5 / 18)),
+        (19, pytest.approx(0.5 * 1 / 18)),
+    ]
+    sizes = {item.what: item.num_bytes for item in report.storage}
+    assert sizes["training batch on the controller"] == 64 * 75 * (25 + 8)
+    assert sizes["weights to the inference engine"] == 4000
+    text = render_text(report)
+    for expected in (
+        "samples per optimizer step  32",
+        "optimizer steps per batch   2",
+        "optimizer steps in all      20",
+        "fixed: 32 rows in training, 64 in scoring",
+        "critic's optimizer steps    1 per batch, 10 in all",
+        "policy     1 ranks, 32 rows each (32 sequences, 0 dummy rows), accumulates 1 micro-batches",
+        "reference  1 ranks, 64 rows each (64 sequences, 0 dummy rows), scores in 1 micro-batches",
+        "One pass, with lengths of a test",
+        "9 training prompts are 2 batches and 1 left over; 11 % of the prompts",
+    ):
+        assert expected in text
+
+
+def test_the_report_as_json():
+    record = json.loads(to_json(full_report(lengths=of_lengths([100]))))
+    assert record["plan"]["total_optimizer_steps"] == 20
+    assert record["plan"]["learners"][0]["rows_per_rank"] == 32
+    assert record["estimates"][0]["padding"] == 0
+    assert record["violations"] == []
+    assert record["notes"][0]["field"] == "trainer.train_batch_size"
+
+
+def test_a_report_without_a_plan_lists_every_violation():
+    report = make_plan_report(make_config(prompts=8, mini_batch=3), num_train_prompts=4)
+    assert render_text(report).splitlines()[0] == "2 problems, no plan:"
+    assert "trainer.policy_mini_batch_size: must divide trainer.train_batch_size=8" in render_text(report)
+    assert json.loads(to_json(report))["plan"] is None
+
+
+def test_lengths_are_assumed_where_none_were_recorded():
+    assert full_report().lengths_source.startswith("assumed: long-tailed")
+
+
+def test_what_the_plan_knows_without_torch_is_true():
+    schema = training_batch.SCHEMA
+    assert {name: schema[name].dtype.itemsize for name in TOKEN_BYTES} == TOKEN_BYTES
+    assert schema["loss_weights"].dtype == torch.float64
