@@ -132,7 +132,7 @@ class FakeGenerator:
         self._on_call(global_step, purpose)
         trajectories = [
             failed_trajectory(uid=prompt.uid, sample=sample)
-            if purpose == "train" and self._is_broken(global_step, index, sample)
+            if purpose != "eval" and self._is_broken(global_step, index, sample)
             else self._trajectory(prompt, sample, global_step, purpose)
             for index, prompt in enumerate(prompts)
             for sample in range(n_samples_per_prompt)
@@ -168,7 +168,9 @@ def logprob_of(weight: float) -> float:
 class FakeLearner:
     """One weight with momentum: state that is lost shows. Implements Learner."""
 
-    def __init__(self, name: str = "policy", *, weight: float = 0.0, fail_at: int | None = None) -> None:
+    def __init__(
+        self, name: str = "policy", *, weight: float = 0.0, lr: float = 1.0, fail_at: int | None = None
+    ) -> None:
         """`fail_at` is the optimizer step (from 1) that finds a gradient that is not finite."""
         self.name = name
         self.weight = weight
@@ -176,6 +178,7 @@ class FakeLearner:
         self.num_optimizer_steps = 0
         self.num_closed_prompts: list[int] = []
         self._gradient = 0.0
+        self._lr = lr
         self._fail_at = fail_at
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
@@ -192,7 +195,7 @@ class FakeLearner:
         if self.num_optimizer_steps + 1 == self._fail_at:
             raise NonFiniteError(f"{self.name}: gradient norm inf. No weight was changed.")
         self.momentum = 0.9 * self.momentum + self._gradient
-        self.weight += self.momentum
+        self.weight += self._lr * self.momentum
         self.num_optimizer_steps += 1
         gradient, self._gradient = self._gradient, 0.0
         return {f"{self.name}/grad_norm": Mean(abs(gradient), 1.0), f"{self.name}/lr": Last(1.0)}

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from skyrl_train.algorithms.kl_controller import initial_state, next_state
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import NonFiniteError
+from skyrl_train.errors import ConfigError, NonFiniteError, Violation
 from skyrl_train.interfaces import CheckpointStore, Generator, Tracker, WeightTransport
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.learning_curve import draw_learning_curve
@@ -37,19 +38,14 @@ from skyrl_train.trainers.evaluation_report import (
 from skyrl_train.trainers.resume import FRESH, Start, mark_complete
 from skyrl_train.trainers.state import DataFingerprint, TrainerState, flat_config, library_versions
 from skyrl_train.trainers.step_metrics import batch_metrics, rollout_metrics, speed_metrics, step_totals
+from skyrl_train.trainers.steps import PromptBatches
 from skyrl_train.trainers.stop import StopFlag, stop_on_signals
-from skyrl_train.types import Prompt, RolloutBatch
+from skyrl_train.types import RolloutBatch
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
 
-
-class PromptBatches(Protocol):
-    """Training prompts, batch by batch; `data/prompts.py: PromptSource`."""
-
-    def batch(self, position: int) -> list[Prompt]:
-        """The batch after `position` batches: a function of the position alone."""
-        ...
+__all__ = ["PPOTrainer", "PromptBatches", "RolloutSink", "TrainingResult"]
 
 
 class RolloutSink(Protocol):
@@ -95,7 +91,9 @@ class PPOTrainer:
         start: Start = FRESH,
     ) -> None:
         """`folder` is prepared for `start` (see `resume.prepare_run_folder`). `evaluator` and `rollout_log` are None
-        where evaluation and rollout dumps are off."""
+        where evaluation and rollout dumps are off. Raises ConfigError for a setting that this loop does not know."""
+        if config.trainer.algorithm.ref_update_interval:
+            raise ConfigError([_fixed_reference(config.trainer.algorithm.ref_update_interval)])
         self.config, self.plan, self.data, self.start = config, plan, data, start
         self.prompts, self.generator, self.learners = prompts, generator, learners
         self.transport, self.evaluator, self.checkpoints = transport, evaluator, checkpoints
@@ -103,7 +101,7 @@ class PPOTrainer:
         self.timer = StepTimer()
         self.totals = start.totals
         self.data_position = start.data_position
-        self.kl_coef = start.state.kl_coef if start.state else config.trainer.algorithm.kl_reward_coef
+        self.kl = start.state.kl_controller if start.state else initial_state(config.trainer.algorithm)
         self._last_checkpoint = start.checkpoint
 
     def train(self) -> TrainingResult:
@@ -118,21 +116,22 @@ class PPOTrainer:
             self._begin(stop)
             for step in range(self.start.global_step + 1, self.plan.total_steps + 1):
                 with self._phase("generate"):
-                    prompts = self.prompts.batch(self.data_position)
-                    rollouts = steps.generate(self.generator, prompts, config, step=step)
+                    generated = steps.generate(
+                        self.generator, self.prompts, config, step=step, position=self.data_position
+                    )
                 with self._phase("assemble"):
-                    batch = steps.assemble(rollouts, config, step=step, weight_version=step - 1)
+                    batch = steps.assemble(generated.rollouts, config, step=step, weight_version=step - 1)
                 with self._phase("score"):
                     batch = steps.score(batch, learners)
                 with self._phase("estimate"):
-                    batch = steps.estimate(batch, config, kl_coef=self.kl_coef)
+                    batch = steps.estimate(batch, config, kl_coef=self.kl.coef)
                 with self._phase("log"):
-                    self._keep(rollouts, batch, step)
+                    self._keep(generated.rollouts, batch, step)
                 with self._phase("update"):
                     update = steps.update(batch, learners, config, on_progress=self.console.on_progress)
                 with self._phase("sync"):
                     steps.sync(learners.policy, self.transport, version=step)
-                self._finish_step(step, rollouts, batch, update, stop)
+                self._finish_step(step, generated, batch, update, stop)
             return self._finish()
 
     def _begin(self, stop: StopFlag) -> None:
@@ -153,21 +152,24 @@ class PPOTrainer:
             stop.raise_if_set(step)
 
     def _finish_step(
-        self, step: int, rollouts: RolloutBatch, batch: TrainingInputBatch, update: steps.Update, stop: StopFlag
+        self, step: int, generated: steps.Generated, batch: TrainingInputBatch, update: steps.Update, stop: StopFlag
     ) -> None:
         """Makes the step count: evaluation, record, checkpoint, stop."""
-        self.data_position += 1
-        self.totals = self.totals.plus(step_totals(rollouts, batch, optimizer_steps=update.num_optimizer_steps))
+        self.data_position += generated.num_prompt_batches
+        consumed = step_totals(generated.everything, batch, optimizer_steps=update.num_optimizer_steps)
+        self.totals = self.totals.plus(consumed)
         last = step == self.plan.total_steps
         evaluation = self._evaluate(step) if last or _is_due(step, self.config.trainer.eval_interval) else {}
         with self._phase("log"):
             metrics = {
-                **rollout_metrics(rollouts),
-                **batch_metrics(batch, kl_estimator=self.config.trainer.algorithm.kl_estimator),
+                **rollout_metrics(generated.everything),
+                **generated.metrics,
+                **batch_metrics(batch, self.config.trainer.algorithm),
                 **to_values(update.metrics),
                 **evaluation,
                 **self.totals.metrics(),
             }
+            self._control_kl(metrics, len(generated.rollouts.trajectories))
         self._flush_rollouts()
         timings = self.timer.finish_step()
         with self._phase("record"):
@@ -179,6 +181,15 @@ class PPOTrainer:
             self._save(step)
         if stopping:
             stop.raise_if_set(step)
+
+    def _control_kl(self, metrics: dict[str, float], num_trajectories: int) -> None:
+        """The weight of the KL in the rewards of the next step."""
+        algorithm = self.config.trainer.algorithm
+        if algorithm.kl_reward_coef > 0 and "kl/reference" in metrics:
+            metrics["kl/reward_coef"] = self.kl.coef
+            self.kl = next_state(
+                self.kl, mean_kl=metrics["kl/reference"], num_trajectories=num_trajectories, config=algorithm
+            )
 
     def _finish(self) -> TrainingResult:
         """What a run leaves behind at its end: the export, the curve, the table, and the mark that it is complete."""
@@ -217,7 +228,7 @@ class PPOTrainer:
             global_step=step,
             data_position=self.data_position,
             weight_version=step,
-            kl_coef=self.kl_coef,
+            kl_controller=self.kl,
             totals=self.totals,
             config=flat_config(self.config),
             data=self.data,
@@ -273,3 +284,12 @@ class PPOTrainer:
 
 def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
+
+
+def _fixed_reference(interval: int) -> Violation:
+    return Violation(
+        field="trainer.algorithm.ref_update_interval",
+        rule="must be 0: the reference stays what it was at the start",
+        value=str(interval),
+        remedy="Set trainer.algorithm.ref_update_interval=0",
+    )

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.algorithms.kl_controller import KLControllerState
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import CheckpointError
 from skyrl_train.telemetry.files import write_json
@@ -72,8 +73,8 @@ class TrainerState:
     """Training batches taken from the prompt source."""
     weight_version: int
     """Of the policy in the same checkpoint."""
-    kl_coef: float
-    """State of the KL controller: the weight of the KL in the rewards."""
+    kl_controller: KLControllerState
+    """The weight of the KL in the rewards."""
     totals: Totals
     config: Mapping[str, Any]
     """Every setting by its dotted name, as JSON, secrets redacted."""
@@ -93,7 +94,8 @@ class TrainerState:
             if content.pop("format") != FORMAT:
                 raise ValueError(f"not of format {FORMAT}")
             totals, data = Totals(**content.pop("totals")), DataFingerprint(**content.pop("data"))
-            return TrainerState(**content, totals=totals, data=data)
+            controller = KLControllerState.from_json(content.pop("kl_controller"))
+            return TrainerState(**content, totals=totals, data=data, kl_controller=controller)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} cannot be used ({type(error).__name__}: {error}). Resume from another checkpoint with "

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.kl import token_kl
+from skyrl_train.algorithms.kl_controller import mean_token_kl
 from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.trainers.evaluate import groups_of, response_length
 from skyrl_train.trainers.state import Totals
 from skyrl_train.types import Outcome, RolloutBatch, Trajectory
@@ -41,7 +42,7 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     }
 
 
-def batch_metrics(batch: TrainingInputBatch, *, kl_estimator: str) -> dict[str, float]:
+def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
     """The batch's size; how far the trainer's log-probabilities are from the engine's and from the reference's.
 
     `mismatch/` compares `old_logprobs` with `rollout_logprobs`, `kl/reference` with `ref_logprobs`, over trained
@@ -57,19 +58,18 @@ def batch_metrics(batch: TrainingInputBatch, *, kl_estimator: str) -> dict[str, 
     if num_trained and "rollout_logprobs" in batch and "old_logprobs" in batch:
         metrics |= _mismatch(batch["old_logprobs"][mask].double() - batch["rollout_logprobs"][mask].double())
     if num_trained and "ref_logprobs" in batch:
-        divergence = token_kl(kl_estimator, batch["old_logprobs"], batch["ref_logprobs"], mask)
-        metrics["kl/reference"] = float(divergence.double().sum()) / num_trained
+        metrics["kl/reference"] = mean_token_kl(batch["old_logprobs"], batch["ref_logprobs"], mask, algorithm)
     return metrics
 
 
-def step_totals(rollouts: RolloutBatch, batch: TrainingInputBatch, *, optimizer_steps: int) -> Totals:
-    """What one step consumed."""
+def step_totals(everything: RolloutBatch, batch: TrainingInputBatch, *, optimizer_steps: int) -> Totals:
+    """What one step consumed: everything that was generated, and the tokens that were trained on."""
     return Totals(
-        prompts=len(rollouts.prompts),
-        trajectories=len(rollouts.trajectories),
+        prompts=len(everything.prompts),
+        trajectories=len(everything.trajectories),
         tokens=batch.num_tokens,
         optimizer_steps=optimizer_steps,
-        failed_trajectories=sum(trajectory.failed for trajectory in rollouts.trajectories),
+        failed_trajectories=sum(trajectory.failed for trajectory in everything.trajectories),
     )
 
 

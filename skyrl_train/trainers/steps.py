@@ -5,15 +5,19 @@ They know Protocols and tensors, and nothing of timing, logging or checkpoints, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 from torch import Tensor
 
+from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynamically
 from skyrl_train.algorithms.estimate import estimate_advantages
+from skyrl_train.algorithms.filters import mask_rows, shape_rewards
 from skyrl_train.batch import assemble as assembly
 from skyrl_train.batch.minibatch import mini_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.algorithm import FilterConfig
 from skyrl_train.config.schema import Config, SamplingConfig
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, WeightTransport
@@ -24,13 +28,35 @@ Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
+class PromptBatches(Protocol):
+    """Training prompts, batch by batch; `data/prompts.py: PromptSource`."""
+
+    def batch(self, position: int) -> list[Prompt]:
+        """The batch after `position` batches: a function of the position alone."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generated:
+    """One training batch of rollouts."""
+
+    rollouts: RolloutBatch
+    """To train on: rewards shaped, prompts chosen by dynamic sampling where that is on."""
+    everything: RolloutBatch
+    """All that was generated, rewarded as the environment did."""
+    num_prompt_batches: int
+    """Batches taken from the prompt source; more than one only with dynamic sampling."""
+    metrics: Mapping[str, float]
+    """`sampling/...`; empty without dynamic sampling."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Learners:
     """The models of a run."""
 
     policy: Learner
     reference: Learner | None
-    """Only scored; needed where `kl_loss_coef` is not 0."""
+    """Only scored; see `config.algorithm.needs_reference`."""
     critic: Learner | None
     """Only where the advantage estimator needs values."""
 
@@ -50,26 +76,50 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
     return SamplingParams(**{field.name: getattr(config, field.name) for field in fields(SamplingParams)})
 
 
-def generate(generator: Generator, prompts: Sequence[Prompt], config: Config, *, step: int) -> RolloutBatch:
-    """`len(prompts) * n_samples_per_prompt` trajectories of training step `step`."""
-    return generator.generate(
-        prompts,
-        n_samples_per_prompt=config.generator.n_samples_per_prompt,
-        sampling=sampling_params(config.generator.sampling),
-        global_step=step,
-        purpose="train",
-    )
+def generate(generator: Generator, prompts: PromptBatches, config: Config, *, step: int, position: int) -> Generated:
+    """The rollouts of training step `step`, whose prompts begin at batch `position`.
+
+    With dynamic sampling, batches are generated until enough prompts have differing rewards; DataError where none do.
+    A prompt that comes again in a later batch of the same step is sampled anew. Recorded rollouts (`generator=replay`)
+    are what a step was trained on: their rewards are shaped and their prompts chosen already.
+    """
+    recorded = config.generator.backend == "replay"
+    filters = FilterConfig() if recorded else config.trainer.algorithm.filters
+    state = SamplingState()
+    parts: list[RolloutBatch] = []
+    while True:
+        part = generator.generate(
+            prompts.batch(position + len(parts)),
+            n_samples_per_prompt=config.generator.n_samples_per_prompt,
+            sampling=sampling_params(config.generator.sampling),
+            global_step=step,
+            purpose=f"train-{len(parts)}" if parts else "train",
+        )
+        parts.append(part)
+        sampled = sample_dynamically(
+            state, shape_rewards(part, filters), num_prompts=config.trainer.train_batch_size, config=filters
+        )
+        if sampled.rollouts is not None:
+            return Generated(
+                rollouts=sampled.rollouts,
+                everything=_joined(parts),
+                num_prompt_batches=len(parts),
+                metrics=sampled.metrics,
+            )
+        state = sampled.state
 
 
 def assemble(rollouts: RolloutBatch, config: Config, *, step: int, weight_version: int) -> TrainingInputBatch:
-    """Trajectories to training rows, with the boundaries of the mini-batches in the metadata. Raises BatchError."""
-    return assembly.assemble(
+    """Trajectories to training rows, with the boundaries of the mini-batches in the metadata, less the loss of those
+    that the filters leave out. Raises BatchError."""
+    batch = assembly.assemble(
         rollouts,
         step_wise=config.generator.step_wise_trajectories,
         config=config,
         global_step=step,
         weight_version=weight_version,
     )
+    return mask_rows(batch, rollouts, config.trainer.algorithm)
 
 
 def score(batch: TrainingInputBatch, learners: Learners) -> TrainingInputBatch:
@@ -88,16 +138,21 @@ def estimate(batch: TrainingInputBatch, config: Config, *, kl_coef: float) -> Tr
 
 
 def update(batch: TrainingInputBatch, learners: Learners, config: Config, *, on_progress: Progress) -> Update:
-    """All optimizer steps of one training batch; the critic's before the policy's.
+    """All optimizer steps of one training batch; the critic's before the policy's, and without the policy's during the
+    critic's warm-up.
 
     Raises NonFiniteError, naming the training step and the optimizer step: the update ends there.
     """
     parts: list[StepMetrics] = []
+    policy_parts: list[StepMetrics] = []
     if learners.critic is not None:
         boundaries = _known(batch.metadata.critic_mini_batch_boundaries, "critic_mini_batch_boundaries")
-        parts += update_learner(learners.critic, batch, boundaries, config, name="critic", on_progress=on_progress)
-    boundaries = _known(batch.metadata.policy_mini_batch_boundaries, "policy_mini_batch_boundaries")
-    policy_parts = update_learner(learners.policy, batch, boundaries, config, name="policy", on_progress=on_progress)
+        parts = update_learner(learners.critic, batch, boundaries, config, name="critic", on_progress=on_progress)
+    if learners.critic is None or batch.metadata.global_step > config.trainer.algorithm.critic_warmup_steps:
+        boundaries = _known(batch.metadata.policy_mini_batch_boundaries, "policy_mini_batch_boundaries")
+        policy_parts = update_learner(
+            learners.policy, batch, boundaries, config, name="policy", on_progress=on_progress
+        )
     return Update(metrics=merge_metrics([*parts, *policy_parts]), num_optimizer_steps=len(policy_parts))
 
 
@@ -144,3 +199,9 @@ def _known(boundaries: tuple[tuple[int, int], ...] | None, name: str) -> tuple[t
     if boundaries is None:
         raise BatchError(f"the batch has no {name}: rows were taken from it after it was assembled")
     return boundaries
+
+
+def _joined(parts: Sequence[RolloutBatch]) -> RolloutBatch:
+    prompts = tuple(prompt for part in parts for prompt in part.prompts)
+    trajectories = tuple(trajectory for part in parts for trajectory in part.trajectories)
+    return replace(parts[0], prompts=prompts, trajectories=trajectories)

@@ -4,6 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.state import Totals
 from skyrl_train.trainers.step_metrics import batch_metrics, rollout_metrics, speed_metrics, step_totals
@@ -75,7 +76,7 @@ def test_the_engines_logprobs_are_compared_with_the_trainers(tmp_path):
     trained = batch["loss_mask"].nonzero().squeeze(1)
     old = batch["rollout_logprobs"].clone()
     old[trained[0]] += math.log(1.5)
-    metrics = batch_metrics(batch.with_columns(old_logprobs=old), kl_estimator="k1")
+    metrics = batch_metrics(batch.with_columns(old_logprobs=old), AlgorithmConfig(kl_estimator="k1"))
     assert metrics["batch/trained_tokens"] == 4
     assert metrics["mismatch/logprob_diff_max"] == pytest.approx(math.log(1.5), rel=1e-6)
     assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(math.log(1.5) / 4, rel=1e-6)
@@ -87,14 +88,14 @@ def test_the_distance_to_the_reference_is_a_mean_over_trained_tokens(tmp_path):
     batch = batch_of(tmp_path, rollouts_of(TWO_TURNS, ONE_TURN))
     old = torch.where(batch["loss_mask"], -1.0, 99.0)
     ref = torch.where(batch["loss_mask"], -1.5, 0.0)
-    metrics = batch_metrics(batch.with_columns(old_logprobs=old, ref_logprobs=ref), kl_estimator="k1")
+    metrics = batch_metrics(batch.with_columns(old_logprobs=old, ref_logprobs=ref), AlgorithmConfig(kl_estimator="k1"))
     assert metrics["kl/reference"] == pytest.approx(0.5)
 
 
 def test_a_batch_of_failures_compares_nothing(tmp_path):
     batch = batch_of(tmp_path, rollouts_of(failed_trajectory(), failed_trajectory()))
     batch = batch.with_columns(old_logprobs=torch.zeros(batch.num_tokens))
-    assert batch_metrics(batch, kl_estimator="k3") == {
+    assert batch_metrics(batch, AlgorithmConfig()) == {
         "batch/rows": 0.0,
         "batch/tokens": 4.0,
         "batch/trained_tokens": 0.0,

@@ -1,0 +1,263 @@
+"""Measures the controller's own work in a training step, without a model.
+
+    python scripts/bench_controller.py
+    python scripts/bench_controller.py --prompts 64 --tokens-per-sequence 500        # smaller, quicker
+
+The controller is what happens between generation and update on one CPU: assembling rows, boundaries, advantages,
+closing mini-batches, metrics, and the rollout log. It is compared with a step whose time is calculated, not measured:
+
+    generation   response tokens / (GPUs x --generated-tokens-per-s-per-gpu)
+    update       (8 or, with a reference model, 10) x parameters x tokens / (GPUs x --peak-tflops x --mfu)
+
+8 is 6 for forward and backward and 2 for scoring old log-probabilities; attention is left out, which makes the step
+shorter and the controller's share larger. The rollout log is written by a thread of its own while the update runs: its
+share is what is left of it after the update's time, plus what handing over costs. What it takes in all is shown too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from skyrl_train.batch.boundaries import compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
+from skyrl_train.batch.minibatch import mini_batches
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import Config
+from skyrl_train.telemetry.metrics_log import MetricsLog
+from skyrl_train.trainers import steps
+from skyrl_train.trainers.rollout_sink import RolloutLog
+from skyrl_train.trainers.step_metrics import batch_metrics, rollout_metrics
+from skyrl_train.types import Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
+
+VOCABULARY = 150_000
+TARGET_SHARE = 0.03
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    name: str
+    seconds: float
+    counted_s: float
+    """What the step waits for."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    torch.set_num_threads(1)
+    config = make_config(args)
+    rollouts = make_rollouts(args)
+    with tempfile.TemporaryDirectory() as folder:
+        generation_s, update_s = step_seconds(args, rollouts)
+        clock = time.process_time if args.cpu_time else time.perf_counter
+        pieces = measure(rollouts, config, Path(folder), update_s=update_s, repeats=args.repeats, clock=clock)
+    share = report(args, rollouts, pieces, generation_s, update_s)
+    return 0 if share <= TARGET_SHARE else 1
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--tokens-per-sequence", type=int, default=2000)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--step-wise", action="store_true", help="one row per turn")
+    parser.add_argument("--repeats", type=int, default=3, help="the best of so many is taken")
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds: on a machine that others use too")
+    parser.add_argument("--parameters", type=float, default=1.54e9, help="default: Qwen2.5-1.5B")
+    parser.add_argument("--gpus", type=int, default=8)
+    parser.add_argument("--generated-tokens-per-s-per-gpu", type=float, default=10_000.0)
+    parser.add_argument("--peak-tflops", type=float, default=989.0, help="bfloat16, dense; default: H100 SXM")
+    parser.add_argument("--mfu", type=float, default=0.4, help="share of the peak that an update reaches")
+    parser.add_argument("--reference", action="store_true", help="the step scores a reference model too")
+    return parser.parse_args(argv)
+
+
+def make_config(args: argparse.Namespace) -> Config:
+    config = Config()
+    mini_batch = args.prompts // 4 if args.prompts % 4 == 0 else args.prompts
+    return replace(
+        config,
+        trainer=replace(config.trainer, train_batch_size=args.prompts, policy_mini_batch_size=mini_batch),
+        generator=replace(config.generator, n_samples_per_prompt=args.samples, step_wise_trajectories=args.step_wise),
+    )
+
+
+def make_rollouts(args: argparse.Namespace) -> RolloutBatch:
+    """Each sequence: a prompt of a fifth, then turns of seven parts response and one part observation."""
+    rng = random.Random(0)
+    prompts, trajectories = [], []
+    for index in range(args.prompts):
+        uid = f"train-{index}"
+        prompts.append(Prompt(uid=uid, messages=({"role": "user", "content": "How many? " * 40},), env_class="gsm8k"))
+        prompt_ids = random_ids(rng, args.tokens_per_sequence // 5)
+        trajectories += [make_trajectory(rng, args, uid, sample, prompt_ids) for sample in range(args.samples)]
+    return RolloutBatch(prompts=tuple(prompts), trajectories=tuple(trajectories), n_samples_per_prompt=args.samples)
+
+
+def make_trajectory(
+    rng: random.Random, args: argparse.Namespace, uid: str, sample: int, prompt_ids: tuple[int, ...]
+) -> Trajectory:
+    per_turn = (args.tokens_per_sequence - len(prompt_ids)) // args.turns
+    num_observation = per_turn // 8 if args.turns > 1 else 0
+    turns: list[Turn] = []
+    context = prompt_ids
+    for number in range(args.turns):
+        response = random_ids(rng, per_turn - num_observation)
+        turns.append(
+            Turn(
+                prompt_token_ids=context,
+                response_token_ids=response,
+                response_logprobs=tuple(-rng.random() for _ in response),
+                response_text="word " * len(response),
+                reward=float(rng.random() < 0.5) if number == args.turns - 1 else 0.0,
+                stop_reason=StopReason.STOP,
+                weight_version=0,
+                extends_previous=True,
+            )
+        )
+        context = context + response + random_ids(rng, num_observation)
+    return Trajectory(
+        prompt_uid=uid,
+        sample_index=sample,
+        turns=tuple(turns),
+        outcome=Outcome.DONE,
+        metrics={"solved": turns[-1].reward},
+    )
+
+
+def random_ids(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(VOCABULARY) for _ in range(count))
+
+
+def step_seconds(args: argparse.Namespace, rollouts: RolloutBatch) -> tuple[float, float]:
+    """Generation and update of the step that the controller is compared with, in seconds."""
+    turns = [turn for trajectory in rollouts.trajectories for turn in trajectory.turns]
+    generated = sum(len(turn.response_token_ids) for turn in turns)
+    trained = num_tokens(rollouts)
+    flops = (10 if args.reference else 8) * args.parameters * trained
+    return (
+        generated / (args.gpus * args.generated_tokens_per_s_per_gpu),
+        flops / (args.gpus * args.peak_tflops * 1e12 * args.mfu),
+    )
+
+
+def num_tokens(rollouts: RolloutBatch) -> int:
+    last = [trajectory.turns[-1] for trajectory in rollouts.trajectories]
+    return sum(len(turn.prompt_token_ids) + len(turn.response_token_ids) for turn in last)
+
+
+def measure(
+    rollouts: RolloutBatch,
+    config: Config,
+    folder: Path,
+    *,
+    update_s: float,
+    repeats: int,
+    clock: Callable[[], float],
+) -> list[Piece]:
+    pieces: list[Piece] = []
+
+    def timed(name: str, work: Callable[[], object]) -> object:
+        results = [run(work, clock) for _ in range(repeats)]
+        seconds = min(seconds for seconds, _ in results)
+        pieces.append(Piece(name=name, seconds=seconds, counted_s=seconds))
+        return results[-1][1]
+
+    batch = timed("assemble rows and boundaries", lambda: steps.assemble(rollouts, config, step=1, weight_version=0))
+    assert isinstance(batch, TrainingInputBatch)
+    seconds, _ = run(lambda: boundaries_alone(batch, config), clock)
+    pieces.append(Piece(name="  of which boundaries", seconds=seconds, counted_s=0.0))
+    batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"], ref_logprobs=batch["rollout_logprobs"])
+    estimated = timed("estimate advantages", lambda: steps.estimate(batch, config, kl_coef=0.0))
+    assert isinstance(estimated, TrainingInputBatch)
+    timed("close mini-batches", lambda: close_all(estimated, config))
+    metrics = timed("metrics of rollouts and batch", lambda: step_metrics(rollouts, estimated))
+    assert isinstance(metrics, dict)
+    timed("metrics.jsonl, synced", lambda: MetricsLog(folder / "metrics.jsonl").log(metrics, step=1))
+    pieces.append(rollout_log_piece(rollouts, estimated, folder, update_s, clock))
+    return pieces
+
+
+def run(work: Callable[[], object], clock: Callable[[], float]) -> tuple[float, object]:
+    start = clock()
+    result = work()
+    return clock() - start, result
+
+
+def boundaries_alone(batch: TrainingInputBatch, config: Config) -> None:
+    uids = batch.metadata.uids
+    compute_prompt_end_indices(uids)
+    compute_prompt_mini_batch_boundaries(uids, config.trainer.policy_mini_batch_size)
+
+
+def close_all(batch: TrainingInputBatch, config: Config) -> None:
+    algorithm = config.trainer.algorithm
+    for _ in mini_batches(
+        batch,
+        batch.metadata.policy_mini_batch_boundaries or (),
+        loss_reduction=algorithm.loss_reduction,
+        max_sequence_length_for_norm=algorithm.max_sequence_length_for_norm,
+        normalize_advantages=algorithm.normalize_advantages,
+    ):
+        pass
+
+
+def step_metrics(rollouts: RolloutBatch, batch: TrainingInputBatch) -> dict[str, float]:
+    return {**rollout_metrics(rollouts), **batch_metrics(batch, AlgorithmConfig())}
+
+
+def rollout_log_piece(
+    rollouts: RolloutBatch, batch: TrainingInputBatch, folder: Path, update_s: float, clock: Callable[[], float]
+) -> Piece:
+    log = RolloutLog(folder / "rollouts")
+    handing_over_s, _ = run(lambda: log.write(rollouts, batch, step=1), clock)
+    writing_s, _ = run(log.flush, clock)
+    log.close()
+    size = sum(path.stat().st_size for path in (folder / "rollouts").iterdir())
+    waited_s = max(0.0, writing_s - update_s)
+    name = f"rollout log, {size / 1e6:.0f} MB (beside the update)"
+    return Piece(name=name, seconds=handing_over_s + writing_s, counted_s=handing_over_s + waited_s)
+
+
+def report(
+    args: argparse.Namespace, rollouts: RolloutBatch, pieces: Sequence[Piece], generation_s: float, update_s: float
+) -> float:
+    """Prints the table; returns the controller's share of the step."""
+    counted_s = sum(piece.counted_s for piece in pieces)
+    step_s = generation_s + update_s + counted_s
+    table = Table(
+        title=f"{len(rollouts.trajectories)} sequences, {num_tokens(rollouts):,} tokens", title_justify="left"
+    )
+    table.add_column("controller")
+    for name in ("seconds", "step waits", "share of step"):
+        table.add_column(name, justify="right")
+    for piece in pieces:
+        table.add_row(piece.name, f"{piece.seconds:.3f}", f"{piece.counted_s:.3f}", f"{piece.counted_s / step_s:.2%}")
+    table.add_section()
+    table.add_row("in all", f"{sum(p.seconds for p in pieces):.3f}", f"{counted_s:.3f}", f"{counted_s / step_s:.2%}")
+    console = Console()
+    console.print(table)
+    console.print(
+        f"step: generation {generation_s:.1f} s + update {update_s:.1f} s + controller {counted_s:.1f} s, calculated "
+        f"for {args.parameters / 1e9:.2f}B parameters on {args.gpus} GPUs, "
+        f"{args.generated_tokens_per_s_per_gpu:.0f} tokens/s each, {args.mfu:.0%} of {args.peak_tflops:.0f} TFLOP/s",
+        soft_wrap=True,
+    )
+    share = counted_s / step_s
+    verdict = "within" if share <= TARGET_SHARE else "OVER"
+    console.print(f"controller's share: {share:.2%}, {verdict} the target of {TARGET_SHARE:.0%}")
+    return share
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
