@@ -128,7 +128,7 @@ def _read_jsonl(source: Source) -> Iterator[Row]:
                 continue
             place = f"{source.location}, line {number}"
             try:
-                values = json.loads(line)
+                values = json.loads(line.rstrip())
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"{place}: not valid JSON ({error.msg} at column {error.colno}). Write one JSON object a line."

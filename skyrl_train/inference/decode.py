@@ -1,8 +1,8 @@
 """Generates a batch of responses with a Hugging Face causal LM: a prefill, then a token per row and step.
 
 Rows are right-aligned, so that every row's newest token stands in the last column. Each row draws its random numbers
-from its own seed, so a sample does not depend on the rows beside it (beyond the rounding of matrix products). Samples of
-one prompt share its prefill, and the next turn of a conversation starts from what this one computed.
+from its own seed, so a sample does not depend on the rows beside it (beyond the rounding of matrix products). Samples
+of one prompt share its prefill, and the next turn of a conversation starts from what this one computed.
 """
 
 from __future__ import annotations

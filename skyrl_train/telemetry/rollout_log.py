@@ -148,6 +148,8 @@ def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
 
 def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
     """Inverse of `encode_trajectory` (advantages aside). Raises KeyError, TypeError or ValueError."""
+    if not isinstance(record["uid"], (str, int)):
+        raise ValueError(f"uid must be a text; got {record['uid']!r}")
     uid = str(record["uid"])
     prompt = Prompt(
         uid=uid,
@@ -181,7 +183,7 @@ def _decode_turn(record: Mapping[str, Any], previous: Turn | None) -> Turn:
     response = _token_ids(record["response_token_ids"], "response_token_ids")
     if not prompt or not response:
         raise ValueError("a turn has an empty prompt or response")
-    logprobs = tuple(float(value) for value in record.get("logprobs") or ())
+    logprobs = tuple(_finite(value, "a log-probability") for value in record.get("logprobs") or ())
     if logprobs and len(logprobs) != len(response):
         raise ValueError(f"{len(logprobs)} logprobs for {len(response)} response tokens")
     so_far = previous.prompt_token_ids + previous.response_token_ids if previous else ()
@@ -190,7 +192,7 @@ def _decode_turn(record: Mapping[str, Any], previous: Turn | None) -> Turn:
         response_token_ids=response,
         response_logprobs=logprobs,
         response_text=str(record.get("text", "")),
-        reward=_finite(record["reward"]),
+        reward=_finite(record["reward"], "reward"),
         stop_reason=StopReason(record.get("stop_reason", StopReason.STOP.value)),
         weight_version=int(record.get("weight_version", 0)),
         extends_previous=prompt[: len(so_far)] == so_far,
@@ -203,9 +205,9 @@ def _token_ids(value: object, name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def _finite(value: object) -> float:
+def _finite(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"reward must be a finite number; got {value!r}")
+        raise ValueError(f"{name} must be a finite number; got {value!r}")
     return float(value)
 
 

@@ -1,0 +1,273 @@
+"""Data rows to prompts, and prompts to batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.data.prompts import PromptSource, filter_by_length, load_prompts
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.types import Prompt
+
+QUESTION = [{"role": "user", "content": "2+2?"}]
+ROW: dict[str, Any] = {
+    "prompt": QUESTION,
+    "env_class": "gsm8k",
+    "reward_spec": {"method": "rule", "ground_truth": "4"},
+    "extra_info": {"index": 17},
+    "data_source": "by hand",
+}
+
+
+def write_jsonl(path: Path, rows: Sequence[Any]) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def write_parquet(path: Path, rows: Sequence[dict[str, Any]]) -> str:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return str(path)
+
+
+def test_a_row_becomes_a_prompt_with_its_other_columns_as_extras(tmp_path: Path) -> None:
+    assert load_prompts([write_jsonl(tmp_path / "train.jsonl", [ROW])]) == [
+        Prompt(
+            uid="train-0",
+            messages=({"role": "user", "content": "2+2?"},),
+            env_class="gsm8k",
+            extras={
+                "reward_spec": {"method": "rule", "ground_truth": "4"},
+                "extra_info": {"index": 17},
+                "data_source": "by hand",
+            },
+        )
+    ]
+
+
+def test_parquet_json_and_json_lines_give_the_same(tmp_path: Path) -> None:
+    rows = [ROW, {**ROW, "env_class": None}]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "train.json").write_text(json.dumps(rows), encoding="utf-8")
+    expected = load_prompts([write_jsonl(tmp_path / "b" / "train.jsonl", rows)])
+    assert load_prompts([str(tmp_path / "a" / "train.json")]) == expected
+    assert load_prompts([write_parquet(tmp_path / "train.parquet", rows)]) == expected
+    assert expected[1].env_class is None
+
+
+def test_keys_that_only_some_messages_have_do_not_reach_the_others(tmp_path: Path) -> None:
+    conversation = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?", "name": "Ada"}]
+    (prompt,) = load_prompts([write_parquet(tmp_path / "train.parquet", [{"prompt": conversation}])])
+    assert prompt.messages == tuple(conversation)
+
+
+def test_a_plain_text_is_one_user_message(tmp_path: Path) -> None:
+    (prompt,) = load_prompts([write_jsonl(tmp_path / "train.jsonl", [{"prompt": "2+2?"}])])
+    assert (prompt.messages, prompt.env_class, prompt.extras) == (tuple(QUESTION), None, {})
+
+
+def test_a_folder_is_read_file_by_file_in_order_of_names(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data" / "b.jsonl", [ROW])
+    write_jsonl(tmp_path / "data" / "a.jsonl", [ROW, ROW])
+    write_jsonl(tmp_path / "data" / "more" / "c.jsonl", [ROW])
+    (tmp_path / "data" / "README.md").write_text("not data", encoding="utf-8")
+    assert [prompt.uid for prompt in load_prompts([str(tmp_path / "data")])] == ["a-0", "a-1", "b-0", "more/c-0"]
+
+
+def test_files_of_the_same_name_are_told_apart_by_their_path(tmp_path: Path) -> None:
+    paths = [write_jsonl(tmp_path / name / "train.jsonl", [ROW]) for name in ("a", "b")]
+    assert [prompt.uid for prompt in load_prompts(paths)] == [f"{path}-0" for path in paths]
+
+
+def test_the_bundled_problems_are_there() -> None:
+    prompts = load_prompts(["builtin:word_problems/train"], limit=3)
+    assert [prompt.uid for prompt in prompts] == [f"word_problems/train-{index}" for index in range(3)]
+    assert prompts[0].env_class == "word_problems"
+
+
+def test_a_limit_stops_reading(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(ROW) + "\nnot json\n", encoding="utf-8")
+    assert len(load_prompts([str(path)], limit=1)) == 1
+
+
+def test_empty_lines_are_not_rows(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text(f"\n{json.dumps(ROW)}\n\n{json.dumps(ROW)}", encoding="utf-8")
+    assert [prompt.uid for prompt in load_prompts([str(path)])] == ["train-0", "train-1"]
+
+
+def test_a_row_may_bring_its_uid(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [{**ROW, "uid": 5}, ROW])
+    prompts = load_prompts([path])
+    assert [prompt.uid for prompt in prompts] == ["5", "train-1"]
+    assert "uid" not in prompts[0].extras
+
+
+# What a person sees
+
+
+def error_of(*sources: str) -> str:
+    with pytest.raises(DataError) as caught:
+        load_prompts(list(sources))
+    return str(caught.value)
+
+
+def test_two_rows_with_one_uid_are_both_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [{**ROW, "uid": "a"}, {**ROW, "uid": "a"}])
+    assert f"{path}, line 2: uid 'a' is also that of {path}, line 1" in error_of(path)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "2+2?", "answer": "4"}, "line 2: has no 'prompt'; it has answer, question."),
+        ({"prompt": []}, "line 2: 'prompt' must be a list of chat messages or a text; got []."),
+        ({"prompt": 4}, "line 2: 'prompt' must be a list of chat messages or a text; got 4."),
+        ({"prompt": ["2+2?"]}, "line 2: message 0 of 'prompt' must be an object; got '2+2?'."),
+        (
+            {"prompt": [*QUESTION, {"role": "user", "text": "2+2?"}]},
+            "line 2: message 1 of 'prompt' has no text under 'content'; it is {'role': 'user', 'text': '2+2?'}.",
+        ),
+        ({"prompt": [{"content": "2+2?"}]}, "line 2: message 0 of 'prompt' has no text under 'role'"),
+        ({"prompt": "2+2?", "env_class": 3}, "line 2: 'env_class' must be a name; got 3."),
+        ([1, 2], "line 2: must be an object with a prompt; got list."),
+    ],
+)
+def test_a_row_that_is_not_a_prompt_is_named_with_what_it_has(tmp_path: Path, row: Any, message: str) -> None:
+    path = write_jsonl(tmp_path / "train.jsonl", [ROW, row])
+    assert f"{path}, {message}" in error_of(path)
+
+
+def test_a_parquet_row_is_named_by_its_number(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "train.parquet", [{"question": "2+2?"}])
+    assert f"{path}, row 0: has no 'prompt'; it has question." in error_of(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("train.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2: not valid JSON (Expecting value at column 11)"),
+        ("train.json", '[{"prompt": "a"},\n oops]', "line 2: not valid JSON (Expecting value at column 2)"),
+        ("train.json", '{"prompt": "a"}', "must be a list of rows; got dict"),
+        ("train.parquet", "PAR?", "not a readable parquet file"),
+        ("train.jsonl", "", "no rows"),
+        ("train.csv", "prompt\n2+2?", "must end in .jsonl, .json, .parquet"),
+    ],
+)
+def test_a_damaged_file_is_named_with_the_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    error = error_of(str(path))
+    assert str(path) in error
+    assert message in error
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'{"prompt": "\xff"}')
+    assert "not UTF-8 text" in error_of(str(path))
+
+
+def test_a_missing_file_comes_with_what_is_there(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data" / "train.jsonl", [ROW])
+    assert f"no such file or folder. Nearest in {tmp_path / 'data'}: train.jsonl." in error_of(
+        str(tmp_path / "data" / "trian.jsonl")
+    )
+    assert f"Nearest in {tmp_path}: data." in error_of(str(tmp_path / "dta" / "train.jsonl"))
+
+
+def test_an_empty_folder_and_an_unknown_builtin_are_named(tmp_path: Path) -> None:
+    assert "the folder holds no .jsonl, .json, .parquet file" in error_of(str(tmp_path))
+    assert "It has builtin:word_problems/train" in error_of("builtin:word_problem/train")
+
+
+def test_a_hub_name_without_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def refuse(name: str, split: str) -> None:
+        raise ConnectionError(f"cannot reach the hub for {name} {split}")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    error = error_of("openai/gsm8k:train[:10]")
+    assert error.startswith("openai/gsm8k:train[:10]: the hub data set cannot be loaded (ConnectionError: ")
+    assert "download it and give its folder" in error
+
+
+def test_a_hub_data_set_is_read_like_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: [ROW])
+    assert [prompt.uid for prompt in load_prompts(["owner/name:train"])] == ["owner/name:train-0"]
+
+
+# Lengths
+
+
+def prompts_of_lengths(*lengths: int) -> list[Prompt]:
+    return [Prompt(uid=f"p{n}", messages=({"role": "user", "content": "x" * n},)) for n in lengths]
+
+
+def count_characters(prompt: Prompt) -> int:
+    return len(prompt.messages[0]["content"])
+
+
+def test_over_long_prompts_are_dropped_and_counted() -> None:
+    result = filter_by_length(prompts_of_lengths(3, 9, 5), count_characters, max_prompt_length=5, over_long="drop")
+    assert ([prompt.uid for prompt in result.prompts], result.num_dropped, result.longest) == (["p3", "p5"], 1, 9)
+
+
+def test_over_long_prompts_may_be_an_error() -> None:
+    with pytest.raises(DataError, match=r"prompt p9 has 9 tokens.*max_prompt_length=5 \(2 of 3 do\).*longest has 12"):
+        filter_by_length(prompts_of_lengths(3, 9, 12), count_characters, max_prompt_length=5, over_long="error")
+
+
+def test_dropping_every_prompt_is_an_error() -> None:
+    with pytest.raises(DataError, match=r"all 2 prompts have more than .*=2 tokens.*shortest has 3"):
+        filter_by_length(prompts_of_lengths(3, 9), count_characters, max_prompt_length=2, over_long="drop")
+
+
+# Batches
+
+
+def uids(source: PromptSource, *positions: int) -> list[list[str]]:
+    return [[prompt.uid for prompt in source.batch(position)] for position in positions]
+
+
+PROMPTS = prompts_of_lengths(*range(10))
+
+
+def test_batches_go_on_epoch_after_epoch_without_the_incomplete_last_one() -> None:
+    source = PromptSource(PROMPTS, batch_size=4, shuffle=False, seed=0)
+    assert source.num_batches_per_epoch == 2
+    assert uids(source, 0, 1, 2) == [["p0", "p1", "p2", "p3"], ["p4", "p5", "p6", "p7"], ["p0", "p1", "p2", "p3"]]
+
+
+def test_each_epoch_has_another_order_of_all_prompts() -> None:
+    source = PromptSource(PROMPTS, batch_size=5, shuffle=True, seed=0)
+    first, second = (list(chain.from_iterable(uids(source, *batches))) for batches in ((0, 1), (2, 3)))
+    assert sorted(first) == sorted(second) == sorted(prompt.uid for prompt in PROMPTS)
+    assert first != second
+
+
+def test_the_order_is_a_function_of_seed_and_position_alone() -> None:
+    source = PromptSource(PROMPTS, batch_size=5, shuffle=True, seed=3)
+    expected = uids(source, 0, 1, 2, 3)
+    assert expected[0] == ["p1", "p0", "p8", "p2", "p6"]
+    assert uids(PromptSource(PROMPTS, batch_size=5, shuffle=True, seed=3), 3, 0, 2, 1) == [
+        expected[3], expected[0], expected[2], expected[1],
+    ]  # fmt: skip
+    assert uids(PromptSource(PROMPTS, batch_size=5, shuffle=True, seed=4), 0) != expected[:1]
+
+
+def test_fewer_prompts_than_a_batch_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"trainer.train_batch_size: must be at most the number of prompts, 10; got 11"
+    ):
+        PromptSource(PROMPTS, batch_size=11, shuffle=True, seed=0)

@@ -1,0 +1,121 @@
+"""Recorded rollouts in place of an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.batch.assemble import assemble
+from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.errors import BatchError, ConfigError, DataError, EngineError
+from skyrl_train.rollout.replay import ReplayGenerator
+from skyrl_train.telemetry.rollout_log import write_rollouts
+from skyrl_train.types import RolloutBatch, SamplingParams
+
+
+def line(uid: str, step: int | None = None, **changes: Any) -> str:
+    turn = {"prompt_token_ids": [1, 2], "response_token_ids": [3, 4], "reward": 1.0, **changes}
+    record = {"uid": uid, "turns": [turn]} if step is None else {"uid": uid, "global_step": step, "turns": [turn]}
+    return json.dumps(record) + "\n"
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def replay(generator: ReplayGenerator, step: int, *, n: int = 2, purpose: str = "train") -> RolloutBatch:
+    return generator.generate(
+        generator.prompts_for_step(step),
+        n_samples_per_prompt=n,
+        sampling=SamplingParams(),
+        global_step=step,
+        purpose=purpose,
+    )
+
+
+def test_a_recorded_run_is_replayed_step_by_step(tmp_path: Path) -> None:
+    source = ReplayGenerator(write(tmp_path / "mine.jsonl", *[line("a"), line("b")] * 2))
+    batch = replay(source, 1)
+    folder = tmp_path / "rollouts"
+    for step in (1, 2, 3):
+        write_rollouts(folder, batch, purpose="train", global_step=step)
+    write_rollouts(folder, batch, purpose="eval", global_step=3)
+    generator = ReplayGenerator(folder)
+    assert generator.num_steps == 3
+    assert [replay(generator, step) for step in (1, 2, 3)] == [batch] * 3
+    assert [prompt.uid for prompt in generator.prompts] == ["a", "b"] * 3
+    assert generator.batch(2) == generator.prompts_for_step(3)
+
+
+def test_steps_are_counted_from_one_whatever_their_numbers_were(tmp_path: Path) -> None:
+    path = write(tmp_path / "late.jsonl", line("a", 17), line("b", 40), line("a", 17), line("b", 40))
+    generator = ReplayGenerator(path)
+    assert [[p.uid for p in generator.prompts_for_step(step)] for step in (1, 2)] == [["a"], ["b"]]
+    assert replay(generator, 2).trajectories[1].prompt_uid == "b"
+
+
+def test_past_the_end_of_the_recording_is_an_error_that_says_where_it_ends(tmp_path: Path) -> None:
+    generator = ReplayGenerator(write(tmp_path / "mine.jsonl", line("a")))
+    with pytest.raises(DataError, match=r"has 1 steps, and step 2 was asked for. Set trainer.total_steps=1"):
+        generator.prompts_for_step(2)
+
+
+def test_an_evaluation_cannot_be_replayed(tmp_path: Path) -> None:
+    generator = ReplayGenerator(write(tmp_path / "mine.jsonl", line("a"), line("a")))
+    with pytest.raises(EngineError, match=r"Set data.validation=\[\]"):
+        replay(generator, 1, purpose="eval")
+
+
+def test_other_prompts_or_samples_than_recorded_are_refused(tmp_path: Path) -> None:
+    generator = ReplayGenerator(write(tmp_path / "mine.jsonl", line("a"), line("b")))
+    with pytest.raises(DataError, match=r"1 samples per prompt were recorded. Set generator.n_samples_per_prompt=1"):
+        replay(generator, 1, n=2)
+    with pytest.raises(DataError, match="not those asked for"):
+        generator.generate(
+            generator.prompts[:1], n_samples_per_prompt=1, sampling=SamplingParams(), global_step=1, purpose="train"
+        )
+
+
+def test_a_configuration_that_does_not_fit_is_refused_with_all_reasons(tmp_path: Path) -> None:
+    generator = ReplayGenerator(write(tmp_path / "mine.jsonl", line("a"), line("b")))
+    generator.check(train_batch_size=2, n_samples_per_prompt=1, total_steps=1)
+    with pytest.raises(ConfigError) as caught:
+        generator.check(train_batch_size=4, n_samples_per_prompt=8, total_steps=3)
+    assert [violation.remedy for violation in caught.value.violations] == [
+        "Set trainer.train_batch_size=2",
+        "Set generator.n_samples_per_prompt=1",
+        "Set trainer.total_steps=1",
+    ]
+
+
+def test_a_missing_path_and_an_empty_folder_say_what_to_give(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file or folder"):
+        ReplayGenerator(tmp_path / "gone.jsonl")
+    with pytest.raises(DataError, match="holds no training rollouts"):
+        ReplayGenerator(tmp_path)
+
+
+def assembled(generator: ReplayGenerator, num_prompts: int) -> Any:
+    trainer = TrainerConfig(
+        train_batch_size=num_prompts, policy_mini_batch_size=num_prompts, critic_mini_batch_size=num_prompts
+    )
+    config = Config(trainer=trainer)
+    return assemble(replay(generator, 1, n=1), step_wise=False, config=config, global_step=1, weight_version=0)
+
+
+def test_rollouts_without_logprobs_become_a_batch_without_that_column(tmp_path: Path) -> None:
+    batch = assembled(ReplayGenerator(write(tmp_path / "mine.jsonl", line("a"), line("b"))), 2)
+    assert "rollout_logprobs" not in batch
+    assert batch["input_ids"].tolist() == [1, 2, 3, 4] * 2
+    assert batch["loss_mask"].tolist() == [False, False, True, True] * 2
+
+
+def test_rollouts_with_logprobs_for_some_turns_only_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", line("a", logprobs=[-1.0, -2.0]), line("b"))
+    with pytest.raises(BatchError, match="record them for all or none"):
+        assembled(ReplayGenerator(path), 2)

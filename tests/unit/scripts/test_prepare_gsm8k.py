@@ -1,0 +1,91 @@
+"""The original GSM8K lines to data rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from skyrl_train.data.prompts import load_prompts
+from skyrl_train.rollout.environments import make_environment
+
+ROOT = Path(__file__).resolve().parents[3]
+ROWS = [
+    {"question": "A robe takes 2 bolts of blue and half that of white. How many?", "answer": "2/2=<<2/2=1>>1\n#### 3"},
+    {"question": "How much profit?", "answer": "He made $<<70000=70000>>70,000\n#### 70,000"},
+]
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prepare_gsm8k", ROOT / "scripts" / "prepare_gsm8k.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+script = load_script()
+
+
+def write_originals(folder: Path, *extra_lines: str) -> Path:
+    folder.mkdir()
+    lines = [*map(json.dumps, ROWS), *extra_lines]
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
+def test_each_problem_becomes_a_row_that_its_environment_understands(tmp_path: Path, file_format: str) -> None:
+    source, output = write_originals(tmp_path / "in"), tmp_path / "out"
+    assert script.main(["--input", str(source), "--output", str(output), "--format", file_format]) == 0
+    prompts = load_prompts([str(output / f"train.{file_format}")])
+    assert [prompt.uid for prompt in prompts] == ["gsm8k-train-0", "gsm8k-train-1"]
+    assert [prompt.extras["reward_spec"]["ground_truth"] for prompt in prompts] == ["3", "70000"]
+    assert {prompt.env_class for prompt in prompts} == {"gsm8k"}
+    (message,) = prompts[0].messages
+    assert message["content"].startswith(ROWS[0]["question"])
+    assert "`#### ANSWER`" in message["content"]
+    assert prompts[0].extras["extra_info"]["index"] == 0
+    for prompt, answer in zip(prompts, ("#### 3", "so #### 70,000")):
+        environment = make_environment("gsm8k", {}, prompt.extras)
+        assert environment.step(answer)["reward"] == 1.0
+
+
+def test_the_multi_turn_environment_may_be_named(tmp_path: Path) -> None:
+    source, output = write_originals(tmp_path / "in"), tmp_path / "out"
+    script.main(["--input", str(source), "--output", str(output), "--env-class", "gsm8k_multi_turn"])
+    (prompt, _) = load_prompts([str(output / "validation.parquet")])
+    assert prompt.env_class == "gsm8k_multi_turn"
+
+
+@pytest.mark.parametrize("bad", ['{"question": "q"}', '{"question": "q", "answer": "no mark"}', "not json"])
+def test_a_line_that_is_no_problem_is_named_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: str
+) -> None:
+    source, output = write_originals(tmp_path / "in", bad), tmp_path / "out"
+    assert script.main(["--input", str(source), "--output", str(output)]) == 2
+    assert f"{source / 'train.jsonl'}, line 3: not a GSM8K problem" in capsys.readouterr().err
+    assert list(output.iterdir()) == []
+
+
+def test_a_folder_without_the_files_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--input", str(tmp_path), "--output", str(tmp_path / "out")]) == 2
+    assert "train.jsonl and test.jsonl missing" in capsys.readouterr().err
+
+
+def test_no_row_of_the_real_data_is_lost(tmp_path: Path) -> None:
+    folder = Path(os.environ.get("SKYRL_TRAIN_GSM8K_DIR", ROOT.parent / "shared" / "data" / "gsm8k"))
+    if not (folder / "train.jsonl").is_file():
+        pytest.skip("GSM8K is not here; set SKYRL_TRAIN_GSM8K_DIR to the folder of its train.jsonl and test.jsonl")
+    assert script.main(["--input", str(folder), "--output", str(tmp_path)]) == 0
+    train, validation = (load_prompts([str(tmp_path / f"{split}.parquet")]) for split in ("train", "validation"))
+    assert (len(train), len(validation)) == (7473, 1319)
+    for prompt in validation[:50]:
+        environment = make_environment("gsm8k", {}, prompt.extras)
+        assert environment.step(prompt.extras["extra_info"]["answer"])["reward"] == 1.0

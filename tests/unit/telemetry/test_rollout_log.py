@@ -1,0 +1,214 @@
+"""Trajectories to JSON lines and back, exactly."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_train.errors import DataError
+from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory, read_rollouts, write_rollouts
+from skyrl_train.types import (
+    Failure,
+    FailureKind,
+    Outcome,
+    Prompt,
+    RolloutBatch,
+    StopReason,
+    Trajectory,
+    Turn,
+)
+
+PROMPT = Prompt(
+    uid="train-17",
+    messages=({"role": "user", "content": "2+2? ✓"},),
+    env_class="gsm8k",
+    extras={"reward_spec": {"ground_truth": "4"}, "extra_info": {"index": 17, "tags": ["a"]}},
+)
+
+
+def make_turn(**changes: Any) -> Turn:
+    fields: dict[str, Any] = {
+        "prompt_token_ids": (5, 9),
+        "response_token_ids": (7, 2),
+        "response_logprobs": (-0.1, -1 / 3),
+        "response_text": "4",
+        "reward": 0.1,
+        "stop_reason": StopReason.LENGTH,
+        "weight_version": 3,
+        "extends_previous": True,
+    }
+    return Turn(**{**fields, **changes})
+
+
+def make_trajectory(sample: int = 0, **changes: Any) -> Trajectory:
+    second = make_turn(prompt_token_ids=(5, 9, 7, 2, 4), response_token_ids=(8,), response_logprobs=(-1e-17,))
+    fields: dict[str, Any] = {
+        "prompt_uid": "train-17",
+        "sample_index": sample,
+        "turns": (make_turn(), second),
+        "outcome": Outcome.MAX_TURNS,
+        "metrics": {"solved": 0.1},
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+FAILED = make_trajectory(
+    1,
+    turns=(make_turn(),),
+    outcome=Outcome.FAILED,
+    failure=Failure(kind=FailureKind.INVALID_REWARD, message="the reward nan", turn_index=1),
+    metrics={},
+)
+BATCH = RolloutBatch(prompts=(PROMPT,), trajectories=(make_trajectory(), FAILED), n_samples_per_prompt=2)
+
+
+def write_lines(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_what_is_written_is_read_back_exactly(tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path / "rollouts", BATCH, purpose="train", global_step=12)
+    assert path == tmp_path / "rollouts" / "train_step_000012.jsonl"
+    assert read_rollouts(path) == {12: BATCH}
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=50, deadline=None)
+@given(logprobs=st.lists(finite, min_size=1, max_size=5), reward=finite, text=st.text())
+def test_every_finite_float_and_every_text_survives(logprobs: list[float], reward: float, text: str) -> None:
+    turn = make_turn(
+        response_token_ids=tuple(range(len(logprobs))),
+        response_logprobs=tuple(logprobs),
+        response_text=text,
+        reward=reward,
+    )
+    trajectory = make_trajectory(turns=(turn,))
+    line = json.dumps(encode_trajectory(PROMPT, trajectory), allow_nan=False)
+    assert decode_trajectory(json.loads(line)) == (PROMPT, trajectory)
+
+
+def test_a_line_holds_what_a_reader_looks_for(tmp_path: Path) -> None:
+    advantages = [[[0.5, 0.25], [-1.0]], None]
+    path = write_rollouts(tmp_path, BATCH, purpose="train", global_step=1, advantages=advantages)
+    first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    assert (first["uid"], first["sample"], first["global_step"], first["purpose"]) == ("train-17", 0, 1, "train")
+    assert (first["outcome"], first["reward"], first["env_class"]) == ("max_turns", 0.2, "gsm8k")
+    assert first["extras"]["reward_spec"] == {"ground_truth": "4"}
+    assert [turn["advantages"] for turn in first["turns"]] == [[0.5, 0.25], [-1.0]]
+    assert "✓" in path.read_text(encoding="utf-8")
+    assert second["failure"] == {"kind": "invalid_reward", "message": "the reward nan", "turn_index": 1}
+    assert "reward" not in second
+    assert read_rollouts(path) == {1: BATCH}
+
+
+def test_nothing_is_left_behind_but_the_file_itself(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, BATCH, purpose="train", global_step=1)
+    write_rollouts(tmp_path, BATCH, purpose="train", global_step=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["train_step_000001.jsonl"]
+
+
+def test_a_write_that_fails_leaves_the_earlier_file_as_it_was(tmp_path: Path) -> None:
+    path = write_rollouts(tmp_path, BATCH, purpose="train", global_step=1)
+    broken = RolloutBatch(
+        prompts=(PROMPT,), trajectories=(make_trajectory(metrics={"x": math.nan}),), n_samples_per_prompt=1
+    )
+    with pytest.raises(ValueError, match="JSON compliant"):
+        write_rollouts(tmp_path, broken, purpose="train", global_step=1)
+    assert read_rollouts(path) == {1: BATCH}
+
+
+def test_advantages_that_do_not_match_the_tokens_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="advantages of train-17/0 do not match"):
+        write_rollouts(tmp_path, BATCH, purpose="train", global_step=1, advantages=[[[0.5], [1.0]], None])
+
+
+# Hand-written files
+
+MINIMAL = {"uid": "q", "turns": [{"prompt_token_ids": [1, 2], "response_token_ids": [3], "reward": 1}]}
+
+
+def test_group_tokens_and_rewards_are_enough(tmp_path: Path) -> None:
+    other = {**MINIMAL, "uid": "r"}
+    batch = read_rollouts(write_lines(tmp_path / "mine.jsonl", MINIMAL, other, MINIMAL, other))[0]
+    assert [prompt.uid for prompt in batch.prompts] == ["q", "r"]
+    assert [(t.prompt_uid, t.sample_index) for t in batch.trajectories] == [("q", 0), ("q", 1), ("r", 0), ("r", 1)]
+    (turn,) = batch.trajectories[0].turns
+    assert (turn.prompt_token_ids, turn.response_token_ids, turn.reward) == ((1, 2), (3,), 1.0)
+    assert (turn.response_logprobs, turn.stop_reason) == ((), StopReason.STOP)
+
+
+def test_whether_a_turn_continues_the_one_before_is_read_from_the_tokens(tmp_path: Path) -> None:
+    def record(*second_prompt: int) -> dict[str, Any]:
+        turns = [*MINIMAL["turns"], {"prompt_token_ids": second_prompt, "response_token_ids": [9], "reward": 0}]
+        return {**MINIMAL, "turns": turns}
+
+    for second_prompt, extends in (((1, 2, 3, 4), True), ((1, 2, 4, 4), False)):
+        _, trajectory = decode_trajectory(json.loads(json.dumps(record(*second_prompt))))
+        assert [turn.extends_previous for turn in trajectory.turns] == [True, extends]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"uid": None}, "uid must be a text; got None"),
+        ({"turns": None}, "not a recorded trajectory"),
+        ({"turns": []}, "it has no turn and did not fail"),
+        ({"turns": [{"prompt_token_ids": [1], "reward": 1}]}, "no 'response_token_ids'"),
+        ({"turns": [{"prompt_token_ids": [1], "response_token_ids": [2]}]}, "no 'reward'"),
+        ({"turns": [{"prompt_token_ids": [1], "response_token_ids": [], "reward": 1}]}, "empty prompt or response"),
+        ({"turns": [{"prompt_token_ids": [1], "response_token_ids": ["2"], "reward": 1}]}, "list of token ids"),
+        ({"turns": [{"prompt_token_ids": [-1], "response_token_ids": [2], "reward": 1}]}, "list of token ids"),
+        ({"turns": [{"prompt_token_ids": [1], "response_token_ids": [2], "reward": "1"}]}, "must be a finite number"),
+        (
+            {"turns": [{"prompt_token_ids": [1], "response_token_ids": [2], "reward": 1, "logprobs": [0.0, 0.0]}]},
+            "2 logprobs for 1 response tokens",
+        ),
+        (
+            {"turns": [{"prompt_token_ids": [1], "response_token_ids": [2], "reward": 1, "logprobs": [None]}]},
+            "a log-probability must be a finite number; got None",
+        ),
+        ({"outcome": "great"}, "'great' is not a valid Outcome"),
+        ({"outcome": "failed"}, "outcome and failure disagree"),
+    ],
+)
+def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = write_lines(tmp_path / "mine.jsonl", MINIMAL, {**MINIMAL, **change})
+    with pytest.raises(DataError) as caught:
+        read_rollouts(path)
+    assert f"{path}, line 2: not a recorded trajectory" in str(caught.value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no trajectories in it"),
+        ('{"uid": \n', "line 1: not valid JSON"),
+        ("[1]\n", "line 1: must be an object; got list"),
+        ('{"uid": "q", "turns": [{"prompt_token_ids": [1], "response_token_ids": [2], "reward": NaN}]}\n', "finite"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DataError, match=message) as caught:
+        read_rollouts(path)
+    assert str(path) in str(caught.value)
+
+
+def test_groups_must_be_equal_and_samples_numbered_once(tmp_path: Path) -> None:
+    uneven = write_lines(tmp_path / "uneven.jsonl", MINIMAL, MINIMAL, {**MINIMAL, "uid": "r"})
+    with pytest.raises(DataError, match="prompt r has 1 samples, others 2"):
+        read_rollouts(uneven)
+    doubled = write_lines(tmp_path / "doubled.jsonl", {**MINIMAL, "sample": 0}, {**MINIMAL, "sample": 0})
+    with pytest.raises(DataError, match="samples of prompt q must be numbered 0 to 1, each once"):
+        read_rollouts(doubled)
