@@ -1,0 +1,332 @@
+"""Sources of supervised data to examples: read, rendered, tokenised once, masked, and cut to length.
+
+rows --conversations.py--> messages or text --loss_spans.py--> text and what the assistant wrote
+     --tokenizer--> token ids and loss mask --token_cache.py--> TokenStore --over_long--> ExampleSet
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from skyrl_train.data import token_cache
+from skyrl_train.data.conversations import Content, PlainText, RowFormat, read_content
+from skyrl_train.data.loss_spans import LossOn, LossSpans, Rendered, trained_messages
+from skyrl_train.data.rows import Row, Source, find_sources, read_rows
+from skyrl_train.data.token_store import ExampleSet, SourcePart, TokenStore, store_of
+from skyrl_train.errors import DataError
+
+OverLong = Literal["truncate", "drop", "error"]
+Progress = Callable[[str, int], None]
+"""Called with (source, rows tokenised so far)."""
+
+_ROWS_AT_ONCE = 512
+"""Rows that the tokenizer gets together: it works on them in parallel."""
+_READ_BYTES = 1 << 20
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: Any
+    eos_token_id: Any
+
+    def apply_chat_template(self, conversation: list[Mapping[str, Any]], **kwargs: Any) -> Any: ...
+
+    def __call__(self, text: list[str], **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleFormat:
+    """All that decides about the tokens and the mask of a row."""
+
+    rows: RowFormat = field(default_factory=RowFormat)
+    loss_on: LossOn = "all"
+    """Of a conversation: the last message of the assistant, or all of them."""
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Handed to the chat template."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Examples, and what became of the others."""
+
+    examples: ExampleSet
+    num_truncated: int
+    num_dropped: int
+    """Longer than `max_length`."""
+    num_without_loss: int
+    """Left out because no trained token was left in the first `max_length`."""
+    longest: int
+    """Tokens of the longest example before anything was cut."""
+    sha256: str
+    """Of token ids, masks and lengths: what the run trains on."""
+
+
+def load_examples(
+    specs: Sequence[str],
+    tokenizer: Tokenizer,
+    form: ExampleFormat,
+    *,
+    max_length: int,
+    over_long: OverLong,
+    limit: int = 0,
+    cache_folder: Path | None = None,
+    on_progress: Progress | None = None,
+) -> Loaded:
+    """The examples of all sources that `specs` name, in order.
+
+    Args:
+        max_length: Tokens of an example.
+        over_long: Cut a longer one, leave it out, or refuse it. Whatever is cut or left out is counted.
+        limit: Read only so many rows, from the first source on; 0 is all.
+        cache_folder: Of `token_cache`; None tokenises in memory.
+
+    Raises:
+        DataError: A source is missing or damaged, a row lacks what it needs, or nothing is left to train on.
+    """
+    stores: list[tuple[str, TokenStore]] = []
+    left = limit
+    for source in find_sources(list(specs)):
+        store = _tokenised(source, tokenizer, form, left, cache_folder, on_progress)
+        stores.append((source.name, store))
+        if limit and (left := left - store.num_examples) <= 0:
+            break
+    return _cut_to_length(stores, max_length, over_long)
+
+
+def _tokenised(
+    source: Source,
+    tokenizer: Tokenizer,
+    form: ExampleFormat,
+    limit: int,
+    cache_folder: Path | None,
+    on_progress: Progress | None,
+) -> TokenStore:
+    def make() -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+        rows = read_rows(source)
+        yield from tokenise(islice(rows, limit) if limit else rows, tokenizer, form, on_progress)
+
+    if cache_folder is None:
+        return store_of(make())
+    key = cache_key(source, tokenizer, form, limit)
+    try:
+        return token_cache.cached(cache_folder, key, make)
+    except OSError as error:
+        raise DataError(
+            f"{source.location}: its tokens cannot be kept in {cache_folder} ({error}). "
+            "Set data.cache_dir to a folder with room, or data.cache=false."
+        ) from error
+
+
+def cache_key(source: Source, tokenizer: Tokenizer, form: ExampleFormat, limit: int) -> str:
+    """Hash of the source's content, the tokenizer, the format, and the versions of the libraries that tokenise."""
+    parts = [
+        str(token_cache.FORMAT),
+        _digest_of_rows(source) if source.on_hub else _digest_of_file(Path(source.location)),
+        _digest_of_tokenizer(tokenizer),
+        json.dumps(asdict(form), sort_keys=True, default=str),
+        str(limit),
+        *(metadata.version(name) for name in ("transformers", "tokenizers")),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+def tokenise(
+    rows: Iterator[Row],
+    tokenizer: Tokenizer,
+    form: ExampleFormat,
+    on_progress: Progress | None = None,
+) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+    """Token ids and loss mask of each row, in order. Raises DataError naming the row."""
+    encoder = _Encoder(tokenizer, form)
+    done = 0
+    while group := list(islice(rows, _ROWS_AT_ONCE)):
+        yield from encoder.encode(group)
+        done += len(group)
+        if on_progress is not None:
+            on_progress(group[0].source, done)
+
+
+class _Encoder:
+    """Rows to tokens with one tokenizer and one format.
+
+    A text is tokenised in pieces, cut where the assistant begins to write: just as it is when the model is asked and
+    its answer is appended, token by token. So the mask needs no token to be divided, and the model is trained on the
+    prompts that it will be given.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, form: ExampleFormat) -> None:
+        self._tokenizer = tokenizer
+        self._form = form
+        self._guard = _guard(tokenizer)
+        self._spans: LossSpans | None = None
+
+    def encode(self, rows: Sequence[Row]) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+        contents = [read_content(row, self._form.rows) for row in rows]
+        texts = [self._rendered(content, row.place) for row, content in zip(rows, contents)]
+        token_ids = self._tokenise([piece for text in texts for piece in _pieces(text)])
+        position = 0
+        for row, content, text in zip(rows, contents, texts):
+            stop = position + len(_pieces(text))
+            ids, mask = _join(token_ids[position:stop])
+            position = stop
+            if isinstance(content, PlainText):
+                ids, mask = self._ended(ids, mask)
+            if not any(mask[1:]):
+                raise DataError(f"{row.place}: nothing to train on: no token has loss. Mend or drop the row.")
+            yield ids, [False, *mask[1:]]
+
+    def _rendered(self, content: Content, place: str) -> Rendered:
+        if isinstance(content, PlainText):
+            text = content.prompt + content.completion
+            return Rendered(text=text, spans=((len(content.prompt), len(text)),))
+        if self._spans is None:
+            self._spans = LossSpans(self._tokenizer, self._form.template_kwargs)
+        return self._spans.render(content, trained_messages(content, self._form.loss_on, place), place)
+
+    def _tokenise(self, pieces: Sequence[_Piece]) -> list[list[int]]:
+        """Token ids of each piece, without any that the tokenizer adds."""
+        guard, guard_id = self._guard
+        texts = [piece.text if piece.opens else guard + piece.text for piece in pieces]
+        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        skip = [0 if piece.opens or guard_id is None else 1 for piece in pieces]
+        return [list(ids[first:]) for ids, first in zip(encoded, skip)]
+
+    def _ended(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
+        """Plain text between the tokens that begin and end one."""
+        bos, eos = getattr(self._tokenizer, "bos_token_id", None), self._tokenizer.eos_token_id
+        if bos is not None and self._tokenizer([""], add_special_tokens=True)["input_ids"][0][:1] == [bos]:
+            ids, mask = [bos, *ids], [False, *mask]
+        return (ids, mask) if eos is None else ([*ids, int(eos)], [*mask, True])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """A part of a text that is tokenised by itself."""
+
+    text: str
+    opens: bool
+    """The text begins with it."""
+
+
+def _pieces(rendered: Rendered) -> list[_Piece]:
+    """What stands before the first span; then for each span three pieces: with what follows it, alone, what follows."""
+    text, spans = rendered.text, rendered.spans
+    pieces = [_Piece(text=text[: spans[0][0]], opens=True)]
+    for (start, stop), end in zip(spans, [*(start for start, _ in spans[1:]), len(text)]):
+        pieces += [
+            _Piece(text=text[first:last], opens=first == 0)
+            for first, last in ((start, end), (start, stop), (stop, end))
+        ]
+    return pieces
+
+
+def _join(pieces: Sequence[list[int]]) -> tuple[list[int], list[bool]]:
+    """Token ids and mask from the tokens of `_pieces`.
+
+    A span is tokenised together with what follows it, as templates mean it (a token such as `<|end|>` may take the
+    newline after it along), unless that would join the span's last token with something else.
+    """
+    ids = list(pieces[0])
+    mask = [False] * len(ids)
+    for with_rest, span, rest in zip(pieces[1::3], pieces[2::3], pieces[3::3]):
+        ids += with_rest if with_rest[: len(span)] == span else [*span, *rest]
+        mask += [True] * len(span)
+        mask += [False] * (len(ids) - len(mask))
+    return ids, mask
+
+
+def _guard(tokenizer: Tokenizer) -> tuple[str, int | None]:
+    """A special token put before pieces from the middle of a text, and taken away again.
+
+    It keeps tokenizers that put a blank before every text (SentencePiece) from doing so in the middle of one.
+    """
+    added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
+    for token_id, token in added.items():
+        if token.special and not token.rstrip and not token.single_word:
+            return str(token), token_id
+    return "", None
+
+
+def _cut_to_length(stores: Sequence[tuple[str, TokenStore]], max_length: int, over_long: OverLong) -> Loaded:
+    """Applies `over_long` to every source."""
+    parts, digest = [], hashlib.sha256(f"{max_length} {over_long}".encode())
+    truncated = dropped = without_loss = longest = 0
+    for name, store in stores:
+        lengths = np.diff(store.offsets)
+        too_long = np.flatnonzero(lengths > max_length)
+        longest = max(longest, int(lengths.max(initial=0)))
+        if over_long == "error" and len(too_long):
+            raise DataError(
+                f"{name}, row {too_long[0]}: {lengths[too_long[0]]} tokens, more than data.max_length={max_length} "
+                f"({len(too_long)} of {len(lengths)} rows are; the longest has {lengths.max()}). Raise "
+                "data.max_length, or set data.over_long=truncate or drop."
+            )
+        kept = np.ones(len(lengths), dtype=bool)
+        if over_long == "drop":
+            kept[too_long] = False
+            dropped += len(too_long)
+        else:
+            empty = [row for row in too_long if not _has_loss(store, int(row), max_length)]
+            kept[empty] = False
+            without_loss += len(empty)
+            truncated += len(too_long) - len(empty)
+        parts.append(SourcePart(name=name, store=store, rows=np.flatnonzero(kept), max_length=max_length))
+        digest.update(np.ascontiguousarray(store.input_ids).data)
+        digest.update(np.ascontiguousarray(store.loss_mask).data)
+        digest.update(np.ascontiguousarray(store.offsets).data)
+    examples = ExampleSet(parts)
+    if not len(examples):
+        raise DataError(
+            f"{', '.join(name for name, _ in stores) or 'the sources'}: no example is left to train on "
+            f"({dropped} are longer than data.max_length={max_length}, {without_loss} have no loss within it). "
+            "Raise data.max_length."
+        )
+    return Loaded(
+        examples=examples,
+        num_truncated=truncated,
+        num_dropped=dropped,
+        num_without_loss=without_loss,
+        longest=longest,
+        sha256=digest.hexdigest(),
+    )
+
+
+def _has_loss(store: TokenStore, row: int, max_length: int) -> bool:
+    start = int(store.offsets[row])
+    return bool(store.loss_mask[start : start + max_length].any())
+
+
+def _digest_of_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _digest_of_rows(source: Source) -> str:
+    digest = hashlib.sha256()
+    for row in read_rows(source):
+        digest.update(json.dumps(dict(row.values), sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _digest_of_tokenizer(tokenizer: Tokenizer) -> str:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = [
+        type(tokenizer).__name__,
+        backend.to_str() if backend is not None else repr(tokenizer),
+        json.dumps(tokenizer.chat_template, default=str),
+        str(tokenizer.eos_token_id),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
