@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
@@ -62,10 +62,11 @@ class ReservedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         width = max(lengths)
         example = next(row for row in rows if row is not None)
         room = max(self._reserve, width)
-        self._buffers = cast(
-            "tuple[Tensor, Tensor]",
-            tuple(part.new_zeros((len(rows), part.shape[0], room, part.shape[2])) for part in example),
-        )
+        keys, values = (part.new_empty((len(rows), part.shape[0], room, part.shape[2])) for part in example)
+        for buffer in (keys, values):
+            # Masked columns weigh nothing, but nothing times NaN is NaN.
+            buffer[:, :, :width].zero_()
+        self._buffers = keys, values
         for place, (row, length) in enumerate(zip(rows, lengths)):
             if row is not None:
                 for buffer, part in zip(self._buffers, row):
