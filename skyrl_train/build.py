@@ -97,6 +97,13 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
         max_prompt_length=config.data.max_prompt_length,
         over_long=config.data.over_long,
     )
+    named = config.environment.env_class
+    num_others = sum(prompt.env_class not in (None, named) for prompt in result.prompts)
+    if named is not None and num_others:
+        notes.append(
+            f"{num_others} {name} rows name another env_class; environment.env_class={named} judges them all "
+            "(environment=by_row takes their own)"
+        )
     if result.num_dropped:
         notes.append(
             f"{result.num_dropped} {name} prompts have more than data.max_prompt_length="
@@ -186,7 +193,7 @@ def build_evaluator(
         sampling=sampling_params(config.generator.eval_sampling),
         n_samples_per_prompt=config.generator.eval_n_samples_per_prompt,
         batch_size=config.trainer.eval_batch_size,
-        default_env_class=config.environment.env_class,
+        env_class=config.environment.env_class,
         on_rollouts=rollout_log.write_evaluation if rollout_log is not None else None,
     )
 

@@ -163,7 +163,7 @@ def _first_lines(config: Config) -> list[str]:
         f"placement   {config.placement.backend}, strategy {config.strategy.name}",
         f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
         f"data        {', '.join(config.data.train)}",
-        f"environment {config.environment.env_class}, up to {config.generator.max_turns} turns",
+        f"environment {config.environment.env_class or 'of each row'}, up to {config.generator.max_turns} turns",
         f"engine      {config.generator.backend}, {config.generator.sampling.max_generate_length} new tokens a turn",
         f"output      {config.output_dir}",
     ]

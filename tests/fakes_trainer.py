@@ -344,7 +344,7 @@ class FakeRun:
             sampling=sampling_params(config.generator.eval_sampling),
             n_samples_per_prompt=config.generator.eval_n_samples_per_prompt,
             batch_size=config.trainer.eval_batch_size,
-            default_env_class=config.environment.env_class,
+            env_class=config.environment.env_class,
             on_rollouts=rollout_log.write_evaluation,
         )
         return PPOTrainer(

@@ -72,6 +72,8 @@ def _model_problem(path: str) -> tuple[str, str] | None:
 
 
 def _environment(config: Config) -> Iterator[Violation]:
+    if config.environment.env_class is None:
+        return
     try:
         resolve_environment(config.environment.env_class)
     except ConfigError as error:

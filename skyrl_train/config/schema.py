@@ -79,8 +79,9 @@ class DataConfig:
 class EnvironmentConfig:
     """`environment=`: where answers are judged."""
 
-    env_class: str = "word_problems"
-    """A built-in name, one registered in skyrl-gym, or your own as `package.module:attr`. A row's own goes first."""
+    env_class: str | None = "word_problems"
+    """A built-in name, one registered in skyrl-gym, or your own as `package.module:attr`; judges all rows, whatever
+    they name. null (`environment=by_row`) takes each row's own `env_class`."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Handed to the environment as `env_config`, e.g. `db_path` for text2sql or `search_url` for search."""
     step_timeout_s: Seconds = 60.0

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
-from skyrl_train.errors import EngineError, SkyrlTrainError
+from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.agent_loop import AgentLoop, Job, Limits
 from skyrl_train.rollout.chat_tokens import ChatTokenizer, ChatTokens
@@ -45,7 +45,8 @@ class RolloutGenerator:
         on_progress: ProgressCallback | None = None,
     ) -> None:
         """Raises ConfigError for an unknown environment, DataError for a tokenizer without a usable chat template."""
-        check_environment(environment.env_class, environment.kwargs)
+        if environment.env_class is not None:
+            check_environment(environment.env_class, environment.kwargs)
         self._engine = engine
         self._chat = ChatTokens(tokenizer)
         self._environment = environment
@@ -73,10 +74,10 @@ class RolloutGenerator:
         Raises:
             SkyrlTrainError: More than `environment.max_failed_fraction` of the trajectories failed (EngineError where
                 the engine is what fails).
-            DataError: The chat template refuses a prompt.
+            DataError: The chat template refuses a prompt, or nothing names its environment.
             ConfigError: A row names an environment that does not exist.
         """
-        for env_class in {prompt.env_class or self._environment.env_class for prompt in prompts}:
+        for env_class in {self._env_class(prompt) for prompt in prompts}:
             check_environment(env_class, self._environment.kwargs)
         jobs = self._jobs(prompts, n_samples_per_prompt, sampling, global_step, purpose)
         trajectories = self._thread.run(self._run_all(jobs))
@@ -97,6 +98,16 @@ class RolloutGenerator:
     def num_close_failures(self) -> int:
         """Environments whose `close` raised or hung, so far."""
         return self._runner.num_close_failures
+
+    def _env_class(self, prompt: Prompt) -> str:
+        """The configured environment; where that is null, the row's own."""
+        env_class = self._environment.env_class or prompt.env_class
+        if env_class is None:
+            raise DataError(
+                f"prompt {prompt.uid} names no environment, and environment.env_class is null. "
+                "Set environment=NAME, or give the row an env_class."
+            )
+        return env_class
 
     def _jobs(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
@@ -142,7 +153,7 @@ class RolloutGenerator:
 
     async def _run_one(self, job: Job, lease: contextlib.ExitStack) -> Trajectory:
         with lease:
-            env_class = job.prompt.env_class or self._environment.env_class
+            env_class = self._env_class(job.prompt)
             extras = {**job.prompt.extras, "max_turns": self._limits.max_turns, "env_class": env_class}
             session = EnvironmentSession(
                 self._runner,

@@ -75,17 +75,17 @@ class Evaluator:
         sampling: SamplingParams,
         n_samples_per_prompt: int,
         batch_size: int,
-        default_env_class: str,
+        env_class: str | None,
         on_rollouts: RolloutHook | None = None,
     ) -> None:
-        """`batch_size` counts prompts; it does not change the result of an engine whose samples depend on their seeds
-        alone."""
+        """`env_class` is the environment of all prompts; None stands for each prompt's own. `batch_size` counts prompts;
+        it does not change the result of an engine whose samples depend on their seeds alone."""
         self._generator = generator
         self._prompts = tuple(prompts)
         self._sampling = sampling
         self._n_samples_per_prompt = n_samples_per_prompt
         self._batch_size = batch_size
-        self._default_env_class = default_env_class
+        self._env_class = env_class
         self._on_rollouts = on_rollouts
 
     @property
@@ -132,7 +132,7 @@ class Evaluator:
 
     def _value_of(self, prompt: Prompt, column: str) -> str:
         if column == "env_class":
-            return prompt.env_class or self._default_env_class
+            return self._env_class or str(prompt.env_class)
         return str(prompt.extras.get(column, "none"))
 
 

@@ -89,7 +89,7 @@ def evaluator(prompts, *, n_samples=1, batch_size=100, **changes) -> Evaluator:
         sampling=SamplingParams(),
         n_samples_per_prompt=n_samples,
         batch_size=batch_size,
-        default_env_class="default_env",
+        env_class=None,
         **changes,
     )
 
@@ -104,11 +104,12 @@ def test_an_evaluation_depends_on_neither_the_step_nor_the_batch_size():
 
 def test_parts_are_shown_where_there_are_several():
     prompts = make_prompts(4, data_source="a") + [replace(prompt, uid=f"q{prompt.uid}") for prompt in make_prompts(2)]
-    prompts[0] = replace(prompts[0], env_class="other_env")
+    prompts = [replace(prompt, env_class="env_a") for prompt in prompts]
+    prompts[0] = replace(prompts[0], env_class="env_b")
     result = evaluator(prompts).evaluate(3)
     assert {name: part.num_prompts for name, part in result.parts.items()} == {
-        "env_class=default_env": 5,
-        "env_class=other_env": 1,
+        "env_class=env_a": 5,
+        "env_class=env_b": 1,
         "data_source=a": 4,
         "data_source=none": 2,
     }

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
-from skyrl_train.errors import ConfigError, EngineError, SkyrlTrainError
+from skyrl_train.errors import ConfigError, DataError, EngineError, SkyrlTrainError
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.types import (
     FailureKind,
@@ -170,9 +170,17 @@ def test_the_environment_gets_its_row_and_the_turn_limit(make_generator: Any) ->
     }
 
 
-def test_a_row_may_name_its_own_environment(make_generator: Any) -> None:
+def test_rows_name_their_environment_where_the_configuration_names_none(make_generator: Any) -> None:
+    by_row = {"env_class": None}
     prompt = replace(make_prompts(1, reward_spec={"ground_truth": "4"})[0], env_class="gsm8k")
-    assert roll_out(make_generator(FakeEngine(answer)), [prompt]).trajectories[0].reward == 1.0
+    assert roll_out(make_generator(FakeEngine(answer), environment=by_row), [prompt]).trajectories[0].reward == 1.0
+    with pytest.raises(DataError, match="names no environment"):
+        roll_out(make_generator(FakeEngine(answer), environment=by_row), [replace(prompt, env_class=None)])
+
+
+def test_the_configured_environment_judges_rows_that_name_another(make_generator: Any) -> None:
+    prompt = replace(make_prompts(1)[0], env_class="gsm8k")
+    assert roll_out(make_generator(FakeEngine(answer)), [prompt]).trajectories[0].failure is None
 
 
 def test_an_environment_that_does_not_exist_is_refused_before_anything_runs(make_generator: Any) -> None:
@@ -181,7 +189,7 @@ def test_an_environment_that_does_not_exist_is_refused_before_anything_runs(make
         make_generator(engine, environment={"env_class": "gsm9k"})
     prompt = replace(make_prompts(1)[0], env_class="gsm9k")
     with pytest.raises(ConfigError, match="gsm9k"):
-        roll_out(make_generator(engine), [prompt])
+        roll_out(make_generator(engine, environment={"env_class": None}), [prompt])
     assert engine.requests == []
 
 
