@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -24,6 +25,8 @@ from skyrl_train.rollout.environments import check_environment, make_environment
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import FailureKind, Prompt, RolloutBatch, SamplingParams, Trajectory
+
+logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (trajectories done, trajectories in all), from the generator's thread."""
@@ -80,7 +83,14 @@ class RolloutGenerator:
         for env_class in {self._env_class(prompt) for prompt in prompts}:
             check_environment(env_class, self._environment.kwargs)
         jobs = self._jobs(prompts, n_samples_per_prompt, sampling, global_step, purpose)
+        abandoned, unclosed = self._runner.num_abandoned, self._runner.num_close_failures
         trajectories = self._thread.run(self._run_all(jobs))
+        if self._runner.num_abandoned > abandoned:
+            logger.warning(
+                "%d environment calls hung; their threads were given up", self._runner.num_abandoned - abandoned
+            )
+        if self._runner.num_close_failures > unclosed:
+            logger.warning("%d environments could not be closed", self._runner.num_close_failures - unclosed)
         return RolloutBatch(
             prompts=tuple(prompts), trajectories=tuple(trajectories), n_samples_per_prompt=n_samples_per_prompt
         )
@@ -88,16 +98,6 @@ class RolloutGenerator:
     def close(self) -> None:
         self._runner.close()
         self._thread.close()
-
-    @property
-    def num_abandoned_threads(self) -> int:
-        """Environment calls that never came back, so far."""
-        return self._runner.num_abandoned
-
-    @property
-    def num_close_failures(self) -> int:
-        """Environments whose `close` raised or hung, so far."""
-        return self._runner.num_close_failures
 
     def _env_class(self, prompt: Prompt) -> str:
         """The configured environment; where that is null, the row's own."""
