@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
 from skyrl_train.errors import ConfigError, DataError, EngineError, SkyrlTrainError
+from skyrl_train.inference.hf import HFEngine
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.types import (
     FailureKind,
@@ -35,6 +37,7 @@ from tests.fakes import (
     go_on_with,
     make_output,
     make_prompts,
+    make_tiny_model,
     make_tokenizer,
 )
 
@@ -327,6 +330,27 @@ def test_generating_works_again_and_from_inside_a_running_loop(make_generator: A
         return roll_out(generator, make_prompts(2))
 
     assert asyncio.run(inside()) == first == roll_out(generator, make_prompts(2))
+
+
+def test_what_hung_or_would_not_close_is_reported(make_generator: Any, caplog: pytest.LogCaptureFixture) -> None:
+    generator = make_generator(FakeEngine(answer), environment={"step_timeout_s": 0.05, "max_failed_fraction": 1.0})
+    roll_out(generator, make_prompts(2, raise_in="close"))
+    roll_out(generator, make_prompts(1, hang_in="step"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "2 environments could not be closed",
+        "1 environment calls hung; their threads were given up",
+    ]
+
+
+def test_a_hung_environment_holds_up_an_engine_that_generates_in_waves_for_its_deadline_only(
+    make_generator: Any,
+) -> None:
+    with contextlib.closing(HFEngine(make_tiny_model(), TOKENIZER, max_batch_size=8)) as engine:
+        generator = make_generator(engine, environment={"step_timeout_s": 0.5})
+        prompts = make_prompts(3, steps=[go_on_with("Try again"), done_with(1.0)])
+        hung = replace(prompts[1], extras={**prompts[1].extras, "hang_in": "init"})
+        batch = roll_out(generator, [prompts[0], hung, prompts[2]], sampling=SamplingParams(max_generate_length=4))
+    assert [trajectory.outcome for trajectory in batch.trajectories] == [Outcome.DONE, Outcome.FAILED, Outcome.DONE]
 
 
 def test_progress_is_reported_up_to_the_last_trajectory(make_generator: Any) -> None:
