@@ -116,7 +116,7 @@ def _level(descending: Rows, max_tokens: int) -> list[Rows]:
     mean = descending.sum() / len(packed)
     if mean >= _LEVEL_ENOUGH * max_tokens:
         return packed
-    dealt = _deal_longest_first(descending, len(packed))
+    dealt = deal_longest_first(descending, len(packed))
     if max(int(descending[positions].sum()) for positions in dealt) <= max_tokens:
         return dealt
     low, high = max(int(np.ceil(mean)), int(descending[0])), max_tokens
@@ -130,8 +130,8 @@ def _level(descending: Rows, max_tokens: int) -> list[Rows]:
     return packed
 
 
-def _deal_longest_first(descending: Rows, num_bins: int) -> list[Rows]:
-    """Each row to the bin with the fewest tokens so far."""
+def deal_longest_first(descending: Rows, num_bins: int) -> list[Rows]:
+    """Each row to the bin with the fewest tokens so far; positions in `descending` (lengths) of each bin."""
     heap = [(0, index) for index in range(num_bins)]
     bin_of = np.empty(len(descending), dtype=np.int64)
     for position, length in enumerate(descending.tolist()):
