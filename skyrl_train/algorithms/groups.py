@@ -64,7 +64,7 @@ class Scores:
         """`[rows, len]` in the rewards' dtype: each trained token gets its unit's value, others 0."""
         if unit_values.numel() == 0:
             return torch.zeros_like(self.trained, dtype=self.reward_dtype)
-        return torch.where(self.trained, unit_values[self.unit_of_token], 0.0).to(self.reward_dtype)
+        return torch.where(self.trained, unit_values.to(self.reward_dtype)[self.unit_of_token], 0.0)
 
     def differs_at_tokens(self) -> Tensor:
         """`[rows, len]` bool: trained tokens whose group differs."""
@@ -96,21 +96,26 @@ def _turns(inputs: AdvantageInputs, rows: Tensor) -> _Turns:
     mask = inputs.loss_mask[rows]
     starts = mask.clone()
     starts[:, 1:] &= ~mask[:, :-1]
-    run = starts.cumsum(1)
     per_row = starts.sum(1).clamp(min=1)
-    of_token = (per_row.cumsum(0) - per_row).unsqueeze(1) + (run - 1).clamp(min=0)
+    of_token = (per_row.cumsum(0) - per_row).unsqueeze(1) + (starts.cumsum(1) - 1).clamp(min=0)
     num_turns = int(per_row.sum())
-    rewards = inputs.rewards[rows].double()
-
-    def per_turn(values: Tensor) -> Tensor:
-        return values.new_zeros(num_turns).index_add(0, of_token.flatten(), values.flatten())
-
+    reward, magnitude = torch.zeros(2, num_turns, dtype=torch.float64, device=mask.device)
+    rewards = inputs.rewards[rows]
+    given = rewards != 0
+    reward.index_add_(0, of_token[given], rewards[given].double())
+    magnitude.index_add_(0, of_token[given], rewards[given].double().abs())
+    num_tokens = torch.zeros_like(reward)
+    if mask.any():
+        first = starts.flatten().nonzero().squeeze(1)
+        tokens_before = mask.flatten().cumsum(0)[first] - 1
+        length = torch.cat([tokens_before[1:], mask.sum().unsqueeze(0)]) - tokens_before
+        num_tokens[of_token.flatten()[first]] = length.double()
     row_of_turn = torch.repeat_interleave(rows, per_row)
     return _Turns(
         of_token=of_token,
-        reward=per_turn(rewards),
-        magnitude=per_turn(rewards.abs()),
-        num_tokens=per_turn(mask.double()),
+        reward=reward,
+        magnitude=magnitude,
+        num_tokens=num_tokens,
         trajectory=torch.unique(inputs.trajectory_index[row_of_turn], return_inverse=True)[1],
         prompt=torch.unique(inputs.prompt_index[row_of_turn], return_inverse=True)[1],
     )

@@ -16,9 +16,8 @@ from skyrl_train.errors import BatchError
 class Actions:
     """Trained tokens, trajectory after trajectory, in the order in which they were sampled."""
 
-    rows: Tensor
-    """`[actions]` int64: row of each, and its position there."""
-    positions: Tensor
+    index: Tensor
+    """`[actions]` int64: `row * len + position` of each."""
     trajectory: Tensor
     """`[actions]` int64: equal within a trajectory."""
     rewards: Tensor
@@ -26,13 +25,12 @@ class Actions:
 
     def gather(self, column: Tensor) -> Tensor:
         """`[rows, len]` to `[actions]` float64."""
-        return column[self.rows, self.positions].double()
+        return column.flatten().index_select(0, self.index).double()
 
     def scatter(self, values: Tensor, like: Tensor) -> Tensor:
         """`[actions]` to a new `[rows, len]` of the shape and dtype of `like`, 0 elsewhere."""
-        result = torch.zeros_like(like)
-        result[self.rows, self.positions] = values.to(like.dtype)
-        return result
+        result = torch.zeros_like(like).flatten()
+        return result.index_copy_(0, self.index, values.to(like.dtype)).view(like.shape)
 
 
 def ordered_rows(inputs: AdvantageInputs) -> Tensor:
@@ -73,23 +71,21 @@ def actions_of(inputs: AdvantageInputs) -> Actions:
     """
     rows = ordered_rows(inputs)
     mask = inputs.loss_mask[rows]
-    width = mask.shape[1]
-    row_of_action, positions = mask.nonzero(as_tuple=True)
+    width = max(mask.shape[1], 1)
+    place = mask.flatten().nonzero().squeeze(1)
+    row = torch.div(place, width, rounding_mode="floor")
     trajectory = torch.unique(inputs.trajectory_index[rows], return_inverse=True)[1]
-    num_actions = len(row_of_action)
-    rewards = torch.zeros(num_actions, dtype=torch.float64, device=mask.device)
-    if num_actions:
+    rewards = torch.zeros(len(place), dtype=torch.float64, device=mask.device)
+    if len(place):
         counts = torch.bincount(trajectory, weights=mask.sum(1).double()).long()
-        first = (counts.cumsum(0) - counts)[trajectory].unsqueeze(1)
-        action = torch.maximum(mask.flatten().cumsum(0).view(-1, width) - 1, first)
-        credited = (counts[trajectory] > 0).unsqueeze(1).expand(mask.shape)
-        rewards.index_add_(0, action[credited], inputs.rewards[rows].double()[credited])
-    return Actions(
-        rows=rows[row_of_action],
-        positions=positions,
-        trajectory=trajectory[row_of_action],
-        rewards=rewards,
-    )
+        first = counts.cumsum(0) - counts
+        given = inputs.rewards[rows].flatten()
+        credited = (given != 0).nonzero().squeeze(1)
+        its_trajectory = trajectory[torch.div(credited, width, rounding_mode="floor")]
+        action = torch.maximum(mask.flatten().cumsum(0)[credited] - 1, first[its_trajectory])
+        has_action = counts[its_trajectory] > 0
+        rewards.index_add_(0, action[has_action], given[credited][has_action].double())
+    return Actions(index=place + (rows[row] - row) * width, trajectory=trajectory[row], rewards=rewards)
 
 
 def position_in_segment(segment: Tensor) -> Tensor:
@@ -110,15 +106,38 @@ def next_in_segment(values: Tensor, segment: Tensor) -> Tensor:
     return result
 
 
+BLOCK = 64
+"""Elements that `discounted_suffix_sum` adds up one after the other; blocks run side by side."""
+
+
 def discounted_suffix_sum(values: Tensor, segment: Tensor, factor: float) -> Tensor:
     """`y_t = x_t + factor * y_(t+1)` within each run of equal numbers in `segment`; both `[n]`.
 
-    By doubling: after step k, `y_t` covers `2^k` terms, so a segment of n takes log2(n) vector operations.
+    Each run is cut into blocks of 64, which are summed side by side; their totals are then carried from block to block
+    by doubling, and each element gets what its block is followed by.
     """
+    if len(values) == 0:
+        return values.clone()
+    slot = position_in_segment(segment) % BLOCK
+    first = slot == 0
+    block = first.cumsum(0) - 1
+    num_blocks = int(block[-1]) + 1
+    place = slot * num_blocks + block
+    sums = values.new_zeros(BLOCK * num_blocks).index_copy_(0, place, values).view(BLOCK, num_blocks)
+    for row in reversed(range(BLOCK - 1)):
+        sums[row] += factor * sums[row + 1]
+    block_segment = segment[first]
+    following = next_in_segment(_doubled(sums[0], block_segment, factor**BLOCK), block_segment)
+    powers = factor ** torch.arange(BLOCK, 0, -1, dtype=values.dtype, device=values.device)
+    return torch.addcmul(sums, powers.unsqueeze(1), following).flatten().index_select(0, place)
+
+
+def _doubled(values: Tensor, segment: Tensor, factor: float) -> Tensor:
+    """The same sum; after step k, `y_t` covers `2^k` terms."""
     result, stride = values.clone(), 1
-    longest = int(position_in_segment(segment).max()) + 1 if len(values) else 0
+    longest = int(position_in_segment(segment).max()) + 1
     while stride < longest:
         shifted = torch.where(segment[stride:] == segment[:-stride], result[stride:], 0.0)
-        result = torch.cat([result[:-stride] + factor**stride * shifted, result[-stride:]])
+        result[:-stride] += factor**stride * shifted
         stride *= 2
     return result
