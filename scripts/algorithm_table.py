@@ -128,7 +128,7 @@ def timing_samples(num_trajectories: int, num_actions: int) -> list[Sample]:
 
 
 def print_times() -> None:
-    """Processor time for 1,000 trajectories of 500 tokens, best of five, and the ratio to the loops over Python lists."""
+    """Processor time for 1,000 trajectories of 500 tokens, best of five, and its ratio to loops over lists."""
     samples = timing_samples(1000, 500)
     inputs: AdvantageInputs = advantage_inputs_of(samples, step_wise=False, dtype=torch.float32)
     config = AlgorithmConfig(gamma=1.0, gae_lambda=0.95)
