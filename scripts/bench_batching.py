@@ -1,0 +1,193 @@
+"""Time and balance of planning an optimizer step against its size. Pure CPU work on one thread; no model.
+
+    python scripts/bench_batching.py                    # 1k to 1M sequences
+    python scripts/bench_batching.py --sizes 1024 102400 --json
+
+For each number of sequences with long-tailed lengths (log-normal, median 1,000, sigma 1, at most 16,384 tokens):
+dealing to 8 and to 64 ranks, cutting rows under a cap of 16,384 tokens, padded and packed, and the mini-batch
+boundaries of step-wise rows. `--check` exits with status 1 where a promise of docs/batch_sizes.md is broken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_train.batch.balance import CostModel, deal_rows
+from skyrl_train.batch.boundaries import compute_prompt_mini_batch_boundaries
+from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over, split_packed, split_padded
+
+MAX_TOKENS = 16384
+ROWS_PER_PROMPT = 20
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One number of sequences."""
+
+    num_sequences: int
+    deal_8_s: float
+    deal_64_s: float
+    load_8: float
+    """Busiest rank over the mean."""
+    load_64: float
+    load_64_least: float
+    """The least that equal numbers of rows allow: the costliest row with the cheapest others, or 1."""
+    pack_padded_s: float
+    """All rows at once; ranks do this side by side, on their own share."""
+    pack_packed_s: float
+    step_s: float
+    """Planning a step: dealing to 8 ranks and packing every rank's share, padded, one after the other."""
+    largest_over_cap: float
+    """Computed tokens of the largest micro-batch over the cap; rows over the cap by themselves left out."""
+    padding: float
+    padding_first_come: float
+    """With as many rows in each micro-batch, in the order of arrival."""
+    boundaries_s: float
+
+
+def long_tailed_lengths(count: int) -> Rows:
+    """Log-normal, median 1,000, sigma 1, 20 to 16,384."""
+    draws = np.random.default_rng(0).standard_normal(count)
+    return np.clip(1000 * np.exp(draws), 20, 16384).astype(np.int64)
+
+
+def timed(run: Callable[[], T], repeats: int) -> tuple[float, T]:
+    """Best of some repeats, and the result."""
+    best, result = math.inf, None
+    for _ in range(repeats):
+        start = time.perf_counter()
+        result = run()
+        best = min(best, time.perf_counter() - start)
+    assert result is not None
+    return best, result
+
+
+def plan_step(lengths: Rows, costs: NDArray[np.float64]) -> list[list[Rows]]:
+    """Micro-batches of each of 8 ranks."""
+    return [split_padded(lengths[rows], MAX_TOKENS) for rows in deal_rows(costs, 8)]
+
+
+def measure(count: int) -> Result:
+    lengths = long_tailed_lengths(count)
+    costs = CostModel().of(lengths)
+    repeats = 3 if count <= 100_000 else 1
+    deal_8_s, dealt_8 = timed(lambda: deal_rows(costs, 8), repeats)
+    deal_64_s, dealt_64 = timed(lambda: deal_rows(costs, 64), repeats)
+    padded_s, padded = timed(lambda: split_padded(lengths, MAX_TOKENS), repeats)
+    packed_s, packed = timed(lambda: split_packed(lengths, MAX_TOKENS), repeats)
+    step_s, _ = timed(lambda: plan_step(lengths, costs), repeats)
+    uids = [f"prompt-{row // ROWS_PER_PROMPT}" for row in range(count)]
+    num_prompts = len(set(uids))
+    boundaries_s, _ = timed(lambda: compute_prompt_mini_batch_boundaries(uids, num_prompts), repeats)
+    loads_8, loads_64 = costs[dealt_8].sum(axis=1), costs[dealt_64].sum(axis=1)
+    least = max(1.0, (costs.max() + np.sort(costs)[: count // 64 - 1].sum()) / loads_64.mean())
+    computed = sum(computed_tokens(lengths[part], padded=True) for part in padded)
+    first_come = sum(computed_tokens(part, padded=True) for part in np.array_split(lengths, len(padded)))
+    return Result(
+        num_sequences=count,
+        deal_8_s=deal_8_s,
+        deal_64_s=deal_64_s,
+        load_8=float(loads_8.max() / loads_8.mean()),
+        load_64=float(loads_64.max() / loads_64.mean()),
+        load_64_least=float(least),
+        pack_padded_s=padded_s,
+        pack_packed_s=packed_s,
+        step_s=step_s,
+        largest_over_cap=max(
+            largest(lengths, padded, padded_layout=True), largest(lengths, packed, padded_layout=False)
+        ),
+        padding=1 - int(lengths.sum()) / computed,
+        padding_first_come=1 - int(lengths.sum()) / first_come,
+        boundaries_s=boundaries_s,
+    )
+
+
+def largest(lengths: Rows, parts: list[Rows], *, padded_layout: bool) -> float:
+    """Computed tokens of the largest micro-batch over the cap."""
+    fitting = [part for part in parts if not rows_over(lengths[part], MAX_TOKENS)]
+    return max(computed_tokens(lengths[part], padded=padded_layout) for part in fitting) / MAX_TOKENS
+
+
+def broken_promises(results: list[Result]) -> list[str]:
+    """What does not hold, in words."""
+    found = []
+    for result in results:
+        size = f"{result.num_sequences} sequences"
+        if result.largest_over_cap > 1:
+            found.append(f"{size}: a micro-batch computes {result.largest_over_cap:.3f} times the cap")
+        for ranks, load, least in ((8, result.load_8, 1.0), (64, result.load_64, result.load_64_least)):
+            if load > max(1.01, 1.01 * least):
+                found.append(f"{size} over {ranks} ranks: the busiest has {load:.3f} times the mean")
+        if 100_000 <= result.num_sequences <= 110_000 and result.step_s > 0.5:
+            found.append(f"{size}: planning a step took {result.step_s:.2f} s")
+    for small, large in pairwise(results):
+        work = [result.num_sequences * math.log(result.num_sequences) for result in (small, large)]
+        if small.step_s > 0.02 and large.step_s / small.step_s > 3 * work[1] / work[0]:
+            found.append(f"planning grows faster than n log n from {small.num_sequences} to {large.num_sequences}")
+    return found
+
+
+def print_table(results: list[Result]) -> None:
+    head = (
+        "sequences",
+        "deal 8",
+        "deal 64",
+        "load 8",
+        "64/least",
+        "padded",
+        "packed",
+        "step",
+        "cap",
+        "padding",
+        "boundaries",
+    )
+    print(" ".join(f"{name:>12}" for name in head))
+    for r in results:
+        cells = (
+            f"{r.num_sequences:,}",
+            f"{r.deal_8_s:.3f} s",
+            f"{r.deal_64_s:.3f} s",
+            f"{r.load_8:.4f}",
+            f"{r.load_64:.3f}/{r.load_64_least:.3f}",
+            f"{r.pack_padded_s:.3f} s",
+            f"{r.pack_packed_s:.3f} s",
+            f"{r.step_s:.3f} s",
+            f"{r.largest_over_cap:.3f}",
+            f"{r.padding:.1%}/{r.padding_first_come:.0%}",
+            f"{r.boundaries_s:.3f} s",
+        )
+        print(" ".join(f"{cell:>12}" for cell in cells))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1_024, 10_240, 102_400, 1_024_000])
+    parser.add_argument("--json", action="store_true", help="one JSON object per size instead of a table")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 where a promise is broken")
+    arguments = parser.parse_args()
+    wrong = [size for size in arguments.sizes if size < 64 or size % 64]
+    if wrong:
+        parser.error(f"sizes must be multiples of 64, to be dealt to 8 and 64 ranks; got {wrong}")
+    results = [measure(size) for size in arguments.sizes]
+    if arguments.json:
+        print("\n".join(json.dumps(asdict(result)) for result in results))
+    else:
+        print_table(results)
+    broken = broken_promises(results) if arguments.check else []
+    print("\n".join(broken), end="\n" if broken else "")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
