@@ -133,6 +133,8 @@ class FakeEnvironment:
         self.extras = dict(extras or {})
         self.num_steps = 0
         self.threads = {threading.get_ident()}
+        # Its own test's: one that hung in an earlier test may still be on its way out.
+        self._release, self._closed = type(self).release, type(self).closed
         self._enter("construction")
 
     @classmethod
@@ -151,7 +153,7 @@ class FakeEnvironment:
         return steps[self.num_steps - 1]
 
     def close(self) -> None:
-        type(self).closed.append(self)
+        self._closed.append(self)
         self._enter("close")
 
     def get_metrics(self) -> dict[str, Any]:
@@ -163,7 +165,7 @@ class FakeEnvironment:
         if self.extras.get("raise_in") == method:
             raise self.extras.get("error", ValueError("unknown city 'Oz'"))
         if self.extras.get("hang_in") == method:
-            self.release.wait(timeout=30)
+            self._release.wait(timeout=30)
 
 
 FAKE_ENVIRONMENT = "tests.fakes:FakeEnvironment"

@@ -78,15 +78,15 @@ def test_a_timeout_error_of_the_environments_own_is_an_error_not_a_timeout() -> 
 
 @pytest.mark.parametrize("method", ["construction", "init", "step", "get_metrics"])
 def test_a_call_that_hangs_is_given_up_at_its_deadline(method: str) -> None:
-    runner = EnvRunner(max_workers=2, timeout_s=0.05)
+    runner = EnvRunner(max_workers=2, timeout_s=0.25)
     broken = broken_by(play(runner, hang_in=method))
     assert broken.kind is FailureKind.ENVIRONMENT_TIMEOUT
-    assert broken.message == f"FakeEnvironment.{method} did not answer within 0.05 s"
+    assert broken.message == f"FakeEnvironment.{method} did not answer within 0.25 s"
     assert runner.num_abandoned == 1
 
 
 def test_a_hung_call_does_not_cost_a_worker() -> None:
-    runner = EnvRunner(max_workers=1, timeout_s=0.05)
+    runner = EnvRunner(max_workers=1, timeout_s=0.25)
 
     async def hang_then_play() -> StepResult:
         with pytest.raises(Broken):
@@ -98,7 +98,7 @@ def test_a_hung_call_does_not_cost_a_worker() -> None:
 
 @pytest.mark.parametrize("method", ["construction", "step"])
 def test_an_environment_that_hung_is_closed_on_its_own_thread_once_it_returns(method: str) -> None:
-    runner = EnvRunner(max_workers=1, timeout_s=0.05)
+    runner = EnvRunner(max_workers=1, timeout_s=0.25)
     broken_by(play(runner, hang_in=method))
     assert FakeEnvironment.closed == []
     FakeEnvironment.release.set()
@@ -148,7 +148,7 @@ def test_an_environment_is_closed_however_its_episode_ends(extras: dict[str, Any
 
 @pytest.mark.parametrize("extras", [{"raise_in": "close"}, {"hang_in": "close"}])
 def test_a_close_that_breaks_is_counted_and_loses_nothing(extras: dict[str, Any]) -> None:
-    runner = EnvRunner(max_workers=2, timeout_s=0.05)
+    runner = EnvRunner(max_workers=2, timeout_s=0.25)
     assert run(play(runner, **extras)).reward == 1.0
     assert runner.num_close_failures == 1
 

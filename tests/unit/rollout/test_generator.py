@@ -333,7 +333,7 @@ def test_generating_works_again_and_from_inside_a_running_loop(make_generator: A
 
 
 def test_what_hung_or_would_not_close_is_reported(make_generator: Any, caplog: pytest.LogCaptureFixture) -> None:
-    generator = make_generator(FakeEngine(answer), environment={"step_timeout_s": 0.05, "max_failed_fraction": 1.0})
+    generator = make_generator(FakeEngine(answer), environment={"step_timeout_s": 0.25, "max_failed_fraction": 1.0})
     roll_out(generator, make_prompts(2, raise_in="close"))
     roll_out(generator, make_prompts(1, hang_in="step"))
     assert [record.getMessage() for record in caplog.records] == [
