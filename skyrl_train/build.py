@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from skyrl_train.batch.plan import BatchPlan
+    from skyrl_train.cluster.build import Cluster
     from skyrl_train.config.schema import Config
     from skyrl_train.interfaces import Generator, WeightTransport
     from skyrl_train.rollout.replay import ReplayGenerator
@@ -93,7 +94,7 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
     chat = ChatTokens(load_tokenizer(config.model))
     result = filter_by_length(
         load_prompts(sources, limit=limit or None),
-        lambda prompt: len(chat.first_prompt(prompt.messages)),
+        lambda prompt: len(chat.data_prompt(prompt)),
         max_prompt_length=config.data.max_prompt_length,
         over_long=config.data.over_long,
     )
@@ -135,7 +136,12 @@ def _replayed_data(config: Config) -> Data:
 
 
 def build_rollouts(
-    config: Config, data: Data, stack: ExitStack, *, on_progress: Callable[[int, int], None]
+    config: Config,
+    data: Data,
+    stack: ExitStack,
+    *,
+    on_progress: Callable[[int, int], None],
+    cluster: Cluster | None = None,
 ) -> RolloutParts:
     """The engine that `generator.backend` names, and the transport that feeds it. `stack` closes them."""
     if data.recording is not None:
@@ -161,10 +167,19 @@ def build_rollouts(
     return RolloutParts(generator=generator, transport=InlineTransport(engine))
 
 
-def build_learners(config: Config, plan: BatchPlan, stack: ExitStack) -> Learners:
+def build_cluster(config: Config, stack: ExitStack) -> Cluster | None:
+    """Ray, where `placement.backend=ray`. `stack` ends it and all that runs in it."""
+    if config.placement.backend != "ray":
+        return None
+    from skyrl_train.cluster.build import Cluster
+
+    return Cluster(config, stack)
+
+
+def build_learners(config: Config, plan: BatchPlan, stack: ExitStack, cluster: Cluster | None = None) -> Learners:
     """The policy, and a reference where the loss needs one."""
-    if config.placement.backend != "inline":
-        raise _not_available("placement.backend", config.placement.backend, "placement=inline")
+    if cluster is not None:
+        return cluster.build_learners(plan, stack)
     from skyrl_train.learner.policy import build_policy_learner
     from skyrl_train.trainers.steps import Learners
 
@@ -205,14 +220,13 @@ def load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
     """
     if config.trainer.resume_mode != "from_path":
         return 0
-    from safetensors.torch import load_file
-
     from skyrl_train.distributed.checkpoint import checkpoint_step
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
+    from skyrl_train.learner.state import read_model
 
     checkpoint = FolderCheckpointStore(Path(config.trainer.resume_path), keep=1).find(Path(config.trainer.resume_path))
     step = checkpoint_step(checkpoint)
-    transport.sync(iter(load_file(checkpoint / "policy" / "model.safetensors").items()), step)
+    transport.sync(iter(read_model(checkpoint / "policy").items()), step)
     return step
 
 
