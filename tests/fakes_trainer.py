@@ -177,6 +177,8 @@ class FakeLearner:
         self.momentum = 0.0
         self.num_optimizer_steps = 0
         self.num_closed_prompts: list[int] = []
+        self.steps_and_versions: list[tuple[int, int]] = []
+        """Training step and version of the sampling weights, for each mini-batch."""
         self._gradient = 0.0
         self._lr = lr
         self._fail_at = fail_at
@@ -188,6 +190,7 @@ class FakeLearner:
         batch = mini_batch.batch
         self._gradient += float((batch["loss_weights"] * batch["rewards"]).sum())
         self.num_closed_prompts.append(len(set(batch.metadata.uids)))
+        self.steps_and_versions.append((batch.metadata.global_step, batch.metadata.weight_version))
         num_tokens = mini_batch.denominators.num_tokens
         return {f"{self.name}/entropy": Mean(0.5 * num_tokens, num_tokens)}
 

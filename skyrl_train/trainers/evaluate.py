@@ -78,8 +78,8 @@ class Evaluator:
         env_class: str | None,
         on_rollouts: RolloutHook | None = None,
     ) -> None:
-        """`env_class` is the environment of all prompts; None stands for each prompt's own. `batch_size` counts prompts;
-        it does not change the result of an engine whose samples depend on their seeds alone."""
+        """`env_class` is the environment of all prompts; None stands for each prompt's own. `batch_size` counts
+        prompts; it does not change the result of an engine whose samples depend on their seeds alone."""
         self._generator = generator
         self._prompts = tuple(prompts)
         self._sampling = sampling

@@ -1,13 +1,14 @@
 """Whole runs of the loop, with fakes."""
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
 
 from skyrl_train.errors import NonFiniteError
-from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
+from skyrl_train.telemetry.rollout_log import read_rollouts, write_rollouts
 from skyrl_train.trainers.state import TrainerState
 from tests.fakes_trainer import FakeLearner, fake_run, make_config
 
@@ -33,6 +34,7 @@ def test_the_engine_has_the_policys_weights_before_each_rollout(tmp_path):
     run.run()
     assert run.engine.versions == [0, 1, 2, 3, 4]
     assert run.engine.weight == run.learner.weight
+    assert run.learner.steps_and_versions[::2] == [(1, 0), (2, 1), (3, 2), (4, 3)]
 
 
 def test_each_step_takes_the_next_batch_of_prompts_and_evaluations_always_use_the_same_seeds(tmp_path):
@@ -97,6 +99,25 @@ def test_rollouts_are_logged_with_the_advantages_of_their_step(tmp_path):
         for turn in line["turns"]:
             assert len(turn["advantages"]) == len(turn["response_token_ids"])
     assert any(value != 0 for line in lines for turn in line["turns"] for value in turn["advantages"])
+
+
+def test_a_record_means_that_the_rollouts_of_its_step_are_on_disk(tmp_path, monkeypatch):
+    missing: list[int] = []
+
+    def write_slowly(*args, **kwargs):
+        time.sleep(0.05)
+        return write_rollouts(*args, **kwargs)
+
+    class WatchingLog(MetricsLog):
+        def log(self, metrics, *, step):
+            names = [f"train_step_00000{step}.jsonl"] if step else ["eval_step_000000.jsonl"]
+            missing.extend(step for name in names if not (tmp_path / "rollouts" / name).exists())
+            super().log(metrics, step=step)
+
+    monkeypatch.setattr("skyrl_train.trainers.rollout_sink.write_rollouts", write_slowly)
+    monkeypatch.setattr("skyrl_train.telemetry.tracker.MetricsLog", WatchingLog)
+    fake_run(tmp_path).run()
+    assert missing == []
 
 
 def test_the_phases_of_a_step_add_up_to_the_step(tmp_path):

@@ -156,6 +156,25 @@ def test_more_steps_go_on_where_the_complete_run_ended(tmp_path):
     assert records_without_timings(run.folder.metrics_file) == expected
 
 
+def test_a_run_that_goes_on_is_not_complete_until_it_ends_again(tmp_path):
+    fake_run(tmp_path).run()
+    longer = make_config(tmp_path, total_steps=6)
+    with pytest.raises(Killed):
+        fake_run(tmp_path, config=longer, on_call=killed_in(5, "train")).run()
+    assert not (tmp_path / "complete.json").exists()
+    assert fake_run(tmp_path, config=longer).run() is not None
+
+
+def test_evaluations_after_the_checkpoint_are_cut(tmp_path):
+    config = make_config(tmp_path, eval_interval=1, ckpt_interval=2)
+    with pytest.raises(Killed):
+        fake_run(tmp_path, config=config, on_call=killed_in(4, "train")).run()
+    assert [entry.global_step for entry in read_evaluations(tmp_path / "evaluation.json")] == [0, 1, 2, 3]
+    with pytest.raises(Killed):
+        fake_run(tmp_path, config=config, on_call=killed_in(3, "train")).run()
+    assert [entry.global_step for entry in read_evaluations(tmp_path / "evaluation.json")] == [0, 1, 2]
+
+
 def test_resume_mode_none_keeps_the_old_run_in_previous(tmp_path):
     fake_run(tmp_path).run()
     old = (tmp_path / "metrics.jsonl").read_bytes()
