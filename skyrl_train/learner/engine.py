@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from skyrl_train.batch.microbatch import MicroBatchStrategy, micro_batches
 from skyrl_train.batch.schedule import learning_rate
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
 from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, SkyrlTrainError
 from skyrl_train.learner import state
 from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
@@ -29,6 +30,7 @@ from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+T = TypeVar("T")
 ScoreRows = Callable[[Tensor, TrainingInputBatch], Tensor]
 """`(hidden [rows, len, hidden], rows) -> [rows, len]`."""
 LossOfRows = Callable[[Tensor, TrainingInputBatch], tuple[Tensor, StepMetrics]]
@@ -47,7 +49,11 @@ class ModelEngine:
         dtype: torch.dtype = torch.float32,
         optimizer: OptimizerConfig | None = None,
         total_optimizer_steps: int = 0,
+        strategy: ModelStrategy | None = None,
     ):
+        """`strategy` says how the model is spread over ranks; alone in its process unless given."""
+        self.strategy = strategy or SingleProcess()
+        self.strategy.prepare(model)
         self.model = model
         self.name = name
         """Prefix of the metrics, and the role in error messages."""
@@ -76,7 +82,9 @@ class ModelEngine:
         scores = torch.zeros(batch.num_tokens, dtype=_score_dtype(self.parameters))
         for micro_batch, rows in self._micro_batches(batch, training=False):
             with self._autocast():
-                padded = score(last_hidden_state(self.model, _ids(micro_batch)), micro_batch)
+                padded = self._compute(score, micro_batch)
+            if len(rows) == 0:
+                continue
             scores[_token_indices(batch, rows)] = micro_batch.from_padded(padded).to("cpu", scores.dtype)
         return scores
 
@@ -88,7 +96,7 @@ class ModelEngine:
         self._has_gradient = True
         for micro_batch, _ in self._micro_batches(batch, training=True):
             with self._autocast():
-                loss, metrics = loss_of(last_hidden_state(self.model, _ids(micro_batch)), micro_batch)
+                loss, metrics = self._compute(loss_of, micro_batch)
             loss.backward()  # type: ignore[no-untyped-call]
             if not self._non_finite_loss and not bool(torch.isfinite(loss.detach())):
                 self._non_finite_loss = (
@@ -109,8 +117,9 @@ class ModelEngine:
             if parameter.grad is None:
                 # A mini-batch of padding alone is a step with gradient 0, as it is on a rank that computed dummy rows.
                 parameter.grad = torch.zeros_like(parameter)
+        self.strategy.reduce_gradients(self.parameters.values())
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        grad_norm = self.strategy.total_norm(gradients)
         self._require_finite(float(grad_norm))
         if self._config.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.max_grad_norm, grad_norm)
@@ -130,14 +139,22 @@ class ModelEngine:
         self._non_finite_loss = ""
 
     def save(self, folder: Path) -> None:
-        """`model.safetensors`, `optimizer.safetensors` and `state.json`; exact. Raises CheckpointError between
-        `forward_backward` and `optim_step`."""
+        """The files of `learner/state.py`; exact. Raises CheckpointError where a gradient is pending."""
         if self._has_gradient:
             raise CheckpointError(
                 f"{folder}: save between optimizer steps; the {self.name} model has a pending gradient"
             )
-        moments = None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters)
-        state.write(folder, role=self.name, model=self._tensors(), optimizer=moments, steps=self.num_optimizer_steps)
+        if self.strategy.rank and not self.strategy.sharded:
+            return
+        state.write(
+            folder,
+            role=self.name,
+            model=self._tensors(),
+            optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
+            steps=self.num_optimizer_steps,
+            sharded=self.strategy.sharded,
+            rank=self.strategy.rank,
+        )
 
     def load(self, folder: Path) -> None:
         """Inverse of `save`. Raises CheckpointError, before anything changes, where names, shapes or types differ."""
@@ -149,6 +166,15 @@ class ModelEngine:
                 tensor.copy_(stored.model[name])
         self.num_optimizer_steps = stored.num_optimizer_steps
         self.zero_grad()
+
+    def whole_state_dict(self) -> dict[str, Tensor]:
+        """All parameters and persistent buffers, on the CPU of rank 0; nothing on the others. Called by all."""
+        whole: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict().items():
+            gathered = self.strategy.full(tensor.detach())
+            if self.strategy.rank == 0:
+                whole[name] = gathered.to("cpu")
+        return whole
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters, tied ones once, and what else the model keeps (persistent buffers)."""
@@ -163,8 +189,15 @@ class ModelEngine:
         _require_vocabulary(batch, self.model.config.get_text_config().vocab_size)
         rows = rows_with_loss(batch)
         kept = batch.take(rows)
-        for micro_batch in micro_batches(kept, self._micro_batching, training=training):
+        for micro_batch in micro_batches(kept, self._micro_batching, training=training, agree=self.strategy.agree):
             yield micro_batch.batch.to(self.device), rows[micro_batch.rows]
+
+    def _compute(self, function: Callable[[Tensor, TrainingInputBatch], T], rows: TrainingInputBatch) -> T:
+        """`function` of the rows' last hidden states, under the strategy."""
+        return self.strategy.compute(self.model, lambda: function(last_hidden_state(self.model, _ids(rows)), rows))
+
+    def _is_finite(self, gradient: Tensor) -> bool:
+        return bool(self.strategy.full(gradient).isfinite().all())
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.dtype == torch.float32:
@@ -173,11 +206,11 @@ class ModelEngine:
 
     def _require_finite(self, grad_norm: float) -> None:
         """Raises NonFiniteError, with the gradients zeroed, naming the loss or the first parameters concerned."""
-        if grad_norm < float("inf") and not self._non_finite_loss:
+        reason = self.strategy.first_reason(self._non_finite_loss)
+        if grad_norm < float("inf") and not reason:
             return
-        reason = self._non_finite_loss
         if not reason:
-            bad = [n for n, p in self.parameters.items() if p.grad is not None and not torch.isfinite(p.grad).all()]
+            bad = [n for n, p in self.parameters.items() if p.grad is not None and not self._is_finite(p.grad)]
             reason = f"gradient norm {grad_norm}"
             if bad:
                 reason += f"; not finite in {len(bad)} of {len(self.parameters)} parameters, first {bad[0]}"

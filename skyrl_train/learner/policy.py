@@ -6,6 +6,7 @@ loss = sum over tokens of loss_weight * (policy_loss + kl_loss_coef * KL(policy 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
@@ -23,14 +25,15 @@ from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, output_head, quiet_transformers
-from skyrl_train.model.logprobs import TokenScores, score_rows
+from skyrl_train.model.layouts import supported_layout
+from skyrl_train.model.logprobs import TokenScores, score_tokens
 from skyrl_train.registry import resolve
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.schema import Config
-    from skyrl_train.interfaces import Learner
+    from skyrl_train.distributed.strategy import ModelStrategy
 
 
 class PolicyLearner:
@@ -47,13 +50,16 @@ class PolicyLearner:
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """`[num_tokens]` on the CPU: log-probability of each token with `loss_mask`, 0 elsewhere."""
-        return self.engine.forward(batch, lambda hidden, rows: self._scores(hidden, rows, with_entropy=False).logprobs)
+        return self.engine.forward(
+            batch, lambda hidden, rows, layout: self._scores(hidden, rows, layout, with_entropy=False).logprobs
+        )
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Adds the gradient of the mini-batch's loss. Raises BatchError for a missing column that the loss needs."""
         _require_columns(mini_batch.batch, self._algorithm)
         return self.engine.forward_backward(
-            mini_batch.batch, lambda hidden, rows: self._loss(hidden, rows, mini_batch.denominators)
+            mini_batch.batch,
+            lambda hidden, rows, layout: self._loss(hidden, rows, layout, mini_batch.denominators),
         )
 
     def optim_step(self) -> StepMetrics:
@@ -63,7 +69,7 @@ class PolicyLearner:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters under their Hugging Face names, tied ones once; detached."""
         for name, parameter in self.engine.parameters.items():
-            yield name, parameter.detach()
+            yield name, self.engine.strategy.full(parameter.detach())
 
     def save(self, folder: Path) -> None:
         """Model, optimizer and schedule. Raises CheckpointError."""
@@ -75,11 +81,14 @@ class PolicyLearner:
 
     def export_hf(self, folder: Path) -> None:
         """Model, generation config and tokenizer for `from_pretrained`, in float32. Raises ModelError."""
+        tensors = self.engine.whole_state_dict()
+        if self.engine.strategy.rank:
+            return
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self.engine.model.config.use_cache = True
             with quiet_transformers():
-                self.engine.model.save_pretrained(folder)
+                self.engine.model.save_pretrained(folder, state_dict=tensors)
             load_tokenizer(self._model_config).save_pretrained(folder)
         except OSError as error:
             raise ModelError(f"{folder}: the model could not be exported: {error}") from error
@@ -87,11 +96,13 @@ class PolicyLearner:
     def close(self) -> None:
         """Nothing to release: memory goes with the object."""
 
-    def _scores(self, hidden: Tensor, rows: TrainingInputBatch, *, with_entropy: bool) -> TokenScores:
-        return score_rows(
+    def _scores(
+        self, hidden: Tensor, rows: TrainingInputBatch, layout: Layout, *, with_entropy: bool
+    ) -> TokenScores:
+        return score_tokens(
             hidden,
-            rows.padded("input_ids"),
-            rows.padded("loss_mask"),
+            rows,
+            layout,
             output_head(self.engine.model),
             temperature=self._temperature,
             with_entropy=with_entropy,
@@ -99,7 +110,7 @@ class PolicyLearner:
         )
 
     def _loss(
-        self, hidden: Tensor, rows: TrainingInputBatch, denominators: LossDenominators
+        self, hidden: Tensor, rows: TrainingInputBatch, layout: Layout, denominators: LossDenominators
     ) -> tuple[Tensor, StepMetrics]:
         """The rows' share of the step's loss, and its metrics.
 
@@ -107,7 +118,7 @@ class PolicyLearner:
         micro-batches and ranks, and average over optimizer steps.
         """
         mask = rows.padded("loss_mask")
-        scores = self._scores(hidden, rows, with_entropy=True)
+        scores = self._scores(hidden, rows, layout, with_entropy=True)
         logprobs, entropy = scores.logprobs, scores.entropy
         inputs = PolicyLossInputs(
             logprobs=logprobs,
@@ -157,12 +168,27 @@ def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> N
             raise BatchError(f"the mini-batch has no column {name!r}, which the policy's loss needs")
 
 
-def build_policy_learner(config: Config, plan: BatchPlan, *, role: Literal["policy", "reference"]) -> Learner:
-    """Loads the model and makes the learner for one process. Raises ModelError, ConfigError."""
+def build_policy_learner(
+    config: Config,
+    plan: BatchPlan,
+    *,
+    role: Literal["policy", "reference"],
+    strategy: ModelStrategy | None = None,
+) -> PolicyLearner:
+    """Loads the model and makes the learner for this process, or this process's part of it where a `strategy` is given.
+
+    Raises ModelError, ConfigError.
+    """
+    model = load_causal_lm(config.model, config.platform.device)
+    trainer = replace(config.trainer, layout=supported_layout(model, config.trainer.layout, name=config.model.path))
+    merge_turns = config.generator.merge_stepwise == "auto"
     engine = ModelEngine(
-        load_causal_lm(config.model, config.platform.device),
+        model,
+        strategy=strategy,
         name=role,
-        micro_batching=make_micro_batch_strategy(config.trainer),
+        micro_batching=make_micro_batch_strategy(trainer, merge_turns=merge_turns),
+        layout=trainer.layout,
+        merge_turns=merge_turns,
         dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
         optimizer=config.trainer.policy.optimizer if role == "policy" else None,
         total_optimizer_steps=plan.total_optimizer_steps,

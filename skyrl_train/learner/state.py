@@ -1,8 +1,11 @@
-"""A learner's state as files: safetensors and JSON, no pickle.
+"""A learner's state as files.
 
+state.json               format, role, number of optimizer steps (the schedule is a function of it), types
 model.safetensors        parameters under their Hugging Face names, tied ones once
 optimizer.safetensors    e.g. `exp_avg.model.norm.weight`; absent for a model without an optimizer
-state.json               format, role, number of optimizer steps (the schedule is a function of it), types
+
+A model that is sharded over ranks writes `.metadata` and `__RANK_0.distcp` in place of the two safetensors files
+(see `distributed/sharded_tensors.py`). Either form loads into either kind of learner, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -12,16 +15,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from skyrl_train.distributed.sharded_tensors import (
+    describe_tensors,
+    is_sharded,
+    laid_out_like,
+    read_tensors,
+    write_tensors,
+)
 from skyrl_train.errors import CheckpointError
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 FORMAT = 1
+_MODEL_PREFIX = "model/"
+_OPTIMIZER_PREFIX = "optimizer/"
+TensorFact = tuple[torch.dtype, tuple[int, ...]]
+"""Type and whole shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +49,17 @@ class StoredState:
 
 
 def write(
-    folder: Path, *, role: str, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None, steps: int
+    folder: Path,
+    *,
+    role: str,
+    model: Mapping[str, Tensor],
+    optimizer: Mapping[str, Tensor] | None,
+    steps: int,
+    sharded: bool = False,
+    rank: int = 0,
 ) -> None:
-    """Writes the three files into an existing folder. Raises CheckpointError where the disk refuses."""
+    """Writes the files. Called by all ranks where the model is `sharded`, else by one. Raises CheckpointError where the
+    disk refuses."""
     content = {
         "format": FORMAT,
         "role": role,
@@ -45,44 +68,110 @@ def write(
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(_plain(model), folder / MODEL_FILE)
-        if optimizer is not None:
-            save_file(_plain(optimizer), folder / OPTIMIZER_FILE)
-        (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        if sharded:
+            write_tensors(folder, _sharded_names(model, optimizer))
+        else:
+            save_file(_plain(model), folder / MODEL_FILE)
+            if optimizer is not None:
+                save_file(_plain(optimizer), folder / OPTIMIZER_FILE)
+        if rank == 0:
+            (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: the {role} model could not be written: {error}") from error
 
 
 def read(folder: Path, *, role: str, model: Mapping[str, Tensor], with_optimizer: bool) -> StoredState:
-    """Reads what `write` wrote for a model with these tensors.
+    """Reads what `write` wrote for a model with these tensors, laid out as they are.
 
     Raises CheckpointError for missing or unreadable files, another role, or names, shapes or types that differ.
     """
     try:
         content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         steps, found = int(content["num_optimizer_steps"]), (int(content["format"]), str(content["role"]))
-        tensors = load_file(folder / MODEL_FILE)
-        moments = load_file(folder / OPTIMIZER_FILE) if with_optimizer else {}
+        if found != (FORMAT, role):
+            raise CheckpointError(f"{folder}: holds format {found[0]}, role {found[1]!r}; expected {FORMAT}, {role!r}")
+        if is_sharded(folder):
+            tensors, moments = _read_sharded(folder, model, with_optimizer)
+        else:
+            tensors = load_file(folder / MODEL_FILE)
+            moments = load_file(folder / OPTIMIZER_FILE) if with_optimizer else {}
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: the {role} model cannot be read: {type(error).__name__}: {error}") from error
-    if found != (FORMAT, role):
-        raise CheckpointError(f"{folder}: holds format {found[0]}, role {found[1]!r}; expected {FORMAT}, {role!r}")
-    _require_same(folder, tensors, model)
-    return StoredState(model=tensors, optimizer=moments, num_optimizer_steps=steps)
+    _require_same(folder, {name: _fact(tensor) for name, tensor in tensors.items()}, model)
+    return StoredState(
+        model={name: laid_out_like(tensor, model[name]) for name, tensor in tensors.items()},
+        optimizer={key: _moment_like(value, key, model) for key, value in moments.items()},
+        num_optimizer_steps=steps,
+    )
+
+
+def read_model(folder: Path) -> dict[str, Tensor]:
+    """The parameters alone, whole, in this process. Raises CheckpointError."""
+    try:
+        if not is_sharded(folder):
+            return load_file(folder / MODEL_FILE)
+        facts = describe_tensors(folder)
+        tensors = {
+            name: torch.empty(shape, dtype=dtype)
+            for name, (dtype, shape) in facts.items()
+            if name.startswith(_MODEL_PREFIX)
+        }
+        read_tensors(folder, tensors)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{folder}: the model cannot be read: {type(error).__name__}: {error}") from error
+    return {name.removeprefix(_MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+
+
+def _sharded_names(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    return {
+        **{f"{_MODEL_PREFIX}{name}": tensor.detach() for name, tensor in model.items()},
+        **{f"{_OPTIMIZER_PREFIX}{key}": tensor for key, tensor in (optimizer or {}).items()},
+    }
+
+
+def _read_sharded(
+    folder: Path, model: Mapping[str, Tensor], with_optimizer: bool
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors laid out as the model's; moments as the parameters that they belong to."""
+    facts = describe_tensors(folder)
+    stored = {name.removeprefix(_MODEL_PREFIX): fact for name, fact in facts.items() if name.startswith(_MODEL_PREFIX)}
+    _require_same(folder, stored, model)
+    into = {f"{_MODEL_PREFIX}{name}": torch.empty_like(tensor) for name, tensor in model.items()}
+    if with_optimizer:
+        for name, (dtype, shape) in facts.items():
+            if name.startswith(_OPTIMIZER_PREFIX):
+                owner = model.get(name.removeprefix(_OPTIMIZER_PREFIX).partition(".")[2])
+                whole = owner is None or tuple(owner.shape) != shape
+                into[name] = torch.empty(shape, dtype=dtype) if whole else torch.empty_like(owner, dtype=dtype)
+    read_tensors(folder, into)
+    return (
+        {name.removeprefix(_MODEL_PREFIX): into[name] for name in into if name.startswith(_MODEL_PREFIX)},
+        {name.removeprefix(_OPTIMIZER_PREFIX): into[name] for name in into if name.startswith(_OPTIMIZER_PREFIX)},
+    )
+
+
+def _moment_like(value: Tensor, key: str, model: Mapping[str, Tensor]) -> Tensor:
+    owner = model.get(key.partition(".")[2])
+    return value if owner is None or owner.shape != value.shape else laid_out_like(value, owner)
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
-def _require_same(folder: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    def describe(tensor: Tensor | None) -> str:
-        return "absent" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+def _fact(tensor: Tensor) -> TensorFact:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _require_same(folder: Path, found: Mapping[str, TensorFact], expected: Mapping[str, Tensor]) -> None:
+    def describe(fact: TensorFact | None) -> str:
+        return "absent" if fact is None else f"{str(fact[0]).removeprefix('torch.')} {list(fact[1])}"
 
     for name in sorted(found.keys() | expected.keys()):
-        there, here = describe(found.get(name)), describe(expected.get(name))
+        there = describe(found.get(name))
+        here = describe(_fact(expected[name]) if name in expected else None)
         if there != here:
             raise CheckpointError(
-                f"{folder}: {name} is {there} in {MODEL_FILE} but {here} in the model. "
+                f"{folder}: {name} is {there} in the checkpoint but {here} in the model. "
                 "Is model.path the one of that run?"
             )

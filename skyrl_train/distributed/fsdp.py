@@ -1,0 +1,78 @@
+"""FSDP2: a model's parameters sharded over the ranks of the default process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+
+def shard_model(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool) -> None:
+    """Shards `model` in place, each decoder layer on its own and the rest with the root, and gives it a method
+    `compute(function)` that runs `function` as if it were the model's forward.
+
+    Gradients are summed over ranks, not averaged. Rank 0's parameters and buffers are what counts: each other rank
+    receives its shards of them, so that only rank 0 has to have read the weights.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        FSDPModule,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    full = model.state_dict() if dist.get_rank() == 0 else {}
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy(),
+    }
+    for layer in decoder_layers(model):
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # gloo knows no scaled sum, which a divide factor becomes unless plain sums are asked for.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    _receive_from_rank_0(model, full, cpu_offload=cpu_offload)
+    as_any: Any = model
+    as_any.compute = MethodType(_compute, model)
+    register_fsdp_forward_method(model, "compute")
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers that the model's family declares indivisible."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _compute(self: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: ARG001
+    return function()
+
+
+def _receive_from_rank_0(model: PreTrainedModel, full: dict[str, torch.Tensor], *, cpu_offload: bool) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(
+        model,
+        full,
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload),
+    )
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)

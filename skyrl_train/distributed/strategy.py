@@ -1,0 +1,215 @@
+"""How one model is spread over ranks: what a pass over micro-batches and an optimizer step have to do about it.
+
+    single   one process; nothing to do
+    ddp      a replica per rank; gradients are summed over the ranks once per optimizer step
+    fsdp2    parameters, gradients and optimizer state sharded; gradients are summed as the backward pass produces them
+
+Gradients are sums and never divided: loss denominators were counted over the whole mini-batch before it was dealt out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+
+_BUCKET_BYTES = 64 * 2**20
+"""Gradients that are summed in one collective."""
+
+
+class ModelStrategy(Protocol):
+    """What differs between one process and many. Methods that talk to other ranks are called by all, in step."""
+
+    rank: int
+    num_ranks: int
+    sharded: bool
+    """Whether parameters are DTensors of which each rank holds a part."""
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Spreads the model, before an optimizer is made for it."""
+        ...
+
+    def agree(self, count: int) -> int:
+        """The largest `count` of all ranks."""
+        ...
+
+    def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:
+        """Runs a forward computation that reads parameters of `model` beside calling it."""
+        ...
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sums over ranks what the backward pass has not summed."""
+        ...
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Norm of the whole model's gradient: a plain scalar, the same on each rank."""
+        ...
+
+    def first_reason(self, reason: str) -> str:
+        """The lowest rank's reason that is not empty."""
+        ...
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """The whole tensor, gathered from its shards."""
+        ...
+
+
+class SingleProcess:
+    """One rank."""
+
+    rank = 0
+    num_ranks = 1
+    sharded = False
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Nothing to do."""
+
+    def agree(self, count: int) -> int:
+        """As it is."""
+        return count
+
+    def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: ARG002
+        """As it is."""
+        return function()
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Nothing to do."""
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The L2 norm over all gradients."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def first_reason(self, reason: str) -> str:
+        """As it is."""
+        return reason
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """As it is."""
+        return tensor
+
+
+class Replicated:
+    """`ddp`: a replica per rank of the default process group."""
+
+    sharded = False
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.num_ranks = dist.get_world_size()
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Gives each rank what rank 0 has: one differing byte at the start would never be noticed."""
+        with torch.no_grad():
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, src=0)
+
+    def agree(self, count: int) -> int:
+        """The largest of all ranks."""
+        return _largest(count)
+
+    def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: ARG002
+        """As it is: replicas are whole."""
+        return function()
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Sums all gradients, in buckets of one type."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+            for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
+                gradient.copy_(part.view_as(gradient))
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The L2 norm over all gradients, which are the same on each rank."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def first_reason(self, reason: str) -> str:
+        """The lowest rank's."""
+        return _first_reason(reason, self.num_ranks)
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """As it is: replicas are whole."""
+        return tensor
+
+
+class Sharded:
+    """`fsdp2`: `fully_shard` on each decoder layer and on the model, over the default process group."""
+
+    sharded = True
+
+    def __init__(self, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool) -> None:
+        self.rank = dist.get_rank()
+        self.num_ranks = dist.get_world_size()
+        self._device = device
+        self._dtype = dtype
+        self._cpu_offload = cpu_offload
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Shards the model and sends each rank its part of rank 0's parameters."""
+        from skyrl_train.distributed.fsdp import shard_model
+
+        shard_model(model, device=self._device, dtype=self._dtype, cpu_offload=self._cpu_offload)
+
+    def agree(self, count: int) -> int:
+        """The largest of all ranks: every forward gathers parameters from all of them."""
+        return _largest(count)
+
+    def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:
+        """Runs `function` as a forward of `model`, so that the parameters outside its layers are whole meanwhile."""
+        sharded: Any = model
+        result: T = sharded.compute(function)
+        return result
+
+    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Nothing to do: the backward pass summed them."""
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The L2 norm over all shards of all gradients."""
+        return self.full(torch.nn.utils.get_total_norm(gradients))
+
+    def first_reason(self, reason: str) -> str:
+        """The lowest rank's."""
+        return _first_reason(reason, self.num_ranks)
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """Gathered from all ranks."""
+        from torch.distributed.tensor import DTensor
+
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _largest(count: int) -> int:
+    value = torch.tensor(count, dtype=torch.int64)
+    dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return int(value)
+
+
+def _first_reason(reason: str, num_ranks: int) -> str:
+    if not _largest(int(bool(reason))):
+        return ""
+    reasons: list[str] = [""] * num_ranks
+    dist.all_gather_object(reasons, reason)
+    return next(f"{found} (rank {rank})" for rank, found in enumerate(reasons) if found)
+
+
+def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Neighbours of one type, about `_BUCKET_BYTES` together."""
+    buckets: list[list[Tensor]] = []
+    size = 0
+    for gradient in gradients:
+        num_bytes = gradient.numel() * gradient.element_size()
+        if not buckets or size + num_bytes > _BUCKET_BYTES or buckets[-1][0].dtype != gradient.dtype:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(gradient)
+        size += num_bytes
+    return buckets
