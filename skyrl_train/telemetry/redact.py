@@ -28,6 +28,7 @@ _SECRET_WORDS = frozenset(
         "token",
     }
 )
+_WHERE_WORDS = frozenset({"env", "file", "path"})
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _URL_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
 _KNOWN_SHAPES = re.compile(
@@ -38,8 +39,10 @@ _KNOWN_SHAPES = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """True for `api_key`, `hfToken`, `PASSWORD`; False for `max_tokens_per_microbatch` and `tokenizer_path`."""
-    return any(word.lower() in _SECRET_WORDS for word in _WORD.findall(name))
+    """True for `api_key`, `hfToken`, `PASSWORD`; False for `max_tokens_per_microbatch` and `tokenizer_path`, and for
+    `api_key_env` and `token_file`, which say where a secret is."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    return bool(words) and words[-1] not in _WHERE_WORDS and not _SECRET_WORDS.isdisjoint(words)
 
 
 def redact(value: Any, name: str = "") -> Any:

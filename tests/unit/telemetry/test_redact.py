@@ -12,7 +12,19 @@ def test_names_of_secrets(name):
     assert is_secret_name(name)
 
 
-@pytest.mark.parametrize("name", ["max_tokens_per_microbatch", "tokenizer_path", "keys_per_row", "monkey", "tokens"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_tokens_per_microbatch",
+        "tokenizer_path",
+        "keys_per_row",
+        "monkey",
+        "tokens",
+        "api_key_env",
+        "token_file",
+        "",
+    ],
+)
 def test_names_that_only_look_like_it(name):
     assert not is_secret_name(name)
 
