@@ -1,0 +1,69 @@
+"""The whole command on the real GSM8K: every row arrives, and every reward is the real environment's."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from skyrl_gym.envs.gsm8k.utils import compute_score
+
+ROOT = Path(__file__).resolve().parents[2]
+GSM8K = Path(os.environ.get("SKYRL_TRAIN_GSM8K_DIR", ROOT.parent / "shared" / "data" / "gsm8k"))
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (GSM8K / "train.jsonl").is_file(), reason=f"no GSM8K in {GSM8K}; set SKYRL_TRAIN_GSM8K_DIR to its folder"
+    ),
+]
+
+
+def run(*arguments: str, folder: Path) -> str:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_TRAIN_DATA": str(folder)}
+    finished = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_two_steps_lose_no_row_and_carry_the_environments_rewards(tmp_path: Path) -> None:
+    run("scripts/prepare_gsm8k.py", "--input", str(GSM8K), "--output", str(tmp_path / "gsm8k"), folder=tmp_path)
+    output = run(
+        "-m",
+        "skyrl_train.main",
+        "+experiment=gsm8k_multiturn",
+        "platform=cpu",
+        "data=gsm8k",
+        "environment=gsm8k_multi_turn",
+        "data.max_prompt_length=800",
+        "data.max_validation_prompts=8",
+        "generator.n_samples_per_prompt=4",
+        "generator.sampling.max_generate_length=48",
+        "generator.eval_sampling.max_generate_length=48",
+        "trainer.train_batch_size=8",
+        "trainer.policy_mini_batch_size=4",
+        "trainer.critic_mini_batch_size=4",
+        "trainer.micro_train_batch_size_per_gpu=16",
+        "trainer.total_steps=2",
+        f"hydra.run.dir={tmp_path / 'run'}",
+        folder=tmp_path,
+    )
+    assert "7473 training prompts" in output
+    for step in (1, 2):
+        trajectories = records(tmp_path / "run" / "rollouts" / f"train_step_{step:06d}.jsonl")
+        assert len(trajectories) == 8 * 4
+        for trajectory in trajectories:
+            truth = trajectory["extras"]["reward_spec"]["ground_truth"]
+            for turn in trajectory["turns"]:
+                expected = compute_score(turn["text"], truth, method="strict", format_score=0.2 / 2, score=1.0)
+                assert turn["reward"] == pytest.approx(expected)
