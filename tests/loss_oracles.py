@@ -17,7 +17,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 
 @dataclass(frozen=True)
 class Token:
-    """One trained token, and the row it is in."""
+    """One trained token."""
 
     new: float
     old: float
@@ -25,17 +25,24 @@ class Token:
     advantage: float
 
 
-Row = list[Token]
+Turn = list[Token]
 
 
-def random_loss_inputs(seed: int, *, num_rows: int = 5, width: int = 9, spread: float = 0.5) -> PolicyLossInputs:
-    """Float64; holes in the mask, one row without any trained token, NaN and infinity where the mask is False."""
+def random_loss_inputs(
+    seed: int, *, num_rows: int = 5, width: int = 9, spread: float = 0.5, holes: bool = True
+) -> PolicyLossInputs:
+    """Float64; one row without any trained token, NaN and infinity where the mask is False.
+
+    The mask has holes, which divide a row into turns, or (`holes=False`) is one run from each row's first token.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal() -> Tensor:
         return torch.randn(num_rows, width, generator=generator, dtype=torch.float64)
 
     mask = torch.rand(num_rows, width, generator=generator) > 0.3
+    if not holes:
+        mask = torch.arange(width) < mask.sum(1, keepdim=True).clamp(min=1)
     mask[0, 0], mask[-1] = True, False
     old = -normal().abs() - 0.05
     new = (old + spread * normal()).clamp(max=-1e-4)
@@ -52,22 +59,26 @@ def random_loss_inputs(seed: int, *, num_rows: int = 5, width: int = 9, spread: 
     )
 
 
-def tokens_of(inputs: PolicyLossInputs) -> list[Row]:
+def turns_in(inputs: PolicyLossInputs) -> list[tuple[int, list[int], Turn]]:
+    """Row, positions and tokens of each turn: a run of trained tokens that none can be added to."""
     columns = (inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs, inputs.advantages)
-    return [
-        [
-            Token(*(float(column[row, t].detach()) for column in columns))
-            for t in inputs.loss_mask[row].nonzero().flatten()
-        ]
-        for row in range(len(inputs.loss_mask))
-    ]
+    found: list[tuple[int, list[int], Turn]] = []
+    for row, mask in enumerate(inputs.loss_mask.tolist()):
+        for position, trained in enumerate(mask):
+            if not trained:
+                continue
+            if not position or not mask[position - 1]:
+                found.append((row, [], []))
+            found[-1][1].append(position)
+            found[-1][2].append(Token(*(float(column[row, position].detach()) for column in columns)))
+    return found
 
 
 def _clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
 
-LossOracle = Callable[[Row, int, AlgorithmConfig], tuple[float, float]]
+LossOracle = Callable[[Turn, int, AlgorithmConfig], tuple[float, float]]
 """`(row, index, config)` to the token's loss and its derivative by the token's own log-probability."""
 
 
@@ -78,79 +89,79 @@ def _ppo(ratio: float, advantage: float, config: AlgorithmConfig) -> tuple[float
     return -objective, -ratio * advantage if free else 0.0
 
 
-def regular_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
-    token = row[index]
+def regular_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = turn[index]
     return _ppo(math.exp(token.new - token.old), token.advantage, config)
 
 
-def dual_clip_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
-    token = row[index]
-    loss, slope = regular_oracle(row, index, config)
+def dual_clip_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = turn[index]
+    loss, slope = regular_oracle(turn, index, config)
     ceiling = -config.clip_ratio_c * token.advantage
     return (ceiling, 0.0) if token.advantage < 0 and loss > ceiling else (loss, slope)
 
 
-def gspo_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
-    return _ppo(math.exp(statistics.fmean(t.new - t.old for t in row)), row[index].advantage, config)
+def gspo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    return _ppo(math.exp(statistics.fmean(t.new - t.old for t in turn)), turn[index].advantage, config)
 
 
-def cispo_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
-    token = row[index]
+def cispo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = turn[index]
     weight = _clip(math.exp(token.new - token.old), 1 - config.eps_clip_low, 1 + config.eps_clip_high)
     return -weight * token.advantage * token.new, -weight * token.advantage
 
 
-def sapo_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
-    token = row[index]
+def sapo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = turn[index]
     tau = config.sapo_tau_pos if token.advantage > 0 else config.sapo_tau_neg
     ratio = math.exp(token.new - token.old)
     gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
     return -token.advantage * 4 / tau * gate, -token.advantage * 4 * gate * (1 - gate) * ratio
 
 
-def _covariances(row: Row) -> list[float]:
-    mean = statistics.fmean(token.new for token in row)
-    return [token.advantage * (token.new - mean) for token in row]
+def _covariances(turn: Turn) -> list[float]:
+    mean = statistics.fmean(token.new for token in turn)
+    return [token.advantage * (token.new - mean) for token in turn]
 
 
-def _highest(row: Row, candidates: list[int], share: float) -> list[int]:
-    quota = max(int(len(row) * share), 1) if share > 0 else 0
-    return sorted(candidates, key=lambda index: -_covariances(row)[index])[:quota]
+def _highest(turn: Turn, candidates: list[int], share: float) -> list[int]:
+    quota = max(int(len(turn) * share), 1) if share > 0 else 0
+    return sorted(candidates, key=lambda index: -_covariances(turn)[index])[:quota]
 
 
-def clip_cov_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
-    covariances = _covariances(row)
+def clip_cov_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    covariances = _covariances(turn)
     candidates = []
-    for number, token in enumerate(row):
+    for number, token in enumerate(turn):
         ratio = math.exp(token.new - token.old)
         clipped = _clip(ratio, 1 - config.eps_clip_low, 1 + config.eps_clip_high)
         free = -clipped * token.advantage <= -ratio * token.advantage
         if free and config.clip_cov_low < covariances[number] < config.clip_cov_high:
             candidates.append(number)
-    if index in _highest(row, candidates, config.clip_cov_share):
+    if index in _highest(turn, candidates, config.clip_cov_share):
         return 0.0, 0.0
-    return regular_oracle(row, index, config)
+    return regular_oracle(turn, index, config)
 
 
-def kl_cov_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
-    token = row[index]
+def kl_cov_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = turn[index]
     ratio = math.exp(token.new - token.old)
     loss, slope = -ratio * token.advantage, -ratio * token.advantage
-    if index in _highest(row, list(range(len(row))), config.kl_cov_share):
+    if index in _highest(turn, list(range(len(turn))), config.kl_cov_share):
         loss += config.kl_cov_coef * abs(token.new - token.old)
         slope += config.kl_cov_coef * math.copysign(1.0, token.new - token.old)
     return loss, slope
 
 
-def rollout_is_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
-    token = row[index]
+def rollout_is_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = turn[index]
     ratio = math.exp(token.new - token.rollout)
     weight = ratio if 1 - config.eps_clip_low < ratio < 1 + config.eps_clip_high else 0.0
     return -weight * token.advantage * token.new, -weight * token.advantage
 
 
-def dppo_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
-    token = row[index]
+def dppo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = turn[index]
     p, q = math.exp(token.rollout), math.exp(token.new)
     if config.dppo_divergence == "tv":
         divergence = abs(p - q)
@@ -163,14 +174,14 @@ def dppo_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, f
     return -weight * token.advantage * token.new, -weight * token.advantage
 
 
-def importance_sampling_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
-    token = row[index]
+def importance_sampling_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = turn[index]
     ratio = math.exp(token.new - token.old)
     return -ratio * token.advantage, -ratio * token.advantage
 
 
-def cross_entropy_oracle(row: Row, index: int, config: AlgorithmConfig) -> tuple[float, float]:
-    return -row[index].new, -1.0
+def cross_entropy_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    return -turn[index].new, -1.0
 
 
 LOSS_ORACLES: dict[str, LossOracle] = {
@@ -194,8 +205,8 @@ def loss_error(name: str, seed: int, config: AlgorithmConfig) -> float:
     losses = POLICY_LOSSES[name](inputs, config).token_losses
     (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
     expected, slopes = torch.zeros_like(losses), torch.zeros_like(losses)
-    for number, row in enumerate(tokens_of(inputs)):
-        for index, position in enumerate(inputs.loss_mask[number].nonzero().flatten()):
-            loss, slope = LOSS_ORACLES[name](row, index, config)
-            expected[number, position], slopes[number, position] = loss, slope
+    for row, positions, turn in turns_in(inputs):
+        for index, position in enumerate(positions):
+            loss, slope = LOSS_ORACLES[name](turn, index, config)
+            expected[row, position], slopes[row, position] = loss, slope
     return max(float((losses - expected).detach().abs().max()), float((gradient - slopes).abs().max()))

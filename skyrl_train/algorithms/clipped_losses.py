@@ -8,7 +8,7 @@ from torch import Tensor
 from skyrl_train.algorithms.checks import check_policy_loss_inputs
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from skyrl_train.algorithms.kl import MAX_LOG_RATIO
-from skyrl_train.algorithms.ratios import largest_in_row, log_ratio_of, masked, ratio_metrics, row_mean
+from skyrl_train.algorithms.ratios import Turns, log_ratio_of, masked, ratio_metrics, turns_of
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 
@@ -52,18 +52,19 @@ def dual_clip(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOu
 
 
 def gspo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
-    """`regular` with the row's ratio `s = exp(mean_t(logprob_t - old_logprob_t))` in place of the token's.
+    """`regular` with the turn's ratio `s = exp(mean_t(logprob_t - old_logprob_t))` in place of the token's.
 
     Group Sequence Policy Optimization, arXiv:2507.18071, in its form GSPO-token (equations 14 to 16): the value is `s`,
     the gradient `s * grad logprob_t`, so that advantages may differ between tokens; with equal ones it is GSPO. The
-    mean runs over the row's trained tokens: per turn where a trajectory has one row per turn. The paper averages losses
-    per sequence: `loss_reduction=sequence_mean`. Raises BatchError for malformed inputs.
+    mean runs over a turn, whether its trajectory is one row or one row per turn; of a single turn that is the paper's
+    sequence. The paper averages losses per sequence: `loss_reduction=sequence_mean`. Raises BatchError for malformed
+    inputs.
     """
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask
     logprobs = masked(inputs.logprobs, mask)
     difference = (logprobs - masked(inputs.old_logprobs, mask)).detach()
-    sequence = row_mean(difference, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand(mask.shape)
+    sequence = turns_of(mask).mean(difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = (sequence + logprobs - logprobs.detach()).exp()
     losses, was_clipped = _clipped(ratio, masked(inputs.advantages, mask), config)
     return PolicyLossOutput(
@@ -71,21 +72,22 @@ def gspo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     )
 
 
-def _covariance(inputs: PolicyLossInputs) -> Tensor:
-    """`A_t * (logprob_t - mean of the row's logprobs)`, without gradient.
+def _covariance(inputs: PolicyLossInputs, turns: Turns) -> Tensor:
+    """`A_t * (logprob_t - mean of the turn's logprobs)`, without gradient.
 
     The paper centres both factors over the whole batch, which would make a token's loss depend on which rows share its
-    micro-batch. Here log-probabilities are centred over the row, and advantages are taken as they are, since estimators
-    centre them already (centring over a row would make them 0 wherever they are the same for all its tokens).
+    micro-batch. Here log-probabilities are centred over the turn, and advantages are taken as they are, since
+    estimators centre them already (centring over a turn would make them 0 wherever they are the same for all its
+    tokens).
     """
     with torch.no_grad():
         logprobs = masked(inputs.logprobs, inputs.loss_mask)
-        return masked(inputs.advantages, inputs.loss_mask) * (logprobs - row_mean(logprobs, inputs.loss_mask))
+        return masked(inputs.advantages, inputs.loss_mask) * (logprobs - turns.mean(logprobs))
 
 
-def _quota(mask: Tensor, share: float) -> Tensor:
-    """`[rows, 1]`: that share of a row's trained tokens, rounded down, but at least one unless the share is 0."""
-    count = (mask.sum(1, keepdim=True) * share).long()
+def _quota(turns: Turns, share: float) -> Tensor:
+    """`[rows, len]`: that share of a turn's tokens, rounded down, but at least one unless the share is 0."""
+    count = (turns.length() * share).long()
     return count.clamp(min=1) if share > 0 else count
 
 
@@ -94,7 +96,7 @@ def clip_cov(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOut
 
     Clip-Cov of The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv:2505.22617. Tokens
     qualify that are not clipped already and whose covariance lies between `clip_cov_low` and `clip_cov_high`; of these
-    `clip_cov_share` of the row's tokens, at least one, are left out. Differences: covariances are taken per row
+    `clip_cov_share` of the turn's tokens, at least one, are left out. Differences: covariances are taken per turn
     (see `_covariance`), and the highest are chosen where the paper draws, so the loss needs no randomness and does not
     depend on micro-batches. Raises BatchError for malformed inputs.
     """
@@ -102,9 +104,10 @@ def clip_cov(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOut
     mask = inputs.loss_mask
     log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
     losses, was_clipped = _clipped(log_ratio.exp(), masked(inputs.advantages, mask), config)
-    covariance = _covariance(inputs)
+    turns = turns_of(mask)
+    covariance = _covariance(inputs, turns)
     candidates = mask & ~was_clipped & (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)
-    chosen = largest_in_row(covariance, candidates, _quota(mask, config.clip_cov_share))
+    chosen = turns.largest(covariance, candidates, _quota(turns, config.clip_cov_share))
     metrics = ratio_metrics(mask, log_ratio, clip_fraction=was_clipped, covariance_fraction=chosen)
     return PolicyLossOutput(token_losses=masked(losses, mask & ~chosen), metrics=metrics)
 
@@ -112,13 +115,14 @@ def clip_cov(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOut
 def kl_cov(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """`-ratio * A`, plus `kl_cov_coef * |logprob - old_logprob|` for the tokens of highest covariance.
 
-    KL-Cov of arXiv:2505.22617. `kl_cov_share` of a row's tokens, at least one, get the penalty; covariances per row as
-    in `clip_cov`, where the paper ranks over the batch. Raises BatchError for malformed inputs.
+    KL-Cov of arXiv:2505.22617. `kl_cov_share` of a turn's tokens, at least one, get the penalty; covariances per turn
+    as in `clip_cov`, where the paper ranks over the batch. Raises BatchError for malformed inputs.
     """
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask
     log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
-    chosen = largest_in_row(_covariance(inputs), mask, _quota(mask, config.kl_cov_share))
+    turns = turns_of(mask)
+    chosen = turns.largest(_covariance(inputs, turns), mask, _quota(turns, config.kl_cov_share))
     losses = -log_ratio.exp() * masked(inputs.advantages, mask)
     losses = losses + masked(config.kl_cov_coef * log_ratio.abs(), chosen)
     return PolicyLossOutput(

@@ -1,7 +1,8 @@
 """Policy losses: one number per trained token.
 
 The loss of an optimizer step is `sum(loss_weights * token_losses)` with weights fixed over the closed mini-batch, so a
-loss may not depend on which rows share its micro-batch: whatever it averages, it averages within a row.
+loss may not depend on which rows share its micro-batch: whatever it averages, it averages within a turn
+(`ratios.turns_of`), so that rows per turn or per trajectory make no difference either.
 """
 
 from __future__ import annotations

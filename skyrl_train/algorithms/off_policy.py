@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.checks import require_bool, require_float, require_rows
 from skyrl_train.algorithms.kl import MAX_LOG_RATIO
-from skyrl_train.algorithms.ratios import masked
+from skyrl_train.algorithms.ratios import masked, turns_of
 from skyrl_train.config.algorithm import OffPolicyConfig
 from skyrl_train.telemetry.metrics import Max, Mean, Metric
 
@@ -27,9 +27,9 @@ from skyrl_train.telemetry.metrics import Max, Mean, Metric
 @dataclass(frozen=True, kw_only=True)
 class Correction:
     weights: Tensor
-    """`[rows, len]` without gradient; 0 where a token or its row is left out. 1 outside the loss mask."""
+    """`[rows, len]` without gradient; 0 where a token or its turn is left out. 1 outside the loss mask."""
     metrics: dict[str, Metric]
-    """`off_policy/...`: mean ratio and weight, shares of tokens and rows that were truncated or left out."""
+    """`off_policy/...`: mean ratio and weight, shares of tokens that were bounded and of turns that were left out."""
 
 
 @torch.no_grad()
@@ -40,43 +40,41 @@ def off_policy_weights(
 
     Truncated importance sampling per token: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training
     (Yao et al., 2025, fengyao.notion.site/off-policy-rl). Masked per token: IcePop, arXiv:2510.18855. Per sequence
-    (product over a row's trained tokens), geometric mean, and masks on either: When Speed Kills Stability (Liu et al.,
-    2025, a report without arXiv number). Everything is taken per row, so it does not depend on the micro-batch. A NaN
-    stays a NaN: it is never masked away silently. Raises BatchError for malformed inputs.
+    (product over a turn's tokens), geometric mean, and masks on either: When Speed Kills Stability (Liu et al., 2025, a
+    report without arXiv number). Everything is taken per turn, so it depends neither on the micro-batch nor on
+    whether a trajectory has one row or one row per turn. A NaN stays a NaN: it is never masked away silently. Raises
+    BatchError for malformed inputs.
     """
     shape = require_rows("old_logprobs", old_logprobs)
     require_float("old_logprobs", old_logprobs, shape)
     require_float("rollout_logprobs", rollout_logprobs, shape)
     require_bool("loss_mask", loss_mask, shape)
     log_ratio = masked(old_logprobs - rollout_logprobs, loss_mask)
-    count = loss_mask.sum(1, keepdim=True)
-    product = _exp(log_ratio.sum(1, keepdim=True))
-    geometric = _exp(log_ratio.sum(1, keepdim=True) / count.clamp(min=1))
-    ratio = _exp(log_ratio)
+    turns = turns_of(loss_mask)
+    product, geometric, ratio = _exp(turns.total(log_ratio)), _exp(turns.mean(log_ratio)), _exp(log_ratio)
 
-    weights, changed = _weights(ratio, product.expand(shape), geometric.expand(shape), config)
-    left_out = torch.zeros_like(count, dtype=torch.bool)
+    weights, changed = _weights(ratio, product, geometric, config)
+    left_out = torch.zeros_like(loss_mask)
     if config.sequence_mask != "none":
         value = geometric if config.sequence_mask == "geometric" else product
         left_out = left_out | (value < config.sequence_mask_low) | (value > config.sequence_mask_high)
     if config.outlier_low > 0:
-        left_out = left_out | ((ratio < config.outlier_low) & loss_mask).any(1, keepdim=True)
+        left_out = left_out | (turns.total((ratio < config.outlier_low).double()) > 0)
     if config.outlier_high > 0:
-        left_out = left_out | ((ratio > config.outlier_high) & loss_mask).any(1, keepdim=True)
-    left_out = left_out & (count > 0)
+        left_out = left_out | (turns.total((ratio > config.outlier_high).double()) > 0)
     weights = torch.where(left_out, torch.zeros_like(weights), weights)
     weights = torch.where(loss_mask, weights, torch.ones_like(weights))
 
     tokens = [masked(column.double(), loss_mask).sum() for column in (ratio, weights, changed)]
-    rows = [left_out.sum().double(), (count > 0).sum().double(), count.sum().double()]
-    ratio_sum, weight_sum, changed_sum, rows_out, num_rows, num_tokens = torch.stack([*tokens, *rows]).tolist()
+    counts = [flags.sum().double() for flags in (left_out & turns.starts, turns.starts, loss_mask)]
+    ratio_sum, weight_sum, changed_sum, turns_out, num_turns, num_tokens = torch.stack([*tokens, *counts]).tolist()
     return Correction(
         weights=weights,
         metrics={
             "off_policy/ratio": Mean(ratio_sum, num_tokens),
             "off_policy/weight": Mean(weight_sum, num_tokens),
             "off_policy/weights_bounded_fraction": Mean(changed_sum, num_tokens),
-            "off_policy/rows_left_out_fraction": Mean(rows_out, num_rows),
+            "off_policy/turns_left_out_fraction": Mean(turns_out, num_turns),
         },
     )
 
@@ -86,7 +84,7 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 
 def _weights(ratio: Tensor, product: Tensor, geometric: Tensor, config: OffPolicyConfig) -> tuple[Tensor, Tensor]:
-    """Weights before rows are left out, and where truncation or the mask acted; both `[rows, len]`."""
+    """Weights before turns are left out, and where truncation or the mask acted; both `[rows, len]`."""
     if config.weight == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     chosen = {"token": ratio, "sequence": product, "geometric": geometric}[config.weight]

@@ -1,6 +1,8 @@
-"""Pieces of policy losses: masking that keeps junk out of the gradient, log-ratios, means as metrics."""
+"""Pieces of policy losses: masking that keeps junk out of the gradient, log-ratios, turns, means as metrics."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,15 +21,53 @@ def log_ratio_of(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> Tenso
     return masked(logprobs - base_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """`[rows, 1]`: mean over each row's masked tokens, 0 for a row without any."""
-    return masked(values, mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+@dataclass(frozen=True)
+class Turns:
+    """The turns of a micro-batch: maximal runs of trained tokens within a row.
+
+    A trajectory in one row and the same trajectory with one row per turn have the same turns, so what is taken over a
+    turn depends neither on that choice nor on micro-batches. No method waits for the device.
+    """
+
+    mask: Tensor
+    """`[rows, len]` bool: trained tokens."""
+    starts: Tensor
+    """`[rows, len]` bool: each turn's first token."""
+    number: Tensor
+    """`[rows, len]` int64: 1, 2, ... over the micro-batch; 0 where nothing is trained."""
+
+    def total(self, values: Tensor) -> Tensor:
+        """`[rows, len]`: at each trained token, the sum over its turn; 0 elsewhere."""
+        kept = masked(values, self.mask)
+        totals = kept.new_zeros(self.mask.numel() + 1).index_add(0, self.number.flatten(), kept.flatten())
+        return masked(totals[self.number], self.mask)
+
+    def length(self) -> Tensor:
+        """`[rows, len]` float64: at each trained token, how many its turn has; 0 elsewhere."""
+        return self.total(self.mask.double())
+
+    def mean(self, values: Tensor) -> Tensor:
+        """`[rows, len]`: at each trained token, the mean over its turn; 0 elsewhere."""
+        return self.total(values) / self.length().clamp(min=1).to(values.dtype)
+
+    def largest(self, values: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
+        """`[rows, len]` bool: of each turn's candidates, the `count` (equal in a turn) largest, the earlier on ties."""
+        number = self.number.flatten()
+        by_value = torch.where(candidates, values, -torch.inf).flatten().argsort(descending=True, stable=True)
+        order = by_value[number[by_value].argsort(stable=True)]
+        sizes = number.new_zeros(len(number) + 1).index_add(0, number, torch.ones_like(number))
+        before = (sizes.cumsum(0) - sizes)[number[order]]
+        rank = torch.empty_like(number)
+        rank[order] = torch.arange(len(number), device=number.device) - before
+        return candidates & (rank.view_as(self.number) < count)
 
 
-def largest_in_row(values: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
-    """`[rows, len]` bool: each row's `count` `[rows, 1]` candidates with the largest values, the earlier on ties."""
-    ordering = torch.where(candidates, values, -torch.inf).argsort(dim=1, descending=True, stable=True)
-    return candidates & (ordering.argsort(dim=1) < count)
+def turns_of(mask: Tensor) -> Turns:
+    """The turns of `loss_mask` `[rows, len]` bool."""
+    starts = mask.clone()
+    starts[:, 1:] &= ~mask[:, :-1]
+    number = starts.flatten().cumsum(0).view_as(mask)
+    return Turns(mask=mask, starts=starts, number=torch.where(mask, number, 0))
 
 
 def token_means(mask: Tensor, **columns: Tensor) -> dict[str, Metric]:

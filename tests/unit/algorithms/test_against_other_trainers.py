@@ -119,7 +119,7 @@ def finite(inputs: PolicyLossInputs) -> PolicyLossInputs:
 )
 def test_policy_losses_and_gradients_are_verls(verl: Any, name: str, function: str, sequence_mean: bool) -> None:
     actor = pytest.importorskip("verl.workers.config", exc_type=ImportError).ActorConfig
-    inputs = finite(random_loss_inputs(1))
+    inputs = finite(random_loss_inputs(1, holes=name != "gspo"))  # theirs has one sequence per row
     mask = inputs.loss_mask
     config = AlgorithmConfig(
         eps_clip_low=0.2, eps_clip_high=0.28, dppo_max_ratio=3.0, dppo_divergence="kl" if name == "dppo_kl" else "tv"
@@ -207,7 +207,7 @@ class _Anything(dict[str, list[float]]):
     ],
 )
 def test_policy_losses_and_gradients_are_trls(name: str, loss_type: str, level: str, sequence_mean: bool) -> None:
-    inputs = finite(random_loss_inputs(3))
+    inputs = finite(random_loss_inputs(3, holes=name != "gspo"))  # theirs has one sequence per row
     mask = inputs.loss_mask
     advantages = torch.tensor(np.linspace(-1, 1, len(mask)))
     eps_low = 1.0 if name == "cispo" else 0.2

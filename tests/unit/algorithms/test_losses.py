@@ -81,7 +81,7 @@ def test_sapo_has_the_policy_gradient_at_ratio_one() -> None:
     assert float(inputs.logprobs.grad) == pytest.approx(-2.0)
 
 
-def test_gspo_gives_all_tokens_of_a_row_the_same_ratio() -> None:
+def test_gspo_gives_all_tokens_of_a_turn_the_same_ratio() -> None:
     inputs = PolicyLossInputs(
         logprobs=torch.tensor([[-1.0, -2.0, -9.0]], dtype=torch.float64),
         old_logprobs=torch.tensor([[-1.2, -2.4, 0.0]], dtype=torch.float64),

@@ -12,7 +12,7 @@ from skyrl_train.errors import BatchError
 
 RATIOS = torch.tensor([[2.0, 0.5, 4.0], [1.0, 1.1, math.nan], [0.01, 1.0, 1.0]], dtype=torch.float64)
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
-"""Row products 4, 1.1 and 0.01; geometric means 4^(1/3), 1.1^(1/2) and 0.01^(1/3)."""
+"""Products of the turns 4, 1.1 and 0.01; geometric means 4^(1/3), 1.1^(1/2) and 0.01^(1/3)."""
 
 
 def correct(config: OffPolicyConfig) -> Correction:
@@ -41,7 +41,7 @@ def test_masked_token_weights() -> None:
     assert rows(found.weights) == [[2.0, 0.5, 0.0], [1.0, 1.1, 1.0], [0.0, 1.0, 1.0]]
 
 
-def test_sequence_and_geometric_weights_are_the_same_for_a_rows_tokens() -> None:
+def test_sequence_and_geometric_weights_are_the_same_for_a_turns_tokens() -> None:
     product = correct(OffPolicyConfig(weight="sequence", weight_high=3.0)).weights
     assert rows(product) == [[3.0] * 3, [1.1, 1.1, 1.0], [0.01] * 3]
     geometric = correct(OffPolicyConfig(weight="geometric", weight_high=3.0)).weights
@@ -53,7 +53,7 @@ def test_a_row_outside_the_mask_is_left_out_whole(measure: str, low: float, high
     config = OffPolicyConfig(sequence_mask=measure, sequence_mask_low=low, sequence_mask_high=high)  # type: ignore[arg-type]
     found = correct(config)
     assert found.weights.tolist() == [[0.0] * 3, [1.0] * 3, [0.0] * 3]
-    assert found.metrics["off_policy/rows_left_out_fraction"].value == pytest.approx(2 / 3)
+    assert found.metrics["off_policy/turns_left_out_fraction"].value == pytest.approx(2 / 3)
 
 
 def test_one_outlier_leaves_its_row_out() -> None:
