@@ -66,7 +66,7 @@ ESTIMATORS = (
 LOSSES = (
     Entry("regular", "arXiv:1707.06347, 2503.14476", "`−min(ρA, clip(ρ)A)`", "", "TRL"),
     Entry("dual_clip", "arXiv:1912.09729", "`regular`, at most `−cA` where `A < 0`", "", "verl"),
-    Entry("gspo", "arXiv:2507.18071", "`regular` with `ρ = exp(mean_row log ρ_t)`", "", "verl, TRL"),
+    Entry("gspo", "arXiv:2507.18071", "`regular` with `ρ = exp(mean_turn log ρ_t)`", "", "verl, TRL"),
     Entry("cispo", "arXiv:2506.13585", "`−sg(clip(ρ)) A log π`", "", "verl, TRL"),
     Entry("sapo", "arXiv:2511.20347", "`−A (4/τ) σ(τ(ρ − 1))`", "", "verl, TRL"),
     Entry("clip_cov", "arXiv:2505.22617", "`regular`, 0 for tokens of high covariance", "", ""),

@@ -22,7 +22,7 @@ class OffPolicyConfig:
     """
 
     weight: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Multiply token losses with the ratio of the token, of its row (product of ratios), or their geometric mean."""
+    """Multiply token losses with the ratio of the token, of its turn (product of ratios), or their geometric mean."""
     weight_mode: Literal["truncate", "mask"] = "truncate"
     """truncate: at most `weight_high`. mask: 0 outside `weight_low` to `weight_high`."""
     weight_low: NonNegative = 0.0
@@ -30,15 +30,15 @@ class OffPolicyConfig:
     weight_high: Positive = 2.0
     """Largest weight."""
     sequence_mask: Literal["none", "geometric", "product"] = "none"
-    """Leave a row out whose geometric mean, or product, of ratios lies outside the next two."""
+    """Leave a turn out whose geometric mean, or product, of ratios lies outside the next two."""
     sequence_mask_low: NonNegative = 0.99
     """Smallest value that `sequence_mask` keeps. Lies near 1 for geometric, further off for product."""
     sequence_mask_high: Positive = 1.01
     """Largest value that `sequence_mask` keeps."""
     outlier_low: NonNegative = 0.0
-    """Leave a row out in which any token's ratio is below this; 0 is off."""
+    """Leave a turn out in which any token's ratio is below this; 0 is off."""
     outlier_high: NonNegative = 0.0
-    """Leave a row out in which any token's ratio is above this; 0 is off."""
+    """Leave a turn out in which any token's ratio is above this; 0 is off."""
 
     @property
     def enabled(self) -> bool:
@@ -102,13 +102,13 @@ class AlgorithmConfig:
     sapo_tau_neg: Positive = 1.05
     """sapo: temperature of the gate for the others; larger fades faster."""
     clip_cov_share: Share = 0.0002
-    """clip_cov: share of a row's tokens whose gradient is stopped, at least one where any qualifies."""
+    """clip_cov: share of a turn's tokens whose gradient is stopped, at least one where any qualifies."""
     clip_cov_low: float = 1.0
     """clip_cov: smallest covariance that qualifies."""
     clip_cov_high: float = 5.0
     """clip_cov: largest covariance that qualifies."""
     kl_cov_share: Share = 0.002
-    """kl_cov: share of a row's tokens with the largest covariance that get the KL penalty, at least one."""
+    """kl_cov: share of a turn's tokens with the largest covariance that get the KL penalty, at least one."""
     kl_cov_coef: NonNegative = 1.0
     """kl_cov: weight of that penalty."""
     dppo_divergence: Literal["tv", "kl"] = "tv"
