@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.build import (
     Data,
+    build_cluster,
     build_evaluator,
     build_learners,
     build_rollouts,
@@ -85,8 +86,9 @@ def _train(
     from skyrl_train.trainers.rollout_sink import RolloutLog, cut_rollouts_after
 
     cut_rollouts_after(folder.rollouts, start.global_step)
-    rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress)
-    learners = build_learners(config, plan, stack)
+    cluster = build_cluster(config, stack)
+    rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress, cluster=cluster)
+    learners = build_learners(config, plan, stack, cluster)
     trackers = build_trackers(
         config, folder, console=console, start_step=start.global_step, total_steps=plan.total_steps
     )
@@ -137,7 +139,8 @@ def evaluate(config: Config) -> None:
     if not data.validation:
         raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
     with folder.held(), ExitStack() as stack:
-        rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress)
+        cluster = build_cluster(config, stack)
+        rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress, cluster=cluster)
         step = load_checkpoint_weights(config, rollouts.transport)
         rollout_log = RolloutLog(folder.rollouts) if config.trainer.dump_rollouts else None
         evaluator = build_evaluator(config, data, rollouts.generator, rollout_log)

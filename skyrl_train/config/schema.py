@@ -111,6 +111,46 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VLLMConfig:
+    """`generator.vllm`: engines on Ray."""
+
+    num_engines: PositiveInt = 1
+    """Data-parallel engines; requests that share a prefix go to the same one."""
+    tensor_parallel_size: PositiveInt = 1
+    """Devices of one engine."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto is `model.dtype`. The trainer's own type is the one whose log-probabilities agree with the trainer's."""
+    kv_cache_gib: NonNegativeFloat = 0.0
+    """Keys and values of one engine; 0 is a quarter GiB on a CPU, and what `gpu_memory_utilization` leaves on a GPU."""
+    gpu_memory_utilization: Fraction = 0.8
+    """Share of the device's memory that an engine takes in all (GPU only)."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences that one engine generates together."""
+    enforce_eager: bool = True
+    """false compiles and captures graphs: slower to start, faster on a GPU."""
+    prefix_caching: bool = True
+    """Keep the keys and values of prompts that come again. Reset at each weight sync."""
+    weight_transport: Literal["auto", "shared_memory", "broadcast", "cuda_ipc", "files"] = "auto"
+    """auto: shared_memory on a CPU, cuda_ipc where engines share the trainer's devices, else broadcast."""
+    max_restarts: NonNegativeInt = 1
+    """How often one dead engine is started anew before the run goes on without it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HTTPConfig:
+    """`generator.http`: a server with vLLM's OpenAI-compatible interface, which takes and returns token ids."""
+
+    url: str = "http://127.0.0.1:8000"
+    """Base address of the server."""
+    model: str = ""
+    """Name of the model there; empty asks the server."""
+    api_key_env: str = "SKYRL_TRAIN_API_KEY"
+    """Environment variable that holds the server's token, where it wants one."""
+    max_retries: NonNegativeInt = 3
+    """Attempts after the first, for requests that the server did not answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
     """`generator=hf|vllm|http|replay`: how rollouts are made."""
 
@@ -124,6 +164,8 @@ class GeneratorConfig:
     """Tokens of prompt, responses and observations together; a trajectory that is full ends there."""
     step_wise_trajectories: bool = False
     """true: one training row per turn. false: one row per trajectory."""
+    merge_stepwise: Literal["auto", "off"] = "auto"
+    """auto: turns whose prompt extends the turn before are computed in one row, and trained as the rows they are."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """For training rollouts."""
     eval_sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -134,6 +176,14 @@ class GeneratorConfig:
     """Sequences that the hf backend generates together."""
     request_timeout_s: Seconds = 600.0
     """Deadline of one generation request."""
+    vllm: VLLMConfig = field(default_factory=lambda: VLLMConfig())
+    """The vllm backend."""
+    http: HTTPConfig = field(default_factory=lambda: HTTPConfig())
+    """The http backend."""
+    verify_weight_sync: bool = False
+    """After each sync compare the engine's log-probabilities of a probe with the trainer's, and stop where they drift."""
+    weight_sync_tolerance: PositiveFloat = 0.001
+    """Largest difference of a probe's log-probability that `verify_weight_sync` accepts; bfloat16 needs about 0.2."""
     replay_path: str = ""
     """Rollouts to train on (backend replay): a JSON-lines file, or a folder of them, such as a run's `rollouts/`."""
 
@@ -215,7 +265,8 @@ class TrainerConfig:
     max_tokens_per_forward_microbatch: PositiveInt = 16384
     """The same for forward-only passes."""
     layout: Literal["padded", "packed", "prefix_shared", "auto"] = "padded"
-    """What one forward computes. Changes speed and memory, never the gradient."""
+    """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the cheapest
+    for each step. Changes speed and memory, never the gradient."""
     docs_per_step: NonNegativeInt = 0
     """Close an optimizer step at so many rollouts instead of at a fixed number of prompts; 0 is off."""
     docs_per_step_exact: bool = False
@@ -268,6 +319,20 @@ class PlacementConfig:
     """Data-parallel ranks of the critic."""
     ref_num_workers: PositiveInt = 1
     """Data-parallel ranks of the reference."""
+    policy_num_nodes: PositiveInt = 1
+    """Nodes that the policy's ranks are spread over."""
+    colocate_all: bool = False
+    """Policy, reference and engines share devices; each gives its memory up while the others work."""
+    colocate_policy_ref: bool = True
+    """Policy and reference share devices."""
+    ray_address: str = ""
+    """A cluster to join (`auto`, `ray://host:port`, `host:port`); empty starts a session of this machine alone."""
+    start_timeout_s: Seconds = 300.0
+    """Deadline of Ray, of each actor's start and of loading a model."""
+    call_timeout_s: Seconds = 1800.0
+    """Deadline of one call to a worker or an engine, and of each collective among ranks."""
+    silence_timeout_s: Seconds = 60.0
+    """A worker that gives no sign of life for so long ends the run, whatever its call's deadline."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,145 @@
+"""One rank of a learner: what runs inside a Ray actor.
+
+Each public method answers with an `Answer`, so that what the project raises on purpose reaches the caller as itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from skyrl_train.cluster.calls import Answer, Identity
+from skyrl_train.cluster.dispatch import Shipped, unpack, unpack_mini_batch
+from skyrl_train.errors import SkyrlTrainError
+
+if TYPE_CHECKING:
+    import torch
+
+    from skyrl_train.batch.plan import BatchPlan
+    from skyrl_train.config.schema import Config
+    from skyrl_train.distributed.process_group import Rendezvous
+    from skyrl_train.distributed.strategy import ModelStrategy
+
+Role = Literal["policy", "reference"]
+
+
+def answering(method: Callable[..., Any]) -> Callable[..., Answer]:
+    """Turns what `method` returns, or raises on purpose, into an Answer."""
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Answer:
+        try:
+            return Answer(value=method(*args, **kwargs))
+        except SkyrlTrainError as error:
+            return Answer(error=type(error).__name__, message=str(error))
+
+    return wrapped
+
+
+class LearnerWorker:
+    """A rank of the policy or of the reference."""
+
+    def __init__(self, config: Config, plan: BatchPlan, role: Role) -> None:
+        self._config, self._plan, self._role = config, plan, role
+
+    def ping(self) -> bool:
+        """A sign of life; runs beside whatever else runs."""
+        return True
+
+    @answering
+    def identify(self) -> Identity:
+        """Where this process is."""
+        return Identity(node=_node_address(), pid=os.getpid())
+
+    @answering
+    def free_port(self) -> int:
+        """A port that nobody listens on at this moment, for the ranks to meet at."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return int(probe.getsockname()[1])
+
+    @answering
+    def start(self, rendezvous: Rendezvous) -> None:
+        """Meets the other ranks and loads the model."""
+        import torch
+
+        from skyrl_train.distributed.process_group import join
+        from skyrl_train.learner.policy import build_policy_learner
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        device = torch.device("cuda:0" if self._config.platform.name == "gpu" else "cpu")
+        if self._config.strategy.name != "single":
+            join(rendezvous, device)
+        self._learner = build_policy_learner(
+            self._config, self._plan, role=self._role, strategy=_strategy(self._config, device)
+        )
+
+    @answering
+    def forward(self, rows: Shipped) -> Any:
+        """float `[tokens of the rows]` as numpy."""
+        return self._learner.forward(unpack(rows)).numpy()
+
+    @answering
+    def forward_backward(self, rows: Shipped) -> Any:
+        """The metrics of this rank's rows."""
+        return self._learner.forward_backward(unpack_mini_batch(rows))
+
+    @answering
+    def optim_step(self) -> Any:
+        """Metrics, the same on each rank."""
+        return self._learner.optim_step()
+
+    @answering
+    def save(self, folder: Path) -> None:
+        """See `Learner.save`."""
+        self._learner.save(folder)
+
+    @answering
+    def load(self, folder: Path) -> None:
+        """See `Learner.load`."""
+        self._learner.load(folder)
+
+    @answering
+    def export_hf(self, folder: Path) -> None:
+        """See `Learner.export_hf`."""
+        self._learner.export_hf(folder)
+
+    @answering
+    def gather(self, names: tuple[str, ...]) -> Any:
+        """These parameters as numpy on rank 0, an empty dict elsewhere."""
+        strategy = self._learner.engine.strategy
+        whole: dict[str, Any] = {}
+        for name in names:
+            tensor = strategy.full(self._learner.engine.parameters[name].detach())
+            if strategy.rank == 0:
+                whole[name] = tensor.to("cpu").numpy()
+        return whole
+
+    @answering
+    def describe(self) -> Any:
+        """`(name, type, whole shape)` of every parameter, tied ones once, in the model's order."""
+        return tuple(
+            (name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
+            for name, parameter in self._learner.engine.parameters.items()
+        )
+
+
+def _strategy(config: Config, device: torch.device) -> ModelStrategy:
+    import torch
+
+    from skyrl_train.distributed.strategy import Replicated, Sharded, SingleProcess
+
+    if config.strategy.name == "fsdp2":
+        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        return Sharded(device=device, dtype=dtype, cpu_offload=config.strategy.cpu_offload)
+    return Replicated() if config.strategy.name == "ddp" else SingleProcess()
+
+
+def _node_address() -> str:
+    import ray.util
+
+    return str(ray.util.get_node_ip_address())

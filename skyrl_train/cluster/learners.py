@@ -1,0 +1,220 @@
+"""`RayLearner`: a `Learner` whose ranks are Ray actors."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+import torch
+from torch import Tensor
+
+from skyrl_train.batch.minibatch import MiniBatch
+from skyrl_train.batch.stage import stage
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.cluster.calls import HEALTH, RemoteActor, Watch, kill
+from skyrl_train.cluster.dispatch import pack
+from skyrl_train.cluster.learner_worker import LearnerWorker, Role
+from skyrl_train.cluster.placement import Slot
+from skyrl_train.cluster.session import RaySession
+from skyrl_train.distributed.process_group import Rendezvous
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
+
+if TYPE_CHECKING:
+    from skyrl_train.batch.plan import BatchPlan
+    from skyrl_train.config.schema import Config
+
+_BUCKET_BYTES = 256 * 2**20
+_LEAVE_TIMEOUT_S = 5.0
+
+
+class WorkerGroup:
+    """The actors of one role, called together."""
+
+    def __init__(self, config: Config, actors: Sequence[RemoteActor]) -> None:
+        self.actors = tuple(actors)
+        self._placement = config.placement
+
+    def call(
+        self, method: str, phase: str, *, each: Sequence[Any] | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]:
+        """`method` on every actor, with `args`, or with `each[rank]`; the answers by rank.
+
+        Raises DeadlineError, ActorError, or what an actor raised on purpose.
+        """
+        refs = [
+            getattr(actor.handle, method).remote(*(args if each is None else (each[rank],)))
+            for rank, actor in enumerate(self.actors)
+        ]
+        return self.wait(method, phase, refs)
+
+    def wait(self, method: str, phase: str, refs: Sequence[Any]) -> list[Any]:
+        """The answers to calls that are under way, one on each actor."""
+        starting = phase == "start"
+        watch = Watch(
+            phase=phase,
+            what=method,
+            timeout_s=self._placement.start_timeout_s if starting else self._placement.call_timeout_s,
+            silence_timeout_s=self._placement.start_timeout_s if starting else self._placement.silence_timeout_s,
+        )
+        return watch.wait(self.actors, refs)
+
+    def close(self) -> None:
+        """Ends the actors at once: they hold nothing that is not saved."""
+        kill(self.actors)
+
+
+class WorkerWeights:
+    """The current weights of a group: an iterator over whole tensors, a bucket of them at a time.
+
+    A transport that can do better than through this process asks the group itself (see `group`).
+    """
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self._iterator: Iterator[tuple[str, Tensor]] | None = None
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self
+
+    def __next__(self) -> tuple[str, Tensor]:
+        if self._iterator is None:
+            self._iterator = self._tensors()
+        return next(self._iterator)
+
+    def buckets(self) -> list[tuple[str, ...]]:
+        """Names of neighbouring parameters, about `_BUCKET_BYTES` together."""
+        facts = self.group.call("describe", "sync")[0]
+        return bucket_names([(name, _num_bytes(dtype, shape)) for name, dtype, shape in facts], _BUCKET_BYTES)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for names in self.buckets():
+            for name, array in self.group.call("gather", "sync", args=(names,))[0].items():
+                yield name, torch.from_numpy(np.array(array))
+
+
+def bucket_names(sizes: Sequence[tuple[str, int]], limit_bytes: int) -> list[tuple[str, ...]]:
+    """Neighbours whose sizes add up to at most `limit_bytes`; one that is larger stands alone."""
+    buckets: list[list[str]] = []
+    total = 0
+    for name, num_bytes in sizes:
+        if not buckets or total + num_bytes > limit_bytes:
+            buckets.append([])
+            total = 0
+        buckets[-1].append(name)
+        total += num_bytes
+    return [tuple(bucket) for bucket in buckets]
+
+
+class RayLearner:
+    """Implements `Learner`. Mini-batches arrive closed: their denominators travel with every rank's rows."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        self.group = group
+        self._num_ranks = len(group.actors)
+
+    def forward(self, batch: TrainingInputBatch) -> Tensor:
+        """`[num_tokens]` in the batch's order."""
+        staged = stage(batch, self._num_ranks)
+        results = self.group.call("forward", "score", each=[ray.put(pack(shard)) for shard in staged.shards])
+        return staged.collect([torch.from_numpy(np.array(result)) for result in results])
+
+    def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
+        """Each rank adds the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
+        staged = stage(mini_batch.batch, self._num_ranks)
+        shipped = [ray.put(pack(shard, mini_batch.denominators)) for shard in staged.shards]
+        return merge_metrics(self.group.call("forward_backward", "update", each=shipped))
+
+    def optim_step(self) -> StepMetrics:
+        """One step on all ranks, or on none: raises NonFiniteError before any weight moves."""
+        metrics: StepMetrics = self.group.call("optim_step", "update")[0]
+        return metrics
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters in the model's order, tied ones once."""
+        return WorkerWeights(self.group)
+
+    def save(self, folder: Path) -> None:
+        """Written by the ranks: the folder must be on a file system that all nodes share."""
+        self.group.call("save", "checkpoint", args=(folder.absolute(),))
+
+    def load(self, folder: Path) -> None:
+        """Also of a checkpoint that another number of ranks wrote."""
+        self.group.call("load", "load", args=(folder.absolute(),))
+
+    def export_hf(self, folder: Path) -> None:
+        """Gathered and written by rank 0."""
+        self.group.call("export_hf", "export", args=(folder.absolute(),))
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self.group.close()
+
+
+def start_learner(
+    config: Config, plan: BatchPlan, session: RaySession, slots: Sequence[Slot], *, role: Role
+) -> Callable[[], RayLearner]:
+    """Starts one actor per slot, and returns at once; what is returned waits until all ranks have loaded the model.
+
+    Raises DeadlineError naming the rank that does not come up, ActorError, or what loading raises.
+    """
+    env = session.runtime_env(config.platform.num_threads)
+    actors = [
+        RemoteActor(
+            handle=ray.remote(concurrency_groups={HEALTH: 1})(LearnerWorker)
+            .options(
+                name=f"{role}-{rank}",
+                max_restarts=0,
+                runtime_env=env,
+                **slot.options,
+            )
+            .remote(config, plan, role),
+            role=f"{role} worker",
+            rank=rank,
+            log_folder=session.log_folder,
+        )
+        for rank, slot in enumerate(slots)
+    ]
+    group = WorkerGroup(config, actors)
+
+    def wait() -> RayLearner:
+        try:
+            for actor, identity in zip(actors, group.call("identify", "start")):
+                actor.identity = identity
+            group.call("start", "start", each=_rendezvous(config, group))
+        except BaseException:
+            with suppress(SkyrlTrainError):
+                group.close()
+            raise
+        return RayLearner(group)
+
+    return wait
+
+
+def _rendezvous(config: Config, group: WorkerGroup) -> list[Rendezvous]:
+    nodes = {actor.identity.node for actor in group.actors if actor.identity is not None}
+    if len(nodes) == 1:
+        init_method = f"file://{tempfile.gettempdir()}/skyrl-ranks-{uuid.uuid4().hex}"
+    else:
+        port = group.call("free_port", "start")[0]
+        first = group.actors[0].identity
+        init_method = f"tcp://{first.node if first else ''}:{port}"
+    return [
+        Rendezvous(
+            rank=rank,
+            num_ranks=len(group.actors),
+            init_method=init_method,
+            timeout_s=config.placement.call_timeout_s,
+        )
+        for rank in range(len(group.actors))
+    ]
+
+
+def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * torch.empty(0, dtype=getattr(torch, dtype)).element_size()

@@ -1,0 +1,156 @@
+"""One Ray session for one run: started or joined within a deadline, and gone when the run is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from skyrl_train.config.schema import PlacementConfig
+from skyrl_train.errors import DeadlineError, SkyrlTrainError
+
+T = TypeVar("T")
+
+_STOP_TIMEOUT_S = 30.0
+_OBJECT_STORE_BYTES = 1 << 30
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+
+
+class RaySession:
+    """Ray for as long as this object is open.
+
+    Without `placement.ray_address` a session of this machine alone is started: every listener on loopback, no dashboard,
+    its files in a folder of its own that goes with it. With an address the cluster there is joined and left as it is.
+    """
+
+    def __init__(self, placement: PlacementConfig, *, num_cpus: int, name: str) -> None:
+        """`num_cpus` counts actors, not cores: on a laptop there may be more of the former.
+
+        Raises DeadlineError where Ray does not come up within `placement.start_timeout_s`, SkyrlTrainError where it
+        says why, or where this process is already connected.
+        """
+        if ray.is_initialized():
+            raise SkyrlTrainError("this process is already connected to Ray; call ray.shutdown() before starting a run")
+        self.is_local = not placement.ray_address
+        self._folder: Path | None = None
+        options: dict[str, Any] = {"namespace": name, "log_to_driver": False, "logging_level": logging.ERROR}
+        if self.is_local:
+            _stay_on_loopback()
+            self._folder = Path(tempfile.mkdtemp(prefix="skyrl-ray-"))
+            options |= {
+                "num_cpus": num_cpus,
+                "include_dashboard": False,
+                "object_store_memory": _OBJECT_STORE_BYTES,
+                "_temp_dir": str(self._folder),
+                "_node_ip_address": "127.0.0.1",
+            }
+        else:
+            options["address"] = placement.ray_address
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        self._thread = _Resident("ray-session")
+        try:
+            self._thread.run(
+                lambda: ray.init(**options),
+                what=f"Ray ({placement.ray_address or 'a session of this machine'})",
+                timeout_s=placement.start_timeout_s,
+                remedy="Is the address right and the cluster up? See placement.ray_address and placement.start_timeout_s.",
+            )
+        except Exception as error:
+            self.close()
+            if isinstance(error, SkyrlTrainError):
+                raise
+            raise SkyrlTrainError(f"Ray did not start: {type(error).__name__}: {error}") from error
+        context = ray.get_runtime_context()
+        self.job_id = str(context.get_job_id())
+        self.node_id = str(context.get_node_id())
+
+    @property
+    def log_folder(self) -> Path | None:
+        """Where the workers of this node write, if that is on this machine."""
+        if self._folder is not None:
+            return self._folder / "session_latest" / "logs"
+        return None
+
+    @staticmethod
+    def runtime_env(num_threads: int, **variables: str) -> dict[str, Any]:
+        """Environment of an actor: where to import from, and few threads before anything imports torch."""
+        path = os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]))
+        threads = str(num_threads)
+        return {
+            "env_vars": {
+                "PYTHONPATH": path,
+                "OMP_NUM_THREADS": threads,
+                "MKL_NUM_THREADS": threads,
+                "TOKENIZERS_PARALLELISM": "false",
+                **variables,
+            }
+        }
+
+    def close(self) -> None:
+        """Ends the actors and, of a session of this machine, every process of it. Idempotent and bounded."""
+        if ray.is_initialized():
+            try:
+                self._thread.run(ray.shutdown, what="ray.shutdown", timeout_s=_STOP_TIMEOUT_S)
+            except DeadlineError:
+                # The processes of a local session end with this one: the kernel ties them to it.
+                logging.getLogger(__name__).warning("Ray did not stop within %g s", _STOP_TIMEOUT_S)
+        self._thread.end()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _stay_on_loopback() -> None:
+    """Makes Ray use 127.0.0.1 here and in the processes it starts; it would replace it by an address of the network."""
+    import ray._private.ray_constants as constants
+
+    os.environ[constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
+    constants.ENABLE_RAY_CLUSTER = False
+
+
+class _Resident:
+    """A thread on which functions run under a deadline, and that stays until `end`.
+
+    Not the main thread, so that Ray leaves this process's signal handlers alone and a start that hangs is given up. It
+    must stay: the kernel ends the processes of a local session with the thread that started them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def run(self, function: Callable[[], T], *, what: str, timeout_s: float, remedy: str = "") -> T:
+        """The function's result, or its exception. Raises DeadlineError."""
+        future: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._calls.put(call)
+        try:
+            return future.result(timeout_s)
+        except FutureTimeout:
+            if future.done():
+                raise
+            raise DeadlineError(what, timeout_s, remedy) from None
+
+    def end(self) -> None:
+        """Lets the thread go."""
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
