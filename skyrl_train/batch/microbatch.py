@@ -8,8 +8,8 @@ can be made without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Union
 
 import numpy as np
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from skyrl_train.batch.training_batch import TrainingInputBatch
+
+LayoutName = Literal["padded", "packed", "prefix_shared"]
+LayoutChoice = Union[LayoutName, Literal["auto"]]
 
 
 class MicroBatchStrategy(Protocol):
@@ -44,18 +47,47 @@ class LengthPlanner(Protocol):
         """Whether such rows fit one micro-batch; a single row always does."""
         ...
 
+    def cap(self, *, training: bool) -> int:
+        """The most rows, or computed positions, that one micro-batch holds."""
+        ...
+
 
 @dataclass(frozen=True)
 class ByLength:
-    """A strategy that looks at lengths alone."""
+    """A strategy that fills micro-batches up to a cap; under `layout`, rows that are computed together stay together."""
 
-    planner: LengthPlanner
+    planner: FixedRows | TokenBudget
+    layout: LayoutChoice = "padded"
+    merge_turns: bool = False
 
     def split(self, batch: TrainingInputBatch, *, training: bool) -> list[Tensor]:
-        """As the planner says of the rows' lengths."""
+        """As the planner says of the rows' lengths, or of what they have in common where the layout computes that once."""
         import torch
 
-        return [torch.from_numpy(rows) for rows in self.planner.split_lengths(lengths_of(batch), training=training)]
+        if self.layout in ("padded", "packed") and not self.merge_turns:
+            parts = self.planner.split_lengths(lengths_of(batch), training=training)
+            return [torch.from_numpy(rows) for rows in parts]
+        from skyrl_train.batch.layout_split import split_forwards
+
+        name = self.layout_of(batch, training=training)
+        forwards = split_forwards(batch, self._planners()[name], name, training=training, merge=self.merge_turns)
+        return [torch.from_numpy(forward.rows) for forward in forwards]
+
+    def layout_of(self, batch: TrainingInputBatch, *, training: bool) -> LayoutName:
+        """The layout, or for `auto` the one whose pass over `batch` is predicted to be cheapest."""
+        if self.layout != "auto":
+            return self.layout
+        from skyrl_train.batch.layout_split import ForwardCost, cheapest_layout
+
+        return cheapest_layout(batch, self._planners(), training=training, merge=self.merge_turns, cost=ForwardCost())
+
+    def _planners(self) -> dict[LayoutName, FixedRows | TokenBudget]:
+        """A token budget counts other positions where rows are padded."""
+        planner = self.planner
+        if isinstance(planner, FixedRows):
+            return {"padded": planner, "packed": planner, "prefix_shared": planner}
+        flat = replace(planner, padded=False)
+        return {"padded": replace(planner, padded=True), "packed": flat, "prefix_shared": flat}
 
     def admits(self, num_rows: int, longest: int, num_tokens: int, *, training: bool) -> bool:
         """As the planner."""
@@ -66,18 +98,20 @@ class ByLength:
 class FixedRows:
     """At most so many rows in a micro-batch; rows of similar length go together, the longest first."""
 
+    counts_rows: ClassVar[bool] = True
     rows_per_train_micro_batch: int
     rows_per_forward_micro_batch: int
 
     def split_lengths(self, lengths: Rows, *, training: bool) -> list[Rows]:
         """Row numbers of each micro-batch."""
-        return fixed_rows(lengths, self._limit(training))
+        return fixed_rows(lengths, self.cap(training=training))
 
     def admits(self, num_rows: int, longest: int, num_tokens: int, *, training: bool) -> bool:  # noqa: ARG002
         """Whether there are few enough rows."""
-        return num_rows <= self._limit(training)
+        return num_rows <= self.cap(training=training)
 
-    def _limit(self, training: bool) -> int:
+    def cap(self, *, training: bool) -> int:
+        """The most rows of one micro-batch."""
         return self.rows_per_train_micro_batch if training else self.rows_per_forward_micro_batch
 
 
@@ -94,7 +128,8 @@ def _fixed(trainer: TrainerConfig) -> MicroBatchStrategy:
         FixedRows(
             rows_per_train_micro_batch=trainer.micro_train_batch_size_per_gpu,
             rows_per_forward_micro_batch=trainer.micro_forward_batch_size_per_gpu,
-        )
+        ),
+        layout=trainer.layout,
     )
 
 
@@ -104,7 +139,8 @@ def _token_budget(trainer: TrainerConfig) -> MicroBatchStrategy:
             tokens_per_train_micro_batch=trainer.max_tokens_per_microbatch,
             tokens_per_forward_micro_batch=trainer.max_tokens_per_forward_microbatch,
             padded=trainer.layout not in ("packed", "prefix_shared"),
-        )
+        ),
+        layout=trainer.layout,
     )
 
 
@@ -115,11 +151,23 @@ MICRO_BATCH_STRATEGIES: dict[str, Callable[[TrainerConfig], MicroBatchStrategy]]
 """Each makes a strategy from the `trainer` config, as a `package.module:attr` of your own must."""
 
 
-def make_micro_batch_strategy(trainer_config: TrainerConfig) -> MicroBatchStrategy:
-    """The strategy that `trainer.micro_batching` names. Raises ConfigError for an unknown name."""
-    return resolve(trainer_config.micro_batching, MICRO_BATCH_STRATEGIES, field="trainer.micro_batching")(
+def make_micro_batch_strategy(trainer_config: TrainerConfig, *, merge_turns: bool = False) -> MicroBatchStrategy:
+    """The strategy that `trainer.micro_batching` names. With `merge_turns`, turns that extend one another count, and stay
+    together, as the row that computes them. Raises ConfigError for an unknown name."""
+    strategy = resolve(trainer_config.micro_batching, MICRO_BATCH_STRATEGIES, field="trainer.micro_batching")(
         trainer_config
     )
+    return replace(strategy, merge_turns=merge_turns) if isinstance(strategy, ByLength) else strategy
+
+
+def layout_of(
+    batch: TrainingInputBatch, strategy: MicroBatchStrategy, layout: LayoutChoice, *, training: bool
+) -> LayoutName:
+    """What a pass over `batch` uses; for `auto` as the strategy predicts, or where it is your own, `prefix_shared`, which
+    computes the fewest positions."""
+    if layout != "auto":
+        return layout
+    return strategy.layout_of(batch, training=training) if isinstance(strategy, ByLength) else "prefix_shared"
 
 
 @dataclass(frozen=True, kw_only=True)

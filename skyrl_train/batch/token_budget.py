@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,18 +35,20 @@ class TokenBudget:
 
     tokens_per_train_micro_batch: int
     tokens_per_forward_micro_batch: int
+    counts_rows: ClassVar[bool] = False
     padded: bool
     """True: rows times the longest row are computed. False: only the tokens themselves."""
 
     def split_lengths(self, lengths: Rows, *, training: bool) -> list[Rows]:
         """Row numbers of each micro-batch, from the rows' lengths."""
-        return (split_padded if self.padded else split_packed)(lengths, self._cap(training))
+        return (split_padded if self.padded else split_packed)(lengths, self.cap(training=training))
 
     def admits(self, num_rows: int, longest: int, num_tokens: int, *, training: bool) -> bool:
         """Whether such rows fit one micro-batch; a single row always does."""
-        return num_rows <= 1 or (num_rows * longest if self.padded else num_tokens) <= self._cap(training)
+        return num_rows <= 1 or (num_rows * longest if self.padded else num_tokens) <= self.cap(training=training)
 
-    def _cap(self, training: bool) -> int:
+    def cap(self, *, training: bool) -> int:
+        """The most positions of one micro-batch."""
         return self.tokens_per_train_micro_batch if training else self.tokens_per_forward_micro_batch
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.batch.microbatch import MicroBatchStrategy, micro_batches
+from skyrl_train.batch.layout import LAYOUTS, Layout, LayoutName
+from skyrl_train.batch.merge import merge_counts
+from skyrl_train.batch.microbatch import MicroBatchStrategy, layout_of, micro_batches
 from skyrl_train.batch.schedule import learning_rate
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import OptimizerConfig
@@ -24,17 +26,17 @@ from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
 from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, SkyrlTrainError
 from skyrl_train.learner import state
 from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
-from skyrl_train.model.causal_lm import last_hidden_state
-from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
+from skyrl_train.model.layouts import hidden_states
+from skyrl_train.telemetry.metrics import Last, Mean, Metric, StepMetrics, Sum, merge_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
-ScoreRows = Callable[[Tensor, TrainingInputBatch], Tensor]
-"""`(hidden [rows, len, hidden], rows) -> [rows, len]`."""
-LossOfRows = Callable[[Tensor, TrainingInputBatch], tuple[Tensor, StepMetrics]]
-"""`(hidden [rows, len, hidden], rows) -> (sum of weighted token losses, metrics)`."""
+ScoreRows = Callable[[Tensor, TrainingInputBatch, Layout], Tensor]
+"""`(hidden [positions, hidden], rows, layout) -> [rows, len]`."""
+LossOfRows = Callable[[Tensor, TrainingInputBatch, Layout], tuple[Tensor, StepMetrics]]
+"""`(hidden [positions, hidden], rows, layout) -> (sum of weighted token losses, metrics)`."""
 
 
 class ModelEngine:
@@ -50,8 +52,11 @@ class ModelEngine:
         optimizer: OptimizerConfig | None = None,
         total_optimizer_steps: int = 0,
         strategy: ModelStrategy | None = None,
+        layout: LayoutName | Literal["auto"] = "padded",
+        merge_turns: bool = False,
     ):
-        """`strategy` says how the model is spread over ranks; alone in its process unless given."""
+        """`strategy` says how the model is spread over ranks; alone in its process unless given. `layout` is one that the
+        model supports (`model/layouts.py`); with `merge_turns`, turns that extend one another are computed together."""
         self.strategy = strategy or SingleProcess()
         self.strategy.prepare(model)
         self.model = model
@@ -60,6 +65,8 @@ class ModelEngine:
         self.dtype = dtype
         self.num_optimizer_steps = 0
         self._micro_batching = micro_batching
+        self._layout = layout
+        self._merge_turns = merge_turns
         self._total_optimizer_steps = total_optimizer_steps
         self._config = optimizer
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -80,9 +87,9 @@ class ModelEngine:
     def forward(self, batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
         """`[num_tokens]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
         scores = torch.zeros(batch.num_tokens, dtype=_score_dtype(self.parameters))
-        for micro_batch, rows in self._micro_batches(batch, training=False):
+        for micro_batch, rows, layout in self._micro_batches(batch, training=False):
             with self._autocast():
-                padded = self._compute(score, micro_batch)
+                padded = self._compute(score, micro_batch, layout)
             if len(rows) == 0:
                 continue
             scores[_token_indices(batch, rows)] = micro_batch.from_padded(padded).to("cpu", scores.dtype)
@@ -94,15 +101,15 @@ class ModelEngine:
             raise SkyrlTrainError(f"the {self.name} model is only scored; it has no optimizer")
         parts: list[StepMetrics] = []
         self._has_gradient = True
-        for micro_batch, _ in self._micro_batches(batch, training=True):
+        for micro_batch, _, layout in self._micro_batches(batch, training=True):
             with self._autocast():
-                loss, metrics = self._compute(loss_of, micro_batch)
+                loss, metrics = self._compute(loss_of, micro_batch, layout)
             loss.backward()  # type: ignore[no-untyped-call]
             if not self._non_finite_loss and not bool(torch.isfinite(loss.detach())):
                 self._non_finite_loss = (
                     f"loss {float(loss.detach())} in the micro-batch of {micro_batch.metadata.uids[0]!r}"
                 )
-            parts.append(metrics)
+            parts += [metrics, self._layout_metrics(micro_batch, layout)]
         return merge_metrics(parts)
 
     def optim_step(self) -> StepMetrics:
@@ -184,17 +191,34 @@ class ModelEngine:
 
     def _micro_batches(
         self, batch: TrainingInputBatch, *, training: bool
-    ) -> Iterator[tuple[TrainingInputBatch, Tensor]]:
-        """Micro-batches on the device with their row numbers in `batch`: only rows that have loss tokens."""
+    ) -> Iterator[tuple[TrainingInputBatch, Tensor, Layout]]:
+        """Micro-batches on the device with their row numbers in `batch` and layouts: only rows that have loss tokens."""
         _require_vocabulary(batch, self.model.config.get_text_config().vocab_size)
         rows = rows_with_loss(batch)
         kept = batch.take(rows)
+        name = layout_of(kept, self._micro_batching, self._layout, training=training)
         for micro_batch in micro_batches(kept, self._micro_batching, training=training, agree=self.strategy.agree):
-            yield micro_batch.batch.to(self.device), rows[micro_batch.rows]
+            layout = LAYOUTS[name](micro_batch.batch, merge=self._merge_turns).to(self.device)
+            yield micro_batch.batch.to(self.device), rows[micro_batch.rows], layout
 
-    def _compute(self, function: Callable[[Tensor, TrainingInputBatch], T], rows: TrainingInputBatch) -> T:
-        """`function` of the rows' last hidden states, under the strategy."""
-        return self.strategy.compute(self.model, lambda: function(last_hidden_state(self.model, _ids(rows)), rows))
+    def _compute(
+        self, function: Callable[[Tensor, TrainingInputBatch, Layout], T], rows: TrainingInputBatch, layout: Layout
+    ) -> T:
+        """`function` of the layout's last hidden states, under the strategy."""
+        return self.strategy.compute(self.model, lambda: function(hidden_states(self.model, layout), rows, layout))
+
+    def _layout_metrics(self, rows: TrainingInputBatch, layout: Layout) -> StepMetrics:
+        """Positions computed for how many tokens, the number of forwards, and what became of turns."""
+        prefix = f"layout/{self.name}"
+        metrics: dict[str, Metric] = {
+            f"{prefix}_positions": Sum(float(layout.num_positions)),
+            f"{prefix}_tokens": Sum(float(rows.num_tokens)),
+            f"{prefix}_forwards_{layout.name}": Sum(1.0),
+        }
+        if self._merge_turns:
+            merged, apart = merge_counts(rows)
+            metrics |= {f"{prefix}_turns_merged": Sum(float(merged)), f"{prefix}_turns_apart": Sum(float(apart))}
+        return metrics
 
     def _is_finite(self, gradient: Tensor) -> bool:
         return bool(self.strategy.full(gradient).isfinite().all())
@@ -232,10 +256,6 @@ def _require_vocabulary(batch: TrainingInputBatch, vocabulary: int) -> None:
             f"token id {int(ids[token])} in a row of {batch.metadata.uids[row]!r}, but the model's vocabulary has "
             f"{vocabulary} entries. Were these rollouts made with another tokenizer?"
         )
-
-
-def _ids(micro_batch: TrainingInputBatch) -> Tensor:
-    return micro_batch.padded("input_ids").long()
 
 
 def _score_dtype(parameters: dict[str, nn.Parameter]) -> torch.dtype:

@@ -96,9 +96,7 @@ class PolicyLearner:
     def close(self) -> None:
         """Nothing to release: memory goes with the object."""
 
-    def _scores(
-        self, hidden: Tensor, rows: TrainingInputBatch, layout: Layout, *, with_entropy: bool
-    ) -> TokenScores:
+    def _scores(self, hidden: Tensor, rows: TrainingInputBatch, layout: Layout, *, with_entropy: bool) -> TokenScores:
         return score_tokens(
             hidden,
             rows,

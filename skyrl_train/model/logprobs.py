@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from skyrl_train.batch.layout import Layout, sequence_offsets, spread_to_rows
+from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError
 
 ELEMENTS_PER_TILE = 1 << 21
@@ -181,28 +183,33 @@ def token_scores(
     return scores
 
 
-def score_rows(
+def score_tokens(
     hidden: Tensor,
-    input_ids: Tensor,
-    loss_mask: Tensor,
+    rows: TrainingInputBatch,
+    layout: Layout,
     head: OutputHead,
     *,
     temperature: float = 1.0,
     with_entropy: bool = True,
     compute_dtype: torch.dtype | None = None,
 ) -> TokenScores:
-    """Scores the tokens that `loss_mask` marks in padded rows.
+    """Scores the tokens that `loss_mask` marks, once where several rows share them.
 
-    hidden `[rows, len, hidden]`, input_ids `[rows, len]`, loss_mask bool `[rows, len]`. The token at position t is
-    predicted by the hidden state at t - 1; a row's first token has none. Raises BatchError where `loss_mask` marks one.
+    hidden `[positions, hidden]` is the forward of `layout`. A token is predicted by the hidden state of the token before
+    it; a row's first token has none. Raises BatchError where `loss_mask` marks one.
     """
-    if bool(loss_mask[:, 0].any()):
-        row = int(loss_mask[:, 0].nonzero()[0, 0])
-        raise BatchError(f"row {row} marks its first token for the loss, but nothing comes before it to predict it")
-    positions = loss_mask.flatten().nonzero().squeeze(1)
+    scored = loss_tokens(rows)
+    positions = layout.position_of_token[scored]
+    targets = rows["input_ids"][scored].long()
+    before = layout.position_of_token[scored - 1]
+    copies: Tensor | None = None
+    if layout.is_shared:
+        positions, copies = torch.unique(positions, return_inverse=True)
+        one_of = torch.empty_like(positions).scatter_(0, copies, torch.arange(len(copies), device=copies.device))
+        before, targets = before[one_of], targets[one_of]
     logprobs, entropy = token_scores(
-        hidden.flatten(0, 1).index_select(0, positions - 1),
-        input_ids.flatten().index_select(0, positions).long(),
+        hidden.index_select(0, before),
+        targets,
         head,
         temperature=temperature,
         with_entropy=with_entropy,
@@ -210,6 +217,19 @@ def score_rows(
     )
 
     def spread(values: Tensor) -> Tensor:
-        return values.new_zeros(loss_mask.numel()).index_put((positions,), values).view(loss_mask.shape)
+        own = values if copies is None else values.index_select(0, copies)
+        flat = own.new_zeros(rows.num_tokens).index_put((scored,), own)
+        return spread_to_rows(flat, rows)
 
     return TokenScores(logprobs=spread(logprobs), entropy=spread(entropy))
+
+
+def loss_tokens(rows: TrainingInputBatch) -> Tensor:
+    """int64: the flat places of the tokens that `loss_mask` marks. Raises BatchError for the first token of a row."""
+    mask = rows["loss_mask"]
+    begins = sequence_offsets(rows)[:-1]
+    first = mask[begins]
+    if bool(first.any()):
+        row = int(torch.searchsorted(rows.row_offsets, begins[first][0], right=True)) - 1
+        raise BatchError(f"row {row} marks its first token for the loss, but nothing comes before it to predict it")
+    return mask.nonzero().squeeze(1)

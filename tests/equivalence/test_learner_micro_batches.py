@@ -33,6 +33,7 @@ def gradient(
     learner.engine._micro_batching = fixed_rows(rows)
     mini_batch = close_mini_batch(batch, loss_reduction=reduction, max_sequence_length_for_norm=64)
     metrics = to_values(learner.forward_backward(mini_batch))
+    metrics = {name: value for name, value in metrics.items() if not name.startswith("layout/")}
     gradients = [parameter.grad for parameter in learner.engine.parameters.values()]
     return torch.cat([value.flatten() for value in gradients if value is not None]), metrics
 

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from skyrl_train.batch.layout import packed_layout, shared_layout
+from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
 from skyrl_train.errors import BatchError
-from skyrl_train.model.logprobs import OutputHead, score_rows, token_scores
+from skyrl_train.model.logprobs import OutputHead, score_tokens, token_scores
 
 VOCABULARY, HIDDEN, TOKENS = 11, 5, 7
 
@@ -137,17 +139,22 @@ def test_huge_logits_stay_finite() -> None:
     assert hidden.grad.tolist() == [[0.0], [1.0]]
 
 
+def rows_of(*rows: list[tuple[int, bool]]) -> TrainingInputBatch:
+    """Rows of (token, whether it is scored)."""
+    flat = [token for row in rows for token in row]
+    return batch_of_lengths([len(row) for row in rows]).with_columns(
+        input_ids=torch.tensor([token for token, _ in flat], dtype=torch.int32),
+        loss_mask=torch.tensor([scored for _, scored in flat]),
+    )
+
+
 def test_the_token_at_t_is_predicted_by_the_hidden_state_before_it() -> None:
     head = OutputHead(weight=torch.eye(2))
+    rows = rows_of([(1, False), (0, True), (1, False)], [(0, False), (0, True), (1, True)])
     hidden = torch.tensor(
         [[[math.log(3.0), 0.0], [0.0, 0.0], [9.0, 9.0]], [[0.0, 0.0], [0.0, math.log(4.0)], [9.0, 9.0]]]
     )
-    scores = score_rows(
-        hidden,
-        torch.tensor([[1, 0, 1], [0, 0, 1]], dtype=torch.int32),
-        torch.tensor([[False, True, False], [False, True, True]]),
-        head,
-    )
+    scores = score_tokens(hidden.flatten(0, 1), rows, packed_layout(rows), head)
     torch.testing.assert_close(
         scores.logprobs, torch.tensor([[0.0, math.log(0.75), 0.0], [0.0, math.log(0.5), math.log(0.8)]])
     )
@@ -155,11 +162,20 @@ def test_the_token_at_t_is_predicted_by_the_hidden_state_before_it() -> None:
     assert scores.entropy[0].tolist()[::2] == [0.0, 0.0]
 
 
+def test_tokens_that_rows_share_are_scored_once_and_their_gradients_add_up() -> None:
+    head = OutputHead(weight=torch.eye(2))
+    rows = rows_of([(1, False), (0, True)], [(1, False), (0, True), (1, True)])
+    hidden = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0], [9.0, 9.0]], requires_grad=True)
+    scores = score_tokens(hidden, rows, shared_layout(rows), head)
+    torch.testing.assert_close(
+        scores.logprobs.detach(), torch.tensor([[0.0, math.log(0.75), 0.0], [0.0, math.log(0.75), math.log(0.5)]])
+    )
+    scores.logprobs.sum().backward()
+    assert hidden.grad is not None
+    torch.testing.assert_close(hidden.grad, torch.tensor([[0.5, -0.5], [-0.5, 0.5], [0.0, 0.0]]))
+
+
 def test_the_first_token_of_a_row_cannot_be_scored() -> None:
+    rows = rows_of([(0, False), (0, True)], [(0, True), (0, True)])
     with pytest.raises(BatchError, match="row 1 marks its first token"):
-        score_rows(
-            torch.zeros(2, 2, 3),
-            torch.zeros(2, 2, dtype=torch.int32),
-            torch.tensor([[False, True], [True, True]]),
-            OutputHead(weight=torch.zeros(4, 3)),
-        )
+        score_tokens(torch.zeros(4, 3), rows, packed_layout(rows), OutputHead(weight=torch.zeros(4, 3)))

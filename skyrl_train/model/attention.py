@@ -1,0 +1,315 @@
+"""Attention over packed rows and prefix trees, for unmodified models of transformers.
+
+A forward of one long row is cut into segments (`batch/prefix_tree.py`): the tokens of a segment attend causally to
+each other and fully to every segment above theirs. Positions are in depth-first order, so everything below a segment is
+one slice, and all of it attends to the segment in one call:
+
+    for every segment s       out[s] = causal attention of s over itself                  (rows, or parts of them)
+    for every segment s       out[below s] joined with full attention of below(s) over s  (a shared prefix)
+
+Two partial results over different keys, each with its log-sum-exp, join exactly: with `l = logaddexp(l1, l2)` the output
+is `exp(l1 - l) * o1 + exp(l2 - l) * o2`. The backward of a part is the kernel's own, given the joined output and
+log-sum-exp in place of the part's: the probabilities `exp(score - l)` and the row sums of `grad * out` that it forms from
+them are those of the whole. No mask is ever built.
+
+Back ends: on a CPU the fused kernel of torch, per segment. On CUDA the variable-length flash kernel of torch for packed
+rows in bfloat16 or float16, and flex attention with a block mask for trees and for float32. Where a sliding window is
+shorter than a row, or scores are capped, plain products with a mask per segment: exact, slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from skyrl_train.batch.prefix_tree import Segment
+from skyrl_train.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+ATTENTION = "skyrl_segments"
+"""The name under which transformers finds `segment_attention`."""
+
+_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass
+class Segments:
+    """Who attends to whom in one forward; what back ends derive from it is kept for all layers."""
+
+    segments: tuple[Segment, ...]
+    longest_path: int
+    """Tokens of the longest row."""
+    _derived: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_positions(self) -> int:
+        return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def is_tree(self) -> bool:
+        return any(segment.subtree_stop > segment.stop for segment in self.segments)
+
+    def offsets(self, device: torch.device) -> tuple[Tensor, int]:
+        """int32 `[segments + 1]` bounds, and the longest segment; for packed rows."""
+        if "offsets" not in self._derived:
+            bounds = [0, *(segment.stop for segment in self.segments)]
+            longest = max(stop - start for start, stop in zip(bounds, bounds[1:]))
+            self._derived["offsets"] = torch.tensor(bounds, dtype=torch.int32, device=device), longest
+        found: tuple[Tensor, int] = self._derived["offsets"]
+        return found
+
+    def reach(self, device: torch.device) -> Tensor:
+        """int64 `[positions]`: where the subtree of each position's segment ends: key k is above query q where
+        `k <= q < reach[k]`."""
+        if "reach" not in self._derived:
+            ends = torch.tensor([segment.subtree_stop for segment in self.segments], device=device)
+            sizes = torch.tensor([segment.stop - segment.start for segment in self.segments], device=device)
+            self._derived["reach"] = torch.repeat_interleave(ends, sizes)
+        found: Tensor = self._derived["reach"]
+        return found
+
+    def block_mask(self, device: torch.device) -> BlockMask:
+        """For flex attention."""
+        if "block_mask" not in self._derived:
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            reach, size = self.reach(device), self.num_positions
+
+            def above(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+                return (key <= query) & (query < reach[key])
+
+            self._derived["block_mask"] = create_block_mask(above, None, None, size, size, device=str(device))
+        found: BlockMask = self._derived["block_mask"]
+        return found
+
+
+class _JoinedAttention(torch.autograd.Function):
+    """Attention over segments with the fused CPU kernel. q `[1, heads, positions, size]`, k and v with as many heads or a
+    divisor of them; all of one dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scale: float
+    ) -> Tensor:
+        _, heads, positions, size = query.shape
+        out = query.new_empty(1, positions, heads, size).transpose(1, 2)
+        sums = torch.empty(1, heads, positions, dtype=_accumulator(query.dtype), device=query.device)
+        for start, stop, _ in segments:
+            part, part_sums = _flash(*_slices(query, key, value, start, stop, start, stop), 0.0, True, scale=scale)
+            out[:, :, start:stop] = part
+            sums[:, :, start:stop] = part_sums
+        for start, stop, end in segments:
+            if end > stop:
+                part, part_sums = _flash(*_slices(query, key, value, stop, end, start, stop), 0.0, False, scale=scale)
+                _join(out[:, :, stop:end], sums[:, :, stop:end], part, part_sums)
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, out, sums = ctx.saved_tensors
+        grads = tuple(torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value))
+
+        def part_of_gradient(low: int, high: int, start: int, stop: int, causal: bool) -> tuple[Tensor, ...]:
+            at = slice(low, high)
+            found: tuple[Tensor, ...] = _flash_backward(
+                grad_out[:, :, at],
+                *_slices(query, key, value, low, high, start, stop),
+                out[:, :, at],
+                sums[:, :, at],
+                0.0,
+                causal,
+                scale=ctx.scale,
+            )
+            return found
+
+        for start, stop, _ in ctx.segments:
+            for grad, part in zip(grads, part_of_gradient(start, stop, start, stop, True)):
+                grad[:, :, start:stop] = part
+        for start, stop, end in ctx.segments:
+            if end > stop:
+                by_query, by_key, by_value = part_of_gradient(stop, end, start, stop, False)
+                grads[0][:, :, stop:end] += by_query
+                grads[1][:, :, start:stop] += by_key
+                grads[2][:, :, start:stop] += by_value
+        return grads[0], grads[1], grads[2], None, None
+
+
+def _slices(
+    query: Tensor, key: Tensor, value: Tensor, low: int, high: int, start: int, stop: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query[:, :, low:high], key[:, :, start:stop], value[:, :, start:stop]
+
+
+def _join(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
+    """Adds a part over other keys to `out` `[1, heads, n, size]` and its log-sum-exps `[1, heads, n]`, in place."""
+    joined = torch.logaddexp(sums, part_sums)
+    mine, its = (torch.exp(each - joined).unsqueeze(-1) for each in (sums, part_sums))
+    out.copy_(out * mine + part * its)
+    sums.copy_(joined)
+
+
+def _accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def masked_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The reference: plain products, segment by segment against the segments above, with a mask for each.
+
+    `window`: a token sees itself and the `window - 1` tokens of its row before it. `softcap`: scores become
+    `softcap * tanh(score / softcap)`.
+    """
+    groups = query.shape[1] // key.shape[1]
+    keys, values = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    parts: list[Tensor] = []
+    path: list[Segment] = []
+    for segment in segments.segments:
+        while path and path[-1].subtree_stop <= segment.start:
+            path.pop()
+        path.append(segment)
+        seen = torch.cat([torch.arange(each.start, each.stop, device=query.device) for each in path])
+        own = segment.stop - segment.start
+        scores = (query[:, :, segment.start : segment.stop] * scale) @ keys[:, :, seen].transpose(2, 3)
+        scores = scores.to(_accumulator(scores.dtype))
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        depth = torch.arange(len(seen), device=query.device)
+        distance = depth[-own:, None] - depth
+        allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+        probabilities = scores.masked_fill(~allowed, -torch.inf).softmax(-1).to(value.dtype)
+        parts.append(probabilities @ values[:, :, seen])
+    return torch.cat(parts, dim=2)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    if window is not None and window >= segments.longest_path:
+        window = None
+    if window is not None or softcap is not None or key.shape[-1] != value.shape[-1]:
+        return masked_attention(query, key, value, segments, scale=scale, window=window, softcap=softcap)
+    if query.device.type == "cpu":
+        joined: Tensor = _JoinedAttention.apply(query, key, value, segments.segments, scale)  # type: ignore[no-untyped-call]
+        return joined
+    return _attend_on_cuda(query, key, value, segments, scale=scale)
+
+
+def _attend_on_cuda(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float) -> Tensor:
+    """Variable-length flash attention for packed rows in half precision, else flex attention."""
+    if not segments.is_tree and query.dtype in (torch.bfloat16, torch.float16):
+        from torch.nn.attention.varlen import varlen_attn
+
+        offsets, longest = segments.offsets(query.device)
+        rows = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+        found: Any = varlen_attn(
+            *rows,
+            offsets,
+            offsets,
+            longest,
+            longest,
+            scale=scale,
+            window_size=(-1, 0),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        packed: Tensor = found.transpose(0, 1).unsqueeze(0)
+        return packed
+    return flex(query, key, value, segments, scale=scale, compiled=True)
+
+
+def flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float, compiled: bool) -> Tensor:
+    """Flex attention with the tree's block mask. Has no backward on a CPU."""
+    from torch.nn.attention import flex_attention as library
+
+    function: Any = library.flex_attention
+    if compiled:
+        function = _COMPILED.setdefault("flex", torch.compile(library.flex_attention, dynamic=True))
+    found: Tensor = function(
+        query,
+        key,
+        value,
+        block_mask=segments.block_mask(query.device),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return found
+
+
+_COMPILED: dict[str, Any] = {}
+
+
+def segment_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    segments: Segments | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """What a model's layers call in place of their own attention; `[1, positions, heads, size]`.
+
+    Raises ModelError for a model that does not hand `segments` on, or whose attention has a term that is not known.
+    """
+    name = type(module).__name__
+    if segments is None:
+        raise ModelError(f"{name} does not hand the layout of its rows to its attention. Set trainer.layout=padded")
+    unknown = [key for key in _TERMS if others.get(key) is not None]
+    if unknown or dropout:
+        raise ModelError(
+            f"{name}: attention with {', '.join(unknown) or 'dropout'} is not known to merged layouts. "
+            "Set trainer.layout=padded"
+        )
+    # Under autocast, rotary embeddings leave query and key in float32; kernels want one type.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    out = _attend(
+        query,
+        key,
+        value,
+        segments,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return out.transpose(1, 2), None
+
+
+_TERMS = ("s_aux", "position_bias", "head_mask", "cache")
+"""Arguments that change what attention computes, in models that merged layouts do not know."""
+
+
+def register() -> None:
+    """Makes `ATTENTION` known to transformers, with no mask."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(ATTENTION, segment_attention)
+    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)

@@ -1,0 +1,147 @@
+"""Law 1 for what a forward computes: padded, packed, merged and prefix-shared rows give one gradient, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from skyrl_train.algorithms.critic_losses import ValueLossInputs, value_loss
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.batch.layout import Layout, spread_to_rows
+from skyrl_train.batch.stage import stage
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.registry import resolve
+from skyrl_train.telemetry.metrics import StepMetrics, to_values
+from tests.layout_cases import close, distance, flat_gradient, tree_batch, use_layout
+from tests.learner_cases import make_learner, save_tiny_model
+
+TOLERANCE = 1e-10
+ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, clip_cov_share=0.3, clip_cov_low=0.0, kl_cov_share=0.3)
+LAYOUTS = [("padded", True), ("packed", False), ("packed", True), ("prefix_shared", False), ("auto", True)]
+"""With and without turns merged."""
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory: pytest.TempPathFactory) -> PolicyLearner:
+    return make_learner(save_tiny_model(tmp_path_factory.mktemp("model")), double=True, algorithm=ALGORITHM)
+
+
+def plain(learner: PolicyLearner) -> None:
+    """One row at a time, padded, nothing shared."""
+    use_layout(learner, "padded", merge=False, rows=1)
+
+
+def gradient(learner: PolicyLearner, batch: TrainingInputBatch, *, reduction: str = "sequence_mean") -> Tensor:
+    learner.forward_backward(close(batch, reduction=reduction))
+    return flat_gradient(learner)
+
+
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+def test_every_loss_has_one_gradient(learner: PolicyLearner, loss: str) -> None:
+    learner._policy_loss = resolve(loss, POLICY_LOSSES, field="policy_loss")
+    batch = tree_batch(7)
+    plain(learner)
+    expected = gradient(learner, batch)
+    for layout, merge in LAYOUTS:
+        use_layout(learner, layout, merge=merge, rows=5)
+        assert distance(gradient(learner, batch), expected) < TOLERANCE, (layout, merge)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "seq_mean_token_sum_norm", "prompt_mean"])
+def test_every_reduction_has_one_gradient(learner: PolicyLearner, reduction: str) -> None:
+    batch = tree_batch(8)
+    plain(learner)
+    expected = gradient(learner, batch, reduction=reduction)
+    for layout, merge in LAYOUTS:
+        use_layout(learner, layout, merge=merge)
+        assert distance(gradient(learner, batch, reduction=reduction), expected) < TOLERANCE, (layout, merge)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    layout=st.sampled_from(LAYOUTS),
+    rows=st.integers(1, 12),
+    tokens=st.one_of(st.none(), st.integers(4, 80)),
+)
+def test_random_trees_have_one_gradient(
+    learner: PolicyLearner, seed: int, layout: tuple[str, bool], rows: int, tokens: int | None
+) -> None:
+    batch = tree_batch(seed)
+    plain(learner)
+    expected = gradient(learner, batch)
+    use_layout(learner, layout[0], merge=layout[1], rows=rows, tokens=tokens)  # type: ignore[arg-type]
+    assert distance(gradient(learner, batch), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
+def test_metrics_are_those_of_the_rows(learner: PolicyLearner, layout: str, merge: bool) -> None:
+    def metrics() -> dict[str, float]:
+        values = to_values(learner.forward_backward(close(tree_batch(3))))
+        learner.engine.zero_grad()
+        return {name: value for name, value in values.items() if not name.startswith("layout/")}
+
+    plain(learner)
+    expected = metrics()
+    use_layout(learner, layout, merge=merge, rows=4)  # type: ignore[arg-type]
+    assert metrics() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
+def test_scoring_gives_every_row_its_own_log_probabilities(learner: PolicyLearner, layout: str, merge: bool) -> None:
+    batch = tree_batch(11)
+    plain(learner)
+    expected = learner.forward(batch)
+    use_layout(learner, layout, merge=merge, tokens=30)  # type: ignore[arg-type]
+    torch.testing.assert_close(learner.forward(batch), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
+def test_two_ranks_add_up_to_one(learner: PolicyLearner, layout: str, merge: bool) -> None:
+    batch = tree_batch(12)
+    plain(learner)
+    expected = gradient(learner, batch)
+    use_layout(learner, layout, merge=merge, rows=4)  # type: ignore[arg-type]
+    closed = close(batch)
+    for shard in stage(closed.batch, 2).shards:
+        learner.forward_backward(replace(closed, batch=shard))
+    assert distance(flat_gradient(learner), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
+def test_a_value_loss_has_one_gradient(learner: PolicyLearner, layout: str, merge: bool) -> None:
+    """As a critic does: the value of the state from which a token was sampled, of every row's own token."""
+    torch.manual_seed(0)
+    head = nn.Linear(32, 1, dtype=torch.float64)
+
+    def loss_of(hidden: Tensor, rows: TrainingInputBatch, layout: Layout) -> tuple[Tensor, StepMetrics]:
+        mask = rows["loss_mask"]
+        before = layout.position_of_token[mask.nonzero().squeeze(1) - 1]
+        values = head(hidden.index_select(0, before)).squeeze(1)
+        flat = values.new_zeros(rows.num_tokens).index_put((mask,), values)
+        inputs = ValueLossInputs(
+            values=spread_to_rows(flat, rows),
+            old_values=rows.padded("values"),
+            returns=rows.padded("returns"),
+            loss_mask=rows.padded("loss_mask"),
+        )
+        losses = value_loss(inputs, AlgorithmConfig()).token_losses
+        return (rows.padded("loss_weights") * losses).sum(), {}
+
+    def value_gradient() -> Tensor:
+        head.zero_grad()
+        learner.engine.forward_backward(close(tree_batch(13)).batch, loss_of)
+        assert head.weight.grad is not None
+        return torch.cat([flat_gradient(learner), head.weight.grad.flatten()])
+
+    plain(learner)
+    expected = value_gradient()
+    use_layout(learner, layout, merge=merge, rows=6)  # type: ignore[arg-type]
+    assert distance(value_gradient(), expected) < TOLERANCE
