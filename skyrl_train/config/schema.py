@@ -378,6 +378,16 @@ class TrackerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanConfig:
+    """`plan`: read by `python -m skyrl_train.plan` only."""
+
+    lengths: str = ""
+    """Recorded rollouts (a JSON-lines file, or a run's `rollouts/`) whose lengths the plan is made for; empty guesses."""
+    num_train_prompts: NonNegativeInt = 0
+    """How many training prompts there are, where the data is not on this machine; 0 counts them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything a run depends on."""
 
@@ -407,3 +417,5 @@ class Config:
     """Which processes run where."""
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     """Where metrics go."""
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    """What a plan is made for; nothing else reads it."""

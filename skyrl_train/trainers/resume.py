@@ -33,6 +33,7 @@ from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, fl
 
 FREE = (
     "run_name",
+    "plan.",
     "output_dir",
     "tracker.",
     "data.train",

@@ -1,0 +1,107 @@
+"""`python -m skyrl_train.plan +experiment=gsm8k_multiturn`: what a run would do, without a model and without Ray.
+
+Prints every batch size, the padding to be expected, learning rates, what is kept and moved, and every violation at once.
+`plan.lengths=FILE` takes the lengths of recorded rollouts; `--format json` is for scripts. Exit status 2 where something
+is violated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+
+from skyrl_train.batch.plan_estimate import RowLengths, recorded_lengths
+from skyrl_train.batch.plan_report import make_plan_report, render_text, to_json
+from skyrl_train.cli import HYDRA_VERSION_BASE, preflight, register_resolvers
+from skyrl_train.config.load import load_config
+from skyrl_train.config.paths import conf_dir
+from skyrl_train.config.schema import Config
+from skyrl_train.config.validate import validate_config
+from skyrl_train.data.prompts import load_prompts
+from skyrl_train.errors import DataError, SkyrlTrainError
+from skyrl_train.telemetry.rollout_log import read_rollouts
+
+CONFIG_NAME = "config"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script `skyrl-plan`; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="skyrl-plan", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for skyrl_train.main")
+    args = parser.parse_args(argv)
+    register_resolvers()
+    preflight(list(args.overrides), config_name=CONFIG_NAME, rules=False)
+    try:
+        return _print_plan(_compose(args.overrides), as_json=args.format == "json")
+    except SkyrlTrainError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+
+
+def _compose(overrides: Sequence[str]) -> Config:
+    with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
+        return load_config(compose(CONFIG_NAME, overrides=list(overrides)))
+
+
+def _print_plan(config: Config, *, as_json: bool) -> int:
+    num_train_prompts, note = count_train_prompts(config)
+    report = make_plan_report(
+        config,
+        num_train_prompts=num_train_prompts,
+        lengths=_lengths(config),
+        num_parameters=count_parameters(config.model.path),
+        violations=validate_config(config),
+    )
+    text = to_json(report) if as_json else "\n".join([*([f"note: {note}"] if note else []), render_text(report)])
+    sys.stdout.write(text.rstrip("\n") + "\n")
+    return 2 if report.violations else 0
+
+
+def count_train_prompts(config: Config) -> tuple[int, str]:
+    """Training prompts, and a note where they had to be assumed because the data is not on this machine."""
+    if config.plan.num_train_prompts:
+        return config.plan.num_train_prompts, ""
+    try:
+        return len(load_prompts(config.data.train, limit=config.data.max_train_prompts or None)), ""
+    except DataError as error:
+        assumed = config.trainer.train_batch_size * max(config.trainer.total_steps, 1)
+        return assumed, f"{error} Planning with {assumed} prompts; plan.num_train_prompts=N states how many there are."
+
+
+def count_parameters(path: str) -> int | None:
+    """Of a model folder, read from the headers of its safetensors files; None where there are none on this machine."""
+    folder = Path(__file__).parent / "assets" / path.removeprefix("builtin:") if ":" in path else Path(path)
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    return sum(_parameters_in(file) for file in files) or None
+
+
+def _parameters_in(file: Path) -> int:
+    """A safetensors file begins with the length of its JSON header, as 8 bytes little-endian."""
+    with file.open("rb") as stream:
+        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _lengths(config: Config) -> RowLengths | None:
+    """Of the rollouts in `plan.lengths`, a file or a folder of them. Raises DataError."""
+    if not config.plan.lengths:
+        return None
+    path = Path(config.plan.lengths)
+    files = sorted(path.glob("train_step_*.jsonl")) if path.is_dir() else [path]
+    batches = [batch for file in files for batch in read_rollouts(file).values()]
+    try:
+        step_wise = config.generator.step_wise_trajectories
+        return recorded_lengths(batches, step_wise=step_wise, source=str(path))
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""`python -m skyrl_train.plan` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.plan import count_parameters, main
+
+EXPERIMENT = ("+experiment=gsm8k_multiturn", "platform=cpu")
+
+
+def test_the_plan_of_the_quickstart_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(EXPERIMENT) == 0
+    printed = capsys.readouterr().out
+    assert "samples per optimizer step  128" in printed
+    assert "Learning rate" in printed
+    assert "Kept and moved" in printed
+
+
+def test_json_is_for_scripts_and_shows_all_violations(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main((*EXPERIMENT, "trainer.train_batch_size=30", "generator.max_context_length=8", "--format", "json"))
+    report = json.loads(capsys.readouterr().out)
+    assert status == 2
+    fields = {violation["field"] for violation in report["violations"]}
+    assert {"trainer.policy_mini_batch_size", "generator.sampling.max_generate_length"} <= fields
+
+
+def test_a_plan_for_data_that_is_elsewhere_says_what_it_assumed(capsys: pytest.CaptureFixture[str]) -> None:
+    main((*EXPERIMENT, "data.train=[/nowhere/train.parquet]", "trainer.total_steps=3"))
+    assert "plan.num_train_prompts=N states how many" in capsys.readouterr().out
+
+
+def test_recorded_rollouts_give_the_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {
+        "uid": "a",
+        "global_step": 1,
+        "turns": [{"prompt_token_ids": [1] * 40, "response_token_ids": [2] * 10, "reward": 1.0}],
+    }
+    file = tmp_path / "rollouts.jsonl"
+    file.write_text(json.dumps(record) + "\n")
+    assert main((*EXPERIMENT, f"plan.lengths={file}", "--format", "json")) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["lengths_source"] == str(file)
+    training = report["estimates"][0]
+    assert training["num_tokens"] == training["num_rows"] * 50
+
+
+def test_parameters_are_counted_from_the_files_headers() -> None:
+    assert count_parameters("builtin:tiny_qwen2") == pytest.approx(1e6, rel=0.1)
+    assert count_parameters("Qwen/Qwen2.5-1.5B-Instruct") is None
+
+
+def test_neither_torch_nor_ray_is_imported() -> None:
+    code = (
+        "import sys\nfrom skyrl_train.plan import main\n"
+        f"main({list(EXPERIMENT)!r})\n"
+        "sys.exit(3 if {'torch', 'ray', 'transformers'} & set(sys.modules) else 0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
