@@ -1,0 +1,99 @@
+"""Layout never changes the gradient: for every registered loss and reduction, and any way to lay out a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from layouts import (
+    ALL_DIFFERENT,
+    Layout,
+    Step,
+    assert_same_gradient,
+    fixed_rollouts,
+    layouts,
+    learner_gradient,
+    plain_gradient,
+    rollouts,
+)
+from torch import nn
+
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.batch.minibatch import LOSS_REDUCTIONS
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import ModelConfig
+from skyrl_train.model.causal_lm import load_causal_lm
+from tests.learner_cases import make_double, save_tiny_model
+
+DRAWN = settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN_SLOWLY = settings(DRAWN, max_examples=40)
+EVERY_LOSS = pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+EVERY_REDUCTION = pytest.mark.parametrize("reduction", sorted(LOSS_REDUCTIONS))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    """Two layers in float64."""
+    model = load_causal_lm(ModelConfig(path=str(save_tiny_model(tmp_path_factory.mktemp("model")))), "cpu")
+    make_double(model)
+    return model
+
+
+def step_of(loss: str = "regular", reduction: str = "token_mean", **settings: object) -> Step:
+    terms = {"kl_loss_coef": 0.1, "entropy_coef": 0.02, "max_sequence_length_for_norm": 64, **settings}
+    return Step(algorithm=AlgorithmConfig(policy_loss=loss, loss_reduction=reduction, **terms))  # type: ignore[arg-type]
+
+
+@EVERY_REDUCTION
+@EVERY_LOSS
+@DRAWN
+@given(batch_of=rollouts(), layout=layouts(), normalize=st.booleans(), kl=st.sampled_from(sorted(KL_ESTIMATORS)))
+def test_any_layout_gives_the_gradient_of_the_plainest(model, loss, reduction, batch_of, layout, normalize, kl):
+    step = step_of(loss, reduction, normalize_advantages=normalize, kl_estimator=kl)
+    expected = learner_gradient(model, step, batch_of)
+    assert_same_gradient(learner_gradient(model, step, batch_of, layout), expected)
+
+
+@pytest.mark.slow
+@EVERY_REDUCTION
+@EVERY_LOSS
+@DRAWN_SLOWLY
+@given(batch_of=rollouts(), layout=layouts(), normalize=st.booleans(), kl=st.sampled_from(sorted(KL_ESTIMATORS)))
+def test_any_layout_gives_the_gradient_of_the_plainest_at_length(
+    model, loss, reduction, batch_of, layout, normalize, kl
+):
+    step = step_of(loss, reduction, normalize_advantages=normalize, kl_estimator=kl)
+    expected = learner_gradient(model, step, batch_of)
+    assert_same_gradient(learner_gradient(model, step, batch_of, layout), expected)
+
+
+@EVERY_REDUCTION
+@settings(DRAWN, max_examples=6)
+@given(batch_of=rollouts(), layout=layouts(), loss=st.sampled_from(sorted(POLICY_LOSSES)))
+def test_dummy_rows_and_dummy_micro_batches_that_are_computed_change_nothing(model, reduction, batch_of, layout, loss):
+    """Written out with a value term, without the learner's shortcut of leaving rows without loss out."""
+    step = step_of(loss, reduction)
+    assert_same_gradient(plain_gradient(model, step, batch_of, layout), plain_gradient(model, step, batch_of))
+
+
+@pytest.mark.parametrize("layout", ALL_DIFFERENT)
+def test_each_kind_of_layout_on_its_own(model, layout):
+    step = step_of("regular", "sequence_mean", normalize_advantages=True)
+    expected = learner_gradient(model, step, fixed_rollouts())
+    assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout), expected)
+
+
+@pytest.mark.parametrize("dp_size", range(1, 9))
+def test_any_number_of_ranks(model, dp_size):
+    step, batch_of = step_of("regular", "prompt_mean"), fixed_rollouts(1)
+    expected = learner_gradient(model, step, batch_of)
+    assert_same_gradient(learner_gradient(model, step, batch_of, Layout(dp_size=dp_size, rows=2)), expected)
+
+
+def test_another_set_of_trajectories_has_another_gradient(model):
+    one, other = (learner_gradient(model, step_of(), fixed_rollouts(seed)) for seed in (0, 1))
+    with pytest.raises(AssertionError, match="gradients differ"):
+        assert_same_gradient(one, other)
+    assert torch.isfinite(one).all()
