@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -27,9 +28,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skyrl_train.batch.merge import hosts_of
-from skyrl_train.batch.microbatch import LayoutName
 from skyrl_train.batch.prefix_tree import PrefixOrder, Segment, prefix_order, tree_segments
 from skyrl_train.batch.training_batch import TrainingInputBatch, offsets_of
+from skyrl_train.config.schema import LayoutName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def packed_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:
         input_ids=hosts.rows["input_ids"].long().unsqueeze(0),
         position_ids=(torch.arange(len(starts), device=starts.device) - starts).unsqueeze(0),
         position_of_token=hosts.positions(hosts.rows.row_offsets[:-1]),
-        segments=tuple(Segment(start, stop, stop) for start, stop in zip(ends, ends[1:])),
+        segments=tuple(Segment(start, stop, stop) for start, stop in pairwise(ends)),
         is_shared=hosts.rows is not rows,
     )
 
@@ -103,7 +104,7 @@ def shared_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:  
     """
     bounds = sequence_offsets(rows).tolist()
     ids = rows["input_ids"].cpu().numpy()
-    order = prefix_order([ids[start:stop] for start, stop in zip(bounds, bounds[1:])])
+    order = prefix_order([ids[start:stop] for start, stop in pairwise(bounds)])
     position_of_token, depths = _tree_positions(bounds, order)
     a_token = np.empty(len(depths), dtype=np.int64)
     a_token[position_of_token] = np.arange(len(position_of_token))  # any one of those at a position: all are equal

@@ -7,18 +7,19 @@ are neighbours. Only a group that exceeds the cap by itself is cut, between rows
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch.layout import LayoutName
 from skyrl_train.batch.merge import hosts_of
 from skyrl_train.batch.prefix_tree import PrefixOrder, prefix_order
 from skyrl_train.batch.token_budget import Rows, split_packed
 from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.schema import LayoutName
 
 LAYOUT_CHOICES: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
 """What `auto` chooses from; the earlier where costs are equal."""
@@ -27,8 +28,10 @@ LAYOUT_CHOICES: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
 class Planner(Protocol):
     """As `microbatch.LengthPlanner`, with its cap."""
 
-    counts_rows: bool
-    """True: the cap is a number of rows. False: of computed positions."""
+    @property
+    def counts_rows(self) -> bool:
+        """True: the cap is a number of rows. False: of computed positions."""
+        ...
 
     def cap(self, *, training: bool) -> int:
         """The most that one micro-batch holds."""
@@ -56,9 +59,9 @@ class Forward:
 class ForwardCost:
     """Predicted cost of a forward, in positions: `positions + pairs * per_pair + calls * per_call`.
 
-    For hidden size h, the products of a layer are about `24 h^2` per position and attention `4 h` per pair: `1 / (6 h)`;
-    the default is that of h = 1024. `per_call` is what starting a kernel costs, in positions of a small model; a large
-    one hides it. A wrong model costs speed, never correctness.
+    For hidden size h, the products of a layer are about `24 h^2` per position and attention `4 h` per pair, a ratio of
+    `1 / (6 h)`; the default is that of h = 1024. `per_call` is what starting a kernel costs, in positions of a small model; a
+    large one hides it. A wrong model costs speed, never correctness.
     """
 
     per_pair: float = 1.0 / (6 * 1024)
@@ -70,7 +73,7 @@ class ForwardCost:
 
 
 def cheapest_layout(
-    batch: TrainingInputBatch, planners: dict[LayoutName, Planner], *, training: bool, merge: bool, cost: ForwardCost
+    batch: TrainingInputBatch, planners: Mapping[LayoutName, Planner], *, training: bool, merge: bool, cost: ForwardCost
 ) -> LayoutName:
     """The layout whose pass over `batch` is predicted to be cheapest."""
     costs = {
@@ -114,7 +117,7 @@ def _forward_of_rows(rows: Rows, lengths: Rows, *, padded: bool) -> Forward:
 def _split_shared(batch: TrainingInputBatch, planner: Planner, *, training: bool) -> list[Forward]:
     """The cap counts distinct tokens of each group (or rows); prefixes that groups share with one another are extra."""
     ids, bounds = batch["input_ids"].cpu().numpy(), batch.row_offsets.tolist()
-    order = prefix_order([ids[start:stop] for start, stop in zip(bounds, bounds[1:])])
+    order = prefix_order([ids[start:stop] for start, stop in pairwise(bounds)])
     prompts = batch["prompt_index"].cpu().numpy()[order.rows]
     cap = planner.cap(training=training)
     chunks = _chunks(order, prompts, cap, counts_rows=planner.counts_rows)

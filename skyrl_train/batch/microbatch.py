@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Union
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
 from skyrl_train.batch.documents import Admits
 from skyrl_train.batch.token_budget import Rows, TokenBudget
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema import LayoutChoice, LayoutName, TrainerConfig
 from skyrl_train.errors import BatchError, ConfigError, Violation
 from skyrl_train.registry import resolve
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from skyrl_train.batch.training_batch import TrainingInputBatch
-
-LayoutName = Literal["padded", "packed", "prefix_shared"]
-LayoutChoice = Union[LayoutName, Literal["auto"]]
 
 
 class MicroBatchStrategy(Protocol):
@@ -54,14 +51,14 @@ class LengthPlanner(Protocol):
 
 @dataclass(frozen=True)
 class ByLength:
-    """A strategy that fills micro-batches up to a cap; under `layout`, rows that are computed together stay together."""
+    """A strategy that fills micro-batches up to a cap. Rows that `layout` computes together stay together."""
 
     planner: FixedRows | TokenBudget
     layout: LayoutChoice = "padded"
     merge_turns: bool = False
 
     def split(self, batch: TrainingInputBatch, *, training: bool) -> list[Tensor]:
-        """As the planner says of the rows' lengths, or of what they have in common where the layout computes that once."""
+        """As the planner says of lengths; where the layout computes common tokens once, of what is left."""
         import torch
 
         if self.layout in ("padded", "packed") and not self.merge_turns:
@@ -152,8 +149,11 @@ MICRO_BATCH_STRATEGIES: dict[str, Callable[[TrainerConfig], MicroBatchStrategy]]
 
 
 def make_micro_batch_strategy(trainer_config: TrainerConfig, *, merge_turns: bool = False) -> MicroBatchStrategy:
-    """The strategy that `trainer.micro_batching` names. With `merge_turns`, turns that extend one another count, and stay
-    together, as the row that computes them. Raises ConfigError for an unknown name."""
+    """The strategy that `trainer.micro_batching` names.
+
+    With `merge_turns`, turns that extend one another count as the row that computes them, and stay with it.
+    Raises ConfigError for an unknown name.
+    """
     strategy = resolve(trainer_config.micro_batching, MICRO_BATCH_STRATEGIES, field="trainer.micro_batching")(
         trainer_config
     )
@@ -163,7 +163,7 @@ def make_micro_batch_strategy(trainer_config: TrainerConfig, *, merge_turns: boo
 def layout_of(
     batch: TrainingInputBatch, strategy: MicroBatchStrategy, layout: LayoutChoice, *, training: bool
 ) -> LayoutName:
-    """What a pass over `batch` uses; for `auto` as the strategy predicts, or where it is your own, `prefix_shared`, which
+    """What a pass over `batch` uses. For `auto`, as the strategy predicts; under your own strategy `prefix_shared`, which
     computes the fewest positions."""
     if layout != "auto":
         return layout

@@ -21,6 +21,8 @@ NonNegativeFloat = Annotated[float, Range(0.0)]
 PositiveFloat = Annotated[float, Range(0.0, exclusive_min=True)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
 Seconds = Annotated[float, Range(0.0, exclusive_min=True)]
+LayoutName = Literal["padded", "packed", "prefix_shared"]
+LayoutChoice = Literal["padded", "packed", "prefix_shared", "auto"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +266,7 @@ class TrainerConfig:
     """Hard cap on computed token positions of a forward and backward on one rank (token_budget)."""
     max_tokens_per_forward_microbatch: PositiveInt = 16384
     """The same for forward-only passes."""
-    layout: Literal["padded", "packed", "prefix_shared", "auto"] = "padded"
+    layout: LayoutChoice = "padded"
     """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the cheapest
     for each step. Changes speed and memory, never the gradient."""
     docs_per_step: NonNegativeInt = 0

@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.batch.layout import LAYOUTS, Layout, LayoutName
+from skyrl_train.batch.layout import LAYOUTS, Layout
 from skyrl_train.batch.merge import merge_counts
 from skyrl_train.batch.microbatch import MicroBatchStrategy, layout_of, micro_batches
 from skyrl_train.batch.schedule import learning_rate
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.config.schema import LayoutChoice, OptimizerConfig
 from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
 from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, SkyrlTrainError
 from skyrl_train.learner import state
@@ -52,11 +52,11 @@ class ModelEngine:
         optimizer: OptimizerConfig | None = None,
         total_optimizer_steps: int = 0,
         strategy: ModelStrategy | None = None,
-        layout: LayoutName | Literal["auto"] = "padded",
+        layout: LayoutChoice = "padded",
         merge_turns: bool = False,
     ):
-        """`strategy` says how the model is spread over ranks; alone in its process unless given. `layout` is one that the
-        model supports (`model/layouts.py`); with `merge_turns`, turns that extend one another are computed together."""
+        """`strategy` says how the model is spread over ranks; alone in its process unless given. `layout` must be exact
+        for the model (`model/layouts.py`); with `merge_turns`, turns that extend one another are computed together."""
         self.strategy = strategy or SingleProcess()
         self.strategy.prepare(model)
         self.model = model
@@ -192,7 +192,7 @@ class ModelEngine:
     def _micro_batches(
         self, batch: TrainingInputBatch, *, training: bool
     ) -> Iterator[tuple[TrainingInputBatch, Tensor, Layout]]:
-        """Micro-batches on the device with their row numbers in `batch` and layouts: only rows that have loss tokens."""
+        """Micro-batches on the device, their row numbers in `batch` and layouts: only rows that have loss tokens."""
         _require_vocabulary(batch, self.model.config.get_text_config().vocab_size)
         rows = rows_with_loss(batch)
         kept = batch.take(rows)

@@ -7,10 +7,10 @@ one slice, and all of it attends to the segment in one call:
     for every segment s       out[s] = causal attention of s over itself                  (rows, or parts of them)
     for every segment s       out[below s] joined with full attention of below(s) over s  (a shared prefix)
 
-Two partial results over different keys, each with its log-sum-exp, join exactly: with `l = logaddexp(l1, l2)` the output
-is `exp(l1 - l) * o1 + exp(l2 - l) * o2`. The backward of a part is the kernel's own, given the joined output and
-log-sum-exp in place of the part's: the probabilities `exp(score - l)` and the row sums of `grad * out` that it forms from
-them are those of the whole. No mask is ever built.
+Two partial results over different keys, each with its log-sum-exp, join exactly: with `l = logaddexp(l1, l2)` the
+output is `exp(l1 - l) * o1 + exp(l2 - l) * o2`. The backward of a part is the kernel's own, given the joined output and
+log-sum-exp in place of the part's: the probabilities `exp(score - l)` and the row sums of `grad * out` that it forms
+from them are those of the whole. No mask is ever built.
 
 Back ends: on a CPU the fused kernel of torch, per segment. On CUDA the variable-length flash kernel of torch for packed
 rows in bfloat16 or float16, and flex attention with a block mask for trees and for float32. Where a sliding window is
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ class Segments:
         """int32 `[segments + 1]` bounds, and the longest segment; for packed rows."""
         if "offsets" not in self._derived:
             bounds = [0, *(segment.stop for segment in self.segments)]
-            longest = max(stop - start for start, stop in zip(bounds, bounds[1:]))
+            longest = max(stop - start for start, stop in pairwise(bounds))
             self._derived["offsets"] = torch.tensor(bounds, dtype=torch.int32, device=device), longest
         found: tuple[Tensor, int] = self._derived["offsets"]
         return found
@@ -91,8 +92,10 @@ class Segments:
 
 
 class _JoinedAttention(torch.autograd.Function):
-    """Attention over segments with the fused CPU kernel. q `[1, heads, positions, size]`, k and v with as many heads or a
-    divisor of them; all of one dtype."""
+    """Attention over segments with the fused CPU kernel.
+
+    q `[1, heads, positions, size]`, k and v with as many heads or a divisor of them; all of one dtype.
+    """
 
     @staticmethod
     def forward(
@@ -225,9 +228,11 @@ def _attend_on_cuda(query: Tensor, key: Tensor, value: Tensor, segments: Segment
         from torch.nn.attention.varlen import varlen_attn
 
         offsets, longest = segments.offsets(query.device)
-        rows = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+        q, k, v = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
         found: Any = varlen_attn(
-            *rows,
+            q,
+            k,
+            v,
             offsets,
             offsets,
             longest,

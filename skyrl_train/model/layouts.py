@@ -8,13 +8,14 @@ rows; such a model is refused. So is one whose position encoding depends on the 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.layout import Layout, LayoutName, padded_layout, shared_layout
+from skyrl_train.batch.layout import Layout, padded_layout, shared_layout
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
+from skyrl_train.config.schema import LayoutChoice
 from skyrl_train.errors import ModelError
 from skyrl_train.model.attention import ATTENTION, Segments, register
 
@@ -62,12 +63,10 @@ def _use_attention(model: PreTrainedModel, name: str) -> None:
         register()
         _padded_attention(model)
     if model.config._attn_implementation != name:
-        model.set_attn_implementation(name)  # type: ignore[no-untyped-call]
+        model.set_attn_implementation(name)
 
 
-def supported_layout(
-    model: PreTrainedModel, layout: Literal["padded", "packed", "prefix_shared", "auto"], *, name: str
-) -> Literal["padded", "packed", "prefix_shared", "auto"]:
+def supported_layout(model: PreTrainedModel, layout: LayoutChoice, *, name: str) -> LayoutChoice:
     """The layout, checked on this model; `auto` becomes `padded`, with a line in the log, where nothing else is exact.
 
     Raises ModelError for another layout that is not.
@@ -134,6 +133,3 @@ def _probe(vocabulary: int) -> TrainingInputBatch:
 
 def _token_states(model: PreTrainedModel, layout: Layout) -> Tensor:
     return hidden_states(model, layout.to(model.device)).float().cpu()[layout.position_of_token]
-
-
-__all__ = ["LayoutName", "check_layouts", "hidden_states", "supported_layout"]

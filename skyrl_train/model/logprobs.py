@@ -195,8 +195,8 @@ def score_tokens(
 ) -> TokenScores:
     """Scores the tokens that `loss_mask` marks, once where several rows share them.
 
-    hidden `[positions, hidden]` is the forward of `layout`. A token is predicted by the hidden state of the token before
-    it; a row's first token has none. Raises BatchError where `loss_mask` marks one.
+    hidden `[positions, hidden]` is the forward of `layout`. A token is predicted by the hidden state of the one before it;
+    a row's first token has none. Raises BatchError where `loss_mask` marks one.
     """
     scored = loss_tokens(rows)
     positions = layout.position_of_token[scored]
