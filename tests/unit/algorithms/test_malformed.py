@@ -56,6 +56,11 @@ class TestEstimators:
         output = ADVANTAGE_ESTIMATORS[name](replace(bad, is_padding=padding), CONFIG)
         assert torch.isfinite(output.advantages).all()
 
+    @pytest.mark.parametrize("column", ["values", "old_logprobs", "ref_logprobs"])
+    def test_a_number_that_no_trained_token_has_may_be_anything(self, name: str, column: str) -> None:
+        junk = with_value(inputs(), column, 3, 0, math.nan)
+        assert torch.isfinite(ADVANTAGE_ESTIMATORS[name](junk, CONFIG).advantages).all()
+
     @pytest.mark.parametrize("column", ["loss_mask", "prompt_index", "trajectory_index", "is_padding", "values"])
     def test_another_number_of_rows_names_the_column(self, name: str, column: str) -> None:
         bad = replace(inputs(), **{column: getattr(inputs(), column)[:2]})
