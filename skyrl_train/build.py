@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.cluster.build import Cluster
     from skyrl_train.config.schema import Config
+    from skyrl_train.config.sft import AnyConfig
     from skyrl_train.interfaces import Generator, WeightTransport
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.trainers.evaluate import Evaluator
@@ -53,7 +54,7 @@ class RolloutParts:
     transport: WeightTransport
 
 
-def set_threads(config: Config) -> None:
+def set_threads(config: AnyConfig) -> None:
     """Call before anything computes: idle OpenMP threads spin on busy cores and make all of it several times slower."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.platform.num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

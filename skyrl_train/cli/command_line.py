@@ -12,10 +12,9 @@ from omegaconf import DictConfig
 from skyrl_train.cli.composition import Composer, as_in_a_run
 from skyrl_train.cli.machine import machine_violations
 from skyrl_train.cli.overrides import alternatives, choices_of, is_hydra, reason, text_of, value_of
+from skyrl_train.cli.roots import RL_ROOT, Root
 from skyrl_train.config.fields import nearest, suggest, walk
-from skyrl_train.config.load import read_config
-from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config.load import read_root
 from skyrl_train.errors import Violation
 
 MAX_VARIANTS = 64
@@ -29,10 +28,12 @@ class CommandLine:
         composer: over the same folders as the run's.
         multirun: whether `-m` was given.
         rules: whether to check rules between fields, and files, beside names and types.
+        root: the kind of run.
     """
 
-    def __init__(self, composer: Composer, *, multirun: bool, rules: bool = True):
+    def __init__(self, composer: Composer, *, multirun: bool, rules: bool = True, root: Root = RL_ROOT):
         self._composer = composer
+        self._root = root
         self._multirun = multirun
         self._rules = rules
         self._found: dict[str, Violation] = {}
@@ -103,14 +104,14 @@ class CommandLine:
     def _check_key(self, override: Override) -> bool:
         key = override.key_or_group
         if key == "platform.name":
-            remedy = f"write platform={override.get_value_string()}"
+            remedy = f"write {self._root.platform_group}={override.get_value_string()}"
             self._add(field=key, rule="is chosen with the group", value=value_of(override), remedy=remedy)
             return False
-        fields = {field.path: field for field in walk(Config)}
+        fields = {field.path: field for field in walk(self._root.schema)}
         if key in fields or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
             return True
         near_group = None if "." in key else nearest(key, self._composer.groups())
-        near = f"{near_group}=..." if near_group else suggest(key, Config)
+        near = f"{near_group}=..." if near_group else suggest(key, self._root.schema)
         remedy = (
             f"did you mean {near}?" if near else "see docs/configuration.md for every setting, --help for every group"
         )
@@ -134,10 +135,10 @@ class CommandLine:
         if config is None or names_only:
             return None
         with as_in_a_run(config, index, multirun=self._multirun):
-            loaded = read_config(config)
+            loaded = read_root(config, self._root.schema)
             violations = list(loaded.violations)
             if self._rules:
-                violations += validate_config(loaded.config, refused=loaded.refused)
+                violations += self._root.violations(loaded.config, refused=loaded.refused)
                 violations += machine_violations(loaded.config, refused=loaded.refused)
         for violation in violations:
             self._found.setdefault(str(violation), violation)

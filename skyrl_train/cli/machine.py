@@ -8,6 +8,7 @@ from pathlib import Path
 
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import AnyConfig
 from skyrl_train.config.validate import near_path
 from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, Violation
@@ -17,13 +18,15 @@ from skyrl_train.rollout.environments import resolve_environment
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 
-def machine_violations(config: Config, *, refused: Collection[str] = ()) -> list[Violation]:
+def machine_violations(config: AnyConfig, *, refused: Collection[str] = ()) -> list[Violation]:
     """What this machine lacks for the config; fields in `refused` are not looked at."""
-    found = [*_folder(config), *_data(config), *_models(config), *_environment(config), *_device(config)]
+    found = [*_folder(config), *_data(config), *_models(config), *_device(config)]
+    if isinstance(config, Config):
+        found += _environment(config)
     return [violation for violation in found if violation.field not in refused]
 
 
-def _folder(config: Config) -> Iterator[Violation]:
+def _folder(config: AnyConfig) -> Iterator[Violation]:
     folder = Path(config.output_dir).expanduser().absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -35,7 +38,7 @@ def _folder(config: Config) -> Iterator[Violation]:
         )
 
 
-def _data(config: Config) -> Iterator[Violation]:
+def _data(config: AnyConfig) -> Iterator[Violation]:
     for field, specs in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         for spec in specs:
             try:
@@ -47,7 +50,7 @@ def _data(config: Config) -> Iterator[Violation]:
                 yield Violation(field=field, rule="must be data that can be found", value=repr(spec), remedy=remedy)
 
 
-def _models(config: Config) -> Iterator[Violation]:
+def _models(config: AnyConfig) -> Iterator[Violation]:
     for field, path in (("model.path", config.model.path), ("model.tokenizer_path", config.model.tokenizer_path)):
         problem = _model_problem(path) if path else None
         if problem is not None:
@@ -80,7 +83,7 @@ def _environment(config: Config) -> Iterator[Violation]:
         yield from error.violations
 
 
-def _device(config: Config) -> Iterator[Violation]:
+def _device(config: AnyConfig) -> Iterator[Violation]:
     machine = detect_platform()
     if config.placement.backend == "inline" and config.platform.device.startswith("cuda") and machine.name == "cpu":
         yield Violation(

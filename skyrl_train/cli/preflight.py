@@ -26,6 +26,7 @@ from hydra.version import setbase
 from skyrl_train.cli.command_line import CommandLine
 from skyrl_train.cli.composition import Composer
 from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, register_resolvers
+from skyrl_train.cli.roots import RL_ROOT, Root, root_of
 from skyrl_train.config.paths import conf_dir
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 
@@ -45,18 +46,19 @@ def preflight(argv: list[str], *, config_name: str, rules: bool = True) -> None:
         flags = parse_flags(argv)
         if flags is None:
             return
-        check(flags, config_name=flags.config_name or config_name, rules=rules)
+        check(flags, config_name=flags.config_name or config_name, rules=rules, root=root_of(config_name))
     except (SkyrlTrainError, HydraException) as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
 
 
-def check(flags: argparse.Namespace, *, config_name: str, rules: bool) -> None:
+def check(flags: argparse.Namespace, *, config_name: str, rules: bool, root: Root = RL_ROOT) -> None:
     """Raises ConfigError with all problems of the parsed arguments."""
     register_resolvers()
     with _config_loader(flags.config_dir) as loader:
         search_path = [text for text in flags.overrides if text.lstrip("+~").startswith("hydra.searchpath=")]
-        line = CommandLine(Composer(loader, config_name, search_path), multirun=flags.multirun, rules=rules)
+        composer = Composer(loader, config_name, search_path)
+        line = CommandLine(composer, multirun=flags.multirun, rules=rules, root=root)
         names_only = flags.cfg is not None or flags.info is not None
         violations = line.violations(flags.overrides, names_only=names_only)
     if violations:

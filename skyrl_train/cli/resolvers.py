@@ -13,6 +13,7 @@ from omegaconf import DictConfig, Node, OmegaConf
 from skyrl_train.config.fields import defaults
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import SFTConfig
 
 HYDRA_VERSION_BASE = "1.3"
 """For `hydra.main(version_base=...)` and the compose API."""
@@ -31,7 +32,8 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, replace=True)
     OmegaConf.register_new_resolver("default_run_folder", _default_run_folder, replace=True)
-    ConfigStore.instance().store(name="schema", node=defaults(Config), provider="skyrl_train")
+    for name, schema in (("schema", Config), ("sft_schema", SFTConfig)):
+        ConfigStore.instance().store(name=name, node=defaults(schema), provider="skyrl_train")
 
 
 def _per_platform(values: Mapping[str, Any], *, _root_: DictConfig) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,12 +14,14 @@ from skyrl_train.config.convert import MISSING, Conversion, Unresolved
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, Violation
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class Loaded(Generic[T]):
     """A config in which refused values are replaced by defaults, and what was refused."""
 
-    config: Config
+    config: T
     violations: tuple[Violation, ...]
 
     @property
@@ -35,16 +37,26 @@ def load_config(node: DictConfig | Mapping[str, Any]) -> Config:
         ConfigError: with all unknown keys, wrong types, values out of range, missing values and unresolvable
             interpolations.
     """
-    loaded = read_config(node)
+    return load_root(node, Config)
+
+
+def load_root(node: DictConfig | Mapping[str, Any], schema: type[T]) -> T:
+    """`load_config` for another root, e.g. `SFTConfig`."""
+    loaded = read_root(node, schema)
     if loaded.violations:
         raise ConfigError(loaded.violations)
     return loaded.config
 
 
-def read_config(node: DictConfig | Mapping[str, Any]) -> Loaded:
+def read_config(node: DictConfig | Mapping[str, Any]) -> Loaded[Config]:
     """Like `load_config`, but returns the violations beside what could be read."""
-    conversion = Conversion(Config)
-    config = conversion.section(Config, _plain(node))
+    return read_root(node, Config)
+
+
+def read_root(node: DictConfig | Mapping[str, Any], schema: type[T]) -> Loaded[T]:
+    """`read_config` for another root."""
+    conversion = Conversion(schema)
+    config = conversion.section(schema, _plain(node))
     return Loaded(config=config, violations=tuple(conversion.violations))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.interfaces import Tracker
 from skyrl_train.telemetry.console import RunConsole
@@ -18,7 +18,7 @@ from skyrl_train.telemetry.run_folder import RunFolder
 
 
 def build_trackers(
-    config: Config, folder: RunFolder, *, console: RunConsole, start_step: int, total_steps: int
+    config: AnyConfig, folder: RunFolder, *, console: RunConsole, start_step: int, total_steps: int
 ) -> Trackers:
     """The trackers of `config.tracker`, ready to go on after `start_step`.
 

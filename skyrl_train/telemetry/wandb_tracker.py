@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
-from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.files import write_atomically
@@ -32,7 +32,7 @@ Mode = Literal["online", "offline", "disabled", "shared"]
 class WandbTracker:
     """A run on Weights & Biases. Implements Tracker."""
 
-    def __init__(self, config: Config, folder: RunFolder, *, console: RunConsole) -> None:
+    def __init__(self, config: AnyConfig, folder: RunFolder, *, console: RunConsole) -> None:
         """Raises SkyrlTrainError where wandb is not installed, or cannot start in the mode that was asked for.
 
         Mode `auto` falls back to offline, with a warning, where the server does not answer within INIT_TIMEOUT_S.
@@ -83,7 +83,7 @@ def _has_key(environ: Mapping[str, str]) -> bool:
         return False
 
 
-def _start(wandb: Any, config: Config, folder: RunFolder, mode: Mode) -> Any:
+def _start(wandb: Any, config: AnyConfig, folder: RunFolder, mode: Mode) -> Any:
     return wandb.init(
         project=config.tracker.wandb.project,
         entity=config.tracker.wandb.entity,

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import CheckpointError, ConfigError, Violation
 from skyrl_train.interfaces import CheckpointStore
 from skyrl_train.telemetry.files import write_json
@@ -55,6 +55,18 @@ FREE = (
     "trainer.resume_path",
     "trainer.dump_rollouts",
     "trainer.export_hf",
+    "data.cache",
+    "data.cache_dir",
+    "data.max_train_rows",
+    "data.max_validation_rows",
+    "trainer.async_batch_collation",
+    "trainer.early_stopping_min_delta",
+    "trainer.early_stopping_patience",
+    "trainer.eval_sample_timeout_s",
+    "trainer.eval_samples",
+    "trainer.eval_sampling.",
+    "trainer.export",
+    "trainer.keep_best",
 )
 """A name that ends in a dot stands for all settings below it."""
 
@@ -72,9 +84,10 @@ LAYOUT = (
     "trainer.micro_batching",
     "trainer.micro_forward_batch_size_per_gpu",
     "trainer.micro_train_batch_size_per_gpu",
+    "trainer.pad_to_multiple_of",
 )
 
-_STEPS = ("trainer.total_steps", "trainer.epochs")
+_STEPS = ("trainer.total_steps", "trainer.epochs", "trainer.num_steps", "trainer.num_epochs")
 _START_ANEW = (
     "or start anew with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
 )
@@ -113,7 +126,7 @@ FRESH = Start(checkpoint=None, state=None, own=True, complete=False, notes=())
 
 
 def find_start(
-    config: Config, folder: RunFolder, checkpoints: CheckpointStore, *, data: DataFingerprint, total_steps: int
+    config: AnyConfig, folder: RunFolder, checkpoints: CheckpointStore, *, data: DataFingerprint, total_steps: int
 ) -> Start:
     """Decides where the run starts. Changes nothing on disk, needs no model.
 
@@ -184,10 +197,10 @@ def mark_complete(folder: RunFolder, global_step: int) -> None:
     write_json(folder.complete_file, {"global_step": global_step})
 
 
-def check_same_config(state: TrainerState, config: Config, checkpoint: Path) -> list[str]:
+def check_same_config(state: TrainerState, config: AnyConfig, checkpoint: Path) -> list[str]:
     """Lines about settings that changed and may; raises ConfigError about those that may not, all at once."""
-    old, new = {**flat_config(Config()), **state.config}, flat_config(config)
-    free = FREE if _schedule_needs_total(config) else (*FREE, *_STEPS)
+    old, new = {**flat_config(type(config)()), **state.config}, flat_config(config)
+    free = FREE if _schedule_needs_total(new) else (*FREE, *_STEPS)
     layout = LAYOUT if config.trainer.docs_per_step == 0 else ()
     changed = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name) and not _is_among(name, free)]
     refused = [name for name in changed if not _is_among(name, layout)]
@@ -210,11 +223,13 @@ def check_same_config(state: TrainerState, config: Config, checkpoint: Path) -> 
     ]
 
 
-def _schedule_needs_total(config: Config) -> bool:
-    schedules = [config.trainer.policy.optimizer.schedule]
-    if config.critic.model.path:
-        schedules.append(config.critic.optimizer.schedule)
-    return any(schedule != "constant" for schedule in schedules)
+def _schedule_needs_total(config: Mapping[str, Any]) -> bool:
+    """Whether any optimizer that is used has a schedule that ends with the run; `config` is flat."""
+    return any(
+        schedule != "constant"
+        for name, schedule in config.items()
+        if name.endswith("optimizer.schedule") and (config.get("critic.model.path") or not name.startswith("critic."))
+    )
 
 
 def _is_among(name: str, patterns: Sequence[str]) -> bool:

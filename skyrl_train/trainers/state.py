@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.algorithms.kl_controller import KLControllerState
-from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.telemetry.files import write_json
 from skyrl_train.telemetry.redact import redact
@@ -103,7 +103,7 @@ class TrainerState:
             ) from error
 
 
-def flat_config(config: Config) -> dict[str, Any]:
+def flat_config(config: AnyConfig) -> dict[str, Any]:
     """Every setting by its dotted name, e.g. `trainer.train_batch_size`, as JSON values, secrets redacted."""
     flat: dict[str, Any] = {}
 
