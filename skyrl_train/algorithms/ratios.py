@@ -37,10 +37,13 @@ class Turns:
     """`[rows, len]` int64: 1, 2, ... over the micro-batch; 0 where nothing is trained."""
 
     def total(self, values: Tensor) -> Tensor:
-        """`[rows, len]`: at each trained token, the sum over its turn; 0 elsewhere."""
-        kept = masked(values, self.mask)
+        """`[rows, len]`: at each trained token, the sum over its turn; 0 elsewhere.
+
+        Summed in float64: on a GPU the order of the additions is not fixed, and rounding must not show in float32.
+        """
+        kept = masked(values, self.mask).double()
         totals = kept.new_zeros(self.mask.numel() + 1).index_add(0, self.number.flatten(), kept.flatten())
-        return masked(totals[self.number], self.mask)
+        return masked(totals[self.number].to(values.dtype), self.mask)
 
     def length(self) -> Tensor:
         """`[rows, len]` float64: at each trained token, how many its turn has; 0 elsewhere."""
