@@ -84,7 +84,9 @@ def make_plan_report(
         violations: of other rules, to be shown with those of the batch sizes.
     """
     found = [*violations]
-    found += [v for v in validate_batch_sizes(config, num_train_prompts=num_train_prompts) if v not in found]
+    known = {(violation.field, violation.rule) for violation in violations}
+    sizes = validate_batch_sizes(config, num_train_prompts=num_train_prompts)
+    found += [violation for violation in sizes if (violation.field, violation.rule) not in known]
     if found:
         return PlanReport(
             plan=None,

@@ -99,8 +99,7 @@ def make_config(
         trainer=TrainerConfig(
             train_batch_size=prompts,
             policy_mini_batch_size=mini_batch,
-            critic_mini_batch_size=critic_mini_batch or prompts,
-            **(trainer or {}),
+            **{"critic_mini_batch_size": critic_mini_batch or prompts, **(trainer or {})},
         ),
         generator=GeneratorConfig(
             n_samples_per_prompt=n_samples, step_wise_trajectories=step_wise, max_context_length=max_context_length

@@ -14,6 +14,8 @@ from skyrl_train.batch.plan_notes import percent, plan_notes
 from skyrl_train.batch.plan_report import TOKEN_BYTES, make_plan_report, render_text, to_json
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import OptimizerConfig, PolicyConfig
+from skyrl_train.config.validate_batch import validate_batch_sizes
+from skyrl_train.errors import Violation
 
 
 def of_lengths(*lengths):
@@ -181,6 +183,17 @@ def test_a_report_without_a_plan_lists_every_violation():
     assert render_text(report).splitlines()[0] == "2 problems, no plan:"
     assert "trainer.policy_mini_batch_size: must divide trainer.train_batch_size=8" in render_text(report)
     assert json.loads(to_json(report))["plan"] is None
+
+
+def test_violations_found_before_are_listed_once():
+    config = make_config(prompts=8, mini_batch=3)
+    before = [Violation(field="seed", rule="must be 0", value="1", remedy="try 0"), *validate_batch_sizes(config)]
+    report = make_plan_report(config, num_train_prompts=4, violations=before)
+    assert [violation.field for violation in report.violations] == [
+        "seed",
+        "trainer.policy_mini_batch_size",
+        "trainer.train_batch_size",
+    ]
 
 
 def test_lengths_are_assumed_where_none_were_recorded():
