@@ -68,14 +68,14 @@ class Recipe:
     intermediate_size: int = 512
     max_position_embeddings: int = 1024
     initializer_range: float = 0.05
-    num_worked_steps: int = 600
+    num_worked_steps: int = 1400
     """First steps, in which every demonstration is worked step by step: they teach the arithmetic."""
-    num_mixed_steps: int = 150
+    num_mixed_steps: int = 300
     """Last steps, of mixed style: they teach to guess, and what a second try looks like."""
-    worked_share: float = 0.25
+    worked_share: float = 0.2
     """Share of answers in the mixed demonstrations that are worked; the others are wrong guesses."""
-    conversations_per_step: int = 64
-    learning_rate: float = 2e-3
+    conversations_per_step: int = 32
+    learning_rate: float = 1.5e-3
     final_learning_rate_share: float = 0.1
     num_warmup_steps: int = 20
     adam_betas: tuple[float, float] = (0.9, 0.95)

@@ -216,7 +216,7 @@ def test_the_bundled_tokenizer_splits_into_words_and_survives_a_round_trip() -> 
     tokenizer = load_tokenizer(ModelConfig(path="builtin:tiny_qwen2"))
     ids = tokenizer.encode("Cara has 12 apples.\n#### 12")
     assert tokenizer.decode(ids) == "Cara has 12 apples.\n#### 12"
-    assert len(ids) < 12
+    assert len(ids) == 12
 
 
 def test_a_model_without_tokenizer_is_refused(copy: Path) -> None:
