@@ -143,6 +143,8 @@ class AlgorithmConfig:
 
 REFERENCE_ESTIMATORS = ("on_policy_distillation",)
 """Advantage estimators that read the reference's (the teacher's) log-probabilities."""
+LIKELIHOOD_LOSSES = ("cross_entropy",)
+"""Policy losses of the tokens alone: without advantages, and without log-probabilities of before the update."""
 ROLLOUT_LOSSES = ("rollout_is", "dppo")
 """Policy losses whose ratio is taken against the engine's log-probabilities and so needs no off-policy correction."""
 

@@ -13,6 +13,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import Range
 from skyrl_train.config.schema import (
     Config,
+    GeneratorConfig,
     ModelConfig,
     NonNegativeFloat,
     NonNegativeInt,
@@ -183,7 +184,7 @@ def learner_config(config: SFTConfig, *, total_steps: int = 0) -> Config:
         strategy=config.strategy,
         placement=config.placement,
         tracker=config.tracker,
-        generator=replace(Config().generator, n_samples_per_prompt=1),
+        generator=GeneratorConfig(n_samples_per_prompt=1, merge_stepwise="off"),
         trainer=TrainerConfig(
             total_steps=total_steps,
             train_batch_size=trainer.batch_size,

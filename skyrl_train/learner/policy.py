@@ -15,12 +15,12 @@ from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.kl import token_kl
-from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.losses import POLICY_LOSSES, policy_loss
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import LIKELIHOOD_LOSSES, AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import ModelEngine
@@ -43,7 +43,7 @@ class PolicyLearner:
         self.engine = engine
         self._model_config = model
         self._algorithm = algorithm
-        self._policy_loss = resolve(algorithm.policy_loss, POLICY_LOSSES, field="trainer.algorithm.policy_loss")
+        resolve(algorithm.policy_loss, POLICY_LOSSES, field="trainer.algorithm.policy_loss")  # refused before any rollout
         self._temperature = temperature if temperature > 0 else 1.0
         """Rollouts are sampled from softmax(logits / temperature), so that is the policy whose probabilities count;
         greedy sampling has no such distribution and is scored at 1."""
@@ -120,12 +120,12 @@ class PolicyLearner:
         logprobs, entropy = scores.logprobs, scores.entropy
         inputs = PolicyLossInputs(
             logprobs=logprobs,
-            old_logprobs=rows.padded("old_logprobs").to(logprobs.dtype),
-            advantages=rows.padded("advantages").to(logprobs.dtype),
+            old_logprobs=_column(rows, "old_logprobs", logprobs),
+            advantages=_column(rows, "advantages", torch.zeros_like(logprobs)),
             loss_mask=mask,
             rollout_logprobs=rows.padded("rollout_logprobs").to(logprobs.dtype) if "rollout_logprobs" in rows else None,
         )
-        output = self._policy_loss(inputs, self._algorithm)
+        output = policy_loss(inputs, self._algorithm)
         weights = rows.padded("loss_weights")
         terms = {"policy": (weights * output.token_losses).sum()}
         loss = terms["policy"]
@@ -159,8 +159,17 @@ def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
     }
 
 
+def _column(rows: TrainingInputBatch, name: str, default: Tensor) -> Tensor:
+    """`[rows, len]` in the type of `default`, which stands in for a column that the loss does not read."""
+    return rows.padded(name).to(default.dtype) if name in rows else default.detach()
+
+
 def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> None:
-    needed = ["old_logprobs", "advantages", "loss_weights"] + ["ref_logprobs"] * (algorithm.kl_loss_coef > 0)
+    needed = ["loss_weights"]
+    if algorithm.policy_loss not in LIKELIHOOD_LOSSES:
+        needed += ["old_logprobs", "advantages"]
+    if algorithm.kl_loss_coef > 0:
+        needed.append("ref_logprobs")
     for name in needed:
         if name not in batch:
             raise BatchError(f"the mini-batch has no column {name!r}, which the policy's loss needs")
