@@ -165,14 +165,17 @@ def test_a_run_that_goes_on_is_not_complete_until_it_ends_again(tmp_path):
     assert fake_run(tmp_path, config=longer).run() is not None
 
 
-def test_evaluations_after_the_checkpoint_are_cut(tmp_path):
+def test_evaluations_and_rollouts_after_the_checkpoint_are_cut(tmp_path):
     config = make_config(tmp_path, eval_interval=1, ckpt_interval=2)
     with pytest.raises(Killed):
         fake_run(tmp_path, config=config, on_call=killed_in(4, "train")).run()
     assert [entry.global_step for entry in read_evaluations(tmp_path / "evaluation.json")] == [0, 1, 2, 3]
+    assert (tmp_path / "rollouts" / "train_step_000003.jsonl").exists()
     with pytest.raises(Killed):
         fake_run(tmp_path, config=config, on_call=killed_in(3, "train")).run()
     assert [entry.global_step for entry in read_evaluations(tmp_path / "evaluation.json")] == [0, 1, 2]
+    assert (tmp_path / "rollouts" / "train_step_000002.jsonl").exists()
+    assert not (tmp_path / "rollouts" / "train_step_000003.jsonl").exists()
 
 
 def test_resume_mode_none_keeps_the_old_run_in_previous(tmp_path):
