@@ -85,6 +85,7 @@ def make_learner(
     double: bool = False,
     temperature: float = 1.0,
     total_optimizer_steps: int = 10,
+    total_documents: int = 0,
 ) -> PolicyLearner:
     """A learner on the model in `folder`; `double` computes in float64."""
     model_config = ModelConfig(path=str(folder))
@@ -97,6 +98,7 @@ def make_learner(
         micro_batching=fixed_rows(rows_per_micro_batch),
         optimizer=(optimizer or OptimizerConfig(lr=1e-2)) if role == "policy" else None,
         total_optimizer_steps=total_optimizer_steps,
+        total_documents=total_documents,
     )
     return PolicyLearner(engine, model=model_config, algorithm=algorithm or AlgorithmConfig(), temperature=temperature)
 

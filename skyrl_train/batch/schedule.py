@@ -1,10 +1,23 @@
-"""The learning rate: one pure function of the optimizer step."""
+"""The learning rate: one pure function of the optimizer step, or of the documents consumed."""
 
 from __future__ import annotations
 
 import math
 
 from skyrl_train.config.schema import OptimizerConfig
+
+
+def schedule_position(
+    *, optimizer_steps: int, documents: int, total_optimizer_steps: int, total_documents: int
+) -> float:
+    """Where on its schedule a model stands that took `optimizer_steps` and consumed `documents`.
+
+    The number of steps; with `docs_per_step`, when steps differ in size and their number is not known before, the share
+    of the run's `total_documents` that was consumed, as a number of steps. `total_documents=0` counts steps.
+    """
+    if total_documents == 0:
+        return optimizer_steps
+    return documents / total_documents * total_optimizer_steps
 
 
 def learning_rate(step: float, optimizer: OptimizerConfig, total_steps: int) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from skyrl_train.batch.layout import LAYOUTS, Layout
 from skyrl_train.batch.merge import merge_counts
 from skyrl_train.batch.microbatch import MicroBatchStrategy, layout_of, micro_batches
-from skyrl_train.batch.schedule import learning_rate
+from skyrl_train.batch.schedule import learning_rate, schedule_position
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import LayoutChoice, OptimizerConfig
 from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
@@ -51,6 +51,7 @@ class ModelEngine:
         dtype: torch.dtype = torch.float32,
         optimizer: OptimizerConfig | None = None,
         total_optimizer_steps: int = 0,
+        total_documents: int = 0,
         strategy: ModelStrategy | None = None,
         layout: LayoutChoice = "padded",
         merge_turns: bool = False,
@@ -64,10 +65,14 @@ class ModelEngine:
         """Prefix of the metrics, and the role in error messages."""
         self.dtype = dtype
         self.num_optimizer_steps = 0
+        self.num_documents = 0
+        """Trajectories that its optimizer steps consumed; they drive the schedule where `total_documents` is not 0."""
+        self._pending_documents = 0
         self._micro_batching = micro_batching
         self._layout = layout
         self._merge_turns = merge_turns
         self._total_optimizer_steps = total_optimizer_steps
+        self._total_documents = total_documents
         self._config = optimizer
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
         self._optimizer: torch.optim.Optimizer | None = None
@@ -95,12 +100,18 @@ class ModelEngine:
             scores[_token_indices(batch, rows)] = micro_batch.from_padded(padded).to("cpu", scores.dtype)
         return scores
 
-    def forward_backward(self, batch: TrainingInputBatch, loss_of: LossOfRows) -> StepMetrics:
-        """Adds the gradient of the sum of `loss_of` over micro-batches. Metrics are merged over them."""
+    def forward_backward(
+        self, batch: TrainingInputBatch, loss_of: LossOfRows, *, num_documents: int = 0
+    ) -> StepMetrics:
+        """Adds the gradient of the sum of `loss_of` over micro-batches. Metrics are merged over them.
+
+        `num_documents`: trajectories of the whole mini-batch, of which `batch` may be one rank's share.
+        """
         if self._optimizer is None:
             raise SkyrlTrainError(f"the {self.name} model is only scored; it has no optimizer")
         parts: list[StepMetrics] = []
         self._has_gradient = True
+        self._pending_documents += num_documents
         for micro_batch, _, layout in self._micro_batches(batch, training=True):
             with self._autocast():
                 loss, metrics = self._compute(loss_of, micro_batch, layout)
@@ -130,11 +141,18 @@ class ModelEngine:
         self._require_finite(float(grad_norm))
         if self._config.max_grad_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.max_grad_norm, grad_norm)
-        rate = learning_rate(self.num_optimizer_steps, self._config, self._total_optimizer_steps)
+        position = schedule_position(
+            optimizer_steps=self.num_optimizer_steps,
+            documents=self.num_documents,
+            total_optimizer_steps=self._total_optimizer_steps,
+            total_documents=self._total_documents,
+        )
+        rate = learning_rate(position, self._config, self._total_optimizer_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.step()
         self.num_optimizer_steps += 1
+        self.num_documents += self._pending_documents
         self.zero_grad()
         return {f"{self.name}/grad_norm": Mean(float(grad_norm), 1.0), f"{self.name}/lr": Last(rate)}
 
@@ -144,6 +162,7 @@ class ModelEngine:
             parameter.grad = None
         self._has_gradient = False
         self._non_finite_loss = ""
+        self._pending_documents = 0
 
     def save(self, folder: Path) -> None:
         """The files of `learner/state.py`; exact. Raises CheckpointError where a gradient is pending."""
@@ -159,6 +178,7 @@ class ModelEngine:
             model=self._tensors(),
             optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
             steps=self.num_optimizer_steps,
+            documents=self.num_documents,
             sharded=self.strategy.sharded,
             rank=self.strategy.rank,
         )
@@ -171,7 +191,7 @@ class ModelEngine:
         with torch.no_grad():
             for name, tensor in self._tensors().items():
                 tensor.copy_(stored.model[name])
-        self.num_optimizer_steps = stored.num_optimizer_steps
+        self.num_optimizer_steps, self.num_documents = stored.num_optimizer_steps, stored.num_documents
         self.zero_grad()
 
     def whole_state_dict(self) -> dict[str, Tensor]:

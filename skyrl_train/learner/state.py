@@ -1,6 +1,6 @@
 """A learner's state as files.
 
-state.json               format, role, number of optimizer steps (the schedule is a function of it), types
+state.json               format, role, optimizer steps and documents so far (the schedule follows from them), types
 model.safetensors        parameters under their Hugging Face names, tied ones once
 optimizer.safetensors    e.g. `exp_avg.model.norm.weight`; absent for a model without an optimizer
 
@@ -46,6 +46,7 @@ class StoredState:
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
     num_optimizer_steps: int
+    num_documents: int
 
 
 def write(
@@ -55,6 +56,7 @@ def write(
     model: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor] | None,
     steps: int,
+    documents: int,
     sharded: bool = False,
     rank: int = 0,
 ) -> None:
@@ -64,6 +66,7 @@ def write(
         "format": FORMAT,
         "role": role,
         "num_optimizer_steps": steps,
+        "num_documents": documents,
         "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model.values()}),
     }
     try:
@@ -87,7 +90,8 @@ def read(folder: Path, *, role: str, model: Mapping[str, Tensor], with_optimizer
     """
     try:
         content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        steps, found = int(content["num_optimizer_steps"]), (int(content["format"]), str(content["role"]))
+        steps, documents = int(content["num_optimizer_steps"]), int(content["num_documents"])
+        found = (int(content["format"]), str(content["role"]))
         if found != (FORMAT, role):
             raise CheckpointError(f"{folder}: holds format {found[0]}, role {found[1]!r}; expected {FORMAT}, {role!r}")
         if is_sharded(folder):
@@ -102,6 +106,7 @@ def read(folder: Path, *, role: str, model: Mapping[str, Tensor], with_optimizer
         model={name: laid_out_like(tensor, model[name]) for name, tensor in tensors.items()},
         optimizer={key: _moment_like(value, key, model) for key, value in moments.items()},
         num_optimizer_steps=steps,
+        num_documents=documents,
     )
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.batch.schedule import learning_rate
+from skyrl_train.batch.schedule import learning_rate, schedule_position
 from skyrl_train.config.schema import OptimizerConfig
 
 
@@ -35,3 +35,9 @@ def test_the_last_step_of_a_decay_to_zero_still_moves():
 
 def test_a_warm_up_longer_than_the_run_only_rises():
     assert rates([0, 9], warmup_steps=20, schedule="cosine") == pytest.approx([0.05, 0.5])
+
+
+def test_the_position_is_the_number_of_steps_or_the_share_of_documents_consumed():
+    run = {"total_optimizer_steps": 10, "optimizer_steps": 4, "documents": 90}
+    assert schedule_position(total_documents=0, **run) == 4
+    assert schedule_position(total_documents=300, **run) == 3

@@ -208,6 +208,25 @@ def test_the_learning_rate_follows_the_schedule(folder: Path) -> None:
     assert [to_values(learner.optim_step())["policy/lr"] for _ in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
 
 
+def test_documents_drive_the_schedule_where_steps_close_by_them(folder: Path, tmp_path: Path) -> None:
+    optimizer = OptimizerConfig(lr=1.0, schedule="linear")
+    learner = make_learner(folder, optimizer=optimizer, total_optimizer_steps=4, total_documents=40)
+    batch, rates = close(make_batch(LENGTHS)).batch, []
+    for num_documents in (10, 20, 5):
+        learner.engine.forward_backward(batch, lambda *_: (_zero(learner), {}), num_documents=num_documents)
+        rates.append(to_values(learner.optim_step())["policy/lr"])
+    assert rates == [1.0, 0.75, 0.25]
+    learner.save(tmp_path)
+    resumed = make_learner(folder, optimizer=optimizer, total_optimizer_steps=4, total_documents=40)
+    resumed.load(tmp_path)
+    assert to_values(resumed.optim_step())["policy/lr"] == 0.125
+
+
+def _zero(learner: PolicyLearner) -> Tensor:
+    """A loss of 0 that has a gradient."""
+    return 0.0 * next(iter(learner.engine.parameters.values())).sum()
+
+
 @pytest.mark.parametrize("spoilt", [math.nan, math.inf])
 def test_a_non_finite_loss_moves_no_weight_and_training_can_go_on(folder: Path, spoilt: float) -> None:
     batch = make_batch(LENGTHS)
