@@ -18,11 +18,13 @@ from skyrl_train.errors import ConfigError, DataError, Violation
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from transformers import PreTrainedTokenizerBase
+
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.cluster.build import Cluster
     from skyrl_train.config.schema import Config
     from skyrl_train.config.sft import AnyConfig
-    from skyrl_train.interfaces import Generator, WeightTransport
+    from skyrl_train.interfaces import Generator, InferenceEngine, WeightTransport
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.trainers.evaluate import Evaluator
     from skyrl_train.trainers.ppo import PromptBatches
@@ -149,23 +151,37 @@ def build_rollouts(
         from skyrl_train.weight_sync.transport import NoTransport
 
         return RolloutParts(generator=data.recording, transport=NoTransport())
-    if config.generator.backend != "hf":
-        raise _not_available("generator.backend", config.generator.backend, "generator=hf or generator=replay")
-    from skyrl_train.inference.hf import HFEngine
-    from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
+    from skyrl_train.model.causal_lm import load_tokenizer
     from skyrl_train.rollout.generator import RolloutGenerator
-    from skyrl_train.weight_sync.transport import InlineTransport
 
     tokenizer = load_tokenizer(config.model)
-    engine = HFEngine(
-        load_causal_lm(config.model, config.platform.device), tokenizer, max_batch_size=config.generator.max_batch_size
-    )
-    stack.callback(engine.close)
+    engine, transport = _build_engine(config, tokenizer, stack, cluster)
     generator = RolloutGenerator(
         engine, tokenizer, config.generator, config.environment, config.seed, on_progress=on_progress
     )
     stack.callback(generator.close)
-    return RolloutParts(generator=generator, transport=InlineTransport(engine))
+    return RolloutParts(generator=generator, transport=transport)
+
+
+def _build_engine(
+    config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, cluster: Cluster | None
+) -> tuple[InferenceEngine, WeightTransport]:
+    """Where tokens come from, and how it gets new weights."""
+    if config.generator.backend == "vllm":
+        if cluster is None:
+            raise _not_available("generator.backend", "vllm", "placement=ray")
+        return cluster.build_engine(stack)
+    if config.generator.backend != "hf":
+        raise _not_available("generator.backend", config.generator.backend, "generator=hf or generator=replay")
+    from skyrl_train.inference.hf import HFEngine
+    from skyrl_train.model.causal_lm import load_causal_lm
+    from skyrl_train.weight_sync.transport import InlineTransport
+
+    engine = HFEngine(
+        load_causal_lm(config.model, config.platform.device), tokenizer, max_batch_size=config.generator.max_batch_size
+    )
+    stack.callback(engine.close)
+    return engine, InlineTransport(engine)
 
 
 def build_cluster(config: Config, stack: ExitStack) -> Cluster | None:

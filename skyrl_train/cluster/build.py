@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_train.cluster.engines import EnginePool
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Placement, num_cpus, plan_layout
+from skyrl_train.cluster.probe import WeightSyncProbe
 from skyrl_train.cluster.session import RaySession
+from skyrl_train.cluster.transport import RayTransport
+from skyrl_train.model.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.schema import Config
+    from skyrl_train.interfaces import InferenceEngine, Learner, WeightTransport
     from skyrl_train.trainers.steps import Learners
 
 
@@ -26,6 +32,14 @@ class Cluster:
         self.session = RaySession(config.placement, num_cpus=num_cpus(layout), name=config.run_name)
         stack.callback(self.session.close)
         self.placement = Placement(layout, timeout_s=config.placement.start_timeout_s)
+        self._transport: RayTransport | None = None
+
+    def build_engine(self, stack: ExitStack) -> tuple[InferenceEngine, WeightTransport]:
+        """vLLM engines and what feeds them. Returns while they load."""
+        pool = EnginePool(self.config, self.session, self.placement.slots("engine"))
+        stack.callback(pool.close)
+        self._transport = RayTransport(pool, Path(self.config.output_dir) / "weight_sync.jsonl")
+        return pool, self._transport
 
     def build_learners(self, plan: BatchPlan, stack: ExitStack) -> Learners:
         """Starts all models together, then waits for each."""
@@ -38,4 +52,12 @@ class Cluster:
         learners = {role: wait() for role, wait in waits.items()}
         for learner in learners.values():
             stack.callback(learner.close)
+        self._verify_syncs(learners["policy"])
         return Learners(policy=learners["policy"], reference=learners.get("reference"), critic=None)
+
+    def _verify_syncs(self, policy: Learner) -> None:
+        if self._transport is not None and self.config.generator.verify_weight_sync:
+            vocabulary = len(load_tokenizer(self.config.model))
+            self._transport.verify = WeightSyncProbe(
+                pool=self._transport.pool, policy=policy, config=self.config, vocabulary=vocabulary
+            )

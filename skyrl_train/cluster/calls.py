@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+import ray.util
 
 import skyrl_train.errors as known_errors
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
@@ -85,6 +86,11 @@ class RemoteActor:
         if not lines:
             return "It wrote nothing to its log."
         return "Last lines of its log:\n" + "\n".join(f"  | {line}" for line in lines[-_TAIL_LINES:])
+
+
+def node_address() -> str:
+    """Of the node that this process runs on."""
+    return str(ray.util.get_node_ip_address())
 
 
 def kill(actors: Sequence[RemoteActor]) -> None:

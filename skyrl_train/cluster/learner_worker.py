@@ -12,9 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from skyrl_train.cluster.calls import Answer, Identity
+from skyrl_train.cluster.calls import Answer, Identity, node_address
 from skyrl_train.cluster.dispatch import Shipped, unpack, unpack_mini_batch
 from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.weight_sync.buckets import Bucket, pack_bucket
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ class LearnerWorker:
     @answering
     def identify(self) -> Identity:
         """Where this process is."""
-        return Identity(node=_node_address(), pid=os.getpid())
+        return Identity(node=node_address(), pid=os.getpid())
 
     @answering
     def free_port(self) -> int:
@@ -109,15 +110,15 @@ class LearnerWorker:
         self._learner.export_hf(folder)
 
     @answering
-    def gather(self, names: tuple[str, ...]) -> Any:
-        """These parameters as numpy on rank 0, an empty dict elsewhere."""
-        strategy = self._learner.engine.strategy
-        whole: dict[str, Any] = {}
-        for name in names:
-            tensor = strategy.full(self._learner.engine.parameters[name].detach())
-            if strategy.rank == 0:
-                whole[name] = tensor.to("cpu").numpy()
-        return whole
+    def bucket(self, names: tuple[str, ...]) -> Bucket | None:
+        """These parameters, whole, on rank 0; None elsewhere."""
+        strategy, parameters = self._learner.engine.strategy, self._learner.engine.parameters
+        whole = ((name, strategy.full(parameters[name].detach())) for name in names)
+        if strategy.rank == 0:
+            return pack_bucket(whole)
+        for _ in whole:
+            pass  # each gather needs every rank
+        return None
 
     @answering
     def describe(self) -> Any:
@@ -137,9 +138,3 @@ def _strategy(config: Config, device: torch.device) -> ModelStrategy:
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         return Sharded(device=device, dtype=dtype, cpu_offload=config.strategy.cpu_offload)
     return Replicated() if config.strategy.name == "ddp" else SingleProcess()
-
-
-def _node_address() -> str:
-    import ray.util
-
-    return str(ray.util.get_node_ip_address())

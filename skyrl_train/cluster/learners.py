@@ -25,13 +25,11 @@ from skyrl_train.cluster.session import RaySession
 from skyrl_train.distributed.process_group import Rendezvous
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
+from skyrl_train.weight_sync.buckets import bucket_names, unpack_bucket
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.schema import Config
-
-_BUCKET_BYTES = 256 * 2**20
-_LEAVE_TIMEOUT_S = 5.0
 
 
 class WorkerGroup:
@@ -71,9 +69,9 @@ class WorkerGroup:
 
 
 class WorkerWeights:
-    """The current weights of a group: an iterator over whole tensors, a bucket of them at a time.
+    """The current weights of a group: an iterator over whole tensors, which pass through this process.
 
-    A transport that can do better than through this process asks the group itself (see `group`).
+    A transport that takes buckets asks for those instead: they stay in the object store.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -88,28 +86,24 @@ class WorkerWeights:
             self._iterator = self._tensors()
         return next(self._iterator)
 
-    def buckets(self) -> list[tuple[str, ...]]:
-        """Names of neighbouring parameters, about `_BUCKET_BYTES` together."""
+    def buckets(self) -> list[tuple[tuple[str, ...], int]]:
+        """(names, bytes) of each bucket, in the model's order."""
         facts = self.group.call("describe", "sync")[0]
-        return bucket_names([(name, _num_bytes(dtype, shape)) for name, dtype, shape in facts], _BUCKET_BYTES)
+        sizes = {name: _num_bytes(dtype, shape) for name, dtype, shape in facts}
+        return [(names, sum(sizes[name] for name in names)) for names in bucket_names(list(sizes.items()))]
+
+    def begin_bucket(self, names: tuple[str, ...]) -> list[Any]:
+        """Has all ranks gather these parameters."""
+        return [actor.handle.bucket.remote(names) for actor in self.group.actors]
+
+    def finish_bucket(self, refs: list[Any]) -> Any:
+        """Waits for the gathering; the reference to rank 0's answer, a `Bucket` in an `Answer`."""
+        self.group.wait("bucket", "sync", refs)
+        return refs[0]
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for names in self.buckets():
-            for name, array in self.group.call("gather", "sync", args=(names,))[0].items():
-                yield name, torch.from_numpy(np.array(array))
-
-
-def bucket_names(sizes: Sequence[tuple[str, int]], limit_bytes: int) -> list[tuple[str, ...]]:
-    """Neighbours whose sizes add up to at most `limit_bytes`; one that is larger stands alone."""
-    buckets: list[list[str]] = []
-    total = 0
-    for name, num_bytes in sizes:
-        if not buckets or total + num_bytes > limit_bytes:
-            buckets.append([])
-            total = 0
-        buckets[-1].append(name)
-        total += num_bytes
-    return [tuple(bucket) for bucket in buckets]
+        for names, _ in self.buckets():
+            yield from unpack_bucket(ray.get(self.finish_bucket(self.begin_bucket(names))).unwrap())
 
 
 class RayLearner:

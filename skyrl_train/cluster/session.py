@@ -8,6 +8,7 @@ import queue
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -22,6 +23,8 @@ from skyrl_train.errors import DeadlineError, SkyrlTrainError
 T = TypeVar("T")
 
 _STOP_TIMEOUT_S = 30.0
+_REMOVE_ATTEMPTS = 10
+_POLL_S = 0.2
 _OBJECT_STORE_BYTES = 1 << 30
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
@@ -29,8 +32,8 @@ _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 class RaySession:
     """Ray for as long as this object is open.
 
-    Without `placement.ray_address` a session of this machine alone is started: every listener on loopback, no dashboard,
-    its files in a folder of its own that goes with it. With an address the cluster there is joined and left as it is.
+    Without `placement.ray_address` a session of this machine alone is started: listeners on loopback, no dashboard, its
+    files in a folder of its own that goes with it. With an address the cluster there is joined and left as it is.
     """
 
     def __init__(self, placement: PlacementConfig, *, num_cpus: int, name: str) -> None:
@@ -63,7 +66,7 @@ class RaySession:
                 lambda: ray.init(**options),
                 what=f"Ray ({placement.ray_address or 'a session of this machine'})",
                 timeout_s=placement.start_timeout_s,
-                remedy="Is the address right and the cluster up? See placement.ray_address and placement.start_timeout_s.",
+                remedy="Is the cluster up? See placement.ray_address and placement.start_timeout_s",
             )
         except Exception as error:
             self.close()
@@ -106,8 +109,17 @@ class RaySession:
                 logging.getLogger(__name__).warning("Ray did not stop within %g s", _STOP_TIMEOUT_S)
         self._thread.end()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            _remove(self._folder)
             self._folder = None
+
+
+def _remove(folder: Path) -> None:
+    """A process that is about to end may write into the folder once more, so removal is tried a few times."""
+    for _ in range(_REMOVE_ATTEMPTS):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return
+        time.sleep(_POLL_S)
 
 
 def _stay_on_loopback() -> None:

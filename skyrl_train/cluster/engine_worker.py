@@ -1,0 +1,83 @@
+"""One vLLM engine inside a Ray actor. Its event loop stays free: the engine works on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.cluster.calls import Answer, Identity, node_address
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.types import GenerationRequest
+
+if TYPE_CHECKING:
+    from skyrl_train.config.schema import Config
+    from skyrl_train.inference.vllm import VLLMEngine
+
+
+class EngineWorker:
+    """Every method answers with an `Answer`."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._engine: VLLMEngine | None = None
+
+    async def ping(self) -> bool:
+        """A sign of life."""
+        return True
+
+    async def identify(self) -> Answer:
+        """Where this process is."""
+        return Answer(value=Identity(node=node_address(), pid=os.getpid()))
+
+    async def start(self) -> Answer:
+        """Loads the model."""
+
+        def load() -> None:
+            from skyrl_train.inference.vllm import VLLMEngine, engine_settings
+
+            self._engine = VLLMEngine(engine_settings(self._config))
+
+        return await _answer(asyncio.to_thread(load))
+
+    async def generate(self, request: GenerationRequest) -> Answer:
+        """The response."""
+        return await _answer(asyncio.wrap_future(self._started.generate(request)))
+
+    async def abort(self, request_id: str) -> Answer:
+        """Gives a request up."""
+        self._started.abort(request_id)
+        return Answer()
+
+    async def begin_update(self) -> Answer:
+        """See `VLLMEngine.begin_update`."""
+        return await _answer(asyncio.to_thread(self._started.begin_update))
+
+    async def update(self, packed: Answer) -> Answer:
+        """Takes the bucket in `packed`, as rank 0 of a learner answered it."""
+        return await _answer(asyncio.to_thread(lambda: self._started.update(packed.unwrap())))
+
+    async def finish_update(self, version: int, num_tensors: int) -> Answer:
+        """The version that serves from now on."""
+        return await _answer(asyncio.to_thread(self._started.finish_update, version, num_tensors))
+
+    async def sleep(self) -> Answer:
+        """See `VLLMEngine.sleep`."""
+        return await _answer(asyncio.to_thread(self._started.sleep))
+
+    async def wake_up(self) -> Answer:
+        """See `VLLMEngine.wake_up`."""
+        return await _answer(asyncio.to_thread(self._started.wake_up))
+
+    @property
+    def _started(self) -> VLLMEngine:
+        if self._engine is None:
+            raise RuntimeError("the engine was not started")
+        return self._engine
+
+
+async def _answer(result: Any) -> Answer:
+    try:
+        return Answer(value=await result)
+    except SkyrlTrainError as error:
+        return Answer(error=type(error).__name__, message=str(error))

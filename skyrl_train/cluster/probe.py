@@ -1,0 +1,84 @@
+"""Does an engine compute what the trainer computes? A fixed prompt, some sampled tokens, and both log-probabilities."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+
+from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.cluster.engines import EnginePool
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import EngineError
+from skyrl_train.interfaces import Learner
+from skyrl_train.seeding import derive_seed
+from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
+
+_MAX_PROMPT_TOKENS = 256
+"""More than a block of the prefix cache, so that keys and values of older weights would be found."""
+_NEW_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightSyncProbe:
+    """Compares each engine with the trainer; call it after a sync."""
+
+    pool: EnginePool
+    policy: Learner
+    config: Config
+    vocabulary: int
+
+    def __call__(self, version: int) -> float:
+        """Largest difference of a log-probability. Raises EngineError where it exceeds the tolerance."""
+        request = self._request(version)
+        worst = 0.0
+        for actor, output in zip(self.pool.actors, self.pool.call("generate", "sync", request)):
+            difference = self._difference(request, output)
+            limit = self.config.generator.weight_sync_tolerance
+            if not difference <= limit:
+                raise EngineError(
+                    f"{actor}: after the sync to version {version} its log-probabilities differ from the trainer's by up "
+                    f"to {difference:.3g}, more than generator.weight_sync_tolerance={limit:g}. It does not compute with "
+                    "the trainer's weights, or in another type (generator.vllm.dtype)"
+                )
+            worst = max(worst, difference)
+        return worst
+
+    def _request(self, version: int) -> GenerationRequest:
+        numbers = random.Random(derive_seed(self.config.seed, "weight_sync_probe"))
+        room = self.config.generator.max_context_length - _NEW_TOKENS
+        return GenerationRequest(
+            request_id=f"weight-sync-probe-{version}",
+            prompt_token_ids=tuple(
+                numbers.randrange(self.vocabulary) for _ in range(max(1, min(room, _MAX_PROMPT_TOKENS)))
+            ),
+            sampling=SamplingParams(
+                temperature=self.config.generator.sampling.temperature, max_generate_length=_NEW_TOKENS
+            ),
+            seed=derive_seed(self.config.seed, "weight_sync_probe", version),
+        )
+
+    def _difference(self, request: GenerationRequest, output: GenerationOutput) -> float:
+        scores = self.policy.forward(_one_row(request.prompt_token_ids, output))
+        return float((scores[-len(output.token_ids) :].double() - torch.tensor(output.logprobs).double()).abs().max())
+
+
+def _one_row(prompt: tuple[int, ...], output: GenerationOutput) -> TrainingInputBatch:
+    num_tokens = len(prompt) + len(output.token_ids)
+    return TrainingInputBatch(
+        token_columns={
+            "input_ids": torch.tensor([*prompt, *output.token_ids], dtype=torch.int32),
+            "loss_mask": torch.arange(num_tokens) >= len(prompt),
+            "rewards": torch.zeros(num_tokens),
+        },
+        row_columns={
+            "prompt_index": torch.zeros(1, dtype=torch.int32),
+            "trajectory_index": torch.zeros(1, dtype=torch.int32),
+            "step_index": torch.zeros(1, dtype=torch.int32),
+            "is_last_step": torch.ones(1, dtype=torch.bool),
+            "is_padding": torch.zeros(1, dtype=torch.bool),
+        },
+        row_offsets=offsets_of(torch.tensor([num_tokens])),
+        metadata=BatchMetadata(uids=("probe",), global_step=0, weight_version=output.weight_version),
+    )

@@ -1,0 +1,198 @@
+"""Learners on Ray actors: the same weights as in one process, whatever the strategy and the number of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
+from skyrl_train.batch.plan import BatchPlan, plan_batches
+from skyrl_train.cluster.calls import ActorError
+from skyrl_train.cluster.learners import RayLearner, start_learner
+from skyrl_train.cluster.placement import Slot
+from skyrl_train.cluster.session import RaySession
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import (
+    Config,
+    ModelConfig,
+    OptimizerConfig,
+    PlacementConfig,
+    PolicyConfig,
+    StrategyConfig,
+    TrainerConfig,
+)
+from skyrl_train.errors import DeadlineError, NonFiniteError
+from skyrl_train.interfaces import Learner
+from skyrl_train.learner.policy import build_policy_learner
+from tests.learner_cases import make_batch
+
+pytestmark = pytest.mark.cluster
+
+LENGTHS = [9, 4, 12, 7, 5, 16, 8]
+SLOT = Slot(options={"num_cpus": 1})
+
+
+def make_config(model_folder: Path, *, strategy: str = "single", silence_timeout_s: float = 60.0) -> Config:
+    return Config(
+        model=ModelConfig(path=str(model_folder)),
+        trainer=TrainerConfig(
+            total_steps=3,
+            micro_train_batch_size_per_gpu=2,
+            algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.01),
+            policy=PolicyConfig(optimizer=OptimizerConfig(lr=1e-2, max_grad_norm=0.5)),
+        ),
+        strategy=StrategyConfig(name=strategy),  # type: ignore[arg-type]
+        placement=PlacementConfig(
+            backend="ray", start_timeout_s=180.0, call_timeout_s=120.0, silence_timeout_s=silence_timeout_s
+        ),
+    )
+
+
+def make_plan(config: Config) -> BatchPlan:
+    return plan_batches(config, num_train_prompts=64)
+
+
+def mini_batch(seed: int) -> MiniBatch:
+    return close_mini_batch(
+        make_batch(LENGTHS, seed=seed, dtype=torch.float32),
+        loss_reduction="token_mean",
+        max_sequence_length_for_norm=16,
+    )
+
+
+def three_steps(learner: Learner) -> list[float]:
+    norms = []
+    for seed in range(3):
+        learner.forward_backward(mini_batch(seed))
+        norms.append(learner.optim_step()["policy/grad_norm"].value)
+    return norms
+
+
+def weights_of(learner: Learner) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in learner.weights()}
+
+
+def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert list(found) == list(expected)
+    difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
+    size = sum(float(tensor.double().square().sum()) for tensor in expected.values())
+    return (difference / size) ** 0.5
+
+
+@contextmanager
+def ray_learner(session: RaySession, config: Config, num_ranks: int) -> Iterator[RayLearner]:
+    learner = start_learner(config, make_plan(config), session, [SLOT] * num_ranks, role="policy")()
+    try:
+        yield learner
+    finally:
+        learner.close()
+
+
+@pytest.fixture(scope="module")
+def inline(model_folder: Path) -> tuple[list[float], dict[str, Tensor], Tensor]:
+    """Gradient norms and weights after three steps in this process, and the log-probabilities before them."""
+    config = make_config(model_folder)
+    learner = build_policy_learner(config, make_plan(config), role="policy")
+    scores = learner.forward(make_batch(LENGTHS))
+    return three_steps(learner), weights_of(learner), scores
+
+
+@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("fsdp2", 1), ("fsdp2", 2), ("ddp", 2)])
+def test_three_steps_give_the_weights_of_one_process(
+    session: RaySession,
+    model_folder: Path,
+    inline: tuple[list[float], dict[str, Tensor], Tensor],
+    strategy: str,
+    num_ranks: int,
+) -> None:
+    norms, weights, scores = inline
+    with ray_learner(session, make_config(model_folder, strategy=strategy), num_ranks) as learner:
+        assert torch.allclose(learner.forward(make_batch(LENGTHS)), scores, atol=1e-5)
+        assert three_steps(learner) == pytest.approx(norms, rel=1e-5)
+        difference = relative_difference(weights_of(learner), weights)
+    print(f"\nrelative difference of the weights, {strategy} x {num_ranks}: {difference:.2e}")
+    assert difference < 1e-6
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_in_this_process(
+    session: RaySession, model_folder: Path, tmp_path: Path
+) -> None:
+    config = make_config(model_folder, strategy="fsdp2")
+    with ray_learner(session, config, 2) as learner:
+        three_steps(learner)
+        learner.save(tmp_path / "two")
+        learner.forward_backward(mini_batch(7))
+        learner.optim_step()
+        expected = weights_of(learner)
+        learner.export_hf(tmp_path / "export")
+
+    def goes_on(other: Learner, folder: Path) -> float:
+        other.load(folder)
+        other.forward_backward(mini_batch(7))
+        other.optim_step()
+        return relative_difference(weights_of(other), expected)
+
+    alone = build_policy_learner(config, make_plan(config), role="policy")
+    assert goes_on(alone, tmp_path / "two") < 1e-6
+    with ray_learner(session, config, 1) as learner:
+        learner.load(tmp_path / "two")
+        learner.save(tmp_path / "one")
+        assert goes_on(learner, tmp_path / "two") < 1e-6
+    alone.load(tmp_path / "one")
+    alone.save(tmp_path / "whole")
+    with ray_learner(session, config, 2) as learner:
+        assert goes_on(learner, tmp_path / "one") < 1e-6
+        assert goes_on(learner, tmp_path / "whole") < 1e-6
+    exported = build_policy_learner(
+        replace(config, model=ModelConfig(path=str(tmp_path / "export"))), make_plan(config), role="policy"
+    )
+    assert relative_difference(weights_of(exported), expected) == 0.0
+    assert '"Qwen2ForCausalLM"' in (tmp_path / "export" / "config.json").read_text(encoding="utf-8")
+
+
+def test_one_rank_with_a_gradient_that_is_not_finite_stops_all_before_a_weight_moves(
+    session: RaySession, model_folder: Path
+) -> None:
+    with ray_learner(session, make_config(model_folder, strategy="fsdp2"), 2) as learner:
+        before = weights_of(learner)
+        bad = mini_batch(0)
+        advantages = bad.batch["advantages"].clone()
+        advantages[-1] = float("inf")
+        learner.forward_backward(
+            MiniBatch(batch=bad.batch.with_columns(advantages=advantages), denominators=bad.denominators)
+        )
+        with pytest.raises(NonFiniteError, match="No weight was changed"):
+            learner.optim_step()
+        assert relative_difference(weights_of(learner), before) == 0.0
+        learner.forward_backward(mini_batch(0))
+        learner.optim_step()
+
+
+@pytest.mark.parametrize(
+    ("send", "error", "says"),
+    [
+        (signal.SIGKILL, ActorError, "policy worker rank 1 .* died in phase score"),
+        (signal.SIGSTOP, DeadlineError, "policy worker rank 1 .* sign of life"),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_ends_the_call_with_its_name(
+    session: RaySession, model_folder: Path, send: signal.Signals, error: type[Exception], says: str
+) -> None:
+    config = make_config(model_folder, strategy="fsdp2", silence_timeout_s=5.0)
+    with ray_learner(session, config, 2) as learner:
+        identity = learner.group.actors[1].identity
+        assert identity is not None
+        os.kill(identity.pid, send)
+        started = time.monotonic()
+        with pytest.raises(error, match=says):
+            learner.forward(make_batch(LENGTHS))
+        assert time.monotonic() - started < 20.0
