@@ -60,6 +60,7 @@ class PolicyLearner:
         return self.engine.forward_backward(
             mini_batch.batch,
             lambda hidden, rows, layout: self._loss(hidden, rows, layout, mini_batch.denominators),
+            num_documents=mini_batch.denominators.num_sequences,
         )
 
     def optim_step(self) -> StepMetrics:
@@ -199,6 +200,7 @@ def build_policy_learner(
         dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
         optimizer=config.trainer.policy.optimizer if role == "policy" else None,
         total_optimizer_steps=plan.total_optimizer_steps,
+        total_documents=plan.total_documents if plan.docs_per_step else 0,
     )
     return PolicyLearner(
         engine,
