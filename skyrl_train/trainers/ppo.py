@@ -9,8 +9,6 @@ the checkpoint of its step is; a run that is killed in between repeats the step 
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from skyrl_train.algorithms.kl_controller import initial_state, next_state
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import ConfigError, NonFiniteError, Violation
+from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.interfaces import CheckpointStore, Generator, Tracker, WeightTransport
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.learning_curve import draw_learning_curve
@@ -35,6 +33,7 @@ from skyrl_train.trainers.evaluation_report import (
     read_evaluations,
     write_evaluation,
 )
+from skyrl_train.trainers.loop_parts import export_whole, is_due, naming_last_checkpoint
 from skyrl_train.trainers.resume import FRESH, Start, mark_complete
 from skyrl_train.trainers.state import DataFingerprint, TrainerState, flat_config, library_versions
 from skyrl_train.trainers.step_metrics import batch_metrics, rollout_metrics, speed_metrics, step_totals
@@ -112,7 +111,7 @@ class PPOTrainer:
             NonFiniteError: A loss or gradient is not finite; checkpoints are as they were.
         """
         config, learners = self.config, self.learners
-        with stop_on_signals() as stop, self._explained():
+        with stop_on_signals() as stop, naming_last_checkpoint(lambda: self._last_checkpoint):
             self._begin(stop)
             for step in range(self.start.global_step + 1, self.plan.total_steps + 1):
                 with self._phase("generate"):
@@ -159,7 +158,7 @@ class PPOTrainer:
         consumed = step_totals(generated.everything, batch, optimizer_steps=update.num_optimizer_steps)
         self.totals = self.totals.plus(consumed)
         last = step == self.plan.total_steps
-        evaluation = self._evaluate(step) if last or _is_due(step, self.config.trainer.eval_interval) else {}
+        evaluation = self._evaluate(step) if last or is_due(step, self.config.trainer.eval_interval) else {}
         with self._phase("log"):
             metrics = {
                 **rollout_metrics(generated.everything),
@@ -177,7 +176,7 @@ class PPOTrainer:
             if evaluation and not last:
                 self._draw()
         stopping = stop.is_set
-        if last or stopping or _is_due(step, self.config.trainer.ckpt_interval):
+        if last or stopping or is_due(step, self.config.trainer.ckpt_interval):
             self._save(step)
         if stopping:
             stop.raise_if_set(step)
@@ -195,7 +194,7 @@ class PPOTrainer:
         """What a run leaves behind at its end: the export, the curve, the table, and the mark that it is complete."""
         global_step = max(self.start.global_step, self.plan.total_steps)
         if self.config.trainer.export_hf:
-            self._export()
+            export_whole(self.learners.policy, self.folder.export)
         self._draw()
         evaluations = read_evaluations(self.folder.evaluation_file)
         if evaluations:
@@ -249,15 +248,6 @@ class PPOTrainer:
         if self.learners.critic is not None:
             self.learners.critic.load(checkpoint / "critic")
 
-    def _export(self) -> None:
-        """Replaces `export/` by a whole one."""
-        temporary = self.folder.export.with_name(".export.tmp")
-        for leftover in (temporary, self.folder.export):
-            if leftover.exists():
-                shutil.rmtree(leftover)
-        self.learners.policy.export_hf(temporary)
-        os.rename(temporary, self.folder.export)
-
     def _draw(self) -> None:
         """A picture that cannot be drawn is no reason to end a run."""
         try:
@@ -269,21 +259,6 @@ class PPOTrainer:
     def _phase(self, name: str) -> Iterator[None]:
         with self.timer.phase(name), self.console.phase(name):
             yield
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Says where a run that had to stop can go on."""
-        try:
-            yield
-        except NonFiniteError as error:
-            kept = (
-                f"The last checkpoint is {self._last_checkpoint}" if self._last_checkpoint else "There is no checkpoint"
-            )
-            raise NonFiniteError(f"{error} {kept}; it was not touched by this step.") from error
-
-
-def _is_due(step: int, interval: int) -> bool:
-    return interval > 0 and step % interval == 0
 
 
 def _fixed_reference(interval: int) -> Violation:
