@@ -143,7 +143,7 @@ def step_seconds(args: argparse.Namespace, rollouts: RolloutBatch) -> tuple[floa
     """Generation and update of the step that the controller is compared with, in seconds."""
     turns = [turn for trajectory in rollouts.trajectories for turn in trajectory.turns]
     generated = sum(len(turn.response_token_ids) for turn in turns)
-    trained = num_tokens(rollouts)
+    trained = num_tokens(rollouts, step_wise=args.step_wise)
     flops = (10 if args.reference else 8) * args.parameters * trained
     return (
         generated / (args.gpus * args.generated_tokens_per_s_per_gpu),
@@ -151,9 +151,10 @@ def step_seconds(args: argparse.Namespace, rollouts: RolloutBatch) -> tuple[floa
     )
 
 
-def num_tokens(rollouts: RolloutBatch) -> int:
-    last = [trajectory.turns[-1] for trajectory in rollouts.trajectories]
-    return sum(len(turn.prompt_token_ids) + len(turn.response_token_ids) for turn in last)
+def num_tokens(rollouts: RolloutBatch, *, step_wise: bool) -> int:
+    """Of all rows: with one row per turn, a turn's context is in each row that follows."""
+    turns = [turn for trajectory in rollouts.trajectories for turn in trajectory.turns[0 if step_wise else -1 :]]
+    return sum(len(turn.prompt_token_ids) + len(turn.response_token_ids) for turn in turns)
 
 
 def measure(
@@ -236,7 +237,8 @@ def report(
     counted_s = sum(piece.counted_s for piece in pieces)
     step_s = generation_s + update_s + counted_s
     table = Table(
-        title=f"{len(rollouts.trajectories)} sequences, {num_tokens(rollouts):,} tokens", title_justify="left"
+        title=f"{len(rollouts.trajectories)} trajectories, {num_tokens(rollouts, step_wise=args.step_wise):,} tokens",
+        title_justify="left",
     )
     table.add_column("controller")
     for name in ("seconds", "step waits", "share of step"):
