@@ -171,8 +171,8 @@ def _build_engine(
         if cluster is None:
             raise _not_available("generator.backend", "vllm", "placement=ray")
         return cluster.build_engine(stack)
-    if config.generator.backend != "hf":
-        raise _not_available("generator.backend", config.generator.backend, "generator=hf or generator=replay")
+    if config.generator.backend == "http":
+        return _build_http_engine(config, stack)
     from skyrl_train.inference.hf import HFEngine
     from skyrl_train.model.causal_lm import load_causal_lm
     from skyrl_train.weight_sync.transport import InlineTransport
@@ -182,6 +182,20 @@ def _build_engine(
     )
     stack.callback(engine.close)
     return engine, InlineTransport(engine)
+
+
+def _build_http_engine(config: Config, stack: ExitStack) -> tuple[InferenceEngine, WeightTransport]:
+    from skyrl_train.inference.http import HTTPEngine
+    from skyrl_train.inference.stop_tokens import stop_token_ids
+    from skyrl_train.weight_sync.files import FileTransport
+
+    engine = HTTPEngine(
+        config.generator.http,
+        stop_token_ids=stop_token_ids(config.model),
+        timeout_s=config.generator.request_timeout_s,
+    )
+    stack.callback(engine.close)
+    return engine, FileTransport(engine, Path(config.output_dir) / "weights")
 
 
 def build_cluster(config: Config, stack: ExitStack) -> Cluster | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_train.cluster.calls import RemoteActor
 from skyrl_train.cluster.engines import EnginePool
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Placement, num_cpus, plan_layout
@@ -53,7 +55,21 @@ class Cluster:
         for learner in learners.values():
             stack.callback(learner.close)
         self._verify_syncs(learners["policy"])
+        self._write_actors({role: learner.group.actors for role, learner in learners.items()})
         return Learners(policy=learners["policy"], reference=learners.get("reference"), critic=None)
+
+    def _write_actors(self, groups: dict[str, tuple[RemoteActor, ...]]) -> None:
+        """`actors.json`: where each process is, for whoever looks after the run."""
+        if self._transport is not None:
+            self._transport.pool.wait_ready()
+            groups = {**groups, "engine": tuple(self._transport.pool.actors)}
+        content = {
+            role: [vars(actor.identity) for actor in actors if actor.identity is not None]
+            for role, actors in groups.items()
+        }
+        (Path(self.config.output_dir) / "actors.json").write_text(
+            json.dumps(content, indent=1) + "\n", encoding="utf-8"
+        )
 
     def _verify_syncs(self, policy: Learner) -> None:
         if self._transport is not None and self.config.generator.verify_weight_sync:

@@ -6,6 +6,9 @@ that works is left in peace until the call's own deadline; one that is gone, sto
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -94,9 +97,21 @@ def node_address() -> str:
 
 
 def kill(actors: Sequence[RemoteActor]) -> None:
-    """Ends them at once, whatever they do."""
+    """Ends them at once, whatever they do. Ray only asks, which a stopped process does not hear: where it is on this
+    machine the kernel tells it."""
     for actor in actors:
         ray.kill(actor.handle, no_restart=True)
+        if actor.log_folder is not None and actor.identity is not None and _is_ray_worker(actor.identity.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(actor.identity.pid, signal.SIGKILL)
+
+
+def _is_ray_worker(pid: int) -> bool:
+    """Whether the process that has this number now is one of Ray's."""
+    try:
+        return b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 class Watch:

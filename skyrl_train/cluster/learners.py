@@ -181,7 +181,7 @@ def start_learner(
         try:
             for actor, identity in zip(actors, group.call("identify", "start")):
                 actor.identity = identity
-            group.call("start", "start", each=_rendezvous(config, group))
+            group.call("start", "start", each=_rendezvous(config, group, session))
         except BaseException:
             with suppress(SkyrlTrainError):
                 group.close()
@@ -191,10 +191,11 @@ def start_learner(
     return wait
 
 
-def _rendezvous(config: Config, group: WorkerGroup) -> list[Rendezvous]:
+def _rendezvous(config: Config, group: WorkerGroup, session: RaySession) -> list[Rendezvous]:
     nodes = {actor.identity.node for actor in group.actors if actor.identity is not None}
     if len(nodes) == 1:
-        init_method = f"file://{tempfile.gettempdir()}/skyrl-ranks-{uuid.uuid4().hex}"
+        # In the session's folder, which is removed with it; a cluster that was joined has none on this machine.
+        init_method = f"file://{session.folder or tempfile.gettempdir()}/skyrl-ranks-{uuid.uuid4().hex}"
     else:
         port = group.call("free_port", "start")[0]
         first = group.actors[0].identity

@@ -45,16 +45,17 @@ class RaySession:
         if ray.is_initialized():
             raise SkyrlTrainError("this process is already connected to Ray; call ray.shutdown() before starting a run")
         self.is_local = not placement.ray_address
-        self._folder: Path | None = None
+        self.folder: Path | None = None
+        """Of a session of this machine."""
         options: dict[str, Any] = {"namespace": name, "log_to_driver": False, "logging_level": logging.ERROR}
         if self.is_local:
             _stay_on_loopback()
-            self._folder = Path(tempfile.mkdtemp(prefix="skyrl-ray-"))
+            self.folder = Path(tempfile.mkdtemp(prefix="skyrl-ray-"))
             options |= {
                 "num_cpus": num_cpus,
                 "include_dashboard": False,
                 "object_store_memory": _OBJECT_STORE_BYTES,
-                "_temp_dir": str(self._folder),
+                "_temp_dir": str(self.folder),
                 "_node_ip_address": "127.0.0.1",
             }
         else:
@@ -80,8 +81,8 @@ class RaySession:
     @property
     def log_folder(self) -> Path | None:
         """Where the workers of this node write, if that is on this machine."""
-        if self._folder is not None:
-            return self._folder / "session_latest" / "logs"
+        if self.folder is not None:
+            return self.folder / "session_latest" / "logs"
         return None
 
     @staticmethod
@@ -108,9 +109,9 @@ class RaySession:
                 # The processes of a local session end with this one: the kernel ties them to it.
                 logging.getLogger(__name__).warning("Ray did not stop within %g s", _STOP_TIMEOUT_S)
         self._thread.end()
-        if self._folder is not None:
-            _remove(self._folder)
-            self._folder = None
+        if self.folder is not None:
+            _remove(self.folder)
+            self.folder = None
 
 
 def _remove(folder: Path) -> None:

@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from skyrl_train.cluster.calls import Answer, RemoteActor
 from skyrl_train.cluster.engines import EnginePool
 from skyrl_train.cluster.learners import WorkerWeights
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync.buckets import BUCKET_BYTES, pack_bucket
+from skyrl_train.weight_sync.buckets import in_buckets
 
 Verify = Callable[[int], float]
 """Compares engines with the trainer after a sync to that version: the largest difference found."""
@@ -124,13 +123,5 @@ def packed_by_workers(weights: WorkerWeights) -> Iterator[Packed]:
 
 def packed_here(weights: Iterator[tuple[str, Tensor]]) -> Iterator[Packed]:
     """Buckets of weights that this process holds, e.g. of a checkpoint."""
-    total = 0
-
-    def number(entry: tuple[str, Tensor]) -> int:
-        nonlocal total
-        total += entry[1].numel() * entry[1].element_size()
-        return total // BUCKET_BYTES
-
-    for _, group in groupby(weights, key=number):
-        bucket = pack_bucket(group)
+    for bucket in in_buckets(weights):
         yield Packed(ref=ray.put(Answer(value=bucket)), num_tensors=len(bucket.names), num_bytes=len(bucket.data))

@@ -27,7 +27,9 @@ class FolderCheckpointStore:
     def find(self, path: Path) -> Path:
         """The checkpoint at `path`, or the newest whole one of the run whose output folder (or `checkpoints/`) it is."""
         if not path.is_dir():
-            raise CheckpointError(f"trainer.resume_path={path} is not a folder. Give a run's output folder or a checkpoint")
+            raise CheckpointError(
+                f"trainer.resume_path={path} is not a folder. Give a run's output folder or a checkpoint"
+            )
         for root in (path / "checkpoints", path):
             if root.is_dir() and (found := latest_checkpoint(root)) is not None:
                 return found

@@ -34,7 +34,7 @@ def shard_model(model: PreTrainedModel, *, device: torch.device, dtype: torch.dt
     )
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
-    full = model.state_dict() if dist.get_rank() == 0 else {}
+    full: dict[str, Any] = model.state_dict() if dist.get_rank() == 0 else {}
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -66,7 +66,7 @@ def _compute(self: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: AR
     return function()
 
 
-def _receive_from_rank_0(model: PreTrainedModel, full: dict[str, torch.Tensor], *, cpu_offload: bool) -> None:
+def _receive_from_rank_0(model: PreTrainedModel, full: dict[str, Any], *, cpu_offload: bool) -> None:
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
     set_model_state_dict(

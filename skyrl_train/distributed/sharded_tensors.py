@@ -24,18 +24,19 @@ def is_sharded(folder: Path) -> bool:
 
 def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """All ranks call it with the same names. Raises what torch raises where the disk refuses."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    writer = dcp.FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False, overwrite=True)
-    dcp.save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+    writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False, overwrite=True)
+    save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
 
 
 def describe_tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Type and whole shape of every tensor there."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    entries = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     return {
         name: (entry.properties.dtype, tuple(entry.size))
         for name, entry in entries.items()
@@ -45,9 +46,10 @@ def describe_tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ..
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
     """Fills the tensors of `into`, sharded or whole, each with what this rank holds of it. All ranks call it."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
-    dcp.load(dict(into), storage_reader=dcp.FileSystemReader(str(folder)), no_dist=not dist.is_initialized())
+    load(dict(into), storage_reader=FileSystemReader(str(folder)), no_dist=not dist.is_initialized())
 
 
 def laid_out_like(whole: Tensor, target: Tensor) -> Tensor:

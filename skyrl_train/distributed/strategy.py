@@ -125,7 +125,7 @@ class Replicated:
         for bucket in _buckets(gradients):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
             dist.all_reduce(flat, op=dist.ReduceOp.SUM)
-            for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket])):
+            for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket])):
                 gradient.copy_(part.view_as(gradient))
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:

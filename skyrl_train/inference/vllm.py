@@ -41,6 +41,7 @@ class EngineSettings:
 
 def engine_settings(config: Config) -> EngineSettings:
     """From the configuration. Raises ModelError where there is no such model."""
+    from skyrl_train.inference.stop_tokens import stop_token_ids
     from skyrl_train.model.causal_lm import resolve_model_path
 
     gpu = config.platform.name == "gpu"
@@ -77,7 +78,7 @@ def engine_settings(config: Config) -> EngineSettings:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    return EngineSettings(arguments=arguments, stop_token_ids=_stop_token_ids(config, folder), environment=environment)
+    return EngineSettings(arguments=arguments, stop_token_ids=stop_token_ids(config.model), environment=environment)
 
 
 def logprobs_mode(temperature: float) -> str:
@@ -298,17 +299,3 @@ def _tokenizer_folder(config: Config) -> str | None:
 
     path = config.model.tokenizer_path
     return None if path is None else str(resolve_model_path(path))
-
-
-def _stop_token_ids(config: Config, folder: str) -> tuple[int, ...]:
-    """Every token that ends a response, by the model's generation config and by the tokenizer: as `generator=hf` does."""
-    from transformers import GenerationConfig
-
-    from skyrl_train.model.causal_lm import load_tokenizer
-
-    try:
-        listed = GenerationConfig.from_pretrained(folder).eos_token_id
-    except OSError:
-        listed = None
-    ids = {load_tokenizer(config.model).eos_token_id} | (set(listed) if isinstance(listed, list) else {listed})
-    return tuple(sorted(token_id for token_id in ids if token_id is not None))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
@@ -18,22 +19,23 @@ BACKEND = "skyrl_train_buckets"
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Nothing has to be agreed on."""
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """The fields of a `Bucket`."""
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """The fields of a `Bucket`; its bytes in `data`, or in the file `path` where they came over HTTP."""
 
     names: Any
     dtypes: Any
     shapes: Any
-    data: Any
     checksum: int
+    data: Any = None
+    path: str = ""
 
 
-class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """Loads buckets through the model's own `load_weights`, layer by layer."""
 
     init_info_cls = InitInfo
@@ -60,7 +62,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             names=tuple(update_info.names),
             dtypes=tuple(update_info.dtypes),
             shapes=tuple(tuple(shape) for shape in update_info.shapes),
-            data=update_info.data,
+            data=np.fromfile(update_info.path, dtype=np.uint8) if update_info.path else update_info.data,
             checksum=update_info.checksum,
         )
         self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in unpack_bucket(bucket)])

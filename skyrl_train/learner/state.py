@@ -146,8 +146,10 @@ def _read_sharded(
         for name, (dtype, shape) in facts.items():
             if name.startswith(_OPTIMIZER_PREFIX):
                 owner = model.get(name.removeprefix(_OPTIMIZER_PREFIX).partition(".")[2])
-                whole = owner is None or tuple(owner.shape) != shape
-                into[name] = torch.empty(shape, dtype=dtype) if whole else torch.empty_like(owner, dtype=dtype)
+                if owner is not None and tuple(owner.shape) == shape:
+                    into[name] = torch.empty_like(owner, dtype=dtype)
+                else:
+                    into[name] = torch.empty(shape, dtype=dtype)
     read_tensors(folder, into)
     return (
         {name.removeprefix(_MODEL_PREFIX): into[name] for name in into if name.startswith(_MODEL_PREFIX)},

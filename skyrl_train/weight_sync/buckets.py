@@ -8,6 +8,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -82,6 +83,19 @@ def bucket_names(sizes: Sequence[tuple[str, int]], limit_bytes: int = BUCKET_BYT
         buckets[-1].append(name)
         total += num_bytes
     return [tuple(bucket) for bucket in buckets]
+
+
+def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
+    """All of them, about `BUCKET_BYTES` at a time."""
+    total = 0
+
+    def number(entry: tuple[str, Tensor]) -> int:
+        nonlocal total
+        total += entry[1].numel() * entry[1].element_size()
+        return total // BUCKET_BYTES
+
+    for _, group in groupby(weights, key=number):
+        yield pack_bucket(group)
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[list[int], int]:

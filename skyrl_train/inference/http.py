@@ -1,0 +1,169 @@
+"""`HTTPEngine`: a server with vLLM's OpenAI-compatible interface. Token ids in, token ids and log-probabilities out.
+
+Start the server with the trainer's weight-transfer backend, so that it takes new weights (docs/distributed.md):
+
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model FOLDER --host 127.0.0.1 \\
+        --worker-extension-cls skyrl_train.inference.vllm_worker.WorkerExtension \\
+        --weight-transfer-config '{"backend": "skyrl_train_buckets"}' ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
+
+if TYPE_CHECKING:
+    from skyrl_train.config.schema import HTTPConfig
+
+_RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
+_FIRST_PAUSE_S = 0.5
+_CONNECT_TIMEOUT_S = 10.0
+_MAX_CONNECTIONS = 512
+
+
+class HTTPEngine:
+    """Implements `InferenceEngine`. `generate` is used from one event loop."""
+
+    def __init__(
+        self,
+        options: HTTPConfig,
+        *,
+        stop_token_ids: tuple[int, ...],
+        timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+        control_transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """Asks the server for its model unless `options.model` names one.
+
+        Args:
+            options: Where the server is.
+            stop_token_ids: Tokens that end a response.
+            timeout_s: Deadline of one request, and of one step of a weight update.
+            transport: For tests; the network unless given.
+            control_transport: The same for what is not generation.
+
+        Raises EngineError where the server does not answer or refuses the token.
+        """
+        self._options, self._stop_token_ids, self._timeout_s = options, stop_token_ids, timeout_s
+        token = os.environ.get(options.api_key_env, "")
+        common: dict[str, Any] = {
+            "base_url": options.url,
+            "headers": {"Authorization": f"Bearer {token}"} if token else {},
+            "timeout": httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
+        }
+        limits = httpx.Limits(max_connections=_MAX_CONNECTIONS)
+        self._client = httpx.AsyncClient(**common, limits=limits, transport=transport)
+        self._control = httpx.Client(**common, transport=control_transport)
+        self._version = -1
+        self._model = options.model or str(self.control("GET", "/v1/models")["data"][0]["id"])
+
+    @property
+    def weight_version(self) -> int:
+        """Of the last update that the server confirmed."""
+        return self._version
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[None]:
+        """The server batches as requests come."""
+        yield
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Tries again, with growing pauses, what the server did not answer or answered with a passing error: the seed
+        makes the same tokens. Raises EngineError, DeadlineError."""
+        version, failure = self._version, ""
+        for attempt in range(self._options.max_retries + 1):
+            if attempt:
+                await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
+            try:
+                response = await self._client.post("/v1/completions", json=self._body(request))
+            except httpx.TimeoutException:
+                raise DeadlineError(f"{self._options.url}, request {request.request_id}", self._timeout_s) from None
+            except httpx.TransportError as error:
+                failure = f"{type(error).__name__}: {error}"
+                continue
+            if response.status_code == 200:
+                return _output(response.json(), request, version)
+            failure = f"status {response.status_code}: {response.text[:300]}"
+            if response.status_code not in _RETRY_STATUS:
+                break
+        raise EngineError(f"{self._options.url}, request {request.request_id}: {failure}")
+
+    def control(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """One call beside generation, e.g. of a weight update. Raises EngineError, DeadlineError."""
+        try:
+            response = self._control.request(method, path, json=body)
+        except httpx.TimeoutException:
+            raise DeadlineError(f"{self._options.url}{path}", self._timeout_s) from None
+        except httpx.TransportError as error:
+            raise EngineError(
+                f"{self._options.url}{path}: {type(error).__name__}: {error}. Is the server up?"
+            ) from error
+        if response.status_code in (401, 403):
+            raise EngineError(
+                f"{self._options.url} refuses the token; put the server's in the environment variable "
+                f"{self._options.api_key_env} (generator.http.api_key_env)"
+            )
+        if response.status_code == 404:
+            raise EngineError(
+                f"{self._options.url} has no {path}. Weight updates need VLLM_SERVER_DEV_MODE=1 in the server's environment"
+            )
+        if response.status_code != 200:
+            raise EngineError(f"{self._options.url}{path}: status {response.status_code}: {response.text[:300]}")
+        return response.json() if response.content else None
+
+    def confirm_version(self, version: int) -> None:
+        """Raises EngineError unless the server says that it serves these weights."""
+        found = self.control("GET", "/weight_info")["weight_version"]
+        if str(found) != str(version):
+            raise EngineError(f"{self._options.url} serves weights {found!r} after a sync to version {version}")
+        self._version = version
+
+    def close(self) -> None:
+        """Closes the connections; the server goes on."""
+        self._control.close()
+
+    def _body(self, request: GenerationRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        return {
+            "model": self._model,
+            "prompt": list(request.prompt_token_ids),
+            "max_tokens": sampling.max_generate_length,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": request.seed,
+            "stop": list(sampling.stop) or None,
+            "include_stop_str_in_output": True,
+            "stop_token_ids": list(self._stop_token_ids),
+            "logprobs": 0,
+            "return_token_ids": True,
+            "request_id": request.request_id,
+        }
+
+
+def _output(body: Any, request: GenerationRequest, version: int) -> GenerationOutput:
+    """Raises EngineError where the answer lacks token ids or log-probabilities."""
+    try:
+        choice = body["choices"][0]
+        token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        reason = {"stop": StopReason.STOP, "length": StopReason.LENGTH}.get(choice["finish_reason"], StopReason.ABORT)
+        return GenerationOutput(
+            token_ids=tuple(map(int, token_ids)),
+            logprobs=tuple(map(float, logprobs)),
+            stop_reason=reason,
+            weight_version=version,
+        )
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise EngineError(
+            f"request {request.request_id}: the server's answer has no token ids or log-probabilities "
+            f"({type(error).__name__}: {error}). It must be vLLM 0.32 or one that understands `return_token_ids`"
+        ) from error

@@ -1,0 +1,169 @@
+"""A real vLLM engine on the CPU, and each way in which one goes wrong without an error."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.config.schema import Config, GeneratorConfig, SamplingConfig
+from skyrl_train.errors import EngineError
+from skyrl_train.inference.vllm import VLLMEngine, engine_settings
+from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
+from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
+from skyrl_train.weight_sync.buckets import Bucket, in_buckets, pack_bucket
+
+pytestmark = pytest.mark.cluster
+
+CONFIG = Config()
+LONG_PROMPT = tuple(5 + index % 50 for index in range(200))
+"""More than one block of the prefix cache (128 tokens)."""
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[VLLMEngine]:
+    opened = VLLMEngine(engine_settings(CONFIG))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def hot_engine() -> Iterator[VLLMEngine]:
+    """At temperature 1.3, for which vLLM is asked for other log-probabilities."""
+    config = replace(CONFIG, generator=GeneratorConfig(sampling=SamplingConfig(temperature=1.3)))
+    opened = VLLMEngine(engine_settings(config))
+    yield opened
+    opened.close()
+
+
+def trained_weights(seed: int) -> dict[str, Tensor]:
+    """The model's own, moved by as much as a long training would."""
+    generator = torch.Generator().manual_seed(seed)
+    with quiet_transformers():
+        model = load_causal_lm(CONFIG.model, "cpu")
+    return {
+        name: parameter.detach() + 0.02 * torch.randn(parameter.shape, generator=generator)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def request(
+    name: str, prompt: tuple[int, ...] = LONG_PROMPT, *, seed: int = 1, temperature: float = 1.0, **sampling: object
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling=SamplingParams(temperature=temperature, max_generate_length=12, **sampling),  # type: ignore[arg-type]
+        seed=seed,
+    )
+
+
+def expected_logprobs(
+    weights: Mapping[str, Tensor] | None, prompt: tuple[int, ...], output: GenerationOutput, temperature: float = 1.0
+) -> Tensor:
+    """Of the sampled tokens under the Hugging Face model with these weights."""
+    model = load_causal_lm(CONFIG.model, "cpu")
+    if weights is not None:
+        model.load_state_dict(dict(weights), strict=False)
+        model.tie_weights()
+    ids = torch.tensor([[*prompt, *output.token_ids]])
+    with torch.no_grad():
+        scores = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float() / temperature, dim=-1)
+    return scores[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+
+
+def sync(engine: VLLMEngine, weights: Mapping[str, Tensor], version: int) -> int:
+    engine.begin_update()
+    for bucket in in_buckets(iter(weights.items())):
+        engine.update(bucket)
+    return engine.finish_update(version, len(weights))
+
+
+def largest_difference(output: GenerationOutput, expected: Tensor) -> float:
+    return float((torch.tensor(output.logprobs) - expected).abs().max())
+
+
+def test_log_probabilities_agree_with_the_trainers_model_in_float32(engine: VLLMEngine) -> None:
+    output = engine.generate(request("agree")).result(60)
+    assert largest_difference(output, expected_logprobs(None, LONG_PROMPT, output)) < 1e-4
+
+
+def test_after_an_update_neither_the_tied_head_nor_the_prefix_cache_is_stale(engine: VLLMEngine) -> None:
+    engine.generate(request("fills-the-cache")).result(60)
+    weights = trained_weights(1)
+    assert sync(engine, weights, 7) == 7
+    output = engine.generate(request("after-update")).result(60)
+    assert output.weight_version == 7
+    assert largest_difference(output, expected_logprobs(weights, LONG_PROMPT, output)) < 1e-4
+
+
+def test_updating_back_gives_the_old_tokens_again(engine: VLLMEngine) -> None:
+    first, other = trained_weights(2), trained_weights(3)
+    sync(engine, first, 8)
+    before = engine.generate(request("before")).result(60)
+    sync(engine, other, 9)
+    between = engine.generate(request("between")).result(60)
+    sync(engine, first, 10)
+    after = engine.generate(request("after")).result(60)
+    assert after.token_ids == before.token_ids
+    assert between.logprobs != before.logprobs
+
+
+def test_many_seeded_prompts_at_once_do_not_break_it_and_answer_as_if_alone(engine: VLLMEngine) -> None:
+    prompts = [tuple(5 + (index + shift) % 50 for index in range(200)) for shift in range(40)]
+    futures = [engine.generate(request(f"many-{n}", prompt, seed=n)) for n, prompt in enumerate(prompts)]
+    together = [future.result(120) for future in futures]
+    alone = engine.generate(request("alone", prompts[17], seed=17)).result(60)
+    assert alone.token_ids == together[17].token_ids
+
+
+def test_requests_during_an_update_wait_for_the_new_weights(engine: VLLMEngine) -> None:
+    weights = trained_weights(4)
+    engine.begin_update()
+    held = engine.generate(request("held"))
+    for bucket in in_buckets(iter(weights.items())):
+        engine.update(bucket)
+    assert not held.done()
+    engine.finish_update(11, len(weights))
+    output = held.result(60)
+    assert output.weight_version == 11
+    assert largest_difference(output, expected_logprobs(weights, LONG_PROMPT, output)) < 1e-4
+
+
+def test_an_aborted_request_ends_and_the_others_do_not(engine: VLLMEngine) -> None:
+    doomed, other = engine.generate(request("doomed")), engine.generate(request("other", seed=2))
+    engine.abort("doomed")
+    assert doomed.result(60).stop_reason.value in ("abort", "stop", "length")
+    assert other.result(60).stop_reason.value in ("stop", "length")
+
+
+def test_log_probabilities_at_another_temperature_are_those_that_were_sampled_from(hot_engine: VLLMEngine) -> None:
+    output = hot_engine.generate(request("hot", temperature=1.3)).result(60)
+    assert largest_difference(output, expected_logprobs(None, LONG_PROMPT, output, temperature=1.3)) < 1e-4
+
+
+def test_a_damaged_or_incomplete_update_leaves_an_engine_that_refuses(hot_engine: VLLMEngine) -> None:
+    whole = pack_bucket(iter(trained_weights(5).items()))
+    damaged = whole.data.copy()
+    damaged[100] ^= 1
+    hot_engine.begin_update()
+    with pytest.raises(EngineError, match="checksum"):
+        hot_engine.update(Bucket(**{**whole.fields(), "data": damaged}))
+    with pytest.raises(EngineError, match="half-way"):
+        hot_engine.generate(request("refused")).result(60)
+
+
+def test_engines_compute_on_few_threads() -> None:
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    assert torch.get_num_threads() == 1
+
+
+def test_chunked_prefill_is_off_on_a_cpu_and_a_prompt_fits_one_step() -> None:
+    arguments = engine_settings(CONFIG).arguments
+    assert arguments["enable_chunked_prefill"] is False
+    assert arguments["max_num_batched_tokens"] >= arguments["max_model_len"]
+    assert arguments["dtype"] == "float32"

@@ -1,0 +1,143 @@
+"""What a user sees when a process of a distributed run is killed or stops answering.
+
+    python tests/reliability/cluster_failures.py OUTPUT_FOLDER [CASE ...]
+
+Runs the trainer on Ray with a policy worker, a reference worker and a vLLM engine, once per case; sends the signal in the
+second step, a moment after the phase began; prints a table: how the run ended, after how many seconds, what it said last,
+and how many of its processes were left. A case is ROLE-SIGNAL-PHASE, e.g. `policy-KILL-update`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+CASES = tuple(
+    f"{role}-{name}-{phase}"
+    for role, phases in (
+        ("policy", ("score", "update", "sync")),
+        ("reference", ("score",)),
+        ("engine", ("generate", "sync")),
+    )
+    for name in ("KILL", "STOP")
+    for phase in phases
+)
+OVERRIDES = (
+    "+experiment=gsm8k_multiturn",
+    "placement.backend=ray",
+    "strategy=fsdp2",
+    "generator=vllm",
+    "trainer.algorithm.kl_loss_coef=0.01",
+    "trainer.total_steps=3",
+    "trainer.train_batch_size=16",
+    "trainer.policy_mini_batch_size=16",
+    "trainer.critic_mini_batch_size=16",
+    "data.validation=[]",
+    "trainer.export_hf=false",
+    "placement.silence_timeout_s=5",
+)
+CASE_TIMEOUT_S = 400.0
+DELAY_S = {"generate": 0.3, "score": 0.1, "update": 0.3, "sync": 0.0}
+
+
+def run_case(case: str, folder: Path) -> None:
+    """Inside the child: the trainer, with the signal sent when the phase of the second step begins."""
+    from skyrl_train.trainers import steps
+
+    role, name, phase = case.split("-")
+    original = getattr(steps, phase)
+    # The first sync is the one before the first step.
+    strike_at = 3 if phase == "sync" else 2
+    calls = 0
+
+    def strike() -> None:
+        pid = json.loads((folder / "actors.json").read_text(encoding="utf-8"))[role][0]["pid"]
+        (folder / "descendants.json").write_text(json.dumps(descendants(os.getpid())), encoding="utf-8")
+        os.kill(pid, getattr(signal, f"SIG{name}"))
+        (folder / "struck").write_text(str(time.time()), encoding="utf-8")
+
+    def wrapped(*args: object, **kwargs: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == strike_at:
+            if DELAY_S[phase]:
+                threading.Timer(DELAY_S[phase], strike).start()
+            else:
+                strike()
+        return original(*args, **kwargs)
+
+    setattr(steps, phase, wrapped)
+    sys.argv = ["skyrl-train", *OVERRIDES, f"hydra.run.dir={folder}"]
+    from skyrl_train.main import main
+
+    main()
+
+
+def descendants(root: int) -> list[int]:
+    """Every process that stems from `root`."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            except (OSError, ValueError, IndexError):
+                continue
+    found = [root]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found[1:]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def judge(case: str, folder: Path) -> list[str]:
+    """One line of the table."""
+    folder.mkdir(parents=True)
+    log = folder / "child.log"
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", case, str(folder)]
+    with log.open("w", encoding="utf-8") as file:
+        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = str(child.wait(CASE_TIMEOUT_S))
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            status = "HUNG"
+    ended = time.time()
+    if not (folder / "struck").exists():
+        return [case, status, "-", "the phase was not reached", "-"]
+    seconds = ended - float((folder / "struck").read_text(encoding="utf-8"))
+    time.sleep(1.0)
+    left = sum(map(is_running, json.loads((folder / "descendants.json").read_text(encoding="utf-8"))))
+    return [case, status, f"{seconds:.1f}", says(log), str(left)]
+
+
+def says(log: Path) -> str:
+    """The line that tells the user what happened."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    telling = [line for line in lines if "Error: " in line or "died" in line or "sign of life" in line]
+    return (telling[0] if telling else lines[-1] if lines else "")[:160]
+
+
+def main() -> None:
+    if sys.argv[1] == "--child":
+        run_case(sys.argv[2], Path(sys.argv[3]))
+        return
+    root = Path(sys.argv[1])
+    print("| case | exit status | seconds | what the user reads | processes left |\n|---|---|---|---|---|", flush=True)
+    for case in sys.argv[2:] or CASES:
+        print("| " + " | ".join(judge(case, root / case)) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
