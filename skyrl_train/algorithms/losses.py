@@ -36,6 +36,15 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 }
 
 
+TOKENWISE_LOSSES = frozenset(POLICY_LOSSES) - {"gspo", "clip_cov", "kl_cov"}
+"""Losses in which a token's loss reads nothing of its row's other tokens."""
+
+
+def is_tokenwise(config: AlgorithmConfig) -> bool:
+    """Whether the configured loss of a token is a function of that token alone."""
+    return config.policy_loss in TOKENWISE_LOSSES and not config.off_policy.enabled
+
+
 def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """The configured loss, times the weights of `trainer.algorithm.off_policy` where they are on.
 

@@ -267,8 +267,8 @@ class TrainerConfig:
     max_tokens_per_forward_microbatch: PositiveInt = 16384
     """The same for forward-only passes."""
     layout: LayoutChoice = "padded"
-    """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the cheapest
-    for each step. Changes speed and memory, never the gradient."""
+    """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the
+    cheapest for each step. Changes speed and memory, never the gradient."""
     docs_per_step: NonNegativeInt = 0
     """Close an optimizer step at so many rollouts instead of at a fixed number of prompts; 0 is off."""
     docs_per_step_exact: bool = False

@@ -5,8 +5,8 @@ loss = sum over tokens of loss_weight * (policy_loss + kl_loss_coef * KL(policy 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.kl import token_kl
-from skyrl_train.algorithms.losses import POLICY_LOSSES, policy_loss
+from skyrl_train.algorithms.losses import POLICY_LOSSES, is_tokenwise, policy_loss
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
@@ -26,7 +26,7 @@ from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, output_head, quiet_transformers
 from skyrl_train.model.layouts import supported_layout
-from skyrl_train.model.logprobs import TokenScores, score_tokens
+from skyrl_train.model.logprobs import LossOfTokens, TokenScores, score_tokens
 from skyrl_train.registry import resolve
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics
 
@@ -43,7 +43,9 @@ class PolicyLearner:
         self.engine = engine
         self._model_config = model
         self._algorithm = algorithm
-        resolve(algorithm.policy_loss, POLICY_LOSSES, field="trainer.algorithm.policy_loss")  # refused before any rollout
+        resolve(
+            algorithm.policy_loss, POLICY_LOSSES, field="trainer.algorithm.policy_loss"
+        )  # refused before any rollout
         self._temperature = temperature if temperature > 0 else 1.0
         """Rollouts are sampled from softmax(logits / temperature), so that is the policy whose probabilities count;
         greedy sampling has no such distribution and is scored at 1."""
@@ -97,7 +99,15 @@ class PolicyLearner:
     def close(self) -> None:
         """Nothing to release: memory goes with the object."""
 
-    def _scores(self, hidden: Tensor, rows: TrainingInputBatch, layout: Layout, *, with_entropy: bool) -> TokenScores:
+    def _scores(
+        self,
+        hidden: Tensor,
+        rows: TrainingInputBatch,
+        layout: Layout,
+        *,
+        with_entropy: bool,
+        loss_of_tokens: LossOfTokens | None = None,
+    ) -> TokenScores:
         return score_tokens(
             hidden,
             rows,
@@ -106,6 +116,7 @@ class PolicyLearner:
             temperature=self._temperature,
             with_entropy=with_entropy,
             compute_dtype=None if self.engine.dtype == torch.float32 else self.engine.dtype,
+            loss_of_tokens=loss_of_tokens,
         )
 
     def _loss(
@@ -116,37 +127,60 @@ class PolicyLearner:
         `loss/*` are means whose weight is the rows' share of the step's tokens: they add up to the step's loss over
         micro-batches and ranks, and average over optimizer steps.
         """
-        mask = rows.padded("loss_mask")
-        scores = self._scores(hidden, rows, layout, with_entropy=True)
-        logprobs, entropy = scores.logprobs, scores.entropy
-        inputs = PolicyLossInputs(
-            logprobs=logprobs,
-            old_logprobs=_column(rows, "old_logprobs", logprobs),
-            advantages=_column(rows, "advantages", torch.zeros_like(logprobs)),
-            loss_mask=mask,
-            rollout_logprobs=rows.padded("rollout_logprobs").to(logprobs.dtype) if "rollout_logprobs" in rows else None,
+
+        def loss_of_tokens(places: Tensor, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            columns = {name: column[places].unsqueeze(0) for name, column in rows.token_columns.items()}
+            return self._terms(columns, logprobs.unsqueeze(0), entropy.unsqueeze(0)).total
+
+        scores = self._scores(
+            hidden,
+            rows,
+            layout,
+            with_entropy=True,
+            loss_of_tokens=loss_of_tokens if is_tokenwise(self._algorithm) else None,
         )
-        output = policy_loss(inputs, self._algorithm)
-        weights = rows.padded("loss_weights")
-        terms = {"policy": (weights * output.token_losses).sum()}
-        loss = terms["policy"]
-        if self._algorithm.kl_loss_coef:
-            token_kls = token_kl(self._algorithm.kl_estimator, logprobs, rows.padded("ref_logprobs"), mask)
-            terms["kl"] = (weights * token_kls).sum()
-            loss = loss + self._algorithm.kl_loss_coef * terms["kl"]
-        if self._algorithm.entropy_coef:
-            terms["entropy"] = (weights * entropy).sum()
-            loss = loss - self._algorithm.entropy_coef * terms["entropy"]
-        terms["total"] = loss
-        num_tokens = float(mask.sum())
+        terms = self._terms({name: rows.padded(name) for name in rows.token_columns}, scores.logprobs, scores.entropy)
+        num_tokens = float(rows["loss_mask"].sum())
         share = num_tokens / max(1, denominators.num_tokens)
         metrics: StepMetrics = {
-            **{f"loss/{name}": Mean(float(term.detach()), share) for name, term in terms.items()},
-            "policy/entropy": Mean(float(entropy.detach().sum()), num_tokens),
-            **_rollout_difference(inputs),
-            **output.metrics,
+            **{f"loss/{name}": Mean(float(term.detach()), share) for name, term in terms.parts.items()},
+            "loss/total": Mean(float(terms.total.detach()), share),
+            "policy/entropy": Mean(float(scores.entropy.detach().sum()), num_tokens),
+            **_rollout_difference(terms.inputs),
+            **terms.metrics,
         }
-        return loss, metrics
+        return terms.total, metrics
+
+    def _terms(self, columns: Mapping[str, Tensor], logprobs: Tensor, entropy: Tensor) -> _Terms:
+        """The loss of `[rows, len]` tokens and its parts, from their columns of the same shape."""
+        algorithm, mask, weights = self._algorithm, columns["loss_mask"], columns["loss_weights"]
+        inputs = PolicyLossInputs(
+            logprobs=logprobs,
+            old_logprobs=_column(columns, "old_logprobs", logprobs),
+            advantages=_column(columns, "advantages", torch.zeros_like(logprobs)),
+            loss_mask=mask,
+            rollout_logprobs=columns["rollout_logprobs"].to(logprobs.dtype) if "rollout_logprobs" in columns else None,
+        )
+        output = policy_loss(inputs, algorithm)
+        parts = {"policy": (weights * output.token_losses).sum()}
+        total = parts["policy"]
+        if algorithm.kl_loss_coef:
+            token_kls = token_kl(algorithm.kl_estimator, logprobs, columns["ref_logprobs"], mask)
+            parts["kl"] = (weights * token_kls).sum()
+            total = total + algorithm.kl_loss_coef * parts["kl"]
+        if algorithm.entropy_coef:
+            parts["entropy"] = (weights * entropy).sum()
+            total = total - algorithm.entropy_coef * parts["entropy"]
+        return _Terms(total=total, parts=parts, inputs=inputs, metrics=output.metrics)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Terms:
+    total: Tensor
+    parts: dict[str, Tensor]
+    """Without their coefficients."""
+    inputs: PolicyLossInputs
+    metrics: StepMetrics
 
 
 def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
@@ -160,9 +194,10 @@ def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
     }
 
 
-def _column(rows: TrainingInputBatch, name: str, default: Tensor) -> Tensor:
-    """`[rows, len]` in the type of `default`, which stands in for a column that the loss does not read."""
-    return rows.padded(name).to(default.dtype) if name in rows else default.detach()
+def _column(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor:
+    """In the type of `default`, which stands in for a column that is not there: one that the loss does not read, or the
+    old log-probabilities of an update that is on-policy by construction."""
+    return columns[name].to(default.dtype) if name in columns else default.detach()
 
 
 def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> None:

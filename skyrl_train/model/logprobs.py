@@ -6,12 +6,14 @@ with logits `z = head(hidden[t - 1]) / temperature`:
     logprob_t = z[token_t] - logsumexp(z)          d logprob / d z = onehot(token_t) - p
     entropy_t = logsumexp(z) - sum(p * z)          d entropy / d z = -p * (log p + entropy_t)
 
-The backward pass recomputes each tile's logits from the hidden states, so memory is flat in the number of tokens. Where
-all scored positions fit into one tile, its logits are kept instead.
+Where the caller foresees the loss's coefficients, gradients are formed while a tile's probabilities are at hand: one
+pass, three matrix products. Else the backward pass recomputes each tile's logits from the hidden states (four products), or,
+where all scored positions fit into one tile, its logits are kept. Either way memory is flat in the number of tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +53,14 @@ class TokenScores:
     """nats; all 0 and without gradient where it was not asked for."""
 
 
+Foresee = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""`(tile, its logprobs, its entropies) -> (d loss / d logprob, d loss / d entropy)`, each `[tokens of the tile]`."""
+
+
+LossOfTokens = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""`(places in the flat columns [n], logprobs [n], entropies [n]) -> their weighted share of the loss`, a scalar."""
+
+
 @dataclass(frozen=True)
 class _TileMaths:
     """What the two passes share: constants of the head and of the tiling."""
@@ -72,6 +82,12 @@ class _TileMaths:
         slope = 1.0 - capped.square()
         return capped.mul_(self.softcap * self.scale), slope
 
+    def through_head(self, grad_z: Tensor, slope: Tensor | None) -> Tensor:
+        """The gradient of what `weight @ hidden + bias` gives, from that of the logits; in place."""
+        if self.scale != 1.0:
+            grad_z.mul_(self.scale)
+        return grad_z if slope is None else grad_z.mul_(slope)
+
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -89,27 +105,37 @@ class _TokenScore(torch.autograd.Function):
         targets: Tensor,
         maths: _TileMaths,
         with_entropy: bool,
+        foresee: Foresee | None,
     ) -> tuple[Tensor, Tensor]:
         num_tokens = hidden.shape[0]
         dtype = _accumulator(hidden.dtype)
         logprobs = hidden.new_empty(num_tokens, dtype=dtype)
         entropy = hidden.new_zeros(num_tokens, dtype=dtype)
         log_sum_exp = hidden.new_empty(num_tokens, dtype=dtype)
+        differentiated = any(ctx.needs_input_grad)
+        foreseen = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad) if foresee and differentiated else None
+        expected = hidden.new_zeros(2, num_tokens, dtype=dtype)
         tile_weight = weight.to(maths.compute_dtype)
         kept: Tensor | None = None
         kept_slope: Tensor | None = None
         for start in range(0, num_tokens, maths.tokens_per_tile):
-            tile = slice(start, start + maths.tokens_per_tile)
+            tile = slice(start, min(num_tokens, start + maths.tokens_per_tile))
             z, slope = maths.logits(hidden[tile], tile_weight, bias)
-            log_sum_exp[tile] = torch.logsumexp(z, dim=-1)
-            logprobs[tile] = z.gather(1, targets[tile, None]).squeeze(1) - log_sum_exp[tile]
+            log_p = torch.log_softmax(z, dim=-1)
+            logprobs[tile] = log_p.gather(1, targets[tile, None]).squeeze(1)
+            log_sum_exp[tile] = z.gather(1, targets[tile, None]).squeeze(1) - logprobs[tile]
+            p = log_p.exp() if with_entropy or foreseen is not None else log_p
             if with_entropy:
-                probabilities = torch.exp(z - log_sum_exp[tile, None])
-                entropy[tile] = log_sum_exp[tile] - torch.linalg.vecdot(probabilities, z)
-            if num_tokens <= maths.tokens_per_tile and any(ctx.needs_input_grad):
+                entropy[tile] = -torch.linalg.vecdot(p, log_p)
+            if foreseen is not None and foresee is not None:
+                by_logprob, by_entropy = foresee(tile, logprobs[tile], entropy[tile])
+                expected[0, tile], expected[1, tile] = by_logprob, by_entropy
+                grad_z = _grad_of_logits(log_p, p, targets[tile], by_logprob, by_entropy, entropy[tile])
+                foreseen.add(tile, maths.through_head(grad_z, slope), hidden[tile], tile_weight)
+            elif num_tokens <= maths.tokens_per_tile and differentiated:
                 kept, kept_slope = z, slope
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sum_exp, entropy, kept, kept_slope)
-        ctx.maths, ctx.with_entropy = maths, with_entropy
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sum_exp, entropy, expected, kept, kept_slope)
+        ctx.maths, ctx.with_entropy, ctx.foreseen = maths, with_entropy, foreseen
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -118,38 +144,79 @@ class _TokenScore(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(
         ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, bias, targets, log_sum_exp, entropy, kept, kept_slope = ctx.saved_tensors
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+        hidden, weight, bias, targets, log_sum_exp, entropy, expected, kept, kept_slope = ctx.saved_tensors
         maths: _TileMaths = ctx.maths
-        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
+        foreseen: _Gradients | None = ctx.foreseen
+        if foreseen is not None and _is_as_expected(grad_logprobs, grad_entropy, expected, ctx.with_entropy):
+            return foreseen.result(weight)
+        found = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad)
         tile_weight = weight.to(maths.compute_dtype)
-        grad_hidden = torch.empty_like(hidden) if want_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=_accumulator(weight.dtype)) if want_weight else None
-        grad_bias = torch.zeros_like(bias) if want_bias else None
         for start in range(0, hidden.shape[0], maths.tokens_per_tile):
             tile = slice(start, start + maths.tokens_per_tile)
             z, slope = (kept, kept_slope) if kept is not None else maths.logits(hidden[tile], tile_weight, bias)
-            coefficients = grad_logprobs[tile, None]
-            grad_z = z - log_sum_exp[tile, None]
-            if ctx.with_entropy:
-                probabilities = torch.exp(grad_z)
-                grad_z.add_(entropy[tile, None]).mul_(grad_entropy[tile, None]).add_(coefficients)
-                grad_z.mul_(probabilities).neg_()
-            else:
-                grad_z.exp_().mul_(-coefficients)
-            grad_z.scatter_add_(1, targets[tile, None], coefficients)
-            if maths.scale != 1.0:
-                grad_z.mul_(maths.scale)
-            if slope is not None:
-                grad_z.mul_(slope)
-            if grad_bias is not None:
-                grad_bias += grad_z.sum(0)
-            grad_z = grad_z.to(maths.compute_dtype)
-            if grad_hidden is not None:
-                grad_hidden[tile] = grad_z @ tile_weight
-            if grad_weight is not None:
-                grad_weight += grad_z.T @ hidden[tile].to(maths.compute_dtype)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), grad_bias, None, None, None
+            log_p = z - log_sum_exp[tile, None]
+            by_entropy = grad_entropy[tile] if ctx.with_entropy else None
+            grad_z = _grad_of_logits(log_p, log_p.exp(), targets[tile], grad_logprobs[tile], by_entropy, entropy[tile])
+            found.add(tile, maths.through_head(grad_z, slope), hidden[tile], tile_weight)
+        return found.result(weight)
+
+
+def _grad_of_logits(
+    log_p: Tensor, p: Tensor, targets: Tensor, by_logprob: Tensor, by_entropy: Tensor | None, entropy: Tensor
+) -> Tensor:
+    """`[tokens, vocabulary]`, from the gradients of each token's log-probability and entropy. Overwrites both inputs."""
+    coefficients = by_logprob[:, None]
+    if by_entropy is None or not bool(by_entropy.any()):
+        grad_z = p.mul_(-coefficients)
+    else:
+        log_p.add_(entropy[:, None]).mul_(by_entropy[:, None]).add_(coefficients)
+        grad_z = log_p.mul_(p).neg_()
+    return grad_z.scatter_add_(1, targets[:, None], coefficients)
+
+
+def _is_as_expected(grad_logprobs: Tensor, grad_entropy: Tensor, expected: Tensor, with_entropy: bool) -> bool:
+    tolerance = 64 * torch.finfo(expected.dtype).eps
+    given = [grad_logprobs, grad_entropy] if with_entropy else [grad_logprobs]
+    # rounding is judged against the largest coefficient: small ones add nothing that would be seen beside it
+    return all(
+        bool(((mine - foreseen).abs().amax() <= tolerance * foreseen.abs().amax()).item())
+        for mine, foreseen in zip(given, expected)
+        if mine.numel()
+    )
+
+
+@dataclass
+class _Gradients:
+    """Sums over tiles; None where nobody asks."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def like(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> _Gradients:
+        return cls(
+            hidden=torch.empty_like(hidden) if needed[0] else None,
+            weight=torch.zeros_like(weight, dtype=_accumulator(weight.dtype)) if needed[1] else None,
+            bias=torch.zeros_like(bias) if needed[2] and bias is not None else None,
+        )
+
+    def add(self, tile: slice, grad_z: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """The share of one tile; `weight` and the products are in the compute type."""
+        if self.bias is not None:
+            self.bias += grad_z.sum(0)
+        grad_z = grad_z.to(weight.dtype)
+        if self.hidden is not None:
+            self.hidden[tile] = grad_z @ weight
+        if self.weight is not None and self.weight.dtype == weight.dtype:
+            self.weight.addmm_(grad_z.T, hidden.to(weight.dtype))
+        elif self.weight is not None:
+            self.weight += grad_z.T @ hidden.to(weight.dtype)
+
+    def result(self, weight: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
+        """In the order of the function's inputs."""
+        return self.hidden, None if self.weight is None else self.weight.to(weight.dtype), self.bias, *[None] * 4
 
 
 def token_scores(
@@ -161,12 +228,16 @@ def token_scores(
     with_entropy: bool = True,
     compute_dtype: torch.dtype | None = None,
     tokens_per_tile: int | None = None,
+    foresee: Foresee | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs, entropy)` of `targets`, each `[tokens]`, in float32 (float64 for float64 hidden states).
 
     `hidden` `[tokens, hidden]` predicts `targets` `[tokens]` (int64), position by position. `compute_dtype` is the type
     of the matrix products (that of `hidden` unless given); sums and exponentials are float32 or better. Without entropy
     the second tensor is 0 and carries no gradient. Not differentiable twice.
+
+    With `foresee`, gradients are computed tile by tile in the forward pass, and none of its work is repeated: for a loss that is a sum over tokens, their coefficients are known as soon as a tile is. The backward pass compares them
+    with the coefficients that it is given and computes anew where they differ, so that a wrong guess costs only time.
     """
     vocabulary = head.weight.shape[0]
     budget = ELEMENTS_PER_TILE if hidden.device.type == "cpu" else ELEMENTS_PER_TILE_ACCELERATOR
@@ -178,7 +249,7 @@ def token_scores(
     )
     with torch.autocast(hidden.device.type, enabled=False):
         scores: tuple[Tensor, Tensor] = _TokenScore.apply(  # type: ignore[no-untyped-call]
-            hidden, head.weight, head.bias, targets, maths, with_entropy
+            hidden, head.weight, head.bias, targets, maths, with_entropy, foresee
         )
     return scores
 
@@ -192,11 +263,14 @@ def score_tokens(
     temperature: float = 1.0,
     with_entropy: bool = True,
     compute_dtype: torch.dtype | None = None,
+    loss_of_tokens: LossOfTokens | None = None,
 ) -> TokenScores:
     """Scores the tokens that `loss_mask` marks, once where several rows share them.
 
-    hidden `[positions, hidden]` is the forward of `layout`. A token is predicted by the hidden state of the one before it;
-    a row's first token has none. Raises BatchError where `loss_mask` marks one.
+    hidden `[positions, hidden]` is the forward of `layout`. A token is predicted by the hidden state of the one before
+    it; a row's first token has none. Raises BatchError where `loss_mask` marks one.
+
+    `loss_of_tokens` is what the loss will be, where it is a sum over tokens: it saves a product (see `token_scores`).
     """
     scored = loss_tokens(rows)
     positions = layout.position_of_token[scored]
@@ -214,6 +288,7 @@ def score_tokens(
         temperature=temperature,
         with_entropy=with_entropy,
         compute_dtype=compute_dtype,
+        foresee=_foresee(loss_of_tokens, scored, copies) if loss_of_tokens is not None else None,
     )
 
     def spread(values: Tensor) -> Tensor:
@@ -222,6 +297,27 @@ def score_tokens(
         return spread_to_rows(flat, rows)
 
     return TokenScores(logprobs=spread(logprobs), entropy=spread(entropy))
+
+
+def _foresee(loss_of_tokens: LossOfTokens, scored: Tensor, copies: Tensor | None) -> Foresee:
+    """Differentiates the loss of one tile's tokens; `copies` says which distinct position each scored token is at."""
+    order = scored.new_empty(0) if copies is None else torch.argsort(copies, stable=True)
+    ends = order if copies is None else torch.bincount(copies).cumsum(0)
+
+    def coefficients(tile: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+        leaves = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
+        with torch.enable_grad():
+            if copies is None:
+                loss = loss_of_tokens(scored[tile], *leaves)
+            else:
+                members = order[(int(ends[tile.start - 1]) if tile.start else 0) : int(ends[tile.stop - 1])]
+                own = copies[members] - tile.start
+                loss = loss_of_tokens(scored[members], leaves[0][own], leaves[1][own])
+            found = torch.autograd.grad(loss, leaves, allow_unused=True)
+        by_logprob, by_entropy = (torch.zeros_like(leaves[0]) if each is None else each for each in found)
+        return by_logprob, by_entropy
+
+    return coefficients
 
 
 def loss_tokens(rows: TrainingInputBatch) -> Tensor:

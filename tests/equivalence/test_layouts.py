@@ -17,7 +17,6 @@ from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.registry import resolve
 from skyrl_train.telemetry.metrics import StepMetrics, to_values
 from tests.layout_cases import close, distance, flat_gradient, tree_batch, use_layout
 from tests.learner_cases import make_learner, save_tiny_model
@@ -45,13 +44,14 @@ def gradient(learner: PolicyLearner, batch: TrainingInputBatch, *, reduction: st
 
 @pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 def test_every_loss_has_one_gradient(learner: PolicyLearner, loss: str) -> None:
-    learner._policy_loss = resolve(loss, POLICY_LOSSES, field="policy_loss")
     batch = tree_batch(7)
+    learner._algorithm = replace(ALGORITHM, policy_loss=loss)
     plain(learner)
     expected = gradient(learner, batch)
     for layout, merge in LAYOUTS:
         use_layout(learner, layout, merge=merge, rows=5)
         assert distance(gradient(learner, batch), expected) < TOLERANCE, (layout, merge)
+    learner._algorithm = ALGORITHM
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "seq_mean_token_sum_norm", "prompt_mean"])

@@ -11,7 +11,7 @@ from torch import Tensor
 from skyrl_train.batch.layout import packed_layout, shared_layout
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
 from skyrl_train.errors import BatchError
-from skyrl_train.model.logprobs import OutputHead, score_tokens, token_scores
+from skyrl_train.model.logprobs import OutputHead, _TileMaths, score_tokens, token_scores
 
 VOCABULARY, HIDDEN, TOKENS = 11, 5, 7
 
@@ -179,3 +179,44 @@ def test_the_first_token_of_a_row_cannot_be_scored() -> None:
     rows = rows_of([(0, False), (0, True)], [(0, True), (0, True)])
     with pytest.raises(BatchError, match="row 1 marks its first token"):
         score_tokens(torch.zeros(4, 3), rows, packed_layout(rows), OutputHead(weight=torch.zeros(4, 3)))
+
+
+class TestForeseenCoefficients:
+    """The gradient is formed in the forward pass, and thrown away where the loss turns out to be another."""
+
+    COEFFICIENTS = (draw(TOKENS, seed=4), draw(TOKENS, seed=5))
+
+    def gradients(self, foreseen: tuple[Tensor, Tensor] | None, monkeypatch) -> tuple[tuple[Tensor, ...], int]:
+        """Gradients of the same loss, and how many tiles of logits were computed for them (of 3)."""
+        hidden, weight, bias, targets = leaves()
+        head = OutputHead(weight=weight, bias=bias, scale=0.5, softcap=4.0)
+        tiles: list[int] = []
+        inner = _TileMaths.logits
+        monkeypatch.setattr(_TileMaths, "logits", lambda *args: tiles.append(1) or inner(*args))
+        found = token_scores(
+            hidden,
+            targets,
+            head,
+            tokens_per_tile=3,
+            foresee=foreseen and (lambda tile, *_: (foreseen[0][tile], foreseen[1][tile])),
+        )
+        result = torch.autograd.grad(found, (hidden, weight, bias), self.COEFFICIENTS)
+        monkeypatch.undo()
+        return result, len(tiles)
+
+    def test_give_the_gradient_without_computing_logits_again(self, monkeypatch) -> None:
+        expected, plain_tiles = self.gradients(None, monkeypatch)
+        found, tiles = self.gradients(self.COEFFICIENTS, monkeypatch)
+        assert (tiles, plain_tiles) == (3, 6)
+        for left, right in zip(found, expected):
+            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-13)
+
+    @pytest.mark.parametrize("which", [0, 1])
+    def test_that_are_wrong_cost_only_time(self, which, monkeypatch) -> None:
+        wrong = [coefficients.clone() for coefficients in self.COEFFICIENTS]
+        wrong[which][2] += 1e-9
+        expected, _ = self.gradients(None, monkeypatch)
+        found, tiles = self.gradients((wrong[0], wrong[1]), monkeypatch)
+        assert tiles == 6
+        for left, right in zip(found, expected):
+            torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-13)

@@ -1,0 +1,138 @@
+"""The work that every trainer in `bench_update.py` does: models and rollouts, from a seed. Knows no trainer.
+
+Two Qwen2-style models with random weights. `mid` spends about a quarter of its matrix products in the output head, as
+Qwen2.5-0.5B does. Rollouts are random tokens of realistic lengths: groups of samples with long-tailed responses, and
+conversations of several turns whose history only grows.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+PAD, EOS, FIRST_TOKEN = 0, 2, 4
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocabulary: int
+
+
+SIZES = {
+    "tiny": ModelSize(128, 4, 4, 2, 384, 320),
+    "mid": ModelSize(384, 6, 6, 2, 1024, 8192),
+    "qwen2.5-0.5b": ModelSize(896, 24, 14, 2, 4864, 151936),
+}
+
+
+def model_config(size: ModelSize) -> Any:
+    """A transformers config, without dropout."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=size.vocabulary,
+        hidden_size=size.hidden,
+        intermediate_size=size.intermediate,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        max_position_embeddings=16384,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+
+
+def build_model(size: ModelSize, seed: int = 0) -> Any:
+    """Random weights in float32; the same in every process."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    config = model_config(size)
+    config._attn_implementation = "sdpa"
+    return Qwen2ForCausalLM(config).float()
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One trajectory: a prompt, then turns of a response and what was observed after it."""
+
+    prompt: int
+    """Number of its prompt."""
+    prompt_ids: list[int]
+    turns: list[tuple[list[int], list[int]]]
+    """(response, observation); the last observation is empty."""
+    advantage: float
+
+    def rows(self) -> list[tuple[list[int], list[int]]]:
+        """(context, response) of each turn."""
+        history, found = list(self.prompt_ids), []
+        for response, observation in self.turns:
+            found.append((list(history), response))
+            history += response + observation
+        return found
+
+    def merged(self) -> tuple[list[int], list[int], list[int]]:
+        """(prompt, everything after it, 1 where the policy sampled it)."""
+        ids = [token for response, observation in self.turns for token in response + observation]
+        mask = [flag for response, observation in self.turns for flag in [1] * len(response) + [0] * len(observation)]
+        return self.prompt_ids, ids, mask
+
+
+def single_turn(vocabulary: int, *, prompts: int = 4, samples: int = 8, seed: int = 1) -> list[Conversation]:
+    """Prompts of 120 to 280 tokens; responses of 20 to 800, log-normal around 180."""
+    lengths, tokens = random.Random(seed), random.Random(seed + 1000)
+    found = []
+    for prompt in range(prompts):
+        prompt_ids = _ids(tokens, lengths.randint(120, 280), vocabulary)
+        for advantage in _advantages(lengths, samples):
+            response = [*_ids(tokens, _long_tailed(lengths, 20, 800, 180, 0.9) - 1, vocabulary), EOS]
+            found.append(Conversation(prompt, prompt_ids, [(response, [])], advantage))
+    return found
+
+
+def step_wise(
+    vocabulary: int, *, prompts: int = 2, samples: int = 4, turns: int = 5, seed: int = 2, response_median: int = 60
+) -> list[Conversation]:
+    """Responses of 15 to 300 tokens, log-normal; observations of 20 to 160."""
+    lengths, tokens = random.Random(seed), random.Random(seed + 1000)
+    found = []
+    for prompt in range(prompts):
+        prompt_ids = _ids(tokens, lengths.randint(120, 280), vocabulary)
+        for advantage in _advantages(lengths, samples):
+            exchange = []
+            for turn in range(turns):
+                response = [*_ids(tokens, _long_tailed(lengths, 15, 300, response_median, 0.8) - 1, vocabulary), EOS]
+                observed = _ids(tokens, lengths.randint(20, 160), vocabulary) if turn + 1 < turns else []
+                exchange.append((response, observed))
+            found.append(Conversation(prompt, prompt_ids, exchange, advantage))
+    return found
+
+
+KINDS = {"single": single_turn, "step": step_wise}
+
+
+def _long_tailed(rng: random.Random, low: int, high: int, median: float, sigma: float) -> int:
+    return int(min(high, max(low, round(median * math.exp(rng.gauss(0.0, sigma))))))
+
+
+def _ids(rng: random.Random, count: int, vocabulary: int) -> list[int]:
+    return [rng.randrange(FIRST_TOKEN, vocabulary) for _ in range(count)]
+
+
+def _advantages(rng: random.Random, samples: int) -> list[float]:
+    """Of rewards 0 and 1, at least one of each where there are two samples."""
+    rewards = [1.0, 0.0][:samples] + [float(rng.random() < 0.4) for _ in range(samples - 2)]
+    rng.shuffle(rewards)
+    mean = sum(rewards) / samples
+    deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(samples - 1, 1))
+    return [(reward - mean) / (deviation + 1e-4) for reward in rewards]

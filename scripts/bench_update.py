@@ -1,0 +1,277 @@
+"""Time and memory of one policy update: identical rollouts, model and gradient; only the layout, or the trainer, differs.
+
+    python scripts/bench_update.py compare --models tiny,mid --kinds single,step --rounds 3
+    python scripts/bench_update.py growth                      # cost against turns and samples, and the plot
+    python scripts/bench_update.py head                        # logits memory at a large vocabulary
+
+Every measurement is a process of its own, one thread, so that peak memory is its own; variants take turns, round after
+round, and medians of CPU seconds are quoted. A variant's gradient is compared with the first one's before its time
+counts. TRL is measured where `import trl` works (`pip install trl==1.16`), with as many padded positions in a
+micro-batch as ours has computed ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+OURS = ("padded", "packed", "merged", "shared", "auto")
+PEERS = {"trl": False, "trl_merged": True}
+"""Name to whether turns are merged."""
+MAX_DISTANCE = 1e-5
+"""Relative L2 between gradients in float32."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    compare = commands.add_parser("compare")
+    compare.add_argument("--models", default="tiny,mid")
+    compare.add_argument("--kinds", default="single,step")
+    compare.add_argument("--variants", default="trl,padded,packed,merged,shared,auto,trl_merged")
+    compare.add_argument("--rounds", type=int, default=3)
+    compare.add_argument("--steps", type=int, default=1, help="timed updates in each process, after one untimed")
+    compare.add_argument("--bf16", action="store_true")
+    _common(compare)
+    growth = commands.add_parser("growth")
+    growth.add_argument("--model", default="tiny")
+    growth.add_argument("--plot", default=str(ROOT / "docs" / "images" / "update_cost.png"))
+    growth.add_argument("--steps", type=int, default=3)
+    _common(growth)
+    head = commands.add_parser("head")
+    head.add_argument("--vocabulary", type=int, default=151_936)
+    head.add_argument("--hidden", type=int, default=896)
+    head.add_argument("--tokens", default="1024,2048")
+    one = commands.add_parser("one", help="a single measurement, as JSON")
+    one.add_argument("spec", help="JSON")
+    args = parser.parse_args()
+    {"compare": run_compare, "growth": run_growth, "head": run_head, "one": run_one}[args.command](args)
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokens", type=int, default=4096, help="computed positions of a micro-batch (ours)")
+    parser.add_argument("--json", help="append every measurement to this file")
+
+
+def run_compare(args: argparse.Namespace) -> None:
+    """A table for each model and kind of rollouts."""
+    variants = [name for name in args.variants.split(",") if name not in PEERS or _has_trl()]
+    for model in args.models.split(","):
+        for kind in args.kinds.split(","):
+            found = _interleaved(args, model, kind, [name for name in variants if kind == "step" or _is_apart(name)])
+            _print_table(f"{model}, {kind}{', bf16' if args.bf16 else ''}", found)
+
+
+def _is_apart(variant: str) -> bool:
+    """Merging turns means something only where there are several."""
+    return variant not in ("merged", "trl_merged")
+
+
+def _interleaved(args: argparse.Namespace, model: str, kind: str, variants: list[str]) -> dict[str, dict[str, Any]]:
+    samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(args.rounds):
+            for variant in variants:
+                spec = {
+                    "model": model,
+                    "kind": kind,
+                    "variant": variant,
+                    "steps": args.steps,
+                    "tokens": args.tokens,
+                    "bf16": args.bf16,
+                    "gradients": f"{folder}/{variant}.pt" if number == 0 else "",
+                }
+                samples[variant].append(_measure(spec, args.json))
+        distances = _distances(Path(folder), variants)
+    return {
+        variant: {
+            "cpu_s": statistics.median(s for each in runs for s in each["cpu_s"]),
+            "positions": runs[0]["positions"],
+            "peak_mib": statistics.median(each["peak_mib"] for each in runs),
+            "base_mib": statistics.median(each["base_mib"] for each in runs),
+            "distance": distances[variant],
+        }
+        for variant, runs in samples.items()
+    }
+
+
+def _measure(spec: dict[str, Any], log: str | None) -> dict[str, Any]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # otherwise freed memory stays with the process and its peak says little
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, __file__, "one", json.dumps(spec)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
+    if done.returncode:
+        raise SystemExit(f"{spec} failed:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    if log:
+        with open(log, "a", encoding="utf-8") as file:
+            file.write(json.dumps({**spec, **found}) + "\n")
+    return found
+
+
+def run_one(args: argparse.Namespace) -> None:
+    """The inside of a measuring process."""
+    import torch
+
+    from update_work import KINDS, SIZES
+
+    spec = json.loads(args.spec)
+    torch.set_num_threads(1)
+    size = SIZES[spec["model"]]
+    conversations = KINDS[spec["kind"]](size.vocabulary, **spec.get("work", {}))
+    run = _run_peer if spec["variant"] in PEERS else _run_ours
+    print(json.dumps(run(spec, size, conversations)))
+
+
+def _run_ours(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict[str, Any]:
+    import torch
+
+    from update_ours import Ours
+
+    ours = Ours(size, conversations, variant=spec["variant"], tokens=spec["tokens"], bf16=spec["bf16"])
+    ours.score()
+    base = _memory_mib()
+    ours.accumulate()
+    if spec["gradients"]:
+        torch.save(ours.gradients(), spec["gradients"])
+    ours.learner.optim_step()
+    seconds = []
+    for _ in range(spec["steps"]):
+        start = time.process_time()
+        ours.update()
+        seconds.append(time.process_time() - start)
+    return {"cpu_s": seconds, "positions": ours.positions, "peak_mib": _peak_mib(), "base_mib": base}
+
+
+def _run_peer(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict[str, Any]:
+    import torch
+    import trl  # noqa: F401  (its imports belong to the memory that was there before)
+
+    from update_trl import run
+
+    base = _memory_mib()
+    found = run(
+        size,
+        conversations,
+        merged=PEERS[spec["variant"]],
+        steps=spec["steps"],
+        rows_per_micro_batch=8,
+        bf16=spec["bf16"],
+        keep_gradients=bool(spec["gradients"]),
+    )
+    if spec["gradients"]:
+        torch.save(found["gradients"], spec["gradients"])
+    return {
+        "cpu_s": found["cpu_s"],
+        "positions": found["positions"],
+        "peak_mib": _peak_mib(),
+        "base_mib": base,
+    }
+
+
+def _memory_mib() -> float:
+    """Resident now."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _peak_mib() -> float:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def _has_trl() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("trl") is not None
+
+
+def _distances(folder: Path, variants: list[str]) -> dict[str, float]:
+    """Relative L2 between each variant's gradient and the first one's."""
+    import torch
+
+    gradients = {variant: torch.load(folder / f"{variant}.pt") for variant in variants}
+    first = gradients[variants[0]]
+    norm = sum(float(tensor.double().square().sum()) for tensor in first.values()) ** 0.5
+    return {
+        variant: sum(float((mine[name] - first[name]).double().square().sum()) for name in first) ** 0.5 / norm
+        for variant, mine in gradients.items()
+    }
+
+
+def _print_table(title: str, found: dict[str, dict[str, Any]]) -> None:
+    first = next(iter(found.values()))
+    print(f"\n{title}\n")
+    print("| variant | positions | CPU s | faster | memory of the update, MiB | share | gradient distance |")
+    print("|---|---|---|---|---|---|---|")
+    for variant, row in found.items():
+        used, used_first = row["peak_mib"] - row["base_mib"], first["peak_mib"] - first["base_mib"]
+        note = "" if row["distance"] <= MAX_DISTANCE else " **differs**"
+        print(
+            f"| {variant} | {row['positions']:,} | {row['cpu_s']:.2f} | {first['cpu_s'] / row['cpu_s']:.1f}x "
+            f"| {used:,.0f} | {used / used_first:.2f} | {row['distance']:.1e}{note} |"
+        )
+    sys.stdout.flush()
+
+
+def run_growth(args: argparse.Namespace) -> None:
+    """CPU seconds against turns (step-wise) and samples (single turn), for three layouts."""
+    from update_plot import draw_growth
+
+    turns, samples = [1, 2, 4, 8, 16], [1, 2, 4, 8, 16, 32]
+    curves: dict[str, dict[str, list[tuple[int, float, int]]]] = {"turns": {}, "samples": {}}
+    for name, kind, counts in (("turns", "step", turns), ("samples", "single", samples)):
+        for variant in ("padded", "packed", "shared"):
+            for count in counts:
+                work = {"prompts": 1, "samples": 2, "turns": count} if name == "turns" else {"prompts": 1, "samples": count}
+                spec = {
+                    "model": args.model,
+                    "kind": kind,
+                    "variant": variant,
+                    "steps": args.steps,
+                    "tokens": args.tokens,
+                    "bf16": False,
+                    "gradients": "",
+                    "work": work,
+                }
+                found = _measure(spec, args.json)
+                point = (count, statistics.median(found["cpu_s"]), found["positions"])
+                curves[name].setdefault(variant, []).append(point)
+                print(name, variant, *point, flush=True)
+    draw_growth(curves, Path(args.plot))
+
+
+def run_head(args: argparse.Namespace) -> None:
+    """Time and memory of the output head, its loss and its gradients: full logits, and in tiles."""
+    from update_head import measure
+
+    for tokens in map(int, args.tokens.split(",")):
+        for way in ("full", "tiled", "fused"):
+            code = f"from update_head import measure; measure({way!r}, {tokens}, {args.hidden}, {args.vocabulary})"
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path[:2]), "MALLOC_MMAP_THRESHOLD_": "65536"},
+                capture_output=True,
+                text=True,
+                timeout=3600,
+            )
+            print(done.stdout.strip() or done.stderr[-500:], flush=True)
+    del measure
+
+
+if __name__ == "__main__":
+    main()
