@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +103,16 @@ def load_causal_lm(model: ModelConfig, device: torch.device | str) -> PreTrained
     Checks that log-probabilities computed from hidden states and output head agree with the model's own logits, so that
     a family with an unknown twist is refused instead of trained wrongly. Raises ModelError.
     """
+    causal_lm, missing = read_causal_lm(model)
+    refuse_missing(model, missing)
+    place_model(causal_lm, model, device)
+    check_head(causal_lm, name=model.path)
+    causal_lm.train()
+    return causal_lm
+
+
+def read_causal_lm(model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
+    """The model on the CPU in float32, and the parameters that its weights lack, sorted. Raises ModelError."""
     from transformers import AutoModelForCausalLM
 
     folder = resolve_model_path(model.path, model.revision)
@@ -122,27 +132,32 @@ def load_causal_lm(model: ModelConfig, device: torch.device | str) -> PreTrained
         raise ModelError(f"model path {model.path!r}: {folder} cannot be loaded: {_reason(error)}") from error
     causal_lm: PreTrainedModel
     causal_lm, report = loaded
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
+    return causal_lm, sorted(report["missing_keys"])
+
+
+def refuse_missing(model: ModelConfig, missing: Sequence[str]) -> None:
+    """Raises ModelError where there are any."""
+    if missing:
         raise ModelError(
-            f"model path {model.path!r}: the weights in {folder} lack {len(names)} parameters, e.g. {names[0]}; "
-            "they would start at random. Is it a causal language model?"
+            f"model path {model.path!r}: the weights in {resolve_model_path(model.path, model.revision)} lack "
+            f"{len(missing)} parameters, e.g. {missing[0]}; they would start at random. Is it a causal language model?"
         )
-    _disable_dropout(causal_lm)
+
+
+def place_model(loaded: PreTrainedModel, model: ModelConfig, device: torch.device | str) -> None:
+    """Puts the model on `device`, without dropout, checkpointing its activations where asked for. Raises ModelError."""
+    _disable_dropout(loaded)
     try:
-        causal_lm.to(device)  # type: ignore[arg-type]
+        loaded.to(device)  # type: ignore[arg-type]
     except (RuntimeError, AssertionError) as error:
         raise ModelError(
             f"model path {model.path!r} cannot be put on device {str(device)!r}: {_reason(error)}. "
             "Set platform.device to one that this machine has, e.g. platform=cpu"
         ) from error
     if model.gradient_checkpointing:
-        causal_lm.gradient_checkpointing_enable(
+        loaded.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
         )
-    check_head(causal_lm, name=model.path)
-    causal_lm.train()
-    return causal_lm
 
 
 @contextmanager

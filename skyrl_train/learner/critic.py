@@ -1,0 +1,130 @@
+"""The critic: values of the states that tokens were sampled from, and the value loss.
+
+loss = sum over tokens of loss_weight * max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from skyrl_train.algorithms.critic_losses import ValueLossInputs, value_loss
+from skyrl_train.batch.layout import Layout
+from skyrl_train.batch.microbatch import make_micro_batch_strategy
+from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import ModelConfig
+from skyrl_train.errors import BatchError, ModelError
+from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.model.layouts import supported_layout
+from skyrl_train.model.value_model import load_value_model, model_at, token_values
+from skyrl_train.telemetry.metrics import Mean, StepMetrics
+
+if TYPE_CHECKING:
+    from skyrl_train.batch.plan import BatchPlan
+    from skyrl_train.config.schema import Config
+    from skyrl_train.distributed.strategy import ModelStrategy
+
+
+class CriticLearner:
+    """A `Learner` for the value model."""
+
+    def __init__(self, engine: ModelEngine, *, model: ModelConfig, algorithm: AlgorithmConfig):
+        self.engine = engine
+        self._model_config = model
+        self._algorithm = algorithm
+
+    def forward(self, batch: TrainingInputBatch) -> Tensor:
+        """`[num_tokens]` on the CPU: the value before each token with `loss_mask`, 0 elsewhere."""
+        return self.engine.forward(batch, self._values)
+
+    def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
+        """Adds the gradient of the mini-batch's value loss. Raises BatchError for a missing column."""
+        for name in ("loss_weights", "values", "returns"):
+            if name not in mini_batch.batch:
+                raise BatchError(f"the mini-batch has no column {name!r}, which the critic's loss needs")
+        return self.engine.forward_backward(
+            mini_batch.batch,
+            lambda hidden, rows, layout: self._loss(hidden, rows, layout, mini_batch.denominators),
+            num_documents=mini_batch.denominators.num_sequences,
+        )
+
+    def optim_step(self) -> StepMetrics:
+        """Clips, steps, zeroes the gradients, advances the schedule. Raises NonFiniteError before any weight moves."""
+        return self.engine.optim_step()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters, the head's among them; detached."""
+        for name, parameter in self.engine.parameters.items():
+            yield name, self.engine.strategy.full(parameter.detach())
+
+    def save(self, folder: Path) -> None:
+        """Model, optimizer and schedule. Raises CheckpointError."""
+        self.engine.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Exact inverse of `save`. Raises CheckpointError."""
+        self.engine.load(folder)
+
+    def export_hf(self, folder: Path) -> None:
+        """Weights, config and tokenizer, for another run's `critic.model.path`. Raises ModelError."""
+        tensors = self.engine.whole_state_dict()
+        if self.engine.strategy.rank:
+            return
+        try:
+            self.engine.model.config.save_pretrained(folder)
+            own = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
+            save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
+            load_tokenizer(self._model_config).save_pretrained(folder)
+        except OSError as error:
+            raise ModelError(f"{folder}: the critic could not be exported: {error}") from error
+
+    def close(self) -> None:
+        """Nothing to release: memory goes with the object."""
+
+    def _values(self, hidden: Tensor, rows: TrainingInputBatch, layout: Layout) -> Tensor:
+        return token_values(hidden, rows, layout, self.engine.model)
+
+    def _loss(
+        self, hidden: Tensor, rows: TrainingInputBatch, layout: Layout, denominators: LossDenominators
+    ) -> tuple[Tensor, StepMetrics]:
+        """The rows' share of the step's loss, and its metrics; `loss/value` adds up over micro-batches and ranks."""
+        values, mask = self._values(hidden, rows, layout), rows.padded("loss_mask")
+        old_values, returns = (rows.padded(name).to(values.dtype) for name in ("values", "returns"))
+        output = value_loss(
+            ValueLossInputs(values=values, old_values=old_values, returns=returns, loss_mask=mask), self._algorithm
+        )
+        loss = (rows.padded("loss_weights") * output.token_losses).sum()
+        share = float(mask.sum()) / max(1, denominators.num_tokens)
+        return loss, {"loss/value": Mean(float(loss.detach()), share), **output.metrics}
+
+
+def build_critic_learner(config: Config, plan: BatchPlan, *, strategy: ModelStrategy | None = None) -> CriticLearner:
+    """Loads `critic.model.path` and makes the learner for this process, or this process's part of it where a `strategy`
+    is given. Raises ModelError, ConfigError."""
+    model_config = model_at(config.critic.model.path, config.model)
+    model = load_value_model(model_config, config.platform.device)
+    trainer = replace(config.trainer, layout=supported_layout(model, config.trainer.layout, name=model_config.path))
+    merge_turns = config.generator.merge_stepwise == "auto"
+    documents = plan.total_steps * plan.num_samples_per_batch * trainer.update_epochs_per_batch
+    engine = ModelEngine(
+        model,
+        strategy=strategy,
+        name="critic",
+        micro_batching=make_micro_batch_strategy(trainer, merge_turns=merge_turns),
+        layout=trainer.layout,
+        merge_turns=merge_turns,
+        dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
+        optimizer=config.critic.optimizer,
+        total_optimizer_steps=plan.critic_total_optimizer_steps,
+        total_documents=documents if plan.docs_per_step else 0,
+    )
+    return CriticLearner(engine, model=config.model, algorithm=trainer.algorithm)

@@ -1,0 +1,96 @@
+"""A value model: a language model's backbone with a head of one number in place of its output head.
+
+    V_t = weight @ hidden[t - 1] + bias        value of the state from which token t is sampled: the tokens before it
+
+The head is called `score`, as in the reward models of transformers (one label), so that a critic may start from one;
+where the weights hold no such head it starts at 0, and so does every value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from skyrl_train.batch.layout import Layout, spread_to_rows
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.errors import ModelError
+from skyrl_train.model.causal_lm import place_model, read_causal_lm, refuse_missing, resolve_model_path
+from skyrl_train.model.logprobs import loss_tokens
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from skyrl_train.config.schema import ModelConfig
+
+HEAD = "score"
+"""Attribute of the model, and first part of the names of the head's parameters."""
+POLICY = "policy"
+"""The path that stands for the policy's model."""
+
+
+def model_at(path: str, policy: ModelConfig) -> ModelConfig:
+    """The policy's model where `path` is `policy`, else the one at `path`, loaded in the same way."""
+    return policy if path == POLICY else replace(policy, path=path, tokenizer_path=None, revision=None)
+
+
+def load_value_model(model: ModelConfig, device: torch.device | str) -> PreTrainedModel:
+    """The model on `device` with float32 master weights, without dropout, its output head replaced. Raises ModelError."""
+    loaded, missing = read_causal_lm(model)
+    head = loaded.get_output_embeddings()  # type: ignore[no-untyped-call]
+    names = [name for name, module in loaded.named_children() if module is head]
+    if head is None or not names:
+        raise ModelError(
+            f"model path {model.path!r}: {type(loaded).__name__} keeps its output head where it cannot be replaced. "
+            "Give another critic.model.path"
+        )
+    refuse_missing(model, [name for name in missing if not name.startswith(f"{names[0]}.")])
+    delattr(loaded, names[0])
+    score = nn.Linear(loaded.config.get_text_config().hidden_size, 1)
+    stored = _stored_head(model)
+    with torch.no_grad():
+        for name, parameter in score.named_parameters():
+            value = stored.get(f"{HEAD}.{name}", torch.zeros_like(parameter))
+            if value.shape != parameter.shape:
+                raise ModelError(
+                    f"model path {model.path!r}: {HEAD}.{name} has shape {list(value.shape)}, not "
+                    f"{list(parameter.shape)}: a value is one number. Is it a reward model with one label?"
+                )
+            parameter.copy_(value)
+    setattr(loaded, HEAD, score)
+    place_model(loaded, model, device)
+    loaded.train()
+    return loaded
+
+
+def token_values(hidden: Tensor, rows: TrainingInputBatch, layout: Layout, model: PreTrainedModel) -> Tensor:
+    """`[rows, longest]` in float32 (float64 for float64 hidden states): the value before each token that `loss_mask`
+    marks, 0 elsewhere.
+
+    hidden `[positions, hidden]` is the forward of `layout`. Raises BatchError where `loss_mask` marks a row's first
+    token, before which there is no state.
+    """
+    scored = loss_tokens(rows)
+    states = hidden.index_select(0, layout.position_of_token[scored - 1])
+    head: Any = getattr(model, HEAD)
+    with torch.autocast(hidden.device.type, enabled=False):
+        weight, bias = head.weight, head.bias
+        precision = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        values = nn.functional.linear(states.to(precision), weight.to(precision), bias.to(precision)).squeeze(1)
+    return spread_to_rows(values.new_zeros(rows.num_tokens).index_put((scored,), values), rows)
+
+
+def _stored_head(model: ModelConfig) -> dict[str, Tensor]:
+    """`score.weight` and `score.bias` where the model's files hold them."""
+    found: dict[str, Tensor] = {}
+    folder = resolve_model_path(model.path, model.revision)
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found |= {name: tensors.get_tensor(name) for name in tensors.keys() if name.startswith(f"{HEAD}.")}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"model path {model.path!r}: {file} cannot be read: {error}") from error
+    return found
