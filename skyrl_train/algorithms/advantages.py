@@ -159,3 +159,9 @@ ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "opo": opo,
     "on_policy_distillation": on_policy_distillation,
 }
+
+OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
+    "gae": ("values",),
+    "on_policy_distillation": ("old_logprobs", "ref_logprobs"),
+}
+"""What estimators read beside rewards and masks; those that are not named read nothing more, a user's own may read all."""

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, OPTIONAL_COLUMNS
 from skyrl_train.algorithms.checks import check_advantage_output, needed, require_finite
 from skyrl_train.algorithms.inputs import AdvantageInputs
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.reduce import whiten
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch.training_batch import TrainingInputBatch, token_positions
 from skyrl_train.config.algorithm import ROLLOUT_LOSSES, AlgorithmConfig
 from skyrl_train.registry import resolve
 
@@ -37,8 +37,9 @@ def estimate_advantages(
     advantages = torch.zeros_like(batch["rewards"])
     returns = torch.zeros_like(advantages)
     to_whiten = torch.zeros_like(batch["loss_mask"])
+    read = batch.without_columns(*_unread_columns(config, coef))
     for rows in groups_of_whole_prompts(batch["prompt_index"], batch.lengths):
-        part = batch.take(rows)
+        part = read.take(rows)
         inputs = advantage_inputs(part, config, kl_reward_coef=coef)
         _check_rollout_logprobs(part, inputs, config)
         output = estimator(inputs, config)
@@ -52,6 +53,23 @@ def estimate_advantages(
         trained = batch["loss_mask"] & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
         advantages = torch.where(to_whiten, whiten(advantages, trained), advantages)
     return batch.with_columns(advantages=advantages, returns=returns)
+
+
+def _unread_columns(config: AlgorithmConfig, kl_reward_coef: float) -> list[str]:
+    """Optional columns that neither the estimator nor a check reads: they are most of what a group would copy and pad."""
+    optional = ["rollout_logprobs", "old_logprobs", "ref_logprobs", "values"]
+    if config.advantage_estimator not in ADVANTAGE_ESTIMATORS:
+        return []
+    read = set(OPTIONAL_COLUMNS.get(config.advantage_estimator, ()))
+    if kl_reward_coef > 0:
+        read |= {"old_logprobs", "ref_logprobs"}
+    if _needs_rollout_logprobs(config):
+        read.add("rollout_logprobs")
+    return [name for name in optional if name not in read]
+
+
+def _needs_rollout_logprobs(config: AlgorithmConfig) -> bool:
+    return config.off_policy.enabled or config.policy_loss in ROLLOUT_LOSSES
 
 
 def advantage_inputs(
@@ -84,7 +102,7 @@ def advantage_inputs(
 
 
 def _check_rollout_logprobs(batch: TrainingInputBatch, inputs: AdvantageInputs, config: AlgorithmConfig) -> None:
-    if config.off_policy.enabled or config.policy_loss in ROLLOUT_LOSSES:
+    if _needs_rollout_logprobs(config):
         rollout = needed("rollout_logprobs", batch.padded("rollout_logprobs") if "rollout_logprobs" in batch else None)
         require_finite("rollout_logprobs", rollout, inputs.loss_mask & ~inputs.is_padding.unsqueeze(1), inputs)
 
@@ -106,10 +124,3 @@ def groups_of_whole_prompts(
         num_rows, longest = num_rows + len(rows), max(longest, own)
     if group:
         yield torch.cat(group)
-
-
-def token_positions(row_offsets: Tensor, rows: Tensor) -> Tensor:
-    """Flat positions of the tokens of `rows`, row by row in that order."""
-    lengths = row_offsets[rows + 1] - row_offsets[rows]
-    shift = row_offsets[rows] - (lengths.cumsum(0) - lengths)
-    return torch.arange(int(lengths.sum()), device=row_offsets.device) + torch.repeat_interleave(shift, lengths)

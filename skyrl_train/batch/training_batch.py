@@ -53,6 +53,7 @@ SCHEMA: dict[str, ColumnSpec] = {
     "step_index": ColumnSpec(torch.int32, 0, False, "row"),
     "is_last_step": ColumnSpec(torch.bool, False, False, "row"),
     "is_padding": ColumnSpec(torch.bool, True, False, "row"),
+    "is_stale": ColumnSpec(torch.bool, False, True, "row"),
 }
 """Token columns (position t belongs to token t of `input_ids`), then row columns.
 
@@ -60,6 +61,7 @@ SCHEMA: dict[str, ColumnSpec] = {
 token. `loss_weights`: set when a mini-batch is closed. `position_ids`: where rows were packed of several sequences,
 the position within each; absent where a row is one sequence. `trajectory_index`: unique in the batch; the rows of one
 trajectory share it. `is_padding`: the row stands for a failed trajectory or fills up a shard; never counted.
+`is_stale`: a turn of it was sampled by older weights than the update starts from.
 """
 
 _FLOATS = (torch.float32, torch.float64)
@@ -130,6 +132,14 @@ class TrainingInputBatch:
                 f"no column {name!r} in this batch, which has {', '.join(present)}. {did_you_mean(name, present)}"
             )
         return column
+
+    def without_columns(self, *names: str) -> TrainingInputBatch:
+        """The batch without these optional token columns, where it has them: what is not read need not be copied."""
+        required = [name for name in names if not _spec(name).optional]
+        if required:
+            raise BatchError(f"column {required[0]!r} is not optional")
+        kept = {name: column for name, column in self.token_columns.items() if name not in names}
+        return replace(self, token_columns=kept)
 
     def with_columns(self, **columns: Tensor) -> TrainingInputBatch:
         """Adds or replaces columns, flat `[num_tokens]` or `[num_rows]`."""
