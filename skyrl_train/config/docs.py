@@ -15,6 +15,7 @@ from skyrl_train.config.fields import SchemaField, is_optional, strip, walk
 from skyrl_train.config.registered import REGISTRIES, registered_names
 from skyrl_train.config.rules import Range
 from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import SFTConfig
 
 _INTRODUCTION = """\
 # Configuration
@@ -24,6 +25,7 @@ _INTRODUCTION = """\
 A run is configured with groups and settings on the command line:
 
     python -m skyrl_train.main +experiment=gsm8k_multiturn model=qwen2.5-0.5b trainer.total_steps=100
+    python -m skyrl_train.main_sft +experiment=sft_gsm8k model=qwen2.5-0.5b trainer.num_steps=100
 
 A group (`GROUP=NAME`) chooses a file under `conf/`; a setting (`KEY=VALUE`) changes one value. An experiment is added:
 `+experiment=NAME`. Later wins: the defaults below, `conf/config.yaml`, the groups that the platform chose, the other
@@ -46,7 +48,10 @@ def reference(conf: Path) -> str:
     Args:
         conf: the folder of Hydra's groups.
     """
-    return "\n".join([_INTRODUCTION, *_groups(conf), *_sections()]) + "\n"
+    described: dict[type, str] = {}
+    rl = _sections(Config, "Settings", described)
+    sft = _sections(SFTConfig, "Settings of supervised training", described)
+    return "\n".join([_INTRODUCTION, *_groups(conf), *rl, *sft]) + "\n"
 
 
 def _groups(conf: Path) -> Iterator[str]:
@@ -71,12 +76,12 @@ def _first_comment(file: Path) -> str:
     return " ".join(sentences)
 
 
-def _sections() -> Iterator[str]:
-    yield "## Settings\n"
+def _sections(root: type, title: str, described: dict[type, str]) -> Iterator[str]:
+    """`described`: sections that were described already, and under which name; added to."""
+    yield f"## {title}\n"
     yield "The default is what applies where no group, experiment or command line says otherwise.\n"
-    yield from _table([field for field in walk(Config) if "." not in field.path and not field.section])
-    described: dict[type, str] = {}
-    for section in walk(Config):
+    yield from _table([field for field in walk(root) if "." not in field.path and not field.section])
+    for section in walk(root):
         if not section.section:
             continue
         yield f"### `{section.path}`\n"
@@ -87,7 +92,7 @@ def _sections() -> Iterator[str]:
         described[schema] = section.path
         yield f"{inspect.cleandoc(schema.__doc__ or '')}\n"
         parent = f"{section.path}."
-        children = [field for field in walk(Config) if field.path.startswith(parent)]
+        children = [field for field in walk(root) if field.path.startswith(parent)]
         yield from _table([field for field in children if "." not in field.path[len(parent) :] and not field.section])
 
 

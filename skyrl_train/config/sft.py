@@ -263,6 +263,15 @@ def _steps(config: SFTConfig) -> list[Violation]:
                 remedy="Set one of them to 0",
             )
         )
+    if trainer.docs_per_step_exact and not trainer.docs_per_step:
+        found.append(
+            Violation(
+                field="trainer.docs_per_step_exact",
+                rule="does nothing with trainer.docs_per_step=0",
+                value="True",
+                remedy="Set trainer.docs_per_step, or drop trainer.docs_per_step_exact",
+            )
+        )
     return found
 
 

@@ -14,7 +14,7 @@ the order changes, and what is in flight is waited for before anything changes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
@@ -112,7 +112,7 @@ class BatchFeed:
         )
 
 
-def one_ahead(compute: Callable[[int], T], count: int, *, is_async: bool) -> Iterator[T]:
+def one_ahead(compute: Callable[[int], T], count: int, *, is_async: bool) -> Generator[T, None, None]:
     """`compute(0)` to `compute(count - 1)`, each made while its predecessor is used; the worker ends with the iterator."""
     if not is_async:
         yield from map(compute, range(count))

@@ -29,7 +29,7 @@ _STAND_IN = "zqx7STANDIN7xqz"
 class ChatTemplate(Protocol):
     """What is used of a tokenizer here."""
 
-    def apply_chat_template(self, conversation: list[ChatMessage], **kwargs: Any) -> Any: ...
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)

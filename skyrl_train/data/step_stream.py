@@ -84,6 +84,11 @@ class StepStream:
         self._closing = closing
         self._incomplete = incomplete
 
+    @property
+    def num_examples_per_epoch(self) -> int:
+        """With each source's weight."""
+        return self._order.num_examples
+
     def start(self, position: int) -> None:
         """Starts the epoch that `position` lies in: nothing may be reading the order meanwhile."""
         self._order.start_epoch(self._order.epoch_of(position))

@@ -124,6 +124,8 @@ def step_line(metrics: Mapping[str, float], *, step: int, total_steps: int, left
     """
     parts = [f"step {step:>{len(str(total_steps))}}/{total_steps}"]
     columns = (
+        ("train/loss", "loss", "{:.4f}".format),
+        ("eval/loss", "held-out", "{:.4f}".format),
         ("reward/mean", "reward", "{:.3f}".format),
         ("kl/reference", "kl", "{:.4f}".format),
         ("policy/entropy", "ent", "{:.2f}".format),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.telemetry.metrics_log import read_metrics
@@ -13,9 +13,9 @@ from skyrl_train.telemetry.metrics_log import read_metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_TRAIN_COLOUR = "#1f5fa8"
+TRAIN_COLOUR = "#1f5fa8"
 _EVAL_COLOUR = "#d1495b"
-_LENGTH_COLOUR = "#2e7d5b"
+LENGTH_COLOUR = "#2e7d5b"
 _SMOOTH_FROM_POINTS = 30
 """From here on a running mean is drawn over the raw points, which become faint."""
 _WINDOW_SHARE = 0.05
@@ -37,20 +37,20 @@ def draw_learning_curve(metrics_file: Path, image_file: Path, *, title: str) -> 
     reward_axes, accuracy_axes, length_axes = figure.subplots(3, 1, sharex=True)
     figure.suptitle(title, fontsize=13, fontweight="bold")
 
-    _draw_series(reward_axes, records, "reward/mean", colour=_TRAIN_COLOUR, label="training, mean of trajectories")
-    _finish_axes(reward_axes, "Reward")
+    draw_series(reward_axes, records, "reward/mean", colour=TRAIN_COLOUR, label="training, mean of trajectories")
+    finish_axes(reward_axes, "Reward")
 
     solved = _first_present(records, ("env/solved_first_turn", "env/solved"))
     held_out = _first_present(records, ("eval/accuracy_first_turn", "eval/accuracy"))
     first_turn = ", first turn" if solved.endswith("first_turn") else ""
-    _draw_series(accuracy_axes, records, solved, colour=_TRAIN_COLOUR, label=f"training, sampled{first_turn}")
+    draw_series(accuracy_axes, records, solved, colour=TRAIN_COLOUR, label=f"training, sampled{first_turn}")
     first_turn = ", first turn" if held_out.endswith("first_turn") else ""
-    _draw_points(accuracy_axes, records, held_out, label=f"held out{first_turn}")
+    draw_points(accuracy_axes, records, held_out, label=f"held out{first_turn}")
     accuracy_axes.set_ylim(-0.02, 1.02)
-    _finish_axes(accuracy_axes, "Accuracy")
+    finish_axes(accuracy_axes, "Accuracy")
 
-    _draw_series(length_axes, records, "response_length/mean", colour=_LENGTH_COLOUR, label="training, mean")
-    _finish_axes(length_axes, "Response length (tokens)")
+    draw_series(length_axes, records, "response_length/mean", colour=LENGTH_COLOUR, label="training, mean")
+    finish_axes(length_axes, "Response length (tokens)")
     length_axes.set_xlabel("Step")
     length_axes.xaxis.get_major_locator().set_params(integer=True)
 
@@ -83,7 +83,8 @@ def _first_present(records: Sequence[Record], names: Sequence[str]) -> str:
     return next((name for name in names if any(name in record for record in records)), names[-1])
 
 
-def _draw_series(axes: Axes, records: Sequence[Record], name: str, *, colour: str, label: str) -> None:
+def draw_series(axes: Axes, records: Sequence[Record], name: str, *, colour: str, label: str) -> None:
+    """A line through the records that carry `name`; nothing where none does."""
     steps, values = _points(records, name)
     if not steps:
         return
@@ -97,7 +98,8 @@ def _draw_series(axes: Axes, records: Sequence[Record], name: str, *, colour: st
     )
 
 
-def _draw_points(axes: Axes, records: Sequence[Record], name: str, *, label: str) -> None:
+def draw_points(axes: Axes, records: Sequence[Record], name: str, *, label: str) -> None:
+    """Marks at the records that carry `name`, the first and the last with their values."""
     steps, values = _points(records, name)
     if not steps:
         return
@@ -125,11 +127,12 @@ def _draw_points(axes: Axes, records: Sequence[Record], name: str, *, label: str
         )
 
 
-def _finish_axes(axes: Axes, name: str) -> None:
+def finish_axes(axes: Axes, name: str, legend: Literal["lower right", "upper right"] = "lower right") -> None:
+    """Grid, name and legend, or a word where nothing was drawn."""
     axes.set_ylabel(name)
     axes.grid(visible=True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     if axes.lines:
-        axes.legend(loc="lower right", frameon=False, fontsize=9)
+        axes.legend(loc=legend, frameon=False, fontsize=9)
     else:
         axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center", color="0.5")

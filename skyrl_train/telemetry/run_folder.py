@@ -5,9 +5,11 @@ OUTPUT_DIR/
   plan.json            every size that was derived from it
   metrics.jsonl        one record a step
   rollouts/            every trajectory, JSON lines
+  samples/             supervised: answers at each evaluation, JSON lines
   evaluation.json      each evaluation on the held-out prompts
   learning_curve.png   reward, accuracy and response length over steps
   checkpoints/         the last few, verified by sums
+  best/                supervised: the checkpoint with the lowest held-out loss
   export/              the final policy in Hugging Face format
   tensorboard/ wandb/  where those trackers are on
   complete.json        written last: the run has nothing left to do
@@ -50,6 +52,10 @@ class RunFolder:
         return self.root / "rollouts"
 
     @property
+    def samples(self) -> Path:
+        return self.root / "samples"
+
+    @property
     def evaluation_file(self) -> Path:
         return self.root / "evaluation.json"
 
@@ -60,6 +66,10 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def best(self) -> Path:
+        return self.root / "best"
 
     @property
     def export(self) -> Path:
@@ -93,8 +103,10 @@ class RunFolder:
         return (
             self.complete_file,
             self.checkpoints,
+            self.best,
             self.metrics_file,
             self.rollouts,
+            self.samples,
             self.evaluation_file,
             self.learning_curve_file,
             self.export,

@@ -9,7 +9,7 @@ from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
 from skyrl_train.config.paths import conf_dir
 
 
-def composed(*overrides: str) -> DictConfig:
+def composed(*overrides: str, root: str = "config") -> DictConfig:
     register_resolvers()
     with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
-        return compose("config", list(overrides))
+        return compose(root, list(overrides))

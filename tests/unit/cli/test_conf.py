@@ -18,8 +18,13 @@ from skyrl_train.config.platform import DetectedPlatform
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 
-FILES = sorted(path for path in conf_dir().glob("*/*.yaml") if path.parent.name != "hydra")
-EXPERIMENTS = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
+FILES = sorted(
+    path
+    for path in conf_dir().glob("*/*.yaml")
+    if path.parent.name != "hydra" and not path.parent.name.startswith("sft_") and not path.stem.startswith("sft_")
+)
+"""Those of reinforcement learning; `test_conf_sft.py` has the others."""
+EXPERIMENTS = sorted(path.stem for path in FILES if path.parent.name == "experiment")
 PLATFORMS = ("cpu", "gpu")
 ASKS_FOR_MORE = {
     "environment=text2sql": ["environment.kwargs.db_path=/databases"],
@@ -28,7 +33,6 @@ ASKS_FOR_MORE = {
     "strategy=ddp": ["placement=ray"],
     "strategy=fsdp2": ["placement=ray"],
     "placement=inline": ["strategy=single", "generator=hf"],
-    "algorithm=ppo": ["critic.model.path=policy"],
 }
 """Choices that do not stand alone, and what goes with them."""
 

@@ -1,0 +1,258 @@
+"""The parts of a supervised run, from a validated `SFTConfig`. Learners are those of `build.py`.
+
+As there, everything heavy is imported inside the functions.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_train.config.sft import SFTConfig, learner_config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from skyrl_train.data.collate import Collator
+    from skyrl_train.data.feed import BatchFeed
+    from skyrl_train.data.sft import Loaded
+    from skyrl_train.data.step_stream import Closing, StepStream
+    from skyrl_train.data.token_store import ExampleSet
+    from skyrl_train.interfaces import Learner
+    from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.sft_evaluate import SFTEvaluator
+    from skyrl_train.trainers.sft_samples import SampleWriter
+    from skyrl_train.trainers.state import DataFingerprint
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTData:
+    """Examples, tokenised."""
+
+    train: ExampleSet
+    weights: tuple[float, ...]
+    """One for each of its sources."""
+    validation: dict[str, ExampleSet]
+    """Held-out sets by name."""
+    fingerprint: DataFingerprint
+    notes: tuple[str, ...]
+    """What was cut or left out, one line each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTPlan:
+    """Sizes that follow from the configuration and the data; `plan.json`."""
+
+    num_examples: int
+    num_examples_per_epoch: int
+    """Weights counted."""
+    num_tokens: int
+    """Of all examples."""
+    total_steps: int
+    """Optimizer steps."""
+    step: str
+    """What makes one."""
+
+
+def load_sft_data(config: SFTConfig, *, on_progress: Callable[[str, int], None]) -> SFTData:
+    """Reads, tokenises and measures all examples. Raises DataError, ModelError (the tokenizer), ConfigError."""
+    from skyrl_train.data.rows import find_sources
+    from skyrl_train.trainers.state import DataFingerprint
+
+    notes: list[str] = []
+    train = _load(config, config.data.train, config.data.max_train_rows, on_progress)
+    notes += _notes("training", train, config)
+    validation = {}
+    for spec, name in zip(config.data.validation, _set_names(config.data.validation)):
+        held_out = _load(config, (spec,), config.data.max_validation_rows, on_progress)
+        notes += _notes(name, held_out, config)
+        validation[name] = held_out.examples
+    each = config.data.weights or (1.0,) * len(config.data.train)
+    weights = [weight for spec, weight in zip(config.data.train, each) for _ in find_sources([spec])]
+    return SFTData(
+        train=train.examples,
+        weights=tuple(weights[: len(train.examples.parts)]),
+        validation=validation,
+        fingerprint=DataFingerprint(num_prompts=len(train.examples), sha256=train.sha256),
+        notes=tuple(notes),
+    )
+
+
+def _load(config: SFTConfig, specs: tuple[str, ...], limit: int, on_progress: Callable[[str, int], None]) -> Loaded:
+    from skyrl_train.data.conversations import RowFormat
+    from skyrl_train.data.sft import ExampleFormat, load_examples
+    from skyrl_train.data.token_cache import default_folder
+    from skyrl_train.model.causal_lm import load_tokenizer
+
+    data = config.data
+    rows = RowFormat(
+        format=data.format,
+        prompt_column=data.prompt_column,
+        completion_column=data.completion_column,
+        chat_template=data.chat_template,
+    )
+    folder = Path(data.cache_dir).expanduser() if data.cache_dir else default_folder()
+    return load_examples(
+        specs,
+        load_tokenizer(config.model),
+        ExampleFormat(rows=rows, loss_on=data.loss_on, template_kwargs=data.template_kwargs),
+        max_length=data.max_length,
+        over_long=data.over_long,
+        limit=limit,
+        cache_folder=folder if data.cache else None,
+        on_progress=on_progress,
+    )
+
+
+def _set_names(specs: tuple[str, ...]) -> list[str]:
+    """Short, and different: the file's own name where no other set has it."""
+    from skyrl_train.data.rows import find_sources
+
+    names = []
+    for spec in specs:
+        sources = find_sources([spec])
+        names.append(sources[0].name if len(sources) == 1 else Path(spec).name)
+    return [name if names.count(name) == 1 else spec for name, spec in zip(names, specs)]
+
+
+def _notes(name: str, loaded: Loaded, config: SFTConfig) -> list[str]:
+    limit = config.data.max_length
+    notes = []
+    if loaded.num_truncated:
+        notes.append(
+            f"{loaded.num_truncated} {name} examples are cut to data.max_length={limit} tokens "
+            f"(the longest has {loaded.longest})"
+        )
+    if loaded.num_dropped:
+        notes.append(
+            f"{loaded.num_dropped} {name} examples are longer than data.max_length={limit} tokens and are left out "
+            f"(the longest has {loaded.longest})"
+        )
+    if loaded.num_without_loss:
+        notes.append(
+            f"{loaded.num_without_loss} {name} examples have no trained token in their first {limit} and are left out"
+        )
+    return notes
+
+
+def plan_sft(config: SFTConfig, data: SFTData) -> SFTPlan:
+    """Counts steps, exactly, by going through the epochs' orders. Raises ConfigError where nothing fills a step."""
+    trainer = config.trainer
+    stream = build_stream(config, data)
+    return SFTPlan(
+        num_examples=len(data.train),
+        num_examples_per_epoch=stream.num_examples_per_epoch,
+        num_tokens=int(data.train.lengths.sum()),
+        total_steps=trainer.num_steps or stream.count_steps(trainer.num_epochs),
+        step=_what_makes_a_step(config),
+    )
+
+
+def _what_makes_a_step(config: SFTConfig) -> str:
+    trainer = config.trainer
+    if trainer.docs_per_step:
+        return f"{'exactly' if trainer.docs_per_step_exact else 'at least'} {trainer.docs_per_step} examples"
+    if trainer.tokens_per_step:
+        return f"at most {trainer.tokens_per_step} tokens"
+    return f"{trainer.batch_size} examples"
+
+
+def build_stream(config: SFTConfig, data: SFTData) -> StepStream:
+    """The endless stream of examples, cut into steps."""
+    from skyrl_train.data.epoch_order import EpochOrder
+    from skyrl_train.data.step_stream import StepStream
+
+    order = EpochOrder(data.train.source_sizes, weights=data.weights, shuffle=config.data.shuffle, seed=config.seed)
+    return StepStream(data.train.lengths, order, _closing(config), config.data.incomplete_step)
+
+
+def _closing(config: SFTConfig) -> Closing:
+    from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
+    from skyrl_train.data.step_stream import by_documents, by_rows, by_tokens
+
+    trainer = config.trainer
+    if trainer.docs_per_step:
+        return by_documents(
+            trainer.docs_per_step,
+            num_ranks=config.placement.policy_num_workers,
+            admits=training_limit(make_micro_batch_strategy(learner_config(config).trainer)),
+            exact=trainer.docs_per_step_exact,
+        )
+    return by_tokens(trainer.tokens_per_step) if trainer.tokens_per_step else by_rows(trainer.batch_size)
+
+
+def build_feed(config: SFTConfig, data: SFTData, stack: ExitStack) -> BatchFeed:
+    """The batches. `stack` ends the thread that makes them ahead."""
+    from skyrl_train.data.feed import BatchFeed
+
+    feed = BatchFeed(
+        build_stream(config, data), data.train, _collator(config, data), is_async=config.trainer.async_batch_collation
+    )
+    return stack.enter_context(feed)
+
+
+def _collator(config: SFTConfig, data: SFTData) -> Collator:
+    from skyrl_train.data.collate import DefaultCollator, PackedDataCollator
+
+    trainer = config.trainer
+    if trainer.layout == "packed":
+        return PackedDataCollator(
+            data.train,
+            max_tokens_per_row=trainer.max_tokens_per_microbatch,
+            align=trainer.pad_to_multiple_of,
+            num_ranks=config.placement.policy_num_workers,
+        )
+    return DefaultCollator(data.train, align=trainer.pad_to_multiple_of)
+
+
+def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:
+    """The model that learns, in this process or on Ray. `stack` closes it."""
+    from skyrl_train.batch.plan import plan_batches
+    from skyrl_train.build import build_cluster, build_learners
+
+    own = learner_config(config, total_steps=plan.total_steps)
+    batch_plan = plan_batches(own, num_train_prompts=max(plan.num_examples, own.trainer.train_batch_size))
+    return build_learners(own, batch_plan, stack, build_cluster(own, stack)).policy
+
+
+def build_sft_evaluator(config: SFTConfig, data: SFTData) -> SFTEvaluator | None:
+    """None where there are no held-out examples."""
+    from skyrl_train.trainers.sft_evaluate import SFTEvaluator
+
+    if not data.validation:
+        return None
+    return SFTEvaluator(
+        data.validation, batch_size=config.trainer.eval_batch_size, is_async=config.trainer.async_batch_collation
+    )
+
+
+def build_samples(config: SFTConfig, data: SFTData, folder: RunFolder, stack: ExitStack) -> SampleWriter | None:
+    """An engine of its own with a second copy of the model; None where no samples are asked for."""
+    from skyrl_train.trainers.sft_samples import SampleWriter
+    from skyrl_train.trainers.steps import sampling_params
+
+    trainer = config.trainer
+    if not trainer.eval_samples or not data.validation:
+        return None
+    from skyrl_train.inference.hf import HFEngine
+    from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
+    from skyrl_train.weight_sync.transport import InlineTransport
+
+    tokenizer = load_tokenizer(config.model)
+    engine = HFEngine(
+        load_causal_lm(config.model, config.platform.device), tokenizer, max_batch_size=trainer.eval_batch_size
+    )
+    stack.callback(engine.close)
+    return SampleWriter(
+        data.validation,
+        engine=engine,
+        transport=InlineTransport(engine),
+        tokenizer=tokenizer,
+        sampling=sampling_params(trainer.eval_sampling),
+        num_samples=trainer.eval_samples,
+        seed=config.seed,
+        timeout_s=trainer.eval_sample_timeout_s,
+        folder=folder.samples,
+    )

@@ -1,0 +1,165 @@
+"""One supervised run from a validated config: data, plan, parts, training, and what the user reads at both ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_train.build import set_threads
+from skyrl_train.build_sft import (
+    SFTData,
+    SFTPlan,
+    build_feed,
+    build_policy,
+    build_samples,
+    build_sft_evaluator,
+    load_sft_data,
+    plan_sft,
+)
+from skyrl_train.config.load import write_yaml
+from skyrl_train.config.platform import detect_platform
+from skyrl_train.config.sft import SFTConfig, validate_sft
+from skyrl_train.errors import ConfigError
+
+if TYPE_CHECKING:
+    from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
+    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.resume import Start
+    from skyrl_train.trainers.sft import SFTResult
+
+_ROWS_BETWEEN_NOTES = 512 * 40
+
+
+def train(config: SFTConfig) -> SFTResult | None:
+    """Trains, or goes on training, in `config.output_dir`; None where the run there is complete.
+
+    Raises SkyrlTrainError for whatever the user can mend, before anything expensive where that can be known;
+    StopRequested after a signal, with the checkpoint written.
+    """
+    if violations := validate_sft(config):
+        raise ConfigError(violations)
+    set_threads(config)
+    from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
+    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.telemetry.redact import redact
+    from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.resume import find_start, prepare_run_folder
+    from skyrl_train.trainers.sft_samples import cut_samples_after
+
+    console = RunConsole(step_lines=config.tracker.console.enabled)
+    folder = RunFolder(Path(config.output_dir))
+    folder.create()
+    console.header(f"skyrl_train: {config.run_name}", _first_lines(config))
+    data = load_sft_data(config, on_progress=lambda name, rows: _say_tokenised(console, name, rows))
+    plan = plan_sft(config, data)
+    console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
+    checkpoints = FolderCheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
+    with folder.held(), ExitStack() as stack:
+        start = find_start(config, folder, checkpoints, data=data.fingerprint, total_steps=plan.total_steps)
+        for note in start.notes:
+            console.note(note)
+        if start.complete:
+            return None
+        notes = prepare_run_folder(
+            folder,
+            start,
+            write_config=lambda path: write_yaml(redact(dataclasses.asdict(config)), path),
+            plan=dataclasses.asdict(plan),
+        )
+        for note in notes:
+            console.note(note)
+        cut_samples_after(folder.samples, start.global_step)
+        result = _train(config, plan, data, folder, console, start, checkpoints, stack)
+    _say_goodbye(config, folder, console, result)
+    return result
+
+
+def _train(
+    config: SFTConfig,
+    plan: SFTPlan,
+    data: SFTData,
+    folder: RunFolder,
+    console: RunConsole,
+    start: Start,
+    checkpoints: FolderCheckpointStore,
+    stack: ExitStack,
+) -> SFTResult:
+    from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
+    from skyrl_train.telemetry.tracker import build_trackers
+    from skyrl_train.trainers.sft import SFTTrainer
+
+    keeps_best = config.trainer.keep_best or config.trainer.export == "best"
+    policy = build_policy(config, plan, stack)
+    samples = build_samples(config, data, folder, stack)
+    trackers = build_trackers(
+        config, folder, console=console, start_step=start.global_step, total_steps=plan.total_steps
+    )
+    stack.callback(trackers.close)
+    trainer = SFTTrainer(
+        config=config,
+        total_steps=plan.total_steps,
+        feed=build_feed(config, data, stack),
+        data=data.fingerprint,
+        policy=policy,
+        evaluator=build_sft_evaluator(config, data),
+        samples=samples,
+        checkpoints=checkpoints,
+        best=FolderCheckpointStore(folder.best, keep=1) if keeps_best else None,
+        trackers=trackers,
+        folder=folder,
+        console=console,
+        start=start,
+    )
+    return trainer.train()
+
+
+def _say_tokenised(console: RunConsole, name: str, rows: int) -> None:
+    """Now and then; a cached source is not tokenised at all."""
+    if rows % _ROWS_BETWEEN_NOTES == 0:
+        console.note(f"{name}: {rows} rows tokenised")
+
+
+def _first_lines(config: SFTConfig) -> list[str]:
+    """What a user wants to know before anything happens."""
+    detected = detect_platform()
+    why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
+    return [
+        f"platform    {config.platform.name} ({why})",
+        f"placement   {config.placement.backend}, strategy {config.strategy.name}",
+        f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
+        f"data        {', '.join(config.data.train)}",
+        f"held out    {', '.join(config.data.validation) or 'none'}",
+        f"output      {config.output_dir}",
+    ]
+
+
+def _plan_lines(config: SFTConfig, plan: SFTPlan, data: SFTData) -> list[str]:
+    trainer = config.trainer
+    ahead = "made one ahead" if trainer.async_batch_collation else "made in the loop"
+    every = f"every {trainer.eval_interval} steps" if trainer.eval_interval else "before and after"
+    held_out = sum(len(examples) for examples in data.validation.values())
+    return [
+        f"{plan.total_steps} optimizer steps of {plan.step}; micro-batches: {trainer.micro_batching}, "
+        f"layout: {trainer.layout}; batches are {ahead}",
+        f"{plan.num_examples} training examples of {plan.num_tokens / max(1, plan.num_examples):.0f} tokens on average, "
+        f"{plan.num_examples_per_epoch} an epoch, loss on {config.data.loss_on} assistant messages",
+        f"{held_out} held-out examples in {len(data.validation)} sets"
+        + (f", evaluated {every}" if held_out else "")
+        + f"; {trainer.optimizer.schedule} learning rate {trainer.optimizer.lr:g}",
+    ]
+
+
+def _say_goodbye(config: SFTConfig, folder: RunFolder, console: RunConsole, result: SFTResult) -> None:
+    best = result.history.best_step
+    console.header(
+        f"done after step {result.global_step}",
+        [
+            f"learning curve  {folder.learning_curve_file}",
+            f"metrics         {folder.metrics_file}",
+            *([f"best            step {best}, {folder.best}"] if config.trainer.keep_best and best is not None else []),
+            *([f"model           {folder.export}"] if config.trainer.export != "none" else []),
+        ],
+    )

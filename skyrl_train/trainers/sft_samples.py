@@ -1,0 +1,149 @@
+"""Answers of the model as it is now to held-out prompts, for people to read: `samples/step_000010.jsonl`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from skyrl_train.data.token_store import ExampleSet
+from skyrl_train.errors import DeadlineError
+from skyrl_train.interfaces import InferenceEngine, Learner, WeightTransport
+from skyrl_train.rollout.loop_thread import LoopThread
+from skyrl_train.seeding import derive_seed
+from skyrl_train.telemetry.files import write_atomically
+from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
+
+
+class Decodes(Protocol):
+    """What is used of a tokenizer."""
+
+    def decode(self, token_ids: list[int], **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One answer."""
+
+    set: str
+    example: str
+    prompt: str
+    answer: str
+    expected: str
+    """What the data says after the prompt."""
+    stop_reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Question:
+    set: str
+    example: str
+    prompt_ids: tuple[int, ...]
+    expected_ids: tuple[int, ...]
+
+
+class SampleWriter:
+    """Generates from the first examples of each set, always the same ones with the same seeds."""
+
+    def __init__(
+        self,
+        sets: Mapping[str, ExampleSet],
+        *,
+        engine: InferenceEngine,
+        transport: WeightTransport,
+        tokenizer: Decodes,
+        sampling: SamplingParams,
+        num_samples: int,
+        seed: int,
+        timeout_s: float,
+        folder: Path,
+    ) -> None:
+        """`num_samples` of each set; fewer where a set has fewer examples with a prompt."""
+        self._engine = engine
+        self._transport = transport
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._seed = seed
+        self._timeout_s = timeout_s
+        self._folder = folder
+        self._questions = [
+            question for name, examples in sets.items() for question in _questions(name, examples, num_samples)
+        ]
+
+    def write(self, learner: Learner, *, step: int) -> list[Sample]:
+        """Gives the engine the learner's weights, generates, and writes the file. Raises DeadlineError, EngineError."""
+        self._transport.sync(learner.weights(), step)
+        loop = LoopThread("sft-samples")
+        try:
+            outputs = loop.run(self._generate(step))
+        finally:
+            loop.close()
+        samples = [self._sample(question, output) for question, output in zip(self._questions, outputs)]
+        lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
+        write_atomically(self._folder / f"step_{step:06d}.jsonl", "".join(lines).encode())
+        return samples
+
+    async def _generate(self, step: int) -> list[GenerationOutput]:
+        requests = [
+            GenerationRequest(
+                request_id=f"sample-{index:06d}",
+                prompt_token_ids=question.prompt_ids,
+                sampling=self._sampling,
+                seed=derive_seed(self._seed, "sft sample", index),
+            )
+            for index, question in enumerate(self._questions)
+        ]
+        answers = asyncio.gather(*(self._engine.generate(request) for request in requests))
+        try:
+            return list(await asyncio.wait_for(answers, self._timeout_s))
+        except asyncio.TimeoutError as error:
+            raise DeadlineError(
+                f"{len(requests)} samples of step {step}",
+                self._timeout_s,
+                "Lower trainer.eval_samples, or raise trainer.eval_sample_timeout_s",
+            ) from error
+
+    def _sample(self, question: _Question, output: GenerationOutput) -> Sample:
+        return Sample(
+            set=question.set,
+            example=question.example,
+            prompt=self._text(question.prompt_ids),
+            answer=self._text(output.token_ids),
+            expected=self._text(question.expected_ids),
+            stop_reason=output.stop_reason.value,
+        )
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+
+def _questions(name: str, examples: ExampleSet, count: int) -> list[_Question]:
+    """The prompts of the first examples: what comes before their first trained token. Text rows have almost none."""
+    flat = examples.gather(np.arange(min(count, len(examples))))
+    found, start = [], 0
+    for index, length in enumerate(flat.lengths.tolist()):
+        ids, mask = flat.input_ids[start : start + length], flat.loss_mask[start : start + length]
+        first = int(mask.argmax())
+        found.append(
+            _Question(
+                set=name,
+                example=examples.name(index),
+                prompt_ids=tuple(ids[:first].tolist()),
+                expected_ids=tuple(ids[first:].tolist()),
+            )
+        )
+        start += length
+    return found
+
+
+def cut_samples_after(folder: Path, step: int) -> None:
+    """Deletes the samples of later steps, which a resumed run writes again."""
+    for path in folder.glob("step_*.jsonl"):
+        number = path.stem.removeprefix("step_")
+        if number.isdigit() and int(number) > step:
+            path.unlink()
