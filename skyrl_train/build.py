@@ -208,19 +208,24 @@ def build_cluster(config: Config, stack: ExitStack) -> Cluster | None:
 
 
 def build_learners(config: Config, plan: BatchPlan, stack: ExitStack, cluster: Cluster | None = None) -> Learners:
-    """The policy, and a reference where the loss needs one."""
+    """The policy, a reference where the algorithm needs one, and a critic where `critic.model.path` names one."""
     if cluster is not None:
         return cluster.build_learners(plan, stack)
+    from skyrl_train.config.algorithm import needs_reference
+    from skyrl_train.learner.critic import build_critic_learner
     from skyrl_train.learner.policy import build_policy_learner
     from skyrl_train.trainers.steps import Learners
 
     policy = build_policy_learner(config, plan, role="policy")
     stack.callback(policy.close)
-    reference = None
-    if config.trainer.algorithm.kl_loss_coef > 0:
+    reference = critic = None
+    if needs_reference(config.trainer.algorithm):
         reference = build_policy_learner(config, plan, role="reference")
         stack.callback(reference.close)
-    return Learners(policy=policy, reference=reference, critic=None)
+    if config.critic.model.path:
+        critic = build_critic_learner(config, plan)
+        stack.callback(critic.close)
+    return Learners(policy=policy, reference=reference, critic=critic)
 
 
 def build_evaluator(

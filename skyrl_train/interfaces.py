@@ -128,6 +128,14 @@ class Learner(Protocol):
     def close(self) -> None: ...
 
 
+class Reference(Learner, Protocol):
+    """A `Learner` that is only scored, and may be given the weights of another model of its shape."""
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Replaces all parameters; `weights` as `Learner.weights` gives them. Raises ModelError where they do not fit."""
+        ...
+
+
 class WeightTransport(Protocol):
     """Carries the policy's weights to the inference engine."""
 

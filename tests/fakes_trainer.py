@@ -206,6 +206,9 @@ class FakeLearner:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "weight", torch.tensor(self.weight, dtype=torch.float64)
 
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.weight = float(dict(weights)["weight"])
+
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "learner.json").write_text(json.dumps([self.weight, self.momentum, self.num_optimizer_steps]))

@@ -67,7 +67,7 @@ def assemble(
     uids = tuple(rollouts.prompts[row.prompt_index].uid for row in rows)
     lengths = np.fromiter((row.num_tokens for row in rows), np.int64, len(rows))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    row_columns = _row_columns(rows)
+    row_columns = _row_columns(rows, weight_version)
 
     def boundaries(mini_batch_size: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
         by_prompts = compute_prompt_mini_batch_boundaries(
@@ -169,13 +169,15 @@ def _extends(turn: Turn, previous: Turn) -> bool:
     )
 
 
-def _row_columns(rows: list[_Row]) -> dict[str, np.ndarray]:
+def _row_columns(rows: list[_Row], weight_version: int) -> dict[str, np.ndarray]:
+    stale = (any(turn.weight_version < weight_version for turn in row.turns) for row in rows)
     return {
         "prompt_index": np.fromiter((row.prompt_index for row in rows), np.int32, len(rows)),
         "trajectory_index": np.fromiter((row.trajectory_index for row in rows), np.int32, len(rows)),
         "step_index": np.fromiter((row.step_index for row in rows), np.int32, len(rows)),
         "is_last_step": np.fromiter((row.is_last_step for row in rows), np.bool_, len(rows)),
         "is_padding": np.fromiter((not row.turns for row in rows), np.bool_, len(rows)),
+        "is_stale": np.fromiter(stale, np.bool_, len(rows)),
     }
 
 

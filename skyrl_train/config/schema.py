@@ -227,7 +227,8 @@ class CriticModelConfig:
     """`critic.model`: the value model."""
 
     path: str = ""
-    """Folder or hub name, `policy` for a copy of the policy's weights with a new value head, or empty for no critic."""
+    """Folder, hub name or `builtin:NAME`, `policy` for a copy of the policy's weights with a new value head, or empty
+    for no critic. The `score` head of a reward model with one label is kept; a new head starts at 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,6 +239,23 @@ class CriticConfig:
     """What it starts from."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Its own optimizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceModelConfig:
+    """`reference.model`: what the policy is held near, or learns from."""
+
+    path: str = "policy"
+    """Folder or hub name, or `policy` for the policy as it starts. It reads the policy's tokens, so it must share the
+    policy's tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceConfig:
+    """`reference`: the model of the KL terms, and the teacher of `algorithm=distillation`. Loaded only where used."""
+
+    model: ReferenceModelConfig = field(default_factory=ReferenceModelConfig)
+    """What it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,6 +431,8 @@ class Config:
     """The loop."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model."""
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """The reference model."""
     strategy: StrategyConfig = field(default_factory=StrategyConfig)
     """How a model is spread over ranks."""
     placement: PlacementConfig = field(default_factory=PlacementConfig)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.config.algorithm import algorithm_violations, needs_critic
+from skyrl_train.config.algorithm import algorithm_violations, needs_critic, needs_reference
 from skyrl_train.config.registered import REGISTRIES, module_exists, registered_names
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate_batch import validate_batch_sizes
@@ -240,6 +240,26 @@ def _critic(config: Config) -> Iterator[Violation]:
         )
 
 
+def _reference(config: Config) -> Iterator[Violation]:
+    algorithm, path = config.trainer.algorithm, config.reference.model.path
+    if not path.strip():
+        yield _violation(config, "reference.model.path", "must not be empty", "try reference.model.path=policy")
+    if algorithm.ref_update_interval and not needs_reference(algorithm):
+        yield _violation(
+            config,
+            "trainer.algorithm.ref_update_interval",
+            "does nothing without a reference, which this algorithm does not read",
+            "set trainer.algorithm.kl_loss_coef above 0, or trainer.algorithm.ref_update_interval=0",
+        )
+    elif algorithm.ref_update_interval and path != "policy":
+        yield _violation(
+            config,
+            "trainer.algorithm.ref_update_interval",
+            f"would replace reference.model.path={path} by the policy",
+            "set trainer.algorithm.ref_update_interval=0, or reference.model.path=policy",
+        )
+
+
 def _step_wise(config: Config) -> Iterator[Violation]:
     if config.trainer.algorithm.step_rewards == "turn_return" and not config.generator.step_wise_trajectories:
         yield _violation(
@@ -290,6 +310,7 @@ RULES = (
     Rule(("strategy",), _strategy),
     Rule(("trainer.policy.optimizer.betas", "critic.optimizer.betas"), _optimizers),
     Rule(("trainer.algorithm.advantage_estimator", "critic.model"), _critic),
+    Rule(("trainer.algorithm", "reference"), _reference),
     Rule(("trainer.algorithm.step_rewards", "generator.step_wise_trajectories"), _step_wise),
     Rule(("trainer.docs_per_step", "trainer.docs_per_step_exact"), _docs_per_step),
     Rule(("data.train", "generator.backend"), _data),

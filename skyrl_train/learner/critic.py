@@ -23,9 +23,9 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.model.causal_lm import load_tokenizer, model_at
 from skyrl_train.model.layouts import supported_layout
-from skyrl_train.model.value_model import load_value_model, model_at, token_values
+from skyrl_train.model.value_model import load_value_model, token_values
 from skyrl_train.telemetry.metrics import Mean, StepMetrics
 
 if TYPE_CHECKING:

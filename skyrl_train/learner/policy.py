@@ -16,6 +16,7 @@ from torch import Tensor
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.losses import POLICY_LOSSES, is_tokenwise, policy_loss
+from skyrl_train.algorithms.off_policy import log_ratio_ledger
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
@@ -24,7 +25,8 @@ from skyrl_train.config.algorithm import LIKELIHOOD_LOSSES, AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, output_head, quiet_transformers
+from skyrl_train.learner.state import take_weights
+from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, model_at, output_head, quiet_transformers
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.logprobs import LossOfTokens, TokenScores, score_tokens
 from skyrl_train.registry import resolve
@@ -96,6 +98,14 @@ class PolicyLearner:
         except OSError as error:
             raise ModelError(f"{folder}: the model could not be exported: {error}") from error
 
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Replaces all parameters, of which every rank is given the whole. Raises ModelError where they do not fit."""
+        count = take_weights(self.engine.parameters, weights, role=self.engine.name)
+        if count != len(self.engine.parameters):
+            raise ModelError(
+                f"the {self.engine.name} model has {len(self.engine.parameters)} parameters and got {count}"
+            )
+
     def close(self) -> None:
         """Nothing to release: memory goes with the object."""
 
@@ -147,6 +157,7 @@ class PolicyLearner:
             "loss/total": Mean(float(terms.total.detach()), share),
             "policy/entropy": Mean(float(scores.entropy.detach().sum()), num_tokens),
             **_rollout_difference(terms.inputs),
+            **_ledger(terms.inputs, rows),
             **terms.metrics,
         }
         return terms.total, metrics
@@ -194,6 +205,21 @@ def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
     }
 
 
+def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch) -> StepMetrics:
+    """`off_policy/{numerics,staleness,drift,unattributed}_*`: why the policy differs from what sampled."""
+    if inputs.rollout_logprobs is None:
+        return {}
+    fresh = torch.zeros(rows.num_rows, dtype=torch.bool, device=inputs.loss_mask.device)
+    ledger = log_ratio_ledger(
+        logprobs=inputs.logprobs.detach(),
+        old_logprobs=inputs.old_logprobs,
+        rollout_logprobs=inputs.rollout_logprobs,
+        loss_mask=inputs.loss_mask,
+        is_stale=rows["is_stale"] if "is_stale" in rows else fresh,
+    )
+    return ledger.metrics(inputs.loss_mask)
+
+
 def _column(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor:
     """In the type of `default`, which stands in for a column that is not there: one that the loss does not read, or the
     old log-probabilities of an update that is on-policy by construction."""
@@ -222,8 +248,10 @@ def build_policy_learner(
 
     Raises ModelError, ConfigError.
     """
-    model = load_causal_lm(config.model, config.platform.device)
-    trainer = replace(config.trainer, layout=supported_layout(model, config.trainer.layout, name=config.model.path))
+    model_config = config.model if role == "policy" else model_at(config.reference.model.path, config.model)
+    _require_same_tokenizer(model_config, config.model)
+    model = load_causal_lm(model_config, config.platform.device)
+    trainer = replace(config.trainer, layout=supported_layout(model, config.trainer.layout, name=model_config.path))
     merge_turns = config.generator.merge_stepwise == "auto"
     engine = ModelEngine(
         model,
@@ -239,7 +267,21 @@ def build_policy_learner(
     )
     return PolicyLearner(
         engine,
-        model=config.model,
+        model=model_config,
         algorithm=config.trainer.algorithm,
         temperature=config.generator.sampling.temperature,
     )
+
+
+def _require_same_tokenizer(model: ModelConfig, policy: ModelConfig) -> None:
+    """Raises ModelError where a reference of its own gives the policy's token ids another meaning."""
+    if model == policy:
+        return
+    own, expected = load_tokenizer(model).get_vocab(), load_tokenizer(policy).get_vocab()
+    if own != expected:
+        differing = sorted(set(own.items()) ^ set(expected.items()))
+        raise ModelError(
+            f"reference.model.path {model.path!r}: its tokenizer is not that of {policy.path!r} ({len(own)} and "
+            f"{len(expected)} entries, {differing[0][0]!r} differs), so it cannot score the policy's tokens. "
+            "Give a model of the same family"
+        )

@@ -11,7 +11,7 @@ A model that is sharded over ranks writes `.metadata` and `__RANK_0.distcp` in p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from skyrl_train.distributed.sharded_tensors import (
     read_tensors,
     write_tensors,
 )
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, ModelError
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
@@ -125,6 +125,21 @@ def read_model(folder: Path) -> dict[str, Tensor]:
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{folder}: the model cannot be read: {type(error).__name__}: {error}") from error
     return {name.removeprefix(_MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def take_weights(parameters: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], *, role: str) -> int:
+    """Copies whole weights into the parameters of these names, or into this rank's shards of them; returns how many.
+
+    Raises ModelError for an unknown name or another shape.
+    """
+    count = 0
+    for name, tensor in weights:
+        if name not in parameters or parameters[name].shape != tensor.shape:
+            raise ModelError(f"the {role} model cannot take {name} of shape {list(tensor.shape)}")
+        parameters[name].copy_(laid_out_like(tensor, parameters[name]))
+        count += 1
+    return count
 
 
 def _sharded_names(model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor] | None) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ where the weights hold no such head it starts at 0, and so does every value.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,13 +27,6 @@ if TYPE_CHECKING:
 
 HEAD = "score"
 """Attribute of the model, and first part of the names of the head's parameters."""
-POLICY = "policy"
-"""The path that stands for the policy's model."""
-
-
-def model_at(path: str, policy: ModelConfig) -> ModelConfig:
-    """The policy's model where `path` is `policy`, else the one at `path`, loaded in the same way."""
-    return policy if path == POLICY else replace(policy, path=path, tokenizer_path=None, revision=None)
 
 
 def load_value_model(model: ModelConfig, device: torch.device | str) -> PreTrainedModel:

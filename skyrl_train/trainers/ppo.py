@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 from skyrl_train.algorithms.kl_controller import initial_state, next_state
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import ConfigError, Violation
-from skyrl_train.interfaces import CheckpointStore, Generator, Tracker, WeightTransport
+from skyrl_train.interfaces import CheckpointStore, Generator, Learner, Tracker, WeightTransport
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.learning_curve import draw_learning_curve
 from skyrl_train.telemetry.metrics import to_values
@@ -90,9 +89,7 @@ class PPOTrainer:
         start: Start = FRESH,
     ) -> None:
         """`folder` is prepared for `start` (see `resume.prepare_run_folder`). `evaluator` and `rollout_log` are None
-        where evaluation and rollout dumps are off. Raises ConfigError for a setting that this loop does not know."""
-        if config.trainer.algorithm.ref_update_interval:
-            raise ConfigError([_fixed_reference(config.trainer.algorithm.ref_update_interval)])
+        where evaluation and rollout dumps are off."""
         self.config, self.plan, self.data, self.start = config, plan, data, start
         self.prompts, self.generator, self.learners = prompts, generator, learners
         self.transport, self.evaluator, self.checkpoints = transport, evaluator, checkpoints
@@ -130,6 +127,7 @@ class PPOTrainer:
                     update = steps.update(batch, learners, config, on_progress=self.console.on_progress)
                 with self._phase("sync"):
                     steps.sync(learners.policy, self.transport, version=step)
+                    self._move_reference(step)
                 self._finish_step(step, generated, batch, update, stop)
             return self._finish()
 
@@ -180,6 +178,11 @@ class PPOTrainer:
             self._save(step)
         if stopping:
             stop.raise_if_set(step)
+
+    def _move_reference(self, step: int) -> None:
+        """Every `ref_update_interval` steps the reference becomes the policy as it is now."""
+        if self.learners.reference is not None and is_due(step, self.config.trainer.algorithm.ref_update_interval):
+            self.learners.reference.load_weights(self.learners.policy.weights())
 
     def _control_kl(self, metrics: dict[str, float], num_trajectories: int) -> None:
         """The weight of the KL in the rewards of the next step."""
@@ -235,18 +238,24 @@ class PPOTrainer:
         )
 
         def write(folder: Path) -> None:
-            self.learners.policy.save(folder / "policy")
-            if self.learners.critic is not None:
-                self.learners.critic.save(folder / "critic")
+            for name, learner in self._changing_models():
+                learner.save(folder / name)
             state.write(folder)
 
         with self._phase("checkpoint"):
             self._last_checkpoint = self.checkpoints.write(step, write)
 
     def _load(self, checkpoint: Path) -> None:
-        self.learners.policy.load(checkpoint / "policy")
+        for name, learner in self._changing_models():
+            learner.load(checkpoint / name)
+
+    def _changing_models(self) -> Iterator[tuple[str, Learner]]:
+        """Those that a checkpoint holds: a reference that stays what it was at the start is not among them."""
+        yield "policy", self.learners.policy
         if self.learners.critic is not None:
-            self.learners.critic.load(checkpoint / "critic")
+            yield "critic", self.learners.critic
+        if self.learners.reference is not None and self.config.trainer.algorithm.ref_update_interval:
+            yield "reference", self.learners.reference
 
     def _draw(self) -> None:
         """A picture that cannot be drawn is no reason to end a run."""
@@ -259,12 +268,3 @@ class PPOTrainer:
     def _phase(self, name: str) -> Iterator[None]:
         with self.timer.phase(name), self.console.phase(name):
             yield
-
-
-def _fixed_reference(interval: int) -> Violation:
-    return Violation(
-        field="trainer.algorithm.ref_update_interval",
-        rule="must be 0: the reference stays what it was at the start",
-        value=str(interval),
-        remedy="Set trainer.algorithm.ref_update_interval=0",
-    )

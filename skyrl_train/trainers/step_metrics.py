@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.critic_losses import explained_variance
 from skyrl_train.algorithms.kl_controller import mean_token_kl
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -46,7 +47,7 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
     """The batch's size; how far the trainer's log-probabilities are from the engine's and from the reference's.
 
     `mismatch/` compares `old_logprobs` with `rollout_logprobs`, `kl/reference` with `ref_logprobs`, over trained
-    tokens, before the first update of the step.
+    tokens, before the first update of the step. `critic/explained_variance` is of the values before it, too.
     """
     mask = batch["loss_mask"]
     num_trained = int(mask.sum())
@@ -59,6 +60,9 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
         metrics |= _mismatch(batch["old_logprobs"][mask].double() - batch["rollout_logprobs"][mask].double())
     if num_trained and "ref_logprobs" in batch:
         metrics["kl/reference"] = mean_token_kl(batch["old_logprobs"], batch["ref_logprobs"], mask, algorithm)
+    if "values" in batch and "returns" in batch:
+        variance = explained_variance(batch["values"], batch["returns"], mask)
+        metrics |= {} if variance is None else {"critic/explained_variance": variance}
     return metrics
 
 

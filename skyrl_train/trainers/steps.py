@@ -20,7 +20,7 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import FilterConfig
 from skyrl_train.config.schema import Config, SamplingConfig
 from skyrl_train.errors import BatchError, NonFiniteError
-from skyrl_train.interfaces import Generator, Learner, WeightTransport
+from skyrl_train.interfaces import Generator, Learner, Reference, WeightTransport
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
@@ -55,7 +55,7 @@ class Learners:
     """The models of a run."""
 
     policy: Learner
-    reference: Learner | None
+    reference: Reference | None
     """Only scored; see `config.algorithm.needs_reference`."""
     critic: Learner | None
     """Only where the advantage estimator needs values."""

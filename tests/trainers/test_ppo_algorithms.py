@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_train.errors import ConfigError, StopRequested
+from skyrl_train.errors import StopRequested
 from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.telemetry.rollout_log import read_rollouts
 from skyrl_train.trainers.state import TrainerState
@@ -96,6 +96,59 @@ def test_during_the_critics_warm_up_only_the_critic_learns(tmp_path):
     assert run.learner.num_optimizer_steps == run.plan.total_optimizer_steps == 2
 
 
-def test_a_moving_reference_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="ref_update_interval"):
-        fake_run(tmp_path, config=config_with(tmp_path, ref_update_interval=2)).run()
+def moving_reference_run(folder, **parts):
+    config = config_with(folder, kl_loss_coef=0.1, ref_update_interval=2, trainer={"ckpt_interval": 1})
+    return fake_run(folder, config=config, reference=FakeLearner("reference"), **parts)
+
+
+def test_the_reference_becomes_the_policy_every_so_many_steps_and_is_resumed(tmp_path):
+    run = moving_reference_run(tmp_path / "alone")
+    run.run()
+    assert run.reference is not None
+    assert run.reference.weight == run.learner.weight
+    distance = [record["kl/reference"] for record in read_metrics(run.folder.metrics_file)[1:]]
+    assert distance[0] == distance[2] == 0
+    assert min(distance[1], distance[3]) > 0
+    with pytest.raises(StopRequested):
+        moving_reference_run(tmp_path / "stopped", on_call=send_signal_at(3)).run()
+    moving_reference_run(tmp_path / "stopped").run()
+    expected = records_without_timings(tmp_path / "alone" / "metrics.jsonl")
+    assert records_without_timings(tmp_path / "stopped" / "metrics.jsonl") == expected
+
+
+def test_a_fixed_reference_is_in_no_checkpoint(tmp_path):
+    config = config_with(tmp_path, kl_loss_coef=0.1)
+    fake_run(tmp_path, config=config, reference=FakeLearner("reference", weight=0.5)).run()
+    assert not (tmp_path / "checkpoints" / "step_000004" / "reference").exists()
+
+
+def test_replacement_fills_a_batch_with_copies_and_resumes_identically(tmp_path):
+    def run(folder, **parts):
+        config = config_with(folder, filters={"dynamic_sampling": "replace"})
+        return fake_run(folder, config=config, learner=FakeLearner(lr=0.01), **parts)
+
+    run(tmp_path / "alone").run()
+    records = read_metrics(tmp_path / "alone" / "metrics.jsonl")[1:]
+    assert all(record["batch/rows"] == 8 for record in records)
+    kept = [read_rollouts(tmp_path / "alone" / "rollouts" / f"train_step_{step:06d}.jsonl")[step] for step in (1, 2, 3, 4)]
+    assert any("#copy" in prompt.uid for rollouts in kept for prompt in rollouts.prompts)
+    with pytest.raises(StopRequested):
+        run(tmp_path / "stopped", on_call=send_signal_at(2)).run()
+    run(tmp_path / "stopped").run()
+    expected = records_without_timings(tmp_path / "alone" / "metrics.jsonl")
+    assert records_without_timings(tmp_path / "stopped" / "metrics.jsonl") == expected
+
+
+def test_overlong_responses_carry_no_loss_and_the_critics_part_is_resumed(tmp_path):
+    def run(folder, **parts):
+        config = config_with(folder, filters={"overlong": True}, advantage_estimator="gae", critic_warmup_steps=1)
+        config = replace(config, critic=replace(config.critic, model=replace(config.critic.model, path="policy")))
+        return fake_run(folder, config=config, critic=FakeLearner("critic"), **parts)
+
+    run(tmp_path / "alone").run()
+    with pytest.raises(StopRequested):
+        run(tmp_path / "stopped", on_call=send_signal_at(3)).run()
+    run(tmp_path / "stopped").run()
+    expected = records_without_timings(tmp_path / "alone" / "metrics.jsonl")
+    assert records_without_timings(tmp_path / "stopped" / "metrics.jsonl") == expected
+    assert "critic/explained_variance" in expected[1]

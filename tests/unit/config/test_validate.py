@@ -76,6 +76,16 @@ def test_the_defaults_break_no_rule() -> None:
         ({"run_name": " "}, "run_name"),
         ({"trainer__policy_mini_batch_size": 15}, "trainer.policy_mini_batch_size"),
         ({"trainer__algorithm__kl_controller": "adaptive"}, "trainer.algorithm.kl_controller"),
+        ({"trainer__algorithm__ref_update_interval": 2}, "trainer.algorithm.ref_update_interval"),
+        ({"reference__model__path": ""}, "reference.model.path"),
+        (
+            {
+                "trainer__algorithm__ref_update_interval": 2,
+                "trainer__algorithm__kl_loss_coef": 0.1,
+                "reference__model__path": "builtin:tiny_qwen2",
+            },
+            "trainer.algorithm.ref_update_interval",
+        ),
     ],
 )
 def test_each_rule_names_the_field_that_breaks_it(broken: dict[str, Any], field: str) -> None:
@@ -88,6 +98,7 @@ def test_each_rule_names_the_field_that_breaks_it(broken: dict[str, Any], field:
         {"generator__n_samples_per_prompt": 1, "trainer__algorithm__advantage_estimator": "reinforce++"},
         {"generator__sampling__temperature": 0.0, "trainer__algorithm__advantage_estimator": "reinforce++"},
         {"trainer__algorithm__advantage_estimator": "gae", "critic__model__path": "policy"},
+        {"trainer__algorithm__kl_loss_coef": 0.1, "trainer__algorithm__ref_update_interval": 2},
         {"trainer__algorithm__policy_loss": "json:dumps"},
         {"trainer__algorithm__step_rewards": "turn_return", "generator__step_wise_trajectories": True},
         {"data__validation": []},
