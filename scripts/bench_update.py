@@ -237,7 +237,11 @@ def run_growth(args: argparse.Namespace) -> None:
     for name, kind, counts in (("turns", "step", turns), ("samples", "single", samples)):
         for variant in ("padded", "packed", "shared"):
             for count in counts:
-                work = {"prompts": 1, "samples": 2, "turns": count} if name == "turns" else {"prompts": 1, "samples": count}
+                work = (
+                    {"prompts": 1, "samples": 2, "turns": count}
+                    if name == "turns"
+                    else {"prompts": 1, "samples": count}
+                )
                 spec = {
                     "model": args.model,
                     "kind": kind,
@@ -264,7 +268,12 @@ def run_head(args: argparse.Namespace) -> None:
             code = f"from update_head import measure; measure({way!r}, {tokens}, {args.hidden}, {args.vocabulary})"
             done = subprocess.run(
                 [sys.executable, "-c", code],
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path[:2]), "MALLOC_MMAP_THRESHOLD_": "65536"},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": os.pathsep.join(sys.path[:2]),
+                    "MALLOC_MMAP_THRESHOLD_": "65536",
+                },
                 capture_output=True,
                 text=True,
                 timeout=3600,

@@ -60,8 +60,8 @@ class ForwardCost:
     """Predicted cost of a forward, in positions: `positions + pairs * per_pair + calls * per_call`.
 
     For hidden size h, the products of a layer are about `24 h^2` per position and attention `4 h` per pair, a ratio of
-    `1 / (6 h)`; the default is that of h = 1024. `per_call` is what starting a kernel costs, in positions of a small model;
-    a large one hides it. A wrong model costs speed, never correctness.
+    `1 / (6 h)`; the default is that of h = 1024. `per_call` is what starting a kernel costs, in positions of a small
+    model; a large one hides it. A wrong model costs speed, never correctness.
     """
 
     per_pair: float = 1.0 / (6 * 1024)

@@ -1,0 +1,127 @@
+"""Attention over segments against plain products with a mask."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_train.batch.prefix_tree import Segment, prefix_order, tree_segments
+from skyrl_train.errors import ModelError
+from skyrl_train.model.attention import Segments, flex, masked_attention, segment_attention
+
+PACKED = Segments((Segment(0, 3, 3), Segment(3, 4, 4), Segment(4, 9, 9)), 5)
+TREE = Segments(
+    (Segment(0, 2, 9), Segment(2, 3, 3), Segment(3, 5, 8), Segment(5, 6, 6), Segment(6, 8, 8), Segment(8, 9, 9)), 6
+)
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+
+
+def random_tree(seed: int) -> Segments:
+    """Rows of two different tokens: dense branching."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, 2, rng.integers(1, 9)).astype(np.int32) for _ in range(10)]
+    order = prefix_order(rows)
+    return Segments(tree_segments(order), max(order.lengths))
+
+
+def qkv(segments: Segments, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int) -> Tensor:
+        shape = (1, segments.num_positions, heads, SIZE)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_()
+
+    return draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)
+
+
+def dense_mask(segments: Segments) -> Tensor:
+    """bool `[positions, positions]`, written out."""
+    size = segments.num_positions
+    mask = torch.zeros(size, size, dtype=torch.bool)
+    for segment in segments.segments:
+        for key in range(segment.start, segment.stop):
+            mask[key : segment.subtree_stop, key] = True
+    return mask
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    key, value = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value))
+    return (query @ key.transpose(2, 3) * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ value
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, **terms: object) -> Tensor:
+    out, _ = segment_attention(
+        torch.nn.Identity(),
+        query,
+        key,
+        value,
+        None,
+        segments=segments,
+        scaling=0.3,
+        **terms,  # type: ignore[arg-type]
+    )
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize("segments", [PACKED, TREE, *map(random_tree, range(4))])
+def test_output_and_gradients_are_those_of_a_dense_mask(segments: Segments) -> None:
+    inputs = qkv(segments)
+    found, expected = attend(*inputs, segments), dense(*inputs, dense_mask(segments), 0.3)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    by_output = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    gradients = torch.autograd.grad(found, inputs, by_output), torch.autograd.grad(expected, inputs, by_output)
+    for left, right in zip(*gradients):
+        torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-12)
+
+
+def test_gradcheck_through_a_tree() -> None:
+    assert torch.autograd.gradcheck(lambda *inputs: attend(*inputs, TREE), qkv(TREE))
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 100])
+def test_a_window_hides_what_is_further_back_in_the_row(window: int) -> None:
+    inputs = qkv(TREE)
+    depth = torch.tensor([0, 1, 2, 2, 3, 4, 4, 5, 2])
+    mask = dense_mask(TREE) & (depth[:, None] - depth < window)
+    torch.testing.assert_close(attend(*inputs, TREE, sliding_window=window), dense(*inputs, mask, 0.3))
+
+
+def test_scores_are_capped() -> None:
+    query, key, value = qkv(PACKED)
+    found = attend(query, key, value, PACKED, softcap=0.5)
+    keys, values = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    scores = 0.5 * torch.tanh(query @ keys.transpose(2, 3) * 0.3 / 0.5)
+    expected = scores.masked_fill(~dense_mask(PACKED), -torch.inf).softmax(-1) @ values
+    torch.testing.assert_close(found, expected)
+
+
+def test_bfloat16_is_as_near_as_its_rounding_and_accepts_queries_in_float32() -> None:
+    query, key, value = (each.detach() for each in qkv(TREE, torch.bfloat16))
+    found = attend(query.float(), key.float(), value, TREE)
+    expected = dense(query.double(), key.double(), value.double(), dense_mask(TREE), 0.3)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
+
+
+def test_the_block_mask_of_flex_attention_is_that_of_the_tree() -> None:
+    """Forward only, uncompiled: what can be checked of it without a device."""
+    inputs = [each.detach().float() for each in qkv(TREE)]
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = flex(inputs[0], inputs[1], inputs[2], TREE, scale=0.3, compiled=False)
+    torch.testing.assert_close(found, masked_attention(inputs[0], inputs[1], inputs[2], TREE, scale=0.3))
+
+
+def test_a_model_that_drops_the_layout_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"Identity does not hand the layout.*trainer.layout=padded"):
+        segment_attention(torch.nn.Identity(), *qkv(TREE), None)
+
+
+@pytest.mark.parametrize("terms", [{"s_aux": torch.zeros(4)}, {"dropout": 0.1}])
+def test_attention_with_another_term_is_refused(terms: dict[str, object]) -> None:
+    with pytest.raises(ModelError, match="not known to merged layouts"):
+        attend(*qkv(TREE), TREE, **terms)
