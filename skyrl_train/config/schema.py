@@ -132,8 +132,6 @@ class VLLMConfig:
     """false compiles and captures graphs: slower to start, faster on a GPU."""
     prefix_caching: bool = True
     """Keep the keys and values of prompts that come again. Reset at each weight sync."""
-    weight_transport: Literal["auto", "shared_memory", "broadcast", "cuda_ipc", "files"] = "auto"
-    """auto: shared_memory on a CPU, cuda_ipc where engines share the trainer's devices, else broadcast."""
     max_restarts: NonNegativeInt = 1
     """How often one dead engine is started anew before the run goes on without it."""
 

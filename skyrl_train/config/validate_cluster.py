@@ -1,0 +1,82 @@
+"""Rules of distributed runs: placement on Ray, engines, servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import Violation
+
+
+def cluster_violations(config: Config) -> Iterator[Violation]:
+    """What contradicts itself in `placement`, `generator.vllm` and `generator.http`."""
+    yield from _placement(config)
+    if config.generator.backend == "vllm":
+        yield from _vllm(config)
+    if config.generator.backend == "http":
+        yield from _http(config)
+    if config.generator.verify_weight_sync and config.generator.backend != "vllm":
+        yield Violation(
+            field="generator.verify_weight_sync",
+            rule="needs generator.backend=vllm, whose engines compute apart from the trainer",
+            value="True",
+            remedy="add generator=vllm, or drop generator.verify_weight_sync",
+        )
+
+
+def _placement(config: Config) -> Iterator[Violation]:
+    placement = config.placement
+    if placement.policy_num_workers % placement.policy_num_nodes:
+        yield Violation(
+            field="placement.policy_num_nodes",
+            rule=f"must divide placement.policy_num_workers={placement.policy_num_workers}",
+            value=repr(placement.policy_num_nodes),
+            remedy=f"try placement.policy_num_workers={placement.policy_num_nodes * 8}",
+        )
+    if placement.backend == "inline" and placement.ray_address:
+        yield Violation(
+            field="placement.ray_address",
+            rule="is not read with placement.backend=inline",
+            value=repr(placement.ray_address),
+            remedy="add placement=ray, or drop placement.ray_address",
+        )
+    if placement.silence_timeout_s > placement.call_timeout_s:
+        yield Violation(
+            field="placement.silence_timeout_s",
+            rule=f"must be at most placement.call_timeout_s={placement.call_timeout_s:g}, the deadline of a whole call",
+            value=repr(placement.silence_timeout_s),
+            remedy=f"try placement.silence_timeout_s={placement.call_timeout_s:g}",
+        )
+
+
+def _vllm(config: Config) -> Iterator[Violation]:
+    sampling = config.generator.sampling
+    truncated = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
+    if truncated and sampling.temperature not in (0.0, 1.0):
+        yield Violation(
+            field="generator.sampling.temperature",
+            rule=(
+                "must be 1 where top_p, top_k or min_p truncate: vLLM reports log-probabilities either before the "
+                "temperature or after truncation, and training needs those in between"
+            ),
+            value=repr(sampling.temperature),
+            remedy="try generator.sampling.temperature=1.0, or top_p=1.0 top_k=-1 min_p=0.0",
+        )
+    if config.platform.name == "cpu" and config.generator.vllm.tensor_parallel_size > 1:
+        yield Violation(
+            field="generator.vllm.tensor_parallel_size",
+            rule="must be 1 on a CPU, where an engine is one process",
+            value=repr(config.generator.vllm.tensor_parallel_size),
+            remedy="try generator.vllm.num_engines for more engines",
+        )
+
+
+def _http(config: Config) -> Iterator[Violation]:
+    url = config.generator.http.url
+    if not url.startswith(("http://", "https://")):
+        yield Violation(
+            field="generator.http.url",
+            rule="must begin with http:// or https://",
+            value=repr(url),
+            remedy=f"try generator.http.url=http://{url}",
+        )

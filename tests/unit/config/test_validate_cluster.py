@@ -1,0 +1,64 @@
+"""Rules of distributed runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl_train.config.schema import (
+    Config,
+    GeneratorConfig,
+    HTTPConfig,
+    PlacementConfig,
+    PlatformConfig,
+    SamplingConfig,
+    VLLMConfig,
+)
+from skyrl_train.config.validate_cluster import cluster_violations
+
+
+def violated(config: Config) -> list[str]:
+    return [violation.field for violation in cluster_violations(config)]
+
+
+def with_vllm(**changes: object) -> Config:
+    return Config(generator=GeneratorConfig(backend="vllm", **changes))  # type: ignore[arg-type]
+
+
+def test_the_defaults_hold() -> None:
+    assert violated(Config()) == []
+
+
+@pytest.mark.parametrize(
+    ("placement", "field"),
+    [
+        (PlacementConfig(backend="ray", policy_num_workers=3, policy_num_nodes=2), "placement.policy_num_nodes"),
+        (PlacementConfig(ray_address="auto"), "placement.ray_address"),
+        (PlacementConfig(silence_timeout_s=60.0, call_timeout_s=30.0), "placement.silence_timeout_s"),
+    ],
+)
+def test_a_placement_that_contradicts_itself_is_refused(placement: PlacementConfig, field: str) -> None:
+    assert violated(Config(placement=placement)) == [field]
+
+
+def test_vllm_cannot_report_log_probabilities_of_a_tempered_and_truncated_distribution() -> None:
+    assert violated(with_vllm(sampling=SamplingConfig(temperature=0.7, top_p=0.9))) == [
+        "generator.sampling.temperature"
+    ]
+    assert violated(with_vllm(sampling=SamplingConfig(temperature=0.7))) == []
+    assert violated(with_vllm(sampling=SamplingConfig(temperature=1.0, top_p=0.9))) == []
+
+
+def test_an_engine_on_a_cpu_is_one_process() -> None:
+    assert violated(with_vllm(vllm=VLLMConfig(tensor_parallel_size=2))) == ["generator.vllm.tensor_parallel_size"]
+    gpu = Config(
+        platform=PlatformConfig(name="gpu"),
+        generator=GeneratorConfig(backend="vllm", vllm=VLLMConfig(tensor_parallel_size=2)),
+    )
+    assert violated(gpu) == []
+
+
+def test_a_server_needs_a_scheme_and_a_probe_needs_engines() -> None:
+    config = Config(
+        generator=GeneratorConfig(backend="http", http=HTTPConfig(url="server:8000"), verify_weight_sync=True)
+    )
+    assert violated(config) == ["generator.http.url", "generator.verify_weight_sync"]
