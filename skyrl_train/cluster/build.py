@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,7 +55,14 @@ class Cluster:
         from skyrl_train.trainers.steps import Learners
 
         waits = {
-            role: start_learner(self.config, plan, self.session, self.placement.slots(role), role=role)
+            role: start_learner(
+                self.config,
+                plan,
+                self.session,
+                self.placement.slots(role),
+                role=role,
+                before_compute=self._make_room,
+            )
             for role in self.roles
         }
         learners = {role: wait() for role, wait in waits.items()}
@@ -64,7 +72,12 @@ class Cluster:
         self._write_actors({role: learner.group.actors for role, learner in learners.items()})
         return Learners(policy=learners["policy"], reference=learners.get("reference"), critic=learners.get("critic"))
 
-    def _write_actors(self, groups: dict[str, tuple[RemoteActor, ...]]) -> None:
+    def _make_room(self) -> None:
+        """Where all share the devices, engines give theirs up until the next request or sync wakes them."""
+        if self._transport is not None and self.config.placement.colocate_all and self.config.platform.name == "gpu":
+            self._transport.pool.sleep()
+
+    def _write_actors(self, groups: Mapping[str, tuple[RemoteActor, ...]]) -> None:
         """`actors.json`: where each process is, for whoever looks after the run."""
         if self._transport is not None:
             self._transport.pool.wait_ready()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,8 @@ class EnginePool:
         self._config, self._session, self._slots = config, session, slots
         self._router = PrefixRouter(max_lead=_MAX_LEAD)
         self._version = -1
+        self._asleep = False
+        self._sleep_lock = threading.Lock()
         self._monitor: asyncio.Task[None] | None = None
         self._revivals: set[asyncio.Task[None]] = set()
         self.bring_up_to_date: Callable[[RemoteActor], None] = _no_weights
@@ -92,6 +95,20 @@ class EnginePool:
             chosen, [getattr(actor.handle, method).remote(*args) for actor in chosen]
         )
 
+    def sleep(self) -> None:
+        """All engines give their devices up; the next request, or `wake_up`, takes them again. Idempotent."""
+        with self._sleep_lock:
+            if not self._asleep:
+                self.call("sleep", "score")
+                self._asleep = True
+
+    def wake_up(self) -> None:
+        """Idempotent."""
+        with self._sleep_lock:
+            if self._asleep:
+                self.call("wake_up", "sync")
+                self._asleep = False
+
     def set_version(self, version: int) -> None:
         """All engines confirmed it."""
         self._version = version
@@ -101,6 +118,8 @@ class EnginePool:
         """Raises EngineError where no engine is left, or the request cannot be answered."""
         if self._starting is not None:
             await asyncio.to_thread(self.wait_ready)
+        if self._asleep:
+            await asyncio.to_thread(self.wake_up)
         if self._monitor is None or self._monitor.done():
             self._monitor = asyncio.get_running_loop().create_task(self._watch_over())
         for _ in range(_MAX_ATTEMPTS):

@@ -109,18 +109,22 @@ class WorkerWeights:
 class RayLearner:
     """Implements `Learner`. Mini-batches arrive closed: their denominators travel with every rank's rows."""
 
-    def __init__(self, group: WorkerGroup) -> None:
+    def __init__(self, group: WorkerGroup, *, before_compute: Callable[[], None] = lambda: None) -> None:
+        """`before_compute` is called before a forward, for whoever shares the devices to make room."""
         self.group = group
         self._num_ranks = len(group.actors)
+        self._before_compute = before_compute
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """`[num_tokens]` in the batch's order."""
+        self._before_compute()
         staged = stage(batch, self._num_ranks)
         results = self.group.call("forward", "score", each=[ray.put(pack(shard)) for shard in staged.shards])
         return staged.collect([torch.from_numpy(np.array(result)) for result in results])
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Each rank adds the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
+        self._before_compute()
         staged = stage(mini_batch.batch, self._num_ranks)
         shipped = [ray.put(pack(shard, mini_batch.denominators)) for shard in staged.shards]
         return merge_metrics(self.group.call("forward_backward", "update", each=shipped))
@@ -163,7 +167,13 @@ class RayLearner:
 
 
 def start_learner(
-    config: Config, plan: BatchPlan, session: RaySession, slots: Sequence[Slot], *, role: Role
+    config: Config,
+    plan: BatchPlan,
+    session: RaySession,
+    slots: Sequence[Slot],
+    *,
+    role: Role,
+    before_compute: Callable[[], None] = lambda: None,
 ) -> Callable[[], RayLearner]:
     """Starts one actor per slot, and returns at once; what is returned waits until all ranks have loaded the model.
 
@@ -197,7 +207,7 @@ def start_learner(
             with suppress(SkyrlTrainError):
                 group.close()
             raise
-        return RayLearner(group)
+        return RayLearner(group, before_compute=before_compute)
 
     return wait
 

@@ -33,7 +33,8 @@ class WeightSyncProbe:
         """Largest difference of a log-probability. Raises EngineError where it exceeds the tolerance."""
         request = self._request(version)
         worst = 0.0
-        for actor, output in zip(self.pool.actors, self.pool.call("generate", "sync", request)):
+        outputs = self.pool.call("generate", "sync", request)
+        for actor, output in zip(self.pool.actors, outputs):
             difference = self._difference(request, output)
             limit = self.config.generator.weight_sync_tolerance
             if not difference <= limit:

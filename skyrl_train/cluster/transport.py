@@ -53,6 +53,7 @@ class RayTransport:
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """All engines, or the run ends: raises EngineError, ActorError or DeadlineError naming the engine."""
         self.pool.wait_ready()
+        self.pool.wake_up()
         started = time.monotonic()
         if isinstance(weights, WorkerWeights):
             group = weights.group

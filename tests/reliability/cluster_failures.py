@@ -125,7 +125,7 @@ def judge(case: str, folder: Path) -> list[str]:
 def says(log: Path) -> str:
     """The line that tells the user what happened."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    telling = [line for line in lines if "Error: " in line or "died" in line or "sign of life" in line]
+    telling = [line for line in lines if "Error: " in line or line.startswith("WARNING skyrl_train.cluster")]
     return (telling[0] if telling else lines[-1] if lines else "")[:160]
 
 
