@@ -102,7 +102,8 @@ class LogRatioLedger:
     staleness: Tensor
     drift: Tensor
     unattributed: Tensor
-    """Numerics and staleness together, of stale rows that the sampling weights were not evaluated on."""
+    """What cannot be told apart: numerics and staleness together, of stale rows that the sampling weights were not
+    evaluated on."""
 
     def metrics(self, loss_mask: Tensor) -> dict[str, Metric]:
         """`off_policy/PART_{mean,abs_mean,abs_max}` over the trained tokens."""

@@ -21,7 +21,8 @@ from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import LIKELIHOOD_LOSSES, AlgorithmConfig
+from skyrl_train.config.algorithm import LIKELIHOOD_LOSSES, ROLLOUT_LOSSES, AlgorithmConfig
+from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import ModelEngine
@@ -41,13 +42,23 @@ if TYPE_CHECKING:
 class PolicyLearner:
     """A `Learner` for the policy, or for a reference where the engine has no optimizer."""
 
-    def __init__(self, engine: ModelEngine, *, model: ModelConfig, algorithm: AlgorithmConfig, temperature: float):
+    def __init__(
+        self,
+        engine: ModelEngine,
+        *,
+        model: ModelConfig,
+        algorithm: AlgorithmConfig,
+        temperature: float,
+        on_policy: bool = False,
+    ):
+        """`on_policy`: `old_logprobs` may be missing, since the policy that is differentiated is the old one."""
         self.engine = engine
         self._model_config = model
         self._algorithm = algorithm
         resolve(
             algorithm.policy_loss, POLICY_LOSSES, field="trainer.algorithm.policy_loss"
         )  # refused before any rollout
+        self._on_policy = on_policy
         self._temperature = temperature if temperature > 0 else 1.0
         """Rollouts are sampled from softmax(logits / temperature), so that is the policy whose probabilities count;
         greedy sampling has no such distribution and is scored at 1."""
@@ -60,7 +71,7 @@ class PolicyLearner:
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Adds the gradient of the mini-batch's loss. Raises BatchError for a missing column that the loss needs."""
-        _require_columns(mini_batch.batch, self._algorithm)
+        _require_columns(mini_batch.batch, self._algorithm, on_policy=self._on_policy)
         return self.engine.forward_backward(
             mini_batch.batch,
             lambda hidden, rows, layout: self._loss(hidden, rows, layout, mini_batch.denominators),
@@ -157,7 +168,7 @@ class PolicyLearner:
             "loss/total": Mean(float(terms.total.detach()), share),
             "policy/entropy": Mean(float(scores.entropy.detach().sum()), num_tokens),
             **_rollout_difference(terms.inputs),
-            **_ledger(terms.inputs, rows),
+            **_ledger(terms.inputs, rows, self._algorithm),
             **terms.metrics,
         }
         return terms.total, metrics
@@ -205,17 +216,22 @@ def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
     }
 
 
-def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch) -> StepMetrics:
-    """`off_policy/{numerics,staleness,drift,unattributed}_*`: why the policy differs from what sampled."""
+def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: AlgorithmConfig) -> StepMetrics:
+    """`off_policy/{numerics,staleness,drift,unattributed}_*`: why the policy differs from what sampled.
+
+    Without a column `old_logprobs` there is no drift, since the step is the batch's only one; but losses that never read
+    it are spared the column in batches of several steps, and then nothing can be told apart.
+    """
     if inputs.rollout_logprobs is None:
         return {}
-    fresh = torch.zeros(rows.num_rows, dtype=torch.bool, device=inputs.loss_mask.device)
+    unknown = "old_logprobs" not in rows and algorithm.policy_loss in ROLLOUT_LOSSES
+    stale = torch.full((rows.num_rows,), unknown, dtype=torch.bool, device=inputs.loss_mask.device)
     ledger = log_ratio_ledger(
         logprobs=inputs.logprobs.detach(),
         old_logprobs=inputs.old_logprobs,
         rollout_logprobs=inputs.rollout_logprobs,
         loss_mask=inputs.loss_mask,
-        is_stale=rows["is_stale"] if "is_stale" in rows else fresh,
+        is_stale=stale | rows["is_stale"] if "is_stale" in rows else stale,
     )
     return ledger.metrics(inputs.loss_mask)
 
@@ -226,10 +242,10 @@ def _column(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor
     return columns[name].to(default.dtype) if name in columns else default.detach()
 
 
-def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> None:
+def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig, *, on_policy: bool) -> None:
     needed = ["loss_weights"]
     if algorithm.policy_loss not in LIKELIHOOD_LOSSES:
-        needed += ["old_logprobs", "advantages"]
+        needed += ["advantages"] if on_policy else ["old_logprobs", "advantages"]
     if algorithm.kl_loss_coef > 0:
         needed.append("ref_logprobs")
     for name in needed:
@@ -270,6 +286,7 @@ def build_policy_learner(
         model=model_config,
         algorithm=config.trainer.algorithm,
         temperature=config.generator.sampling.temperature,
+        on_policy=not needs_old_logprobs(config.trainer),
     )
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
+from skyrl_train.batch.plan import plan_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, SkyrlTrainError
-from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, ReferenceConfig, ReferenceModelConfig
+from skyrl_train.errors import BatchError, CheckpointError, ModelError, NonFiniteError, SkyrlTrainError
+from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
 from skyrl_train.telemetry.metrics import to_values
 from tests.learner_cases import make_batch, make_double, make_learner, save_tiny_model
@@ -396,3 +398,42 @@ def test_bfloat16_keeps_float32_weights_and_comes_near(folder: Path) -> None:
     assert float(similarity) > 0.99
     rounded.optim_step()
     assert {weight.dtype for _, weight in rounded.weights()} == {torch.float32}
+
+
+def built(config: Config, role: Literal["policy", "reference"]) -> PolicyLearner:
+    return build_policy_learner(config, plan_batches(config, num_train_prompts=32), role=role)
+
+
+def test_a_reference_of_its_own_scores_and_may_become_the_policy(folder: Path, tmp_path: Path) -> None:
+    teacher = save_tiny_model(tmp_path / "teacher", tokenizer=True, seed=1)
+    config = Config(
+        model=ModelConfig(path=str(folder)), reference=ReferenceConfig(model=ReferenceModelConfig(path=str(teacher)))
+    )
+    batch = make_batch(LENGTHS)
+    reference, policy = built(config, "reference"), built(config, "policy")
+    assert torch.equal(reference.forward(batch), make_learner(teacher).forward(batch))
+    assert not torch.equal(reference.forward(batch), policy.forward(batch))
+    reference.load_weights(policy.weights())
+    assert torch.equal(reference.forward(batch), policy.forward(batch))
+    with pytest.raises(ModelError, match="parameters and got"):
+        reference.load_weights(iter([]))
+
+
+def test_a_reference_with_another_tokenizer_is_refused(folder: Path) -> None:
+    other = ReferenceConfig(model=ReferenceModelConfig(path="builtin:tiny_qwen2"))
+    with pytest.raises(ModelError, match="its tokenizer is not that of"):
+        built(Config(model=ModelConfig(path=str(folder)), reference=other), "reference")
+
+
+def test_the_ledger_tells_staleness_from_numerics_and_drift(folder: Path) -> None:
+    batch = make_batch(LENGTHS)
+    learner = make_learner(folder)
+    old = learner.forward(batch) - 0.25
+    shift = torch.where(batch["loss_mask"], torch.full_like(old, 0.5), torch.zeros_like(old))
+    stale = torch.tensor([True, False, False, False])
+    batch = batch.with_columns(old_logprobs=old, rollout_logprobs=old - shift, is_stale=stale)
+    found = to_values(learner.forward_backward(close(batch)))
+    share = float(batch.padded("loss_mask")[0].sum() / batch["loss_mask"].sum())
+    assert found["off_policy/drift_mean"] == pytest.approx(0.25, abs=1e-5)
+    assert found["off_policy/unattributed_mean"] == pytest.approx(0.5 * share, abs=1e-5)
+    assert found["off_policy/numerics_mean"] == pytest.approx(0.5 * (1 - share), abs=1e-5)

@@ -1,0 +1,80 @@
+"""Every `algorithm=NAME` trains: three real steps of the whole loop, as small as they come."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
+from skyrl_train.config.load import load_config
+from skyrl_train.config.paths import conf_dir
+from skyrl_train.run import train
+from skyrl_train.telemetry.metrics_log import read_metrics
+
+pytestmark = pytest.mark.slow
+
+PRESETS = sorted(path.stem for path in (conf_dir() / "algorithm").glob("*.yaml"))
+SMALL = (
+    "platform=cpu",
+    "+experiment=gsm8k_multiturn",
+    "tracker=[]",
+    "data.validation=[]",
+    "data.max_train_prompts=64",
+    "generator.n_samples_per_prompt=4",
+    "generator.sampling.max_generate_length=24",
+    "trainer.total_steps=3",
+    "trainer.train_batch_size=4",
+    "trainer.policy_mini_batch_size=2",
+    "trainer.critic_mini_batch_size=2",
+    "trainer.ckpt_interval=0",
+    "trainer.export_hf=false",
+    "trainer.dump_rollouts=false",
+)
+
+
+def run_three_steps(folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
+    """The records of the three steps."""
+    register_resolvers()
+    with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
+        node = compose("config", [*SMALL, *overrides, f"output_dir={folder}"])
+    train(load_config(node))
+    return [dict(record) for record in read_metrics(folder / "metrics.jsonl") if record["step"] > 0]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+
+
+@pytest.mark.parametrize(
+    ("preset", "step_wise"),
+    [
+        pytest.param(name, step_wise, id=f"{name}-{'step_wise' if step_wise else 'rows'}")
+        for index, name in enumerate(PRESETS)
+        for step_wise in ((False, True) if name == "ppo" else (index % 2 == 1,))
+    ],
+)
+def test_three_steps_of_a_preset(preset: str, step_wise: bool, tmp_path: Path) -> None:
+    records = run_three_steps(
+        tmp_path, [f"algorithm={preset}", f"generator.step_wise_trajectories={str(step_wise).lower()}"]
+    )
+    assert [record["step"] for record in records] == [1, 2, 3]
+    for record in records:
+        assert all(math.isfinite(value) for value in record.values() if isinstance(value, float))
+        assert record["policy/lr"] > 0
+        if preset not in ("dppo", "rollout_is"):  # which need not score the batch before they train on it
+            assert record["off_policy/staleness_abs_max"] == record["off_policy/unattributed_abs_max"] == 0
+            assert record["off_policy/numerics_abs_max"] < 1e-3
+    if preset == "ppo":
+        assert all(record["critic/value_loss"] > 0 for record in records)
+        assert records[0]["critic/explained_variance"] == 0
+    if preset in ("reinforce_pp", "reinforce_pp_baseline", "distillation"):
+        assert records[0]["kl/reference"] == pytest.approx(0, abs=1e-6)
+    # A teacher that is the policy itself has nothing to teach in the first update; all others move weights.
+    moved = sum(record["policy/grad_norm"] for record in records) > 0
+    assert moved or preset == "distillation"
