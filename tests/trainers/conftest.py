@@ -19,3 +19,4 @@ def _quick_learning_curve(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
         return True
 
     monkeypatch.setattr("skyrl_train.trainers.ppo.draw_learning_curve", draw)
+    monkeypatch.setattr("skyrl_train.trainers.sft.draw_loss_curve", draw)

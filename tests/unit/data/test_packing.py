@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.data.collate import DefaultCollator, PackedDataCollator, close_examples
+from skyrl_train.data.collate import close_examples
 from skyrl_train.data.packing import align_rows, pack, plan_packing
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import BatchError
@@ -105,37 +104,3 @@ def test_loss_on_a_first_token_is_refused_since_another_sequence_would_predict_i
     broken = type(closed)(batch=closed.batch.with_columns(loss_mask=mask), denominators=closed.denominators)
     with pytest.raises(BatchError, match="loss on its first token"):
         pack(broken, [indices(0, 1)])
-
-
-def test_collators_take_the_examples_that_they_are_asked_for() -> None:
-    found = DefaultCollator(examples(3, 2, 4))(indices(2, 0), step=5)
-    assert found.batch["input_ids"].tolist() == [21, 22, 23, 24, 1, 2, 3]
-    assert found.batch.metadata.uids == ("train-2", "train-0")
-    assert found.batch.metadata.global_step == 5
-    assert found.denominators.num_tokens == 5
-    packed = PackedDataCollator(examples(3, 2, 4), max_tokens_per_row=8)(indices(2, 0, 1), step=5)
-    assert packed.batch.lengths.tolist() == [5, 4]
-    assert packed.denominators.num_tokens == 6
-
-
-def test_the_same_example_twice_is_two_rows() -> None:
-    found = DefaultCollator(examples(3))(indices(0, 0), step=1)
-    assert (found.denominators.num_sequences, found.denominators.num_tokens) == (2, 4)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-def test_a_tail_batch_smaller_than_the_ranks_can_be_dealt_out(num_ranks: int) -> None:
-    from skyrl_train.batch.stage import stage
-
-    collator = PackedDataCollator(examples(3, 2), max_tokens_per_row=8, align=4, num_ranks=num_ranks)
-    staged = stage(collator(indices(1, 0), step=1).batch, num_ranks)
-    assert len(staged.shards) == num_ranks
-    assert sum(int(shard["loss_mask"].sum()) for shard in staged.shards) == 3
-    assert sum(float(shard["loss_weights"].sum()) for shard in staged.shards) == pytest.approx(1.0)
-
-
-def test_collating_is_a_pure_function_of_examples_and_step() -> None:
-    collator = PackedDataCollator(examples(3, 2, 4, 7, 1 + 1), max_tokens_per_row=9)
-    first, second = (collator(indices(4, 0, 3, 2, 1), step=2) for _ in range(2))
-    for name, column in first.batch.token_columns.items():
-        assert torch.equal(column, second.batch[name])

@@ -1,0 +1,239 @@
+"""A whole supervised run in milliseconds: the real loop, feed, collators and checkpoints around a model of one number."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_train.batch.minibatch import MiniBatch
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.build_sft import SFTData, build_feed, build_sft_evaluator, plan_sft
+from skyrl_train.config.sft import SFTConfig
+from skyrl_train.data.feed import BatchFeed
+from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
+from skyrl_train.errors import NonFiniteError
+from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
+from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.telemetry.tracker import build_trackers
+from skyrl_train.trainers.resume import find_start, prepare_run_folder
+from skyrl_train.trainers.sft import SFTResult, SFTTrainer
+from skyrl_train.trainers.state import DataFingerprint
+from tests.fakes_trainer import FolderCheckpoints
+
+THREADS = "sft-collate"
+LENGTHS = (7, 3, 9, 4, 12, 5, 8, 3, 6, 10)
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing of ours may catch it."""
+
+
+def make_examples(lengths: tuple[int, ...] = LENGTHS, name: str = "train") -> ExampleSet:
+    """Tokens of their own for each example; the first third of each is its prompt."""
+    rows = [
+        ([100 * index + position for position in range(length)], [position > length // 3 for position in range(length)])
+        for index, length in enumerate(lengths)
+    ]
+    return ExampleSet([SourcePart(name=name, store=store_of(rows), rows=np.arange(len(rows)), max_length=100)])
+
+
+def make_data(lengths: tuple[int, ...] = LENGTHS, held_out: tuple[str, ...] = ("held",)) -> SFTData:
+    train = make_examples(lengths)
+    flat = train.gather(np.arange(len(train)))
+    return SFTData(
+        train=train,
+        weights=(1.0,),
+        validation={name: make_examples((5, 6, 7), name) for name in held_out},
+        fingerprint=DataFingerprint(num_prompts=len(train), sha256=hashlib.sha256(flat.input_ids.data).hexdigest()),
+        notes=(),
+    )
+
+
+def make_config(root: Path, **trainer: Any) -> SFTConfig:
+    """Steps of 4 of the 10 examples, 3 epochs; evaluation every 3 steps, a checkpoint every 2."""
+    data = {name: trainer.pop(name) for name in ("incomplete_step", "shuffle") if name in trainer}
+    config = SFTConfig(run_name="fake run", output_dir=str(root))
+    settings = {
+        "num_epochs": 3,
+        "batch_size": 4,
+        "max_tokens_per_microbatch": 24,
+        "eval_interval": 3,
+        "eval_batch_size": 2,
+        "ckpt_interval": 2,
+        **trainer,
+    }
+    return replace(
+        config,
+        data=replace(config.data, max_length=24, **data),
+        trainer=replace(config.trainer, **settings),
+    )
+
+
+def digest(mini_batch: MiniBatch) -> str:
+    """Over every byte of the batch."""
+    batch, content = mini_batch.batch, hashlib.sha256()
+    for name, column in sorted({**batch.token_columns, **batch.row_columns}.items()):
+        content.update(f"{name} {column.dtype} {tuple(column.shape)}".encode())
+        content.update(column.contiguous().numpy().tobytes())
+    content.update(batch.row_offsets.numpy().tobytes())
+    content.update(repr((batch.metadata, mini_batch.denominators)).encode())
+    return content.hexdigest()
+
+
+@dataclass
+class RecordingLearner:
+    """One weight with momentum, which remembers every batch. Implements Learner.
+
+    `on_update(step)` is called before each; `loss_of(step)` is the held-out loss after so many steps.
+    """
+
+    on_update: Callable[[int], None] = lambda step: None
+    loss_of: Callable[[int], float] | None = None
+    fail_at: int | None = None
+    weight: float = 1.0
+    momentum: float = 0.0
+    num_steps: int = 0
+    gradient: float = 0.0
+    batches: list[str] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    num_loads: int = 0
+
+    def forward(self, batch: TrainingInputBatch) -> Tensor:
+        loss = 1 / (1 + self.weight**2) if self.loss_of is None else self.loss_of(self.num_steps)
+        return torch.where(batch["loss_mask"], torch.tensor(-loss, dtype=torch.float64), torch.tensor(0.0).double())
+
+    def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
+        self.on_update(self.num_steps + 1)
+        self.batches.append(digest(mini_batch))
+        self.rows.append(mini_batch.batch.num_rows)
+        batch = mini_batch.batch
+        self.gradient += float((batch["loss_weights"] * batch["input_ids"]).sum()) / 1000
+        return {"loss/total": Mean(self.gradient, 1.0), "loss/policy": Mean(self.gradient, 1.0)}
+
+    def optim_step(self) -> StepMetrics:
+        if self.num_steps + 1 == self.fail_at:
+            raise NonFiniteError("policy: gradient norm inf. No weight was changed.")
+        self.momentum = 0.9 * self.momentum + self.gradient
+        self.weight += 0.1 * self.momentum
+        self.num_steps += 1
+        gradient, self.gradient = self.gradient, 0.0
+        return {"policy/grad_norm": Mean(abs(gradient), 1.0), "policy/lr": Last(0.1)}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weight", torch.tensor(self.weight)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "learner.json").write_text(json.dumps([self.weight, self.momentum, self.num_steps]))
+
+    def load(self, folder: Path) -> None:
+        self.num_loads += 1
+        self.weight, self.momentum, self.num_steps = json.loads((folder / "learner.json").read_text())
+
+    def export_hf(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "model.json").write_text(json.dumps([self.weight, self.num_steps]))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+@dataclass
+class FakeSFTRun:
+    """What `run_sft.train` does, with a fake learner. `run()` may be called again, as a new process would."""
+
+    root: Path
+    config: SFTConfig
+    learner: RecordingLearner = field(default_factory=RecordingLearner)
+    data: SFTData = field(default_factory=make_data)
+    output: StringIO = field(default_factory=StringIO)
+    on_feed: Callable[[BatchFeed], None] = lambda feed: None
+    samples: Any = None
+
+    def __post_init__(self) -> None:
+        self.folder = RunFolder(self.root)
+        self.checkpoints = FolderCheckpoints(self.folder.checkpoints, keep=self.config.trainer.max_ckpts_to_keep)
+
+    @property
+    def total_steps(self) -> int:
+        return plan_sft(self.config, self.data).total_steps
+
+    def run(self) -> SFTResult | None:
+        """None where the run in the folder is complete."""
+        console = RunConsole(file=self.output)
+        start = find_start(
+            self.config, self.folder, self.checkpoints, data=self.data.fingerprint, total_steps=self.total_steps
+        )
+        for note in start.notes:
+            console.note(note)
+        if start.complete:
+            return None
+        prepare_run_folder(self.folder, start, write_config=lambda path: path.write_text("seed: 0\n"), plan={})
+        trainer = self.config.trainer
+        with ExitStack() as stack:
+            trackers = build_trackers(
+                self.config, self.folder, console=console, start_step=0, total_steps=self.total_steps
+            )
+            stack.callback(trackers.close)
+            feed = build_feed(self.config, self.data, stack)
+            self.on_feed(feed)
+            return SFTTrainer(
+                config=self.config,
+                total_steps=self.total_steps,
+                feed=feed,
+                data=self.data.fingerprint,
+                policy=self.learner,
+                evaluator=build_sft_evaluator(self.config, self.data),
+                samples=self.samples,
+                checkpoints=self.checkpoints,
+                best=FolderCheckpoints(self.folder.best, keep=1)
+                if trainer.keep_best or trainer.export == "best"
+                else None,
+                trackers=trackers,
+                folder=self.folder,
+                console=console,
+                start=start,
+            ).train()
+
+
+def sft_run(
+    root: Path, *, learner: RecordingLearner | None = None, data: SFTData | None = None, **trainer: Any
+) -> FakeSFTRun:
+    return FakeSFTRun(
+        root=root,
+        config=make_config(root, **trainer),
+        learner=learner or RecordingLearner(),
+        data=data or make_data(),
+    )
+
+
+def workers() -> list[str]:
+    """Threads of ours that are alive."""
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)]
+
+
+def raise_at(step: int, error: BaseException) -> Callable[[int], None]:
+    """For `on_update`."""
+
+    def on_update(current: int) -> None:
+        if current == step:
+            raise error
+
+    return on_update
+
+
+def records_without_timings(path: Path) -> list[dict[str, Any]]:
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{name: value for name, value in record.items() if not name.startswith("timing/")} for record in records]
