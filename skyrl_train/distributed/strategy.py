@@ -61,6 +61,10 @@ class ModelStrategy(Protocol):
         """The whole tensor, gathered from its shards."""
         ...
 
+    def of_rank_0(self, value: T) -> T:
+        """What rank 0 gave."""
+        ...
+
 
 class SingleProcess:
     """One rank."""
@@ -90,6 +94,10 @@ class SingleProcess:
     def first_reason(self, reason: str) -> str:
         """As it is."""
         return reason
+
+    def of_rank_0(self, value: T) -> T:
+        """As it is."""
+        return value
 
     def full(self, tensor: Tensor) -> Tensor:
         """As it is."""
@@ -140,6 +148,10 @@ class Replicated:
         """As it is: replicas are whole."""
         return tensor
 
+    def of_rank_0(self, value: T) -> T:
+        """Rank 0's."""
+        return _of_rank_0(value)
+
 
 class Sharded:
     """`fsdp2`: `fully_shard` on each decoder layer and on the model, over the default process group."""
@@ -185,6 +197,16 @@ class Sharded:
         from torch.distributed.tensor import DTensor
 
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def of_rank_0(self, value: T) -> T:
+        """Rank 0's."""
+        return _of_rank_0(value)
+
+
+def _of_rank_0(value: T) -> T:
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def _largest(count: int) -> int:

@@ -24,10 +24,18 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import LIKELIHOOD_LOSSES, ROLLOUT_LOSSES, AlgorithmConfig
 from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import ModelConfig
+from skyrl_train.distributed.strategy import SingleProcess
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.state import take_weights
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, model_at, output_head, quiet_transformers
+from skyrl_train.model.causal_lm import (
+    empty_causal_lm,
+    load_causal_lm,
+    load_tokenizer,
+    model_at,
+    output_head,
+    quiet_transformers,
+)
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.logprobs import LossOfTokens, TokenScores, score_tokens
 from skyrl_train.registry import resolve
@@ -266,12 +274,17 @@ def build_policy_learner(
     """
     model_config = config.model if role == "policy" else model_at(config.reference.model.path, config.model)
     _require_same_tokenizer(model_config, config.model)
-    model = load_causal_lm(model_config, config.platform.device)
-    trainer = replace(config.trainer, layout=supported_layout(model, config.trainer.layout, name=model_config.path))
+    spread = strategy or SingleProcess()
+    if spread.rank and spread.sharded:
+        model, layout = empty_causal_lm(model_config), config.trainer.layout
+    else:
+        model = load_causal_lm(model_config, "cpu" if spread.sharded else config.platform.device)
+        layout = supported_layout(model, config.trainer.layout, name=model_config.path)
+    trainer = replace(config.trainer, layout=spread.of_rank_0(layout))
     merge_turns = config.generator.merge_stepwise == "auto"
     engine = ModelEngine(
         model,
-        strategy=strategy,
+        strategy=spread,
         name=role,
         micro_batching=make_micro_batch_strategy(trainer, merge_turns=merge_turns),
         layout=trainer.layout,

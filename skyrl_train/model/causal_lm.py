@@ -141,6 +141,31 @@ def read_causal_lm(model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
     return causal_lm, sorted(report["missing_keys"])
 
 
+def empty_causal_lm(model: ModelConfig) -> PreTrainedModel:
+    """A model of the same form on the CPU, for a rank that will receive its part of the weights: memory for them is
+    reserved but never touched, so that it costs nothing. Raises ModelError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
+
+    folder = resolve_model_path(model.path, model.revision)
+    try:
+        with quiet_transformers(), no_init_weights():
+            config = AutoConfig.from_pretrained(
+                str(folder), trust_remote_code=model.trust_remote_code, local_files_only=True
+            )
+            empty: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config,
+                dtype=torch.float32,
+                attn_implementation="sdpa" if model.attention == "auto" else model.attention,
+                trust_remote_code=model.trust_remote_code,
+            )
+    except Exception as error:
+        raise ModelError(f"model path {model.path!r}: {folder} cannot be built: {_reason(error)}") from error
+    place_model(empty, model, "cpu")
+    empty.train()
+    return empty
+
+
 def refuse_missing(model: ModelConfig, missing: Sequence[str]) -> None:
     """Raises ModelError where there are any."""
     if missing:
