@@ -153,7 +153,7 @@ def empty_causal_lm(model: ModelConfig) -> PreTrainedModel:
             config = AutoConfig.from_pretrained(
                 str(folder), trust_remote_code=model.trust_remote_code, local_files_only=True
             )
-            empty: PreTrainedModel = AutoModelForCausalLM.from_config(
+            empty: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config,
                 dtype=torch.float32,
                 attn_implementation="sdpa" if model.attention == "auto" else model.attention,
