@@ -118,7 +118,7 @@ class PPOTrainer:
                 with self._phase("assemble"):
                     batch = steps.assemble(generated.rollouts, config, step=step, weight_version=step - 1)
                 with self._phase("score"):
-                    batch = steps.score(batch, learners)
+                    batch = steps.score(batch, learners, config)
                 with self._phase("estimate"):
                     batch = steps.estimate(batch, config, kl_coef=self.kl.coef)
                 with self._phase("log"):

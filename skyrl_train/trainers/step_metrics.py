@@ -48,6 +48,8 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
 
     `mismatch/` compares `old_logprobs` with `rollout_logprobs`, `kl/reference` with `ref_logprobs`, over trained
     tokens, before the first update of the step. `critic/explained_variance` is of the values before it, too.
+    The first two are left out where the policy need not score the batch (`score/policy_pass_skipped`);
+    `policy/rollout_logprob_diff` and `loss/kl` are then measured in the update itself.
     """
     mask = batch["loss_mask"]
     num_trained = int(mask.sum())
@@ -56,9 +58,11 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
         "batch/tokens": float(batch.num_tokens),
         "batch/trained_tokens": float(num_trained),
     }
+    if num_trained:
+        metrics["score/policy_pass_skipped"] = float("old_logprobs" not in batch)
     if num_trained and "rollout_logprobs" in batch and "old_logprobs" in batch:
         metrics |= _mismatch(batch["old_logprobs"][mask].double() - batch["rollout_logprobs"][mask].double())
-    if num_trained and "ref_logprobs" in batch:
+    if num_trained and "ref_logprobs" in batch and "old_logprobs" in batch:
         metrics["kl/reference"] = mean_token_kl(batch["old_logprobs"], batch["ref_logprobs"], mask, algorithm)
     if "values" in batch and "returns" in batch:
         variance = explained_variance(batch["values"], batch["returns"], mask)

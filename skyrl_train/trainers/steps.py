@@ -18,6 +18,7 @@ from skyrl_train.batch import assemble as assembly
 from skyrl_train.batch.minibatch import mini_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import Config, SamplingConfig
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, Reference, WeightTransport
@@ -122,9 +123,12 @@ def assemble(rollouts: RolloutBatch, config: Config, *, step: int, weight_versio
     return mask_rows(batch, rollouts, config.trainer.algorithm)
 
 
-def score(batch: TrainingInputBatch, learners: Learners) -> TrainingInputBatch:
-    """Adds `old_logprobs`, and `ref_logprobs` and `values` where there is a reference and a critic."""
-    columns: dict[str, Tensor] = {"old_logprobs": learners.policy.forward(batch)}
+def score(batch: TrainingInputBatch, learners: Learners, config: Config) -> TrainingInputBatch:
+    """Adds `old_logprobs` where they can matter, and `ref_logprobs` and `values` where there is a reference and a
+    critic."""
+    columns: dict[str, Tensor] = {}
+    if needs_old_logprobs(config.trainer):
+        columns["old_logprobs"] = learners.policy.forward(batch)
     if learners.reference is not None:
         columns["ref_logprobs"] = learners.reference.forward(batch)
     if learners.critic is not None:

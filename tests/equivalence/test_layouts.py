@@ -103,6 +103,18 @@ def test_scoring_gives_every_row_its_own_log_probabilities(learner: PolicyLearne
     torch.testing.assert_close(learner.forward(batch), expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+def test_an_on_policy_update_needs_no_old_log_probabilities(learner: PolicyLearner, loss: str) -> None:
+    batch = tree_batch(14)
+    learner._algorithm = replace(ALGORITHM, policy_loss=loss)
+    use_layout(learner, "prefix_shared", rows=5)
+    expected = gradient(learner, batch.with_columns(old_logprobs=learner.forward(batch)))
+    without = {name: column for name, column in batch.token_columns.items() if name != "old_logprobs"}
+    learner._on_policy = True
+    assert distance(gradient(learner, replace(batch, token_columns=without)), expected) < TOLERANCE
+    learner._on_policy, learner._algorithm = False, ALGORITHM
+
+
 @pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
 def test_two_ranks_add_up_to_one(learner: PolicyLearner, layout: str, merge: bool) -> None:
     batch = tree_batch(12)
