@@ -1,6 +1,7 @@
 """kill -9 a training run at random moments, resume it, and compare with a run that was never killed.
 
     python tests/reliability/kill_and_resume.py --kills 20
+    python tests/reliability/kill_and_resume.py --kills 20 --kind sft
 
 Each trial starts the real command in a folder of its own, kills its whole process group after a random delay, starts the
 same command again until it ends by itself, and compares `metrics.jsonl` (timings aside) and the exported weights with
@@ -33,23 +34,40 @@ class RunResult:
     weights_sha256: str
 
 
-def command(folder: Path, overrides: Sequence[str]) -> list[str]:
-    return [
-        sys.executable,
-        "-m",
+KINDS = {
+    "rl": (
         "skyrl_train.main",
         "+experiment=gsm8k_multiturn",
         "platform=cpu",
-        f"hydra.run.dir={folder}",
-        *overrides,
-    ]
+        "trainer.total_steps=3",
+        "trainer.ckpt_interval=1",
+    ),
+    "sft": (
+        "skyrl_train.main_sft",
+        "+experiment=sft_gsm8k",
+        "sft_platform=cpu",
+        "data.max_train_rows=72",
+        "data.max_validation_rows=16",
+        "trainer.batch_size=16",
+        "trainer.num_steps=10",
+        "trainer.ckpt_interval=2",
+        "trainer.eval_interval=3",
+        "trainer.keep_best=true",
+    ),
+}
+"""The module and the overrides of each kind of run. Supervised: batches made ahead, two ends of an epoch."""
 
 
-def start(folder: Path, overrides: Sequence[str]) -> subprocess.Popen[bytes]:
+def command(folder: Path, words: Sequence[str]) -> list[str]:
+    """`words`: the module, then overrides."""
+    return [sys.executable, "-m", words[0], f"hydra.run.dir={folder}", *words[1:]]
+
+
+def start(folder: Path, words: Sequence[str]) -> subprocess.Popen[bytes]:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / f"{folder.name}.log", "ab") as log:
         return subprocess.Popen(
-            command(folder, overrides),
+            command(folder, words),
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
@@ -58,10 +76,10 @@ def start(folder: Path, overrides: Sequence[str]) -> subprocess.Popen[bytes]:
         )
 
 
-def run_to_the_end(folder: Path, overrides: Sequence[str]) -> float:
+def run_to_the_end(folder: Path, words: Sequence[str]) -> float:
     """Seconds it took. Raises CalledProcessError with the log's tail."""
     begun = time.monotonic()
-    process = start(folder, overrides)
+    process = start(folder, words)
     status = process.wait(timeout=DEADLINE_S)
     if status != 0:
         tail = (folder.parent / f"{folder.name}.log").read_text(errors="replace")[-3000:]
@@ -92,16 +110,16 @@ def differences(expected: RunResult, actual: RunResult) -> list[str]:
     return found
 
 
-def trial(folder: Path, overrides: Sequence[str], delay_s: float) -> str:
+def trial(folder: Path, words: Sequence[str], delay_s: float) -> str:
     """Kills the run after `delay_s`, resumes it, and says what had been reached when it was killed."""
-    process = start(folder, overrides)
+    process = start(folder, words)
     time.sleep(delay_s)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait(timeout=60)
     metrics = folder / "metrics.jsonl"
     steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
     checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("*")) if folder.exists() else []
-    run_to_the_end(folder, overrides)
+    run_to_the_end(folder, words)
     return f"{steps} metric lines, checkpoints {', '.join(checkpoints) or 'none'}"
 
 
@@ -109,13 +127,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=20, help="number of kill points")
     parser.add_argument("--seed", type=int, default=0, help="of the delays")
+    parser.add_argument("--kind", choices=sorted(KINDS), default="rl", help="what to train")
     parser.add_argument("--output", type=Path, help="folder for the runs; a temporary one unless given")
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides")
     args = parser.parse_args(argv)
-    overrides = ["trainer.total_steps=3", "trainer.ckpt_interval=1", *args.overrides]
+    words = [*KINDS[args.kind], *args.overrides]
     with tempfile.TemporaryDirectory(prefix="kill-and-resume-") as scratch:
         root = args.output or Path(scratch)
-        duration_s = run_to_the_end(root / "undisturbed", overrides)
+        duration_s = run_to_the_end(root / "undisturbed", words)
         expected = result(root / "undisturbed")
         print(f"undisturbed: {duration_s:.1f} s, {len(expected.metrics)} metric lines, {expected.weights_sha256[:12]}")
         rng = random.Random(args.seed)
@@ -123,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for index in range(args.kills):
             delay_s = rng.uniform(0.0, duration_s)
             folder = root / f"killed_{index:02d}"
-            reached = trial(folder, overrides, delay_s)
+            reached = trial(folder, words, delay_s)
             found = differences(expected, result(folder))
             failed += bool(found)
             print(f"killed after {delay_s:5.1f} s ({reached}): {'; '.join(found) or 'identical'}", flush=True)

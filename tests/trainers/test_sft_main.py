@@ -1,0 +1,84 @@
+"""The real thing, small: the bundled model on a few bundled problems, from a config to an export."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from skyrl_train.config.sft import SFTConfig
+from skyrl_train.run_sft import train
+from skyrl_train.telemetry.metrics_log import read_metrics
+from tests.sft_runs import Killed, records_without_timings
+
+
+def make_config(root: Path, **trainer: Any) -> SFTConfig:
+    config = SFTConfig(output_dir=str(root))
+    data = replace(
+        config.data,
+        completion_column="extra_info.answer",
+        max_train_rows=10,
+        max_validation_rows=4,
+        max_length=128,
+        cache_dir=str(root.parent / "cache"),
+    )
+    optimizer = replace(config.trainer.optimizer, lr=1e-3)
+    settings = {
+        "num_steps": 4,
+        "batch_size": 4,
+        "eval_interval": 2,
+        "ckpt_interval": 2,
+        "optimizer": optimizer,
+        **trainer,
+    }
+    return replace(config, data=data, trainer=replace(config.trainer, **settings))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_run_lowers_the_loss_and_leaves_everything_behind(tmp_path: Path, layout: str) -> None:
+    root = tmp_path / "run"
+    result = train(make_config(root, layout=layout, eval_samples=1, keep_best=True))
+    assert result is not None
+    records = read_metrics(root / "metrics.jsonl")
+    assert records[-1]["eval/loss"] < records[0]["eval/loss"]
+    assert records[-1]["train/loss"] < records[1]["train/loss"]
+    for name in ("config.yaml", "plan.json", "learning_curve.png", "complete.json", "export/model.safetensors"):
+        assert (root / name).is_file()
+    assert json.loads((root / "plan.json").read_text())["total_steps"] == 4
+    assert (root / "samples" / "step_000004.jsonl").is_file()
+    assert list((root / "best").glob("step_*"))
+
+
+def test_packed_and_padded_runs_learn_the_same(tmp_path: Path) -> None:
+    losses = {}
+    for layout in ("padded", "packed"):
+        train(make_config(tmp_path / layout, layout=layout, export="none"))
+        losses[layout] = [record["train/loss"] for record in read_metrics(tmp_path / layout / "metrics.jsonl")[1:]]
+    assert losses["packed"] == pytest.approx(losses["padded"], rel=1e-4)
+
+
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(make_config(tmp_path / "alone"))
+    from skyrl_train.trainers import sft
+
+    update = sft.update
+
+    def killed_at_third(policy: Any, batch: Any) -> dict[str, float]:
+        if batch.step == 3:
+            raise Killed
+        return update(policy, batch)
+
+    monkeypatch.setattr(sft, "update", killed_at_third)
+    with pytest.raises(Killed):
+        train(make_config(tmp_path / "run"))
+    monkeypatch.undo()
+    train(make_config(tmp_path / "run"))
+    assert records_without_timings(tmp_path / "run" / "metrics.jsonl") == records_without_timings(
+        tmp_path / "alone" / "metrics.jsonl"
+    )
+    alone, run = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("alone", "run"))
+    assert all(bool((alone[name] == run[name]).all()) for name in alone)
