@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from skyrl_train.errors import ModelError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -35,6 +37,7 @@ def shard_model(model: PreTrainedModel, *, device: torch.device, dtype: torch.dt
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     full: dict[str, Any] = model.state_dict() if dist.get_rank() == 0 else {}
+    _require_same_names([name for name, _ in model.named_parameters()])
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -60,6 +63,15 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers that the model's family declares indivisible."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _require_same_names(names: list[str]) -> None:
+    """Ranks whose parameters differ would send each other the wrong tensors, or end without a word."""
+    first = [names]
+    dist.broadcast_object_list(first, src=0)
+    if first[0] != names:
+        odd = sorted(set(first[0]) ^ set(names))
+        raise ModelError(f"rank {dist.get_rank()} has other parameters than rank 0, e.g. {odd[:1]}")
 
 
 def _compute(self: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: ARG001

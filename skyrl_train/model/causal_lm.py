@@ -161,6 +161,7 @@ def empty_causal_lm(model: ModelConfig) -> PreTrainedModel:
             )
     except Exception as error:
         raise ModelError(f"model path {model.path!r}: {folder} cannot be built: {_reason(error)}") from error
+    empty.tie_weights()  # which comes with initialization otherwise
     place_model(empty, model, "cpu")
     empty.train()
     return empty
