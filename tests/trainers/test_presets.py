@@ -37,8 +37,8 @@ SMALL = (
 )
 
 
-def run_three_steps(folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
-    """The records of the three steps."""
+def run_steps(folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
+    """The records of the steps of training."""
     register_resolvers()
     with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
         node = compose("config", [*SMALL, *overrides, f"output_dir={folder}"])
@@ -60,9 +60,7 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_three_steps_of_a_preset(preset: str, step_wise: bool, tmp_path: Path) -> None:
-    records = run_three_steps(
-        tmp_path, [f"algorithm={preset}", f"generator.step_wise_trajectories={str(step_wise).lower()}"]
-    )
+    records = run_steps(tmp_path, [f"algorithm={preset}", f"generator.step_wise_trajectories={str(step_wise).lower()}"])
     assert [record["step"] for record in records] == [1, 2, 3]
     for record in records:
         assert all(math.isfinite(value) for value in record.values() if isinstance(value, float))
@@ -78,3 +76,26 @@ def test_three_steps_of_a_preset(preset: str, step_wise: bool, tmp_path: Path) -
     # A teacher that is the policy itself has nothing to teach in the first update; all others move weights.
     moved = sum(record["policy/grad_norm"] for record in records) > 0
     assert moved or preset == "distillation"
+
+
+def test_with_ppo_value_loss_falls_and_explained_variance_and_reward_rise(tmp_path: Path) -> None:
+    sizes = ["train_batch_size=16", "policy_mini_batch_size=8", "critic_mini_batch_size=8", "total_steps=12"]
+    records = run_steps(
+        tmp_path,
+        [
+            "algorithm=ppo",
+            "data.max_train_prompts=0",
+            "generator.n_samples_per_prompt=8",
+            "generator.sampling.max_generate_length=64",
+            *(f"trainer.{size}" for size in sizes),
+        ],
+    )
+
+    def mean(name: str, part: slice) -> float:
+        values = [record[name] for record in records[part]]
+        return sum(values) / len(values)
+
+    first, last = slice(0, 4), slice(-4, None)
+    assert mean("reward/mean", last) > mean("reward/mean", first) + 0.1
+    assert mean("critic/explained_variance", last) > max(0.3, mean("critic/explained_variance", first) + 0.1)
+    assert mean("critic/value_loss", last) < 0.9 * mean("critic/value_loss", first)

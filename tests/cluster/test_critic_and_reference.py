@@ -1,0 +1,79 @@
+"""The critic on Ray actors, and a reference that becomes the policy there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
+from skyrl_train.cluster.learners import start_learner
+from skyrl_train.cluster.session import RaySession
+from skyrl_train.config.schema import CriticConfig, CriticModelConfig, OptimizerConfig
+from skyrl_train.errors import ModelError
+from skyrl_train.interfaces import Learner
+from skyrl_train.learner.critic import build_critic_learner
+from skyrl_train.learner.policy import build_policy_learner
+from tests.cluster.test_learners import (
+    LENGTHS,
+    SLOT,
+    make_config,
+    make_plan,
+    ray_learner,
+    relative_difference,
+    three_steps,
+    weights_of,
+)
+from tests.learner_cases import make_batch
+
+pytestmark = pytest.mark.cluster
+
+
+def critic_batch(seed: int) -> MiniBatch:
+    batch = make_batch(LENGTHS, seed=seed, dtype=torch.float32)
+    batch = batch.with_columns(values=0.1 * batch["advantages"], returns=batch["input_ids"].float().sin())
+    return close_mini_batch(batch, loss_reduction="token_mean", max_sequence_length_for_norm=16)
+
+
+def train_critic(learner: Learner) -> list[float]:
+    losses = []
+    for seed in range(3):
+        losses.append(learner.forward_backward(critic_batch(seed))["critic/value_loss"].value)
+        learner.optim_step()
+    return losses
+
+
+def test_a_sharded_critic_gives_the_weights_and_values_of_one_process(session: RaySession, model_folder: Path) -> None:
+    critic = CriticConfig(model=CriticModelConfig(path="policy"), optimizer=OptimizerConfig(lr=1e-2))
+    alone_config = replace(make_config(model_folder), critic=critic)
+    alone = build_critic_learner(alone_config, make_plan(alone_config))
+    losses, batch = train_critic(alone), make_batch(LENGTHS)
+    config = replace(make_config(model_folder, strategy="fsdp2"), critic=critic)
+    learner = start_learner(config, make_plan(config), session, [SLOT] * 2, role="critic")()
+    try:
+        assert train_critic(learner) == pytest.approx(losses, rel=1e-5)
+        assert relative_difference(weights_of(learner), weights_of(alone)) < 1e-5
+        assert torch.allclose(learner.forward(batch), alone.forward(batch), atol=1e-5)
+    finally:
+        learner.close()
+
+
+def test_a_reference_group_takes_the_weights_of_the_policys(session: RaySession, model_folder: Path) -> None:
+    config, batch = make_config(model_folder, strategy="fsdp2"), make_batch(LENGTHS)
+    reference = start_learner(config, make_plan(config), session, [SLOT], role="reference")()
+    try:
+        with ray_learner(session, config, 2) as policy:
+            three_steps(policy)
+            assert not torch.allclose(reference.forward(batch), policy.forward(batch), atol=1e-3)
+            reference.load_weights(policy.weights())
+            assert torch.allclose(reference.forward(batch), policy.forward(batch), atol=1e-5)
+        single = make_config(model_folder)
+        alone = build_policy_learner(single, make_plan(single), role="policy")
+        reference.load_weights(alone.weights())
+        assert torch.allclose(reference.forward(batch), alone.forward(batch), atol=1e-5)
+        with pytest.raises(ModelError, match="parameters got 0"):
+            reference.load_weights(iter([]))
+    finally:
+        reference.close()
