@@ -214,13 +214,14 @@ def build_learners(config: Config, plan: BatchPlan, stack: ExitStack, cluster: C
     from skyrl_train.config.algorithm import needs_reference
     from skyrl_train.learner.critic import build_critic_learner
     from skyrl_train.learner.policy import build_policy_learner
+    from skyrl_train.learner.reference import build_reference
     from skyrl_train.trainers.steps import Learners
 
     policy = build_policy_learner(config, plan, role="policy")
     stack.callback(policy.close)
     reference = critic = None
     if needs_reference(config.trainer.algorithm):
-        reference = build_policy_learner(config, plan, role="reference")
+        reference = build_reference(config, plan, policy)
         stack.callback(reference.close)
     if config.critic.model.path:
         critic = build_critic_learner(config, plan)
@@ -262,7 +263,12 @@ def load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
 
     checkpoint = FolderCheckpointStore(Path(config.trainer.resume_path), keep=1).find(Path(config.trainer.resume_path))
     step = checkpoint_step(checkpoint)
-    transport.sync(iter(read_model(checkpoint / "policy").items()), step)
+    weights = iter(read_model(checkpoint / "policy").items())
+    if config.model.lora.rank:
+        from skyrl_train.model.lora import merge_into_base
+
+        weights = merge_into_base(config.model, dict(weights))
+    transport.sync(weights, step)
     return step
 
 

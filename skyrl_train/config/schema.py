@@ -38,6 +38,20 @@ class PlatformConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """`model.lora`: train a low-rank adapter in place of the weights. The reference is the model without it."""
+
+    rank: NonNegativeInt = 0
+    """Rank of the adapter; 0 trains all weights."""
+    alpha: PositiveFloat = 32.0
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: Annotated[float, Range(0.0, 0.95)] = 0.0
+    """Share of the adapter's inputs that is dropped (supervised training only)."""
+    targets: tuple[str, ...] = ("all-linear",)
+    """Names of the layers that are adapted, e.g. `[q_proj,v_proj]`; `all-linear` is all but the output head."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """`model=`: the policy's model and tokenizer."""
 
@@ -55,6 +69,8 @@ class ModelConfig:
     """Recompute activations in the backward pass: less memory, about a third more time."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: such a model is refused."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Train an adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +148,8 @@ class VLLMConfig:
     """false compiles and captures graphs: slower to start, faster on a GPU."""
     prefix_caching: bool = True
     """Keep the keys and values of prompts that come again. Reset at each weight sync."""
+    weight_transport: Literal["auto", "shared_memory", "broadcast", "cuda_ipc", "files"] = "auto"
+    """auto: shared_memory on a CPU, cuda_ipc where engines share the trainer's devices, else broadcast."""
     max_restarts: NonNegativeInt = 1
     """How often one dead engine is started anew before the run goes on without it."""
 

@@ -28,7 +28,7 @@ from skyrl_train.config.schema import (
     TrackerConfig,
     TrainerConfig,
 )
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config.validate import LORA_DROPOUT, validate_config
 from skyrl_train.errors import Violation
 
 Weight = Annotated[float, Range(0.0)]
@@ -222,7 +222,7 @@ def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Vi
     found = [
         replace(violation, field=_renamed(violation.field, names), remedy=_renamed(violation.remedy, names))
         for violation in validate_config(learner_config(config), refused=renamed)
-        if violation.field.startswith(_CHECKED)
+        if violation.field.startswith(_CHECKED) and violation.field != LORA_DROPOUT
     ]
     own = [*_sources(config), *_steps(config), *_packing(config), *_evaluation(config)]
     return found + [violation for violation in own if violation.field not in refused]

@@ -21,6 +21,8 @@ from skyrl_train.registry import did_you_mean
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce++_baseline", "maxrl", "opo")
 """Advantage estimators that compare the trajectories of one prompt with each other."""
 
+LORA_DROPOUT = "model.lora.dropout"
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -261,6 +263,18 @@ def _reference(config: Config) -> Iterator[Violation]:
         )
 
 
+def _lora(config: Config) -> Iterator[Violation]:
+    if config.model.lora.rank and config.model.lora.dropout:
+        yield _violation(
+            config,
+            LORA_DROPOUT,
+            "must be 0 in reinforcement learning: it would move the ratios of new and old probabilities",
+            f"set {LORA_DROPOUT}=0",
+        )
+    if config.model.lora.rank and not config.model.lora.targets:
+        yield _violation(config, "model.lora.targets", "must name a layer", "try model.lora.targets=[all-linear]")
+
+
 def _step_wise(config: Config) -> Iterator[Violation]:
     if config.trainer.algorithm.step_rewards == "turn_return" and not config.generator.step_wise_trajectories:
         yield _violation(
@@ -313,6 +327,7 @@ RULES = (
     Rule(("trainer.policy.optimizer.betas", "critic.optimizer.betas"), _optimizers),
     Rule(("trainer.algorithm.advantage_estimator", "critic.model"), _critic),
     Rule(("trainer.algorithm", "reference"), _reference),
+    Rule(("model.lora",), _lora),
     Rule(("trainer.algorithm.step_rewards", "generator.step_wise_trajectories"), _step_wise),
     Rule(("trainer.docs_per_step", "trainer.docs_per_step_exact"), _docs_per_step),
     Rule(("data.train", "generator.backend"), _data),

@@ -27,6 +27,7 @@ from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, Skyr
 from skyrl_train.learner import state
 from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from skyrl_train.model.layouts import hidden_states
+from skyrl_train.model.lora import forget_dropout_keys, has_adapter, merged_weights, set_dropout_keys
 from skyrl_train.telemetry.metrics import Last, Mean, Metric, StepMetrics, Sum, merge_metrics
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class ModelEngine:
         self._total_optimizer_steps = total_optimizer_steps
         self._total_documents = total_documents
         self._config = optimizer
-        self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        """What is trained, or was before it was frozen to be scored: all of it, or the adapter."""
         self._optimizer: torch.optim.Optimizer | None = None
         if optimizer is None:
             for parameter in self.parameters.values():
@@ -113,9 +115,11 @@ class ModelEngine:
         self._has_gradient = True
         self._pending_documents += num_documents
         for micro_batch, _, layout in self._micro_batches(batch, training=True):
+            set_dropout_keys(self.model, micro_batch, layout, step=self.num_optimizer_steps)
             with self._autocast():
                 loss, metrics = self._compute(loss_of, micro_batch, layout)
             loss.backward()  # type: ignore[no-untyped-call]
+            forget_dropout_keys(self.model)
             if not self._non_finite_loss and not bool(torch.isfinite(loss.detach())):
                 self._non_finite_loss = (
                     f"loss {float(loss.detach())} in the micro-batch of {micro_batch.metadata.uids[0]!r}"
@@ -195,12 +199,16 @@ class ModelEngine:
         self.zero_grad()
 
     def whole_state_dict(self) -> dict[str, Tensor]:
-        """All parameters and persistent buffers, on the CPU of rank 0; nothing on the others. Called by all."""
+        """All parameters and persistent buffers, on the CPU of rank 0; nothing on the others. Called by all.
+
+        An adapter is part of what it adapts.
+        """
+        full = self.strategy.full
+        named = ((name, full(tensor.detach())) for name, tensor in self.model.state_dict().items())
         whole: dict[str, Tensor] = {}
-        for name, tensor in self.model.state_dict().items():
-            gathered = self.strategy.full(tensor.detach())
+        for name, tensor in merged_weights(self.model, full) if has_adapter(self.model) else named:
             if self.strategy.rank == 0:
-                whole[name] = gathered.to("cpu")
+                whole[name] = tensor.to("cpu")
         return whole
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ from skyrl_train.model.causal_lm import (
 )
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.logprobs import LossOfTokens, TokenScores, score_tokens
+from skyrl_train.model.lora import adapter_tensors, add_adapter, merged_weights, write_adapter
 from skyrl_train.registry import resolve
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics
 
@@ -91,9 +92,8 @@ class PolicyLearner:
         return self.engine.optim_step()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters under their Hugging Face names, tied ones once; detached."""
-        for name, parameter in self.engine.parameters.items():
-            yield name, self.engine.strategy.full(parameter.detach())
+        """Full parameters under their Hugging Face names, tied ones once, an adapter merged; detached."""
+        yield from merged_weights(self.engine.model, self.engine.strategy.full)
 
     def save(self, folder: Path) -> None:
         """Model, optimizer and schedule. Raises CheckpointError."""
@@ -104,8 +104,11 @@ class PolicyLearner:
         self.engine.load(folder)
 
     def export_hf(self, folder: Path) -> None:
-        """Model, generation config and tokenizer for `from_pretrained`, in float32. Raises ModelError."""
+        """Model, generation config and tokenizer for `from_pretrained`, in float32; an adapter merged, and by itself in
+        `adapter/`. Raises ModelError."""
         tensors = self.engine.whole_state_dict()
+        full = self.engine.strategy.full
+        adapter = {name: full(tensor.detach()) for name, tensor in adapter_tensors(self.engine.model).items()}
         if self.engine.strategy.rank:
             return
         try:
@@ -280,6 +283,8 @@ def build_policy_learner(
     else:
         model = load_causal_lm(model_config, "cpu" if spread.sharded else config.platform.device)
         layout = supported_layout(model, config.trainer.layout, name=model_config.path)
+    if role == "policy" and config.model.lora.rank:
+        add_adapter(model, config.model.lora, seed=config.seed)
     trainer = replace(config.trainer, layout=spread.of_rank_0(layout))
     merge_turns = config.generator.merge_stepwise == "auto"
     engine = ModelEngine(

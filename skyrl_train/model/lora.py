@@ -1,0 +1,251 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on a model's linear layers: `W x + (alpha / rank) * B A x`.
+
+The model keeps its class; only A and B are trained. With the adapter off it is the base model again, which serves as the
+reference. Dropout on the adapter's input is a function of the seed, the optimizer step, the layer, and the tokens that
+stand before: not of which rows share a forward, so that no layout changes the gradient, and a resumed run drops the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from skyrl_train.batch.layout import Layout, sequence_offsets
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.schema import LoraConfig, ModelConfig
+from skyrl_train.errors import CheckpointError, ModelError
+from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.seeding import derive_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER = "default"
+_BASE = ".base_layer."
+_KEYS = "skyrl_dropout_keys"
+"""Attribute of a model with an adapter that drops."""
+_GOLDEN = -7046029254386353131
+"""2^64 divided by the golden ratio, as a signed number: the step of SplitMix64."""
+_ELEMENTS_AT_ONCE = 1 << 22
+"""Of the numbers drawn for dropout, which are eight times the size of the mask that is made of them."""
+
+
+def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
+    """Puts a new adapter on `model`, in place, and freezes everything else. A is random by the seed, B is 0.
+
+    Raises ModelError for targets that the model does not have.
+    """
+    import peft
+
+    targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets)
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(derive_seed(seed, "lora"))
+            peft.inject_adapter_in_model(config, model)
+    except ValueError as error:
+        linear = sorted(
+            {name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear)}
+        )
+        raise ModelError(
+            f"model.lora.targets={list(lora.targets)} cannot be adapted in {type(model).__name__}: its linear layers are "
+            f"{', '.join(linear)}. Name some of these, or use all-linear"
+        ) from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    if lora.dropout > 0:
+        _drop(model, lora.dropout, seed)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return ".lora_" in name
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether `add_adapter` was called."""
+    return next(_layers(model), None) is not None
+
+
+@contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """Within it, the model is its base."""
+    layers = [layer for _, layer in _layers(model)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def merged_weights(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under its Hugging Face name, tied ones once, with the adapter added to what it adapts; detached.
+
+    Without an adapter, the parameters as they are. `whole` gathers one that is sharded over ranks; all ranks call it in
+    the same order.
+    """
+    layers = dict(_layers(model))
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            continue
+        prefix, in_base, last = name.rpartition(_BASE)
+        tensor = whole(parameter.detach())
+        if in_base and last == "weight":
+            tensor = tensor + _delta(layers[prefix], whole).to(tensor.dtype)
+        yield (f"{prefix}.{last}" if in_base else name), tensor
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The adapter's parameters by name; empty where there is none."""
+    return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
+
+
+def merge_into_base(model: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """`merged_weights` of the base model at `model.path` with the adapter `tensors` (names of `adapter_tensors`).
+
+    Raises CheckpointError where they are not those of the adapter that `model.lora` describes.
+    """
+    base = load_causal_lm(model, "cpu")
+    add_adapter(base, model.lora, seed=0)
+    own = adapter_tensors(base)
+    if {name: tensor.shape for name, tensor in tensors.items()} != {name: tensor.shape for name, tensor in own.items()}:
+        raise CheckpointError(
+            f"the checkpoint holds {len(tensors)} tensors that are not the adapter of model.lora (rank {model.lora.rank}, "
+            f"targets {', '.join(model.lora.targets)}). Set model.lora as it was in that run"
+        )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)
+    return merged_weights(base, lambda tensor: tensor)
+
+
+def write_adapter(folder: Path, tensors: dict[str, Tensor], lora: LoraConfig, *, base: str) -> None:
+    """`adapter_model.safetensors` and `adapter_config.json`, as PEFT and vLLM load them.
+
+    `tensors` are whole, under the names of `adapter_tensors`; `base` is the model that they were trained on.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {
+        f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor.detach().cpu().contiguous()
+        for name, tensor in tensors.items()
+    }
+    save_file(named, folder / "adapter_model.safetensors")
+    content = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors}),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def set_dropout_keys(model: nn.Module, rows: TrainingInputBatch, layout: Layout, *, step: int) -> None:
+    """Before a forward of training: what each position drops. Does nothing for a model without dropout.
+
+    `rows` and `layout` are those of the forward, on the model's device; `step` counts optimizer steps.
+    """
+    keys = getattr(model, _KEYS, None)
+    if keys is not None:
+        keys.value = keys.of(rows, layout, step)
+
+
+def forget_dropout_keys(model: nn.Module) -> None:
+    """After the backward: forwards do not drop."""
+    keys = getattr(model, _KEYS, None)
+    if keys is not None:
+        keys.value = None
+
+
+class DropoutKeys:
+    """One number for each position of the running forward: a hash of seed, step, and the tokens up to there.
+
+    Positions that stand for equal prefixes have equal keys, wherever they are computed.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self.value: Tensor | None = None
+
+    def of(self, rows: TrainingInputBatch, layout: Layout, step: int) -> Tensor:
+        """int64, of the shape of the layout's `input_ids`; 0 in padding."""
+        offsets = sequence_offsets(rows)
+        lengths = offsets.diff()
+        starts = torch.repeat_interleave(offsets[:-1], lengths)
+        ids = rows["input_ids"].long()
+        place = torch.arange(len(ids), device=ids.device) - starts
+        # Sums wrap around; a prefix's is that up to its end less that up to its beginning.
+        each = _scramble(ids * _GOLDEN + place + derive_seed(self._seed, "lora dropout", step))
+        sums = torch.cumsum(each, 0)
+        prefixes = sums - (sums - each)[starts]
+        flat = prefixes.new_zeros(layout.input_ids.numel())
+        flat[layout.position_of_token] = _scramble(prefixes)
+        return flat.view(layout.input_ids.shape)
+
+
+class KeyedDropout(nn.Module):
+    """Drops each feature of each position with probability `p`, by the position's key, and scales what stays."""
+
+    def __init__(self, p: float, keys: DropoutKeys, layer_seed: int) -> None:
+        super().__init__()
+        self.p = p
+        self._keys = keys
+        self._layer_seed = layer_seed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., positions, features]`; as it is outside a forward of training."""
+        keys = self._keys.value
+        if keys is None:
+            return x
+        features = torch.arange(x.shape[-1], device=x.device, dtype=torch.int64) * _GOLDEN
+        least = math.ceil(self.p * (1 << 53))
+        parts = [
+            (_scramble(part.unsqueeze(-1) + features) & ((1 << 53) - 1)) >= least
+            for part in torch.split((keys + self._layer_seed).flatten(), max(1, _ELEMENTS_AT_ONCE // x.shape[-1]))
+        ]
+        return x * torch.cat(parts).view(x.shape) / (1.0 - self.p)
+
+
+def _drop(model: PreTrainedModel, p: float, seed: int) -> None:
+    keys = DropoutKeys(seed)
+    for name, layer in _layers(model):
+        layer.lora_dropout[ADAPTER] = KeyedDropout(p, keys, derive_seed(seed, f"lora dropout of {name}"))
+    setattr(model, _KEYS, keys)
+
+
+def _scramble(value: Tensor) -> Tensor:
+    """SplitMix64's finalizer on int64, which wraps around; shifts are made logical by masking the sign's copies away."""
+
+    def shifted(bits: Tensor, by: int) -> Tensor:
+        return (bits >> by) & ((1 << (64 - by)) - 1)
+
+    value = (value ^ shifted(value, 30)) * -4658895280553007687
+    value = (value ^ shifted(value, 27)) * -7723592293110705685
+    return value ^ shifted(value, 31)
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The adapted layers by name."""
+    for name, part in model.named_modules():
+        if hasattr(part, "lora_A") and hasattr(part, "base_layer"):
+            yield name, part
+
+
+def _delta(layer: Any, whole: Callable[[Tensor], Tensor]) -> Tensor:
+    a, b = (whole(getattr(layer, name)[ADAPTER].weight.detach()) for name in ("lora_A", "lora_B"))
+    delta = (b @ a) * float(layer.scaling[ADAPTER])
+    return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
