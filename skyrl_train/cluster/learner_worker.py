@@ -129,7 +129,8 @@ class LearnerWorker:
         """Replaces the parameters that are in the bucket; returns how many."""
         from skyrl_train.learner.state import take_weights
 
-        return take_weights(self._learner.engine.parameters, unpack_bucket(packed.unwrap()), role=self._role)
+        engine = self._learner.engine
+        return take_weights(engine.model, engine.parameters, unpack_bucket(packed.unwrap()), role=self._role)
 
     @answering
     def describe(self) -> Any:

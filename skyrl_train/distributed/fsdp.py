@@ -59,6 +59,18 @@ def shard_model(model: PreTrainedModel, *, device: torch.device, dtype: torch.dt
     register_fsdp_forward_method(model, "compute")
 
 
+def reshard(model: nn.Module) -> None:
+    """Drops parameters that a forward gathered and keeps, so that the next one gathers the shards as they are by then.
+
+    Call it before changing shards of a model that is only scored: no backward pass does it there.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The layers that the model's family declares indivisible."""
     names = set(getattr(model, "_no_split_modules", None) or ())

@@ -117,12 +117,14 @@ class PolicyLearner:
             with quiet_transformers():
                 self.engine.model.save_pretrained(folder, state_dict=tensors)
             load_tokenizer(self._model_config).save_pretrained(folder)
+            if adapter:
+                write_adapter(folder / "adapter", adapter, self._model_config.lora, base=self._model_config.path)
         except OSError as error:
             raise ModelError(f"{folder}: the model could not be exported: {error}") from error
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replaces all parameters, of which every rank is given the whole. Raises ModelError where they do not fit."""
-        count = take_weights(self.engine.parameters, weights, role=self.engine.name)
+        count = take_weights(self.engine.model, self.engine.parameters, weights, role=self.engine.name)
         if count != len(self.engine.parameters):
             raise ModelError(
                 f"the {self.engine.name} model has {len(self.engine.parameters)} parameters and got {count}"

@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from skyrl_train.distributed.fsdp import reshard
 from skyrl_train.distributed.sharded_tensors import (
     describe_tensors,
     is_sharded,
@@ -128,11 +129,12 @@ def read_model(folder: Path) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def take_weights(parameters: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], *, role: str) -> int:
-    """Copies whole weights into the parameters of these names, or into this rank's shards of them; returns how many.
-
-    Raises ModelError for an unknown name or another shape.
-    """
+def take_weights(
+    model: nn.Module, parameters: Mapping[str, Tensor], weights: Iterable[tuple[str, Tensor]], *, role: str
+) -> int:
+    """Copies whole weights into the model's `parameters` of these names, or into this rank's shards of them; returns how
+    many. Raises ModelError for an unknown name or another shape."""
+    reshard(model)
     count = 0
     for name, tensor in weights:
         if name not in parameters or parameters[name].shape != tensor.shape:
