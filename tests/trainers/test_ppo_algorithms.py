@@ -130,7 +130,9 @@ def test_replacement_fills_a_batch_with_copies_and_resumes_identically(tmp_path)
     run(tmp_path / "alone").run()
     records = read_metrics(tmp_path / "alone" / "metrics.jsonl")[1:]
     assert all(record["batch/rows"] == 8 for record in records)
-    kept = [read_rollouts(tmp_path / "alone" / "rollouts" / f"train_step_{step:06d}.jsonl")[step] for step in (1, 2, 3, 4)]
+    kept = [
+        read_rollouts(tmp_path / "alone" / "rollouts" / f"train_step_{step:06d}.jsonl")[step] for step in (1, 2, 3, 4)
+    ]
     assert any("#copy" in prompt.uid for rollouts in kept for prompt in rollouts.prompts)
     with pytest.raises(StopRequested):
         run(tmp_path / "stopped", on_call=send_signal_at(2)).run()
