@@ -1,4 +1,4 @@
-"""Time and memory of one policy update: identical rollouts, model and gradient; only the layout, or the trainer, differs.
+"""Time and memory of a policy update: identical rollouts, model and gradient; only layout, or trainer, differs.
 
     python scripts/bench_update.py compare --models tiny,mid --kinds single,step --rounds 3
     python scripts/bench_update.py growth                      # cost against turns and samples, and the plot
@@ -100,7 +100,6 @@ def _interleaved(args: argparse.Namespace, model: str, kind: str, variants: list
             "cpu_s": statistics.median(s for each in runs for s in each["cpu_s"]),
             "positions": runs[0]["positions"],
             "peak_mib": statistics.median(each["peak_mib"] for each in runs),
-            "base_mib": statistics.median(each["base_mib"] for each in runs),
             "distance": distances[variant],
         }
         for variant, runs in samples.items()
@@ -125,7 +124,6 @@ def _measure(spec: dict[str, Any], log: str | None) -> dict[str, Any]:
 def run_one(args: argparse.Namespace) -> None:
     """The inside of a measuring process."""
     import torch
-
     from update_work import KINDS, SIZES
 
     spec = json.loads(args.spec)
@@ -138,12 +136,10 @@ def run_one(args: argparse.Namespace) -> None:
 
 def _run_ours(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict[str, Any]:
     import torch
-
     from update_ours import Ours
 
     ours = Ours(size, conversations, variant=spec["variant"], tokens=spec["tokens"], bf16=spec["bf16"])
     ours.score()
-    base = _memory_mib()
     ours.accumulate()
     if spec["gradients"]:
         torch.save(ours.gradients(), spec["gradients"])
@@ -153,16 +149,13 @@ def _run_ours(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict
         start = time.process_time()
         ours.update()
         seconds.append(time.process_time() - start)
-    return {"cpu_s": seconds, "positions": ours.positions, "peak_mib": _peak_mib(), "base_mib": base}
+    return {"cpu_s": seconds, "positions": ours.positions, "peak_mib": _peak_mib()}
 
 
 def _run_peer(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict[str, Any]:
     import torch
-    import trl  # noqa: F401  (its imports belong to the memory that was there before)
-
     from update_trl import run
 
-    base = _memory_mib()
     found = run(
         size,
         conversations,
@@ -178,14 +171,7 @@ def _run_peer(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict
         "cpu_s": found["cpu_s"],
         "positions": found["positions"],
         "peak_mib": _peak_mib(),
-        "base_mib": base,
     }
-
-
-def _memory_mib() -> float:
-    """Resident now."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def _peak_mib() -> float:
@@ -216,14 +202,13 @@ def _distances(folder: Path, variants: list[str]) -> dict[str, float]:
 def _print_table(title: str, found: dict[str, dict[str, Any]]) -> None:
     first = next(iter(found.values()))
     print(f"\n{title}\n")
-    print("| variant | positions | CPU s | faster | memory of the update, MiB | share | gradient distance |")
+    print("| variant | positions | CPU s | faster | peak memory, MiB | share | gradient distance |")
     print("|---|---|---|---|---|---|---|")
     for variant, row in found.items():
-        used, used_first = row["peak_mib"] - row["base_mib"], first["peak_mib"] - first["base_mib"]
         note = "" if row["distance"] <= MAX_DISTANCE else " **differs**"
         print(
             f"| {variant} | {row['positions']:,} | {row['cpu_s']:.2f} | {first['cpu_s'] / row['cpu_s']:.1f}x "
-            f"| {used:,.0f} | {used / used_first:.2f} | {row['distance']:.1e}{note} |"
+            f"| {row['peak_mib']:,.0f} | {row['peak_mib'] / first['peak_mib']:.2f} | {row['distance']:.1e}{note} |"
         )
     sys.stdout.flush()
 
@@ -260,9 +245,8 @@ def run_growth(args: argparse.Namespace) -> None:
 
 
 def run_head(args: argparse.Namespace) -> None:
-    """Time and memory of the output head, its loss and its gradients: full logits, and in tiles."""
-    from update_head import measure
-
+    """Time and memory of the output head, its loss and its gradients."""
+    print("| way | tokens | vocabulary | CPU s | memory, MiB |\n|---|---|---|---|---|")
     for tokens in map(int, args.tokens.split(",")):
         for way in ("full", "tiled", "fused"):
             code = f"from update_head import measure; measure({way!r}, {tokens}, {args.hidden}, {args.vocabulary})"
@@ -279,7 +263,6 @@ def run_head(args: argparse.Namespace) -> None:
                 timeout=3600,
             )
             print(done.stdout.strip() or done.stderr[-500:], flush=True)
-    del measure
 
 
 if __name__ == "__main__":

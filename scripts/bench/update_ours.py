@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from update_work import Conversation, ModelSize, build_model
+
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of

@@ -26,6 +26,8 @@ from skyrl_train.errors import BatchError
 
 ELEMENTS_PER_TILE = 1 << 21
 """Logits per tile on a CPU: 8 MiB in float32, near the size of a core's caches."""
+TOKENS_PER_TILE = 128
+"""At least so many tokens, whatever the vocabulary: each tile reads the whole weight, which fewer would not pay for."""
 ELEMENTS_PER_TILE_ACCELERATOR = 1 << 26
 """Logits per tile elsewhere: 256 MiB in float32, enough rows to fill the device."""
 
@@ -247,7 +249,7 @@ def token_scores(
         scale=head.scale / temperature,
         softcap=head.softcap,
         compute_dtype=compute_dtype or hidden.dtype,
-        tokens_per_tile=tokens_per_tile or max(1, budget // vocabulary),
+        tokens_per_tile=tokens_per_tile or max(TOKENS_PER_TILE, budget // vocabulary),
     )
     with torch.autocast(hidden.device.type, enabled=False):
         scores: tuple[Tensor, Tensor] = _TokenScore.apply(  # type: ignore[no-untyped-call]
