@@ -9,7 +9,8 @@ from torch import Tensor
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
-from skyrl_train.config.schema import LayoutChoice, TrainerConfig
+from skyrl_train.config.rules import LayoutChoice
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.learner.policy import PolicyLearner
 
 VOCABULARY = 50

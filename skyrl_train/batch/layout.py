@@ -30,7 +30,7 @@ from torch import Tensor
 from skyrl_train.batch.merge import hosts_of
 from skyrl_train.batch.prefix_tree import PrefixOrder, Segment, prefix_order, tree_segments
 from skyrl_train.batch.training_batch import TrainingInputBatch, offsets_of
-from skyrl_train.config.schema import LayoutName
+from skyrl_train.config.rules import LayoutName
 
 
 @dataclass(frozen=True, kw_only=True)

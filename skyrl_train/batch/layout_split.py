@@ -19,7 +19,7 @@ from skyrl_train.batch.merge import hosts_of
 from skyrl_train.batch.prefix_tree import PrefixOrder, prefix_order
 from skyrl_train.batch.token_budget import Rows, split_packed
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.schema import LayoutName
+from skyrl_train.config.rules import LayoutName
 
 LAYOUT_CHOICES: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
 """What `auto` chooses from; the earlier where costs are equal."""

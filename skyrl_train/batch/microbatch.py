@@ -15,7 +15,8 @@ import numpy as np
 
 from skyrl_train.batch.documents import Admits
 from skyrl_train.batch.token_budget import Rows, TokenBudget
-from skyrl_train.config.schema import LayoutChoice, LayoutName, TrainerConfig
+from skyrl_train.config.rules import LayoutChoice, LayoutName
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError, ConfigError, Violation
 from skyrl_train.registry import resolve
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,13 @@ class Range:
         low = "" if self.min is None else f"{'greater than' if self.exclusive_min else 'at least'} {self.min:g}"
         high = "" if self.max is None else f"at most {self.max:g}"
         return " and ".join(part for part in (low, high) if part)
+
+
+PositiveInt = Annotated[int, Range(1)]
+NonNegativeInt = Annotated[int, Range(0)]
+NonNegativeFloat = Annotated[float, Range(0.0)]
+PositiveFloat = Annotated[float, Range(0.0, exclusive_min=True)]
+Fraction = Annotated[float, Range(0.0, 1.0)]
+Seconds = Annotated[float, Range(0.0, exclusive_min=True)]
+LayoutName = Literal["padded", "packed", "prefix_shared"]
+LayoutChoice = Literal["padded", "packed", "prefix_shared", "auto"]

@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import Range
-
-PositiveInt = Annotated[int, Range(1)]
-NonNegativeInt = Annotated[int, Range(0)]
-NonNegativeFloat = Annotated[float, Range(0.0)]
-PositiveFloat = Annotated[float, Range(0.0, exclusive_min=True)]
-Fraction = Annotated[float, Range(0.0, 1.0)]
-Seconds = Annotated[float, Range(0.0, exclusive_min=True)]
-LayoutName = Literal["padded", "packed", "prefix_shared"]
-LayoutChoice = Literal["padded", "packed", "prefix_shared", "auto"]
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.rules import (
+    Fraction,
+    LayoutChoice,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Seconds,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,102 +109,6 @@ class EnvironmentConfig:
     """Threads that run environments beside the event loop."""
     max_failed_fraction: Fraction = 0.5
     """Stop the run when a larger share of a batch's trajectories failed: something is broken for good."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
-    """How responses are sampled."""
-
-    temperature: NonNegativeFloat = 1.0
-    """0 is greedy."""
-    top_p: Annotated[float, Range(0.0, 1.0, exclusive_min=True)] = 1.0
-    """Keep the smallest set of tokens with this much probability."""
-    top_k: Annotated[int, Range(-1)] = -1
-    """Keep the k likeliest tokens; -1 keeps all."""
-    min_p: Fraction = 0.0
-    """Drop tokens below this share of the likeliest token's probability."""
-    max_generate_length: PositiveInt = 64
-    """New tokens per turn."""
-    stop: tuple[str, ...] = ()
-    """Stop strings."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class VLLMConfig:
-    """`generator.vllm`: engines on Ray."""
-
-    num_engines: PositiveInt = 1
-    """Data-parallel engines; requests that share a prefix go to the same one."""
-    tensor_parallel_size: PositiveInt = 1
-    """Devices of one engine."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto is `model.dtype`. The trainer's own type is the one whose log-probabilities agree with the trainer's."""
-    kv_cache_gib: NonNegativeFloat = 0.0
-    """Keys and values of one engine; 0 is a quarter GiB on a CPU, and what `gpu_memory_utilization` leaves on a GPU."""
-    gpu_memory_utilization: Fraction = 0.8
-    """Share of the device's memory that an engine takes in all (GPU only)."""
-    max_num_seqs: PositiveInt = 256
-    """Sequences that one engine generates together."""
-    enforce_eager: bool = True
-    """false compiles and captures graphs: slower to start, faster on a GPU."""
-    prefix_caching: bool = True
-    """Keep the keys and values of prompts that come again. Reset at each weight sync."""
-    weight_transport: Literal["auto", "shared_memory", "broadcast", "cuda_ipc", "files"] = "auto"
-    """auto: shared_memory on a CPU, cuda_ipc where engines share the trainer's devices, else broadcast."""
-    max_restarts: NonNegativeInt = 1
-    """How often one dead engine is started anew before the run goes on without it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HTTPConfig:
-    """`generator.http`: a server with vLLM's OpenAI-compatible interface, which takes and returns token ids."""
-
-    url: str = "http://127.0.0.1:8000"
-    """Base address of the server."""
-    model: str = ""
-    """Name of the model there; empty asks the server."""
-    api_key_env: str = "SKYRL_TRAIN_API_KEY"
-    """Environment variable that holds the server's token, where it wants one."""
-    max_retries: NonNegativeInt = 3
-    """Attempts after the first, for requests that the server did not answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GeneratorConfig:
-    """`generator=hf|vllm|http|replay`: how rollouts are made."""
-
-    backend: Literal["hf", "vllm", "http", "replay"] = "hf"
-    """hf: the model in this process. vllm: engines on Ray. http: an OpenAI-compatible server. replay: recordings."""
-    n_samples_per_prompt: PositiveInt = 8
-    """Trajectories per training prompt: the group over which GRPO compares."""
-    max_turns: PositiveInt = 2
-    """Generations per trajectory."""
-    max_context_length: PositiveInt = 512
-    """Tokens of prompt, responses and observations together; a trajectory that is full ends there."""
-    step_wise_trajectories: bool = False
-    """true: one training row per turn. false: one row per trajectory."""
-    merge_stepwise: Literal["auto", "off"] = "auto"
-    """auto: turns whose prompt extends the turn before are computed in one row, and trained as the rows they are."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """For training rollouts."""
-    eval_sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """For evaluation."""
-    eval_n_samples_per_prompt: PositiveInt = 1
-    """Trajectories per held-out prompt; pass@n is reported for it."""
-    max_batch_size: PositiveInt = 256
-    """Sequences that the hf backend generates together."""
-    request_timeout_s: Seconds = 600.0
-    """Deadline of one generation request."""
-    vllm: VLLMConfig = field(default_factory=lambda: VLLMConfig())
-    """The vllm backend."""
-    http: HTTPConfig = field(default_factory=lambda: HTTPConfig())
-    """The http backend."""
-    verify_weight_sync: bool = False
-    """After each sync compare the engine's log-probabilities of a probe with the trainer's, and stop where they drift."""
-    weight_sync_tolerance: PositiveFloat = 0.001
-    """Largest difference of a probe's log-probability that `verify_weight_sync` accepts; bfloat16 needs about 0.2."""
-    replay_path: str = ""
-    """Rollouts to train on (backend replay): a JSON-lines file, or a folder of them, such as a run's `rollouts/`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,20 +10,15 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.rules import Range
+from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
+from skyrl_train.config.rules import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Seconds
 from skyrl_train.config.schema import (
     Config,
-    GeneratorConfig,
     ModelConfig,
-    NonNegativeFloat,
-    NonNegativeInt,
     OptimizerConfig,
     PlacementConfig,
     PlatformConfig,
     PolicyConfig,
-    PositiveInt,
-    SamplingConfig,
-    Seconds,
     StrategyConfig,
     TrackerConfig,
     TrainerConfig,

@@ -21,7 +21,7 @@ from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
 
 if TYPE_CHECKING:
-    from skyrl_train.config.schema import HTTPConfig
+    from skyrl_train.config.generation import HTTPConfig
 
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _FIRST_PAUSE_S = 0.5

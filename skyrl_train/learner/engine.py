@@ -21,7 +21,8 @@ from skyrl_train.batch.merge import merge_counts
 from skyrl_train.batch.microbatch import MicroBatchStrategy, layout_of, micro_batches
 from skyrl_train.batch.schedule import learning_rate, schedule_position
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.schema import LayoutChoice, OptimizerConfig
+from skyrl_train.config.rules import LayoutChoice
+from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
 from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, SkyrlTrainError
 from skyrl_train.learner import state

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from skyrl_train.batch.layout import Layout, padded_layout, shared_layout
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
-from skyrl_train.config.schema import LayoutChoice
+from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.errors import ModelError
 from skyrl_train.model.attention import ATTENTION, Segments, register
 

@@ -15,7 +15,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
-from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.agent_loop import AgentLoop, Job, Limits

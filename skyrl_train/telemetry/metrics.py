@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Union
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Last:
         return other
 
 
-Metric = Union[Mean, Sum, Max, Min, Last]
+Metric = Mean | Sum | Max | Min | Last
 StepMetrics = Mapping[str, Metric]
 """Name (`group/name`) to metric."""
 

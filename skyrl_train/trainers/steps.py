@@ -18,8 +18,9 @@ from skyrl_train.batch import assemble as assembly
 from skyrl_train.batch.minibatch import mini_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.config.generation import SamplingConfig
 from skyrl_train.config.passes import needs_old_logprobs
-from skyrl_train.config.schema import Config, SamplingConfig
+from skyrl_train.config.schema import Config
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, Reference, WeightTransport
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.config.schema import Config, GeneratorConfig, SamplingConfig
+from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
+from skyrl_train.config.schema import Config
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm import VLLMEngine, engine_settings
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers

@@ -13,7 +13,8 @@ from torch import Tensor
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import LayoutChoice, LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from skyrl_train.config.rules import LayoutChoice
+from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner

@@ -12,7 +12,8 @@ from torch import Tensor
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import LayoutChoice, ModelConfig, OptimizerConfig, TrainerConfig
+from skyrl_train.config.rules import LayoutChoice
+from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.data.collate import Collator, DefaultCollator, PackedDataCollator
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.learner.engine import ModelEngine

@@ -8,14 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import (
-    Config,
-    CriticConfig,
-    CriticModelConfig,
-    GeneratorConfig,
-    PlacementConfig,
-    TrainerConfig,
-)
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, PlacementConfig, TrainerConfig
 from skyrl_train.config.validate_batch import divisors, exact_quotient, problems, sizes_of, validate_batch_sizes
 
 

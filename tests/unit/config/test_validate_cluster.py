@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.config.schema import (
-    Config,
-    GeneratorConfig,
-    HTTPConfig,
-    PlacementConfig,
-    PlatformConfig,
-    SamplingConfig,
-    VLLMConfig,
-)
+from skyrl_train.config.generation import GeneratorConfig, HTTPConfig, SamplingConfig, VLLMConfig
+from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig
 from skyrl_train.config.validate_cluster import cluster_violations
 
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from skyrl_train.config.schema import HTTPConfig
+from skyrl_train.config.generation import HTTPConfig
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference import http
 from skyrl_train.inference.http import HTTPEngine

@@ -12,7 +12,8 @@ from torch import Tensor
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import LayoutName, ModelConfig, OptimizerConfig
+from skyrl_train.config.rules import LayoutName
+from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine

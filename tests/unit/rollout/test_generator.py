@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import ConfigError, DataError, EngineError, SkyrlTrainError
 from skyrl_train.inference.hf import HFEngine
 from skyrl_train.rollout.generator import RolloutGenerator

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from skyrl_train.config.schema import EnvironmentConfig, GeneratorConfig, ModelConfig
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import EnvironmentConfig, ModelConfig
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.inference.hf import HFEngine
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
