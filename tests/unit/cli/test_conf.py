@@ -33,6 +33,10 @@ ASKS_FOR_MORE = {
     "strategy=ddp": ["placement=ray"],
     "strategy=fsdp2": ["placement=ray"],
     "placement=inline": ["strategy=single", "generator=hf"],
+    "placement=cpu_2": ["strategy=fsdp2"],
+    "placement=gpu_2x8": ["strategy=fsdp2"],
+    "placement=gpu_8_colocated": ["strategy=fsdp2"],
+    "placement=gpu_8_split": ["strategy=fsdp2"],
 }
 """Choices that do not stand alone, and what goes with them."""
 
