@@ -1,0 +1,129 @@
+"""How much of a supervised step is spent waiting for its batch, with batches made in the loop and made one ahead.
+
+    python scripts/bench_collation.py [--steps 30] [--step-ms 60]
+
+The feed, the collator and the waiting are the real ones; the train step is matrix products that take a stated time, and
+collation is made dearer in steps: by waiting, as for a disk, or by computing, as a tokenizer would. Prints one line for
+each cost: seconds a step, share of it spent waiting, and how many times fewer seconds are waited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from skyrl_train.batch.minibatch import MiniBatch
+from skyrl_train.data.collate import Collator, PackedDataCollator
+from skyrl_train.data.epoch_order import EpochOrder
+from skyrl_train.data.feed import BatchFeed
+from skyrl_train.data.step_stream import StepStream, by_rows
+from skyrl_train.data.token_store import ExampleSet, Ints, SourcePart, store_of
+
+NUM_EXAMPLES = 4096
+EXAMPLES_PER_STEP = 64
+SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
+"""Costs of collation, as shares of the train step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One run of the loop."""
+
+    step_s: float
+    """Mean time of a step."""
+    wait_s: float
+    """Mean time of a step that was spent waiting for its batch."""
+
+    @property
+    def share(self) -> float:
+        return self.wait_s / self.step_s
+
+
+def make_examples() -> ExampleSet:
+    """Random tokens, long-tailed lengths."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(4.5, 0.7, NUM_EXAMPLES), 8, 1024).astype(int)
+    store = store_of((rng.integers(0, 1000, n), np.arange(n) > n // 3) for n in lengths)
+    return ExampleSet([SourcePart(name="bench", store=store, rows=np.arange(NUM_EXAMPLES), max_length=1024)])
+
+
+class DearCollator:
+    """The packed collator, and `extra_s` on top."""
+
+    def __init__(self, collate: Collator, spend: Callable[[float], None], extra_s: float) -> None:
+        self._collate = collate
+        self._spend = spend
+        self._extra_s = extra_s
+
+    def __call__(self, indices: Ints, *, step: int) -> MiniBatch:
+        self._spend(self._extra_s)
+        return self._collate(indices, step=step)
+
+
+def compute_for(seconds: float) -> None:
+    """Matrix products, which let other threads run meanwhile."""
+    matrix = torch.ones(192, 192)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        matrix = (matrix @ matrix).clamp(max=1.0)
+
+
+def run(examples: ExampleSet, collate: Collator, *, is_async: bool, num_steps: int, step_s: float) -> Measured:
+    """The loop of `trainers/sft.py` around a train step of `step_s`; its first step is not counted."""
+    order = EpochOrder([NUM_EXAMPLES], weights=[1.0], shuffle=True, seed=0)
+    stream = StepStream(examples.lengths, order, by_rows(EXAMPLES_PER_STEP), "wrap")
+    waited = 0.0
+    with BatchFeed(stream, examples, collate, is_async=is_async) as feed:
+        feed.seek(0)
+        for step in range(num_steps + 1):
+            if step == 1:
+                begun, waited = time.perf_counter(), 0.0
+            before = time.perf_counter()
+            feed.get(step)
+            waited += time.perf_counter() - before
+            feed.prefetch(step + 1)
+            compute_for(step_s)
+        return Measured(step_s=(time.perf_counter() - begun) / num_steps, wait_s=waited / num_steps)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30, help="steps of each measurement")
+    parser.add_argument("--step-ms", type=float, default=60.0, help="time of one train step")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each, interleaved; the median is shown")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    examples, step_s = make_examples(), args.step_ms / 1000
+    plain = PackedDataCollator(examples, max_tokens_per_row=4096)
+    begun = time.perf_counter()
+    for step in range(10):
+        plain(np.arange(step * EXAMPLES_PER_STEP, (step + 1) * EXAMPLES_PER_STEP), step=step)
+    own_s = (time.perf_counter() - begun) / 10
+    print(
+        f"train step {args.step_ms:.0f} ms; collating {EXAMPLES_PER_STEP} examples takes {own_s * 1000:.2f} ms by itself"
+    )
+    print(
+        f"{'collation':>26}  {'off: ms a step, waiting':>24}  {'on: ms a step, waiting':>24}  {'speed':>6}  {'waiting':>8}"
+    )
+    for name, spend in (("waits", time.sleep), ("computes", compute_for)):
+        for share in SHARES:
+            collate = DearCollator(plain, spend, share * step_s)
+            found: dict[bool, list[Measured]] = {False: [], True: []}
+            for _ in range(args.rounds):
+                for is_async, runs in found.items():
+                    runs.append(run(examples, collate, is_async=is_async, num_steps=args.steps, step_s=step_s))
+            off, on = (sorted(runs, key=lambda one: one.step_s)[len(runs) // 2] for runs in found.values())
+            print(
+                f"{name + f' {share:.0%} of a step':>26}  {off.step_s * 1000:14.1f} {off.share:9.1%}"
+                f"  {on.step_s * 1000:14.1f} {on.share:9.1%}  {off.step_s / on.step_s:5.2f}x"
+                f"  {off.wait_s / max(on.wait_s, 1e-9):7.0f}x less"
+            )
+
+
+if __name__ == "__main__":
+    main()
