@@ -1,4 +1,4 @@
-"""Log-probabilities, entropies and gradients of an output head: with full logits, in tiles, and in one pass per tile."""
+"""Log-probabilities, entropies and gradients of an output head: full logits, tiles, and one pass per tile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from skyrl_train.model.logprobs import OutputHead, token_scores
 
 
 def measure(way: str, tokens: int, hidden_size: int, vocabulary: int) -> None:
-    """Prints a row: seconds of CPU, and MiB above what inputs and gradients of the weight take. `way`: full, tiled, fused."""
+    """Prints a row: CPU seconds, and MiB above inputs and the weight's gradient. `way`: full, tiled or fused."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     hidden = torch.randn(tokens, hidden_size, requires_grad=True)
@@ -28,7 +28,7 @@ def measure(way: str, tokens: int, hidden_size: int, vocabulary: int) -> None:
         logprobs, entropy = log_p.gather(1, targets[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
     else:
 
-        def foresee(tile: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+        def foresee(tile: slice, _logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
             return -advantages[tile], torch.zeros_like(entropy)
 
         logprobs, entropy = token_scores(

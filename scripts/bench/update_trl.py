@@ -53,7 +53,7 @@ def run(
             masks.append(mask)
         return {**columns, "env_mask": masks} if merged else columns
 
-    def reward(completions: list[str], fixed: list[float], **_: Any) -> list[float]:
+    def reward(*, fixed: list[float], **_: Any) -> list[float]:
         return list(fixed)
 
     probe = _Probe(keep_gradients)

@@ -7,8 +7,9 @@ with logits `z = head(hidden[t - 1]) / temperature`:
     entropy_t = logsumexp(z) - sum(p * z)          d entropy / d z = -p * (log p + entropy_t)
 
 Where the caller foresees the loss's coefficients, gradients are formed while a tile's probabilities are at hand: one
-pass, three matrix products. Else the backward pass recomputes each tile's logits from the hidden states (four products),
-or, where all scored positions fit into one tile, its logits are kept. Either way memory is flat in the number of tokens.
+pass, three matrix products. Else the backward pass recomputes each tile's logits from the hidden states (four
+products), or, where all scored positions fit into one tile, its logits are kept. Either way memory is flat in the number
+of tokens.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class _TokenScore(torch.autograd.Function):
 def _grad_of_logits(
     log_p: Tensor, p: Tensor, targets: Tensor, by_logprob: Tensor, by_entropy: Tensor | None, entropy: Tensor
 ) -> Tensor:
-    """`[tokens, vocabulary]`, from the gradients of each token's log-probability and entropy. Overwrites `log_p`, `p`."""
+    """`[tokens, vocabulary]`, from the gradients of each token's log-probability and entropy. Overwrites its input."""
     coefficients = by_logprob[:, None]
     if by_entropy is None or not bool(by_entropy.any()):
         grad_z = p.mul_(-coefficients)
@@ -239,9 +240,9 @@ def token_scores(
     of the matrix products (that of `hidden` unless given); sums and exponentials are float32 or better. Without entropy
     the second tensor is 0 and carries no gradient. Not differentiable twice.
 
-    With `foresee`, gradients are computed tile by tile in the forward pass, and none of its work is repeated: for a loss
-    that is a sum over tokens, their coefficients are known as soon as a tile is. The backward pass compares them with
-    the coefficients that it is given and computes anew where they differ, so that a wrong guess costs only time.
+    With `foresee`, gradients are computed tile by tile in the forward pass, and none of its work is repeated: for a
+    loss that is a sum over tokens, their coefficients are known as soon as a tile is. The backward pass compares them
+    with those it is given and computes anew where they differ, so that a wrong guess costs only time.
     """
     vocabulary = head.weight.shape[0]
     budget = ELEMENTS_PER_TILE if hidden.device.type == "cpu" else ELEMENTS_PER_TILE_ACCELERATOR
