@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skyrl_train.batch.balance import CostModel, deal_rows
 from skyrl_train.batch.microbatch import lengths_of
-from skyrl_train.batch.training_batch import TrainingInputBatch, restore_rows
+from skyrl_train.batch.training_batch import TrainingInputBatch, token_positions
 from skyrl_train.errors import BatchError
 
 
@@ -73,3 +73,17 @@ def stage_chunks(
 ) -> list[StagedBatch]:
     """`stage` for each `[start, stop)` range of rows: every mini-batch is padded and dealt out on its own."""
     return [stage(batch.slice(start, stop), dp_size, cost=cost) for start, stop in mini_batch_boundaries]
+
+
+def restore_rows(flat: Tensor, order: Tensor, row_offsets: Tensor) -> Tensor:
+    """Undoes a reordering: `flat` `[num_tokens]` holds the tokens of rows `order[0]`, `order[1]`, ... of a batch with
+    `row_offsets`; returned in the batch's own order. Raises BatchError where `order` is not every row once.
+    """
+    num_rows = len(row_offsets) - 1
+    if len(order) != num_rows or len(torch.unique(order)) != num_rows:
+        raise BatchError(
+            f"an order of {len(order)} rows ({len(torch.unique(order))} different) for a batch of {num_rows}"
+        )
+    restored = torch.empty_like(flat)
+    restored[token_positions(row_offsets, order)] = flat
+    return restored

@@ -298,20 +298,6 @@ def token_positions(row_offsets: Tensor, rows: Tensor) -> Tensor:
     return torch.arange(len(shift), device=shift.device) + shift
 
 
-def restore_rows(flat: Tensor, order: Tensor, row_offsets: Tensor) -> Tensor:
-    """Undoes a reordering: `flat` `[num_tokens]` holds the tokens of rows `order[0]`, `order[1]`, ... of a batch with
-    `row_offsets`; returned in the batch's own order. Raises BatchError where `order` is not every row once.
-    """
-    num_rows = len(row_offsets) - 1
-    if len(order) != num_rows or len(torch.unique(order)) != num_rows:
-        raise BatchError(
-            f"an order of {len(order)} rows ({len(torch.unique(order))} different) for a batch of {num_rows}"
-        )
-    restored = torch.empty_like(flat)
-    restored[token_positions(row_offsets, order)] = flat
-    return restored
-
-
 def _spec(name: str) -> ColumnSpec:
     if name not in SCHEMA:
         raise BatchError(f"column {name!r} is not in the schema ({', '.join(SCHEMA)}). {did_you_mean(name, SCHEMA)}")

@@ -6,7 +6,8 @@ import pytest
 import torch
 from batch_builders import make_batch
 
-from skyrl_train.batch.training_batch import SCHEMA, TrainingInputBatch, restore_rows, token_positions
+from skyrl_train.batch.stage import restore_rows
+from skyrl_train.batch.training_batch import SCHEMA, TrainingInputBatch, token_positions
 from skyrl_train.errors import BatchError
 
 
