@@ -116,8 +116,10 @@ class LearnerWorker:
     @answering
     def bucket(self, names: tuple[str, ...]) -> Bucket | None:
         """These parameters, whole, on rank 0; None elsewhere."""
-        strategy, parameters = self._learner.engine.strategy, self._learner.engine.parameters
-        whole = ((name, strategy.full(parameters[name].detach())) for name in names)
+        from skyrl_train.model.lora import weights_by_name
+
+        strategy, weights = self._learner.engine.strategy, weights_by_name(self._learner.engine.model)
+        whole = ((name, weights[name].whole(strategy.full)) for name in names)
         if strategy.rank == 0:
             return pack_bucket(whole)
         for _ in whole:
@@ -135,9 +137,11 @@ class LearnerWorker:
     @answering
     def describe(self) -> Any:
         """`(name, type, whole shape)` of every parameter, tied ones once, in the model's order."""
+        from skyrl_train.model.lora import weights_by_name
+
         return tuple(
-            (name, str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape))
-            for name, parameter in self._learner.engine.parameters.items()
+            (name, str(weight.parameter.dtype).removeprefix("torch."), tuple(weight.parameter.shape))
+            for name, weight in weights_by_name(self._learner.engine.model).items()
         )
 
 

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,21 +89,39 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged_weights(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter under its Hugging Face name, tied ones once, with the adapter added to what it adapts; detached.
+@dataclass(frozen=True)
+class Weight:
+    """A parameter as the plain model has it: what was frozen, and the layer whose adapter is added to it, if any."""
 
-    Without an adapter, the parameters as they are. `whole` gathers one that is sharded over ranks; all ranks call it in
-    the same order.
-    """
+    parameter: nn.Parameter
+    """Its type and shape are the weight's."""
+    layer: Any | None
+
+    def whole(self, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """The weight, detached. `gather` makes a parameter whole that is sharded over ranks; all ranks call it."""
+        tensor = gather(self.parameter.detach())
+        return tensor if self.layer is None else tensor + _delta(self.layer, gather).to(tensor.dtype)
+
+
+def weights_by_name(model: nn.Module) -> dict[str, Weight]:
+    """Every parameter under its Hugging Face name, tied ones once, in the model's order, whether it has an adapter or
+    not."""
     layers = dict(_layers(model))
+    found = {}
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             continue
         prefix, in_base, last = name.rpartition(_BASE)
-        tensor = whole(parameter.detach())
-        if in_base and last == "weight":
-            tensor = tensor + _delta(layers[prefix], whole).to(tensor.dtype)
-        yield (f"{prefix}.{last}" if in_base else name), tensor
+        adapted = bool(in_base) and last == "weight"
+        plain_name = f"{prefix}.{last}" if in_base else name
+        found[plain_name] = Weight(parameter, layers[prefix] if adapted else None)
+    return found
+
+
+def merged_weights(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """`weights_by_name`, whole; one after the other, as all ranks must ask for them in the same order."""
+    for name, weight in weights_by_name(model).items():
+        yield name, weight.whole(gather)
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -245,7 +264,7 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, part
 
 
-def _delta(layer: Any, whole: Callable[[Tensor], Tensor]) -> Tensor:
-    a, b = (whole(getattr(layer, name)[ADAPTER].weight.detach()) for name in ("lora_A", "lora_B"))
+def _delta(layer: Any, gather: Callable[[Tensor], Tensor]) -> Tensor:
+    a, b = (gather(getattr(layer, name)[ADAPTER].weight.detach()) for name in ("lora_A", "lora_B"))
     delta = (b @ a) * float(layer.scaling[ADAPTER])
     return delta.T if getattr(layer, "fan_in_fan_out", False) else delta
