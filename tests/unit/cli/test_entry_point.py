@@ -101,5 +101,5 @@ def test_the_job_can_be_shown_resolved(started) -> None:  # type: ignore[no-unty
     done = started("+experiment=gsm8k_multiturn", "seed=9", "--cfg", "job", "--resolve", "-p", "trainer.policy")
 
     assert done.returncode == 0
-    assert "lr: 0.0002" in done.stdout
+    assert "lr: 5.0e-05" in done.stdout
     assert started("--cfg", "hydra", "--resolve", "-p", "hydra.run").returncode == 0

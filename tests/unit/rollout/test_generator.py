@@ -366,9 +366,13 @@ def test_ctrl_c_ends_the_rollout_and_leaves_the_generator_usable(make_generator:
     engine = FakeEngine(answer, delay_s=60)
     generator = make_generator(engine)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        roll_out(generator, make_prompts(2))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job starts with SIGINT ignored
+    try:
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            roll_out(generator, make_prompts(2))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert engine.num_leases == 0
     assert len(FakeEnvironment.closed) == 2
     engine._delay_s = 0.0
