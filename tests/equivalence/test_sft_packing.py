@@ -106,7 +106,8 @@ def test_the_loss_is_the_mean_over_all_trained_tokens_of_the_step(folder: Path, 
     for ids, mask in zip(
         np.split(flat.input_ids, np.cumsum(flat.lengths)[:-1]), np.split(flat.loss_mask, np.cumsum(flat.lengths)[:-1])
     ):
-        logits = model(torch.tensor(ids[None]).long()).logits[0]
+        with torch.no_grad():
+            logits = model(torch.tensor(ids[None]).long()).logits[0]
         logprobs = torch.log_softmax(logits, -1)[torch.arange(len(ids) - 1), torch.tensor(ids[1:]).long()]
         total -= float(logprobs[torch.tensor(mask[1:])].sum())
         count += int(mask.sum())

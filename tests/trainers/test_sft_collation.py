@@ -98,7 +98,7 @@ def test_without_collation_ahead_there_is_no_thread(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("incomplete", ["keep", "wrap"])
-@pytest.mark.parametrize("killed_at", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("killed_at", [2, 5, 8])
 def test_a_run_that_is_resumed_in_the_middle_of_an_epoch_trains_what_was_not_trained(
     tmp_path: Path, layout: str, incomplete: str, killed_at: int
 ) -> None:

@@ -74,7 +74,7 @@ def test_a_complete_run_has_nothing_left_to_do(tmp_path: Path) -> None:
     assert "nothing to do" in again.output.getvalue()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 20))])
 def test_a_run_killed_anywhere_is_identical_to_one_that_was_not(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     settings = {
