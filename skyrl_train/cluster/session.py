@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import shlex
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -90,14 +92,17 @@ class RaySession:
         """Environment of an actor: where to import from, and few threads before anything imports torch."""
         path = os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]))
         threads = str(num_threads)
+        executable = shlex.quote(sys.executable)
         return {
+            # Ray starts such a worker through a shell and does not quote: a path with a space would never start.
+            **({"py_executable": executable} if executable != sys.executable else {}),
             "env_vars": {
                 "PYTHONPATH": path,
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
                 "TOKENIZERS_PARALLELISM": "false",
                 **variables,
-            }
+            },
         }
 
     def close(self) -> None:
