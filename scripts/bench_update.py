@@ -108,8 +108,6 @@ def _interleaved(args: argparse.Namespace, model: str, kind: str, variants: list
 
 def _measure(spec: dict[str, Any], log: str | None) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    # otherwise freed memory stays with the process and its peak says little
-    environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, __file__, "one", json.dumps(spec)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
     if done.returncode:
@@ -171,6 +169,7 @@ def _run_peer(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict
         "cpu_s": found["cpu_s"],
         "positions": found["positions"],
         "peak_mib": _peak_mib(),
+        "base_mib": 0.0,
     }
 
 
