@@ -75,6 +75,9 @@ def engine_settings(config: Config) -> EngineSettings:
         arguments["max_num_batched_tokens"] = max(2048, config.generator.max_context_length)
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if gpu else "0",
+        # On a CPU vLLM would compile a helper of its sampler with the machine's C++ compiler: there need not be one, and
+        # torch's build command breaks on a path with a space.
+        **({} if gpu or not options.enforce_eager else {"TORCHDYNAMO_DISABLE": "1"}),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
