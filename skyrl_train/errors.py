@@ -6,6 +6,7 @@ SkyrlTrainError
 ├── CheckpointError              a checkpoint is missing, damaged or of another run
 ├── ModelError                   a model folder or name cannot be used
 ├── BatchError (ValueError)      rows, boundaries or shapes that contradict each other
+├── MemoryLimitError             rows that do not fit the memory of a device
 ├── NonFiniteError               a loss or gradient is NaN or infinite; no weight was changed
 ├── DeadlineError                something did not answer in time; the name says what
 ├── EngineError                  the inference engine refused or broke
@@ -63,6 +64,10 @@ class ModelError(SkyrlTrainError):
 
 class BatchError(SkyrlTrainError, ValueError):
     """Rows, boundaries or shapes contradict each other; names the uid or the index."""
+
+
+class MemoryLimitError(SkyrlTrainError):
+    """What is to be computed does not fit the memory of its device; names the row's length and what to change."""
 
 
 class NonFiniteError(SkyrlTrainError):

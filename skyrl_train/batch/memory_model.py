@@ -1,0 +1,188 @@
+"""Peak memory of a micro-batch from a few measured or predicted ones, and the token budget that follows. numpy only.
+
+    bytes = base + a * positions + b * positions * longest          a, b, base >= 0
+
+`positions` are what a forward computes: rows times the longest row where rows are padded, so that the last term is
+`rows * longest^2`, attention's scores; the sum of lengths where they are packed, where it bounds the sum of squared
+lengths from above. A peak is the largest of several sums (end of the forward, middle of the backward, ...), each of this
+form; their maximum is convex, so the fit is lifted until no probe lies above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_train.errors import BatchError, MemoryLimitError
+
+Floats = NDArray[np.float64]
+
+_MAX_POSITIONS = 1 << 40
+"""Budget where positions cost nothing: more than any batch has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryProbe:
+    """One micro-batch and what it took."""
+
+    rows: int
+    longest: int
+    """Tokens of the longest row."""
+    positions: int
+    """Token positions that the forward computed: `rows * longest` padded, the sum of lengths packed."""
+    training: bool
+    """A forward and backward; False: a forward alone."""
+    peak_bytes: int
+    """The most that was allocated at once, what lies there all the time (weights, optimizer state) included."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryModel:
+    """What a micro-batch takes at its peak."""
+
+    base_bytes: float
+    """Weights, gradients, optimizer state, and whatever else does not depend on the micro-batch."""
+    bytes_per_position: float
+    bytes_per_position_and_length: float
+    """Factor of `positions * longest`."""
+    slack_bytes: float
+    """The most by which a probe lay above the fitted plane; part of every prediction."""
+    margin: float
+    """Added to what grows with the micro-batch, e.g. 0.05 for a twentieth more."""
+    longest: int
+    """Tokens of the longest row that was probed; nothing is said of longer ones."""
+    training: bool
+    largest_relative_error: float
+    """Of the fitted plane over the probes, without slack and margin: the largest of `|predicted - peak| / peak`."""
+    r_squared: float
+    """Share of the variance of the probes' peaks that the plane explains; 1 where they are all on it."""
+
+    def peak_bytes(self, rows: int, longest: int, positions: int) -> int:
+        """Of one micro-batch, never below the fit. Raises BatchError for sizes that contradict each other, or for rows
+        longer than any probe."""
+        _check_sizes(rows, longest, positions)
+        self._check_length(longest)
+        growing = self._growing(np.float64(positions), np.float64(longest))
+        return int(np.ceil(self.base_bytes + self.slack_bytes + growing))
+
+    def token_budget(self, limit_bytes: int, longest: int, *, padded: bool = True) -> int:
+        """The largest C so that every micro-batch with at most C computed positions fits `limit_bytes`, whatever the
+        lengths of its rows up to `longest`. A single row goes alone, even over C, and fits too.
+
+        Padded, short rows may be many where long ones may not, because of the square: C is the least over all lengths l
+        of `l * (rows of length l that fit + 1) - 1`, the last C that does not admit one row too many. Packed, positions
+        may be of any lengths, so that C is what fits of rows of `longest`.
+
+        Raises MemoryLimitError where one row of `longest` does not fit; BatchError for rows longer than any probe.
+        """
+        self._check_length(longest)
+        one_row = self.peak_bytes(1, longest, longest)
+        if one_row > limit_bytes:
+            raise MemoryLimitError(
+                f"one row of {longest} tokens takes {one_row} bytes at its peak, of which "
+                f"{round(self.base_bytes + self.slack_bytes)} do not depend on it; {limit_bytes} bytes are there"
+            )
+        if not padded:
+            return int(self._most(limit_bytes, np.ones(1), np.full(1, float(longest)))[0])
+        lengths = np.arange(1, longest + 1, dtype=np.float64)
+        rows = self._most(limit_bytes, lengths, lengths)
+        return int((lengths * (rows + 1)).min()) - 1
+
+    def _growing(self, positions: Floats | np.float64, longest: Floats | np.float64) -> Floats | np.float64:
+        per_position = self.bytes_per_position + self.bytes_per_position_and_length * longest
+        return positions * ((1 + self.margin) * per_position)
+
+    def _most(self, limit_bytes: int, size: Floats, longest: Floats) -> Floats:
+        """For each length, how many pieces of `size` positions fit: exactly those that `peak_bytes` lets pass."""
+        fixed, each = self.base_bytes + self.slack_bytes, self._growing(size, longest)
+        count = np.full_like(size, _MAX_POSITIONS)
+        np.divide(limit_bytes - fixed, each, out=count, where=each > 0)
+        count = np.floor(np.minimum(count, _MAX_POSITIONS / size)) + 1
+        while (over := fixed + self._growing(count * size, longest) > limit_bytes).any():
+            count -= over
+        return count
+
+    def _check_length(self, longest: int) -> None:
+        if not 1 <= longest <= self.longest:
+            raise BatchError(f"rows of {longest} tokens: the model was fitted on rows of 1 to {self.longest} tokens")
+
+
+def fit_memory_model(probes: Sequence[MemoryProbe], *, margin: float = 0.05) -> MemoryModel:
+    """Non-negative least squares of relative errors.
+
+    The square term is fitted where the probes can tell it from the others, which takes three, of two lengths. Where
+    they can not, what it would have been is part of the cost of a position, which holds for rows up to the longest
+    probed. Raises BatchError for probes that cannot be fitted and for a margin that is negative or not a number.
+    """
+    _check_probes(probes)
+    if not 0.0 <= margin < float("inf"):
+        raise BatchError(f"the margin is a share of at least 0 that is added; got {margin}")
+    positions = np.array([probe.positions for probe in probes], dtype=np.float64)
+    lengths = np.array([probe.longest for probe in probes], dtype=np.float64)
+    peaks = np.array([probe.peak_bytes for probe in probes], dtype=np.float64)
+    columns = np.stack([np.ones_like(positions), positions, positions * lengths], axis=1)
+    weighted = columns / peaks[:, None]
+    if _rank(weighted) < 3:
+        columns, weighted = columns[:, :2], weighted[:, :2]
+    solution = _non_negative_least_squares(weighted)
+    predicted = columns @ solution
+    residuals = peaks - predicted
+    base, per_position, *square = solution.tolist()
+    variance = float(((peaks - peaks.mean()) ** 2).sum())
+    return MemoryModel(
+        base_bytes=base,
+        bytes_per_position=per_position,
+        bytes_per_position_and_length=square[0] if square else 0.0,
+        slack_bytes=max(0.0, float(residuals.max())),
+        margin=margin,
+        longest=int(lengths.max()),
+        training=probes[0].training,
+        largest_relative_error=float((np.abs(residuals) / peaks).max()),
+        r_squared=1.0 - float((residuals**2).sum()) / variance if variance else 1.0,
+    )
+
+
+def _non_negative_least_squares(weighted: Floats) -> Floats:
+    """`x >= 0` with the least `|weighted @ x - 1|`, by trying every set of columns: there are at most three."""
+    width = weighted.shape[1]
+    ones = np.ones(len(weighted))
+    best, best_error = np.zeros(width), float("inf")
+    for size in range(1, width + 1):
+        for chosen in combinations(range(width), size):
+            part = weighted[:, chosen]
+            scale = np.linalg.norm(part, axis=0)
+            found = np.linalg.lstsq(part / scale, ones, rcond=None)[0] / scale
+            error = float(((part @ found - 1) ** 2).sum())
+            if (found >= 0).all() and error < best_error:
+                best, best_error = np.zeros(width), error
+                best[list(chosen)] = found
+    return best
+
+
+def _rank(weighted: Floats) -> int:
+    return int(np.linalg.matrix_rank(weighted / np.linalg.norm(weighted, axis=0), tol=1e-6))
+
+
+def _check_probes(probes: Sequence[MemoryProbe]) -> None:
+    for probe in probes:
+        _check_sizes(probe.rows, probe.longest, probe.positions)
+        if probe.peak_bytes < 1:
+            raise BatchError(f"a probe's peak must be positive; got {probe}")
+    if len({probe.training for probe in probes}) == 2:
+        raise BatchError("probes of forwards with and without a backward are fitted apart; got both")
+    if len({probe.positions for probe in probes}) < 2:
+        raise BatchError(
+            f"at least two probes with different numbers of positions are needed; got {len(probes)} probes with "
+            f"{sorted({probe.positions for probe in probes})} positions"
+        )
+
+
+def _check_sizes(rows: int, longest: int, positions: int) -> None:
+    if rows < 1 or longest < 1 or not longest <= positions <= rows * longest:
+        raise BatchError(
+            f"{rows} rows of at most {longest} tokens compute {longest} to {rows * longest} positions; got {positions}"
+        )
