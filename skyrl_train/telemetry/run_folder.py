@@ -29,63 +29,35 @@ from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.files import sync_folder
 
 
+class _Inside:
+    """A path within the run's folder."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.root / self.name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Paths of one run. Nothing is created before `create`."""
 
     root: Path
 
-    @property
-    def config_file(self) -> Path:
-        return self.root / "config.yaml"
-
-    @property
-    def plan_file(self) -> Path:
-        return self.root / "plan.json"
-
-    @property
-    def metrics_file(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        return self.root / "rollouts"
-
-    @property
-    def samples(self) -> Path:
-        return self.root / "samples"
-
-    @property
-    def evaluation_file(self) -> Path:
-        return self.root / "evaluation.json"
-
-    @property
-    def learning_curve_file(self) -> Path:
-        return self.root / "learning_curve.png"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def best(self) -> Path:
-        return self.root / "best"
-
-    @property
-    def export(self) -> Path:
-        return self.root / "export"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        return self.root / "wandb"
-
-    @property
-    def complete_file(self) -> Path:
-        return self.root / "complete.json"
+    config_file = _Inside("config.yaml")
+    plan_file = _Inside("plan.json")
+    metrics_file = _Inside("metrics.jsonl")
+    rollouts = _Inside("rollouts")
+    samples = _Inside("samples")
+    evaluation_file = _Inside("evaluation.json")
+    learning_curve_file = _Inside("learning_curve.png")
+    checkpoints = _Inside("checkpoints")
+    best = _Inside("best")
+    export = _Inside("export")
+    tensorboard = _Inside("tensorboard")
+    wandb = _Inside("wandb")
+    complete_file = _Inside("complete.json")
 
     def create(self) -> None:
         """Makes the folder. Raises SkyrlTrainError where that is impossible, before any time is spent on models."""
