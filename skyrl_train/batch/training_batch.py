@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -147,10 +147,6 @@ class TrainingInputBatch:
         for name, column in columns.items():
             (token_columns if _spec(name).per == "token" else row_columns)[name] = column
         return replace(self, token_columns=token_columns, row_columns=row_columns)
-
-    def with_metadata(self, **changes: Any) -> TrainingInputBatch:
-        """Replaces fields of the metadata."""
-        return replace(self, metadata=replace(self.metadata, **changes))
 
     def take(self, rows: Sequence[int] | Tensor) -> TrainingInputBatch:
         """The given rows, in the given order. Raises BatchError for a row that does not exist."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from skyrl_train.errors import BatchError
 def batch() -> TrainingInputBatch:
     """Three rows of two prompts, with every kind of metadata."""
     rows = make_batch([("a", 0, [1, 2, 3]), ("a", 1, [4, 5]), ("b", 2, [6, 7, 8, 9])])
-    return rows.with_metadata(
+    metadata = replace(
+        rows.metadata,
         prompt_end_indices=(2, 3),
         policy_mini_batch_boundaries=((0, 2), (2, 3)),
         critic_mini_batch_boundaries=((0, 3),),
     )
+    return replace(rows, metadata=metadata)
 
 
 def test_sizes(batch):
@@ -201,7 +204,7 @@ def test_a_row_has_at_least_one_token(batch):
 
 def test_uids_must_match_the_rows(batch):
     with pytest.raises(BatchError, match=r"2 uids for 3 rows"):
-        batch.with_metadata(uids=("a", "b"))
+        replace(batch, metadata=replace(batch.metadata, uids=("a", "b")))
 
 
 def test_missing_columns_are_listed(batch):
