@@ -100,7 +100,8 @@ class MemoryModel:
         """For each length, how many pieces of `size` positions fit: exactly those that `peak_bytes` lets pass."""
         fixed, each = self.base_bytes + self.slack_bytes, self._growing(size, longest)
         count = np.full_like(size, _MAX_POSITIONS)
-        np.divide(limit_bytes - fixed, each, out=count, where=each > 0)
+        with np.errstate(over="ignore"):
+            np.divide(limit_bytes - fixed, each, out=count, where=each > 0)
         count = np.floor(np.minimum(count, _MAX_POSITIONS / size)) + 1
         while (over := fixed + self._growing(count * size, longest) > limit_bytes).any():
             count -= over
