@@ -145,6 +145,7 @@ def _token_budget(trainer: TrainerConfig) -> MicroBatchStrategy:
 MICRO_BATCH_STRATEGIES: dict[str, Callable[[TrainerConfig], MicroBatchStrategy]] = {
     "fixed": _fixed,
     "token_budget": _token_budget,
+    "auto": _token_budget,  # until a learner has found its own budget (batch/memory_batches.py)
 }
 """Each makes a strategy from the `trainer` config, as a `package.module:attr` of your own must."""
 

@@ -205,6 +205,15 @@ class TrainerConfig:
     """Hard cap on computed token positions of a forward and backward on one rank (token_budget)."""
     max_tokens_per_forward_microbatch: PositiveInt = 16384
     """The same for forward-only passes."""
+    auto_micro_batch_size: bool = False
+    """The same as `micro_batching=auto`: no size is stated, each model runs the largest micro-batches that fit."""
+    memory_budget_gb: NonNegativeFloat = 0.0
+    """GiB that the models of one process may hold (auto). 0: what the CUDA device has free. Must be given on a CPU,
+    where tensors are counted; on CUDA a cap, for a device that others use too."""
+    memory_margin: Annotated[float, Range(0.0, 0.5)] = 0.05
+    """Share by which a micro-batch may need more than was measured at the start (auto)."""
+    memory_retries: NonNegativeInt = 3
+    """How often one mini-batch is cut smaller and computed anew where memory runs out nevertheless (auto)."""
     layout: LayoutChoice = "padded"
     """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the
     cheapest for each step. Changes speed and memory, never the gradient."""
@@ -236,6 +245,11 @@ class TrainerConfig:
     """Write every trajectory to `rollouts/` as JSON lines."""
     export_hf: bool = True
     """Write the final policy in Hugging Face format to `export/`."""
+
+    def __post_init__(self) -> None:
+        """Every reader of `micro_batching` sees what the alias says; another choice beside it is a violation."""
+        if self.auto_micro_batch_size and self.micro_batching == "fixed":
+            object.__setattr__(self, "micro_batching", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)

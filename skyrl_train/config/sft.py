@@ -97,6 +97,12 @@ class SFTTrainerConfig:
     """Hard cap on computed token positions of a forward and backward on one rank (token_budget, packed rows)."""
     max_tokens_per_forward_microbatch: PositiveInt = 16384
     """The same for forward-only passes."""
+    memory_budget_gb: NonNegativeFloat = 0.0
+    """GiB that the models of one process may hold (auto); 0 is what the CUDA device has free. Needed on a CPU."""
+    memory_margin: Annotated[float, Range(0.0, 0.5)] = 0.05
+    """Share by which a micro-batch may need more than was measured at the start (auto)."""
+    memory_retries: NonNegativeInt = 3
+    """How often one step is cut smaller and computed anew where memory runs out nevertheless (auto)."""
     pad_to_multiple_of: PositiveInt = 1
     """Fill rows up to a multiple of so many tokens; counted against the caps."""
     async_batch_collation: bool = True
@@ -202,6 +208,9 @@ _SHARED = (
     "micro_forward_batch_size_per_gpu",
     "max_tokens_per_microbatch",
     "max_tokens_per_forward_microbatch",
+    "memory_budget_gb",
+    "memory_margin",
+    "memory_retries",
     "resume_mode",
     "resume_path",
 )

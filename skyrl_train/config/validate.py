@@ -295,6 +295,39 @@ def _docs_per_step(config: Config) -> Iterator[Violation]:
         )
 
 
+def _memory(config: Config) -> Iterator[Violation]:
+    trainer = config.trainer
+    if trainer.auto_micro_batch_size and trainer.micro_batching != "auto":
+        yield _violation(
+            config,
+            "trainer.auto_micro_batch_size",
+            f"means trainer.micro_batching=auto, but that is {trainer.micro_batching}",
+            "drop one of the two",
+        )
+    elif trainer.micro_batching == "auto" and config.platform.name == "cpu" and not trainer.memory_budget_gb:
+        yield _violation(
+            config,
+            "trainer.memory_budget_gb",
+            "must be given with trainer.micro_batching=auto on a CPU, where no device states a limit",
+            "try trainer.memory_budget_gb=1, the GiB that models, optimizer and activations may hold together",
+        )
+    elif trainer.micro_batching == "auto" and trainer.docs_per_step:
+        yield _violation(
+            config,
+            "trainer.docs_per_step",
+            "must be 0 with trainer.micro_batching=auto: it closes steps at micro-batches, so that another device would "
+            "take other steps",
+            "set trainer.docs_per_step=0, or trainer.micro_batching=token_budget",
+        )
+    elif trainer.micro_batching != "auto" and trainer.memory_budget_gb:
+        yield _violation(
+            config,
+            "trainer.memory_budget_gb",
+            f"does nothing with trainer.micro_batching={trainer.micro_batching}",
+            "add trainer.micro_batching=auto, or drop trainer.memory_budget_gb",
+        )
+
+
 def _data(config: Config) -> Iterator[Violation]:
     if not config.data.train and config.generator.backend != "replay":
         yield _violation(config, "data.train", "must name at least one source", "try data=word_problems")
@@ -330,6 +363,7 @@ RULES = (
     Rule(("model.lora",), _lora),
     Rule(("trainer.algorithm.step_rewards", "generator.step_wise_trajectories"), _step_wise),
     Rule(("trainer.docs_per_step", "trainer.docs_per_step_exact"), _docs_per_step),
+    Rule(("trainer", "platform"), _memory),
     Rule(("data.train", "generator.backend"), _data),
     Rule(("run_name", "output_dir"), _output),
     Rule(("trainer.algorithm",), _algorithm),

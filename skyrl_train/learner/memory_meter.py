@@ -1,0 +1,244 @@
+"""How much memory a process holds, the most that it held, and where an allocation is refused.
+
+    CudaMeter       the CUDA allocator's own figures; its limit is what this process may take of the device
+    CountingMeter   a byte budget on a CPU, counted tensor by tensor: what is tested without a device
+
+The counting meter adds up the storages of tensors: of the models that were given to it (parameters, buffers, gradients,
+optimizer state), and of every tensor that is made while it counts, for as long as something holds it (autograd's saved
+tensors are such, and so are parameters that a sharded model gathers). It does not see a kernel's own scratch space, the
+interpreter, or what is allocated while it does not count (a rollout engine in the same process, batches at rest).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+GIB = 1 << 30
+_ALLOCATION_FAILURES = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA out of memory")
+"""In messages of plain RuntimeErrors which mean the same as torch.OutOfMemoryError."""
+
+
+class MemoryMeter(Protocol):
+    """Counts one process's memory. Passes run inside `counting()`."""
+
+    limit_bytes: int
+    """What the process may hold."""
+
+    def counting(self) -> AbstractContextManager[None]:
+        """While it is open, allocations count, and one past the limit raises torch.OutOfMemoryError. Reentrant."""
+        ...
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Counts tensors that were made outside of `counting()`, each once, for as long as they live."""
+        ...
+
+    def in_use_bytes(self) -> int:
+        """Held now."""
+        ...
+
+    def peak_bytes(self) -> int:
+        """The most that was held at once since `reset_peak`."""
+        ...
+
+    def reset_peak(self) -> None:
+        """Begins a new peak at what is held now."""
+        ...
+
+    def release_cached(self) -> None:
+        """Gives what the allocator keeps for later back, after an out-of-memory."""
+        ...
+
+
+class CudaMeter:
+    """The caching allocator of one CUDA device."""
+
+    def __init__(self, device: torch.device, *, limit_bytes: int = 0) -> None:
+        """`limit_bytes`: a cap, enforced by the allocator; 0 is what the device has free, beside what is held already.
+
+        Where others use the device too, what they take later is not known here: state a cap then.
+        """
+        self._device = device
+        free, total = torch.cuda.mem_get_info(device)
+        available = free + torch.cuda.memory_reserved(device)
+        self.limit_bytes = min(limit_bytes, available) if limit_bytes else available
+        if limit_bytes:
+            torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
+
+    def counting(self) -> AbstractContextManager[None]:
+        """The allocator always counts."""
+        return nullcontext()
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """The allocator knows them."""
+
+    def in_use_bytes(self) -> int:
+        """Allocated now."""
+        return int(torch.cuda.memory_allocated(self._device))
+
+    def peak_bytes(self) -> int:
+        """Allocated at the peak. What is reserved beyond it is the allocator's cache, which it gives back before it
+        refuses; fragmentation is what the safety margin is for."""
+        return int(torch.cuda.max_memory_allocated(self._device))
+
+    def reset_peak(self) -> None:
+        """To what is allocated now."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def release_cached(self) -> None:
+        """Empties the cache, whose blocks have the sizes of what failed."""
+        torch.cuda.empty_cache()
+
+
+class CountingMeter:
+    """A byte budget over the tensors of one process on a CPU."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._storages: dict[int, _Counted] = {}
+        self._held = 0
+        self._peak = 0
+        self._depth = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Sees what is allocated on this thread, the backward pass included."""
+        if self._depth:
+            yield
+            return
+        self._depth += 1
+        try:
+            with _watched_resizes(self), _Watch(self):
+                yield
+        finally:
+            self._depth -= 1
+
+    def adopt(self, tensors: Iterable[Tensor]) -> None:
+        """Never refuses: they are there already."""
+        for tensor in tensors:
+            for storage in _storages_of(tensor):
+                self._count(storage)
+        self._peak = max(self._peak, self._held)
+
+    def in_use_bytes(self) -> int:
+        """Held now."""
+        return self._held
+
+    def peak_bytes(self) -> int:
+        """The most that was held at once; a refused allocation is not part of it."""
+        return self._peak
+
+    def reset_peak(self) -> None:
+        """To what is held now."""
+        self._peak = self._held
+
+    def release_cached(self) -> None:
+        """Nothing is kept."""
+
+    def made(self, result: Any) -> None:
+        """Counts an operation's new tensors. Raises torch.OutOfMemoryError where they pass the limit."""
+        before = self._held
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                for storage in _storages_of(tensor):
+                    self._count(storage)
+        if self._held > before:
+            self._require_room(self._held - before)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage that has changed its size. Raises torch.OutOfMemoryError where it passes the limit."""
+        counted = self._storages.get(storage._cdata)
+        if counted is None:
+            self._count(storage)
+            return
+        grown = storage.nbytes() - counted.num_bytes
+        self._held += grown
+        counted.num_bytes = storage.nbytes()
+        if grown > 0:
+            self._require_room(grown)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._storages:
+            return
+        counted = _Counted(storage.nbytes())
+
+        def forget(_: weakref.ref[torch.UntypedStorage]) -> None:
+            self._storages.pop(key, None)
+            self._held -= counted.num_bytes
+
+        # The wrapper lives as long as the storage itself, whoever holds it (autograd's saved tensors in C++, too).
+        counted.reference = weakref.ref(storage, forget)
+        self._storages[key] = counted
+        self._held += counted.num_bytes
+
+    def _require_room(self, num_bytes: int) -> None:
+        if self._held > self.limit_bytes:
+            raise torch.OutOfMemoryError(
+                f"{num_bytes} bytes were to be allocated, but of the budget of {self.limit_bytes} bytes only "
+                f"{max(0, self.limit_bytes - self._held + num_bytes)} are left"
+            )
+        self._peak = max(self._peak, self._held)
+
+
+class _Counted:
+    """Size of a storage, and the reference that tells of its end."""
+
+    __slots__ = ("num_bytes", "reference")
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.reference: weakref.ref[torch.UntypedStorage] | None = None
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows a meter what operations return."""
+
+    def __init__(self, meter: CountingMeter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meter = meter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._meter.made(result)
+        return result
+
+
+@contextmanager
+def _watched_resizes(meter: CountingMeter) -> Iterator[None]:
+    """A sharded model gives gathered parameters back by resizing their storages, which is no operation of tensors."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> None:
+        original(storage, size)
+        meter.resized(storage)
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Its own; of a sharded tensor that of this rank's part; none where there is no memory behind it."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if local.device.type == "meta" or local.layout != torch.strided:
+        return
+    yield local.untyped_storage()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: torch says so in several ways."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _ALLOCATION_FAILURES)
