@@ -7,31 +7,22 @@ the weights of a checkpoint in place of `model.path`'s.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
-import hydra
-
-from skyrl_train.cli import HYDRA_VERSION_BASE, preflight, register_resolvers
+from skyrl_train.cli import start
 from skyrl_train.cli.exits import exit_on_known_errors
 from skyrl_train.config.load import load_config
-from skyrl_train.config.paths import conf_dir
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-CONFIG_NAME = "config"
-
 
 def main() -> None:
     """The console script `skyrl-generate`."""
-    register_resolvers()
-    preflight(sys.argv[1:], config_name=CONFIG_NAME)
-    _generate_under_hydra()
+    start(_generate, config_name="config")
 
 
-@hydra.main(version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name=CONFIG_NAME)
-def _generate_under_hydra(node: DictConfig) -> None:
+def _generate(node: DictConfig) -> None:
     from skyrl_train.run import evaluate
 
     with exit_on_known_errors(node):

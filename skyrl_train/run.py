@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.build import (
@@ -18,11 +16,10 @@ from skyrl_train.build import (
     replay_violation,
     set_threads,
 )
-from skyrl_train.config.load import write_yaml
-from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.run_parts import begin, first_lines, open_folder, say_goodbye
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
@@ -45,30 +42,20 @@ def train(config: Config) -> None:
     from skyrl_train.batch.plan import plan_batches
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
     from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.telemetry.run_folder import RunFolder
-    from skyrl_train.trainers.resume import find_start, prepare_run_folder
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
-    folder = RunFolder(Path(config.output_dir))
-    folder.create()
+    folder = open_folder(config)
     console.header(f"skyrl_train: {config.run_name}", _first_lines(config))
     data = load_data(config)
     plan = plan_batches(config, num_train_prompts=data.num_train)
     console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
     checkpoints = FolderCheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
     with folder.held(), ExitStack() as stack:
-        start = find_start(config, folder, checkpoints, data=data.fingerprint, total_steps=plan.total_steps)
-        for note in start.notes:
-            console.note(note)
-        if start.complete:
+        start = begin(config, folder, console, checkpoints, data=data.fingerprint, plan=plan)
+        if start is None:
             return
-        notes = prepare_run_folder(
-            folder, start, write_config=lambda path: _write_config(config, path), plan=dataclasses.asdict(plan)
-        )
-        for note in notes:
-            console.note(note)
         result = _train(config, plan, data, folder, console, start, checkpoints, stack)
-    _say_goodbye(config, folder, console, result)
+    say_goodbye(console, folder, step=result.global_step, is_exported=config.trainer.export_hf)
 
 
 def _train(
@@ -125,13 +112,11 @@ def evaluate(config: Config) -> None:
         raise ConfigError(violations)
     set_threads(config)
     from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.evaluation_report import evaluation_line, figures_table, write_evaluation
     from skyrl_train.trainers.rollout_sink import RolloutLog
 
     console = RunConsole()
-    folder = RunFolder(Path(config.output_dir))
-    folder.create()
+    folder = open_folder(config)
     console.header(
         f"skyrl_train: evaluation of {config.trainer.resume_path or config.model.path}", _first_lines(config)
     )
@@ -158,18 +143,11 @@ def evaluate(config: Config) -> None:
 
 
 def _first_lines(config: Config) -> list[str]:
-    """What a user wants to know before anything happens: where it runs, what it trains, where it writes."""
-    detected = detect_platform()
-    why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
-    return [
-        f"platform    {config.platform.name} ({why})",
-        f"placement   {config.placement.backend}, strategy {config.strategy.name}",
-        f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
-        f"data        {', '.join(config.data.train)}",
+    return first_lines(
+        config,
         f"environment {config.environment.env_class or 'of each row'}, up to {config.generator.max_turns} turns",
         f"engine      {config.generator.backend}, {config.generator.sampling.max_generate_length} new tokens a turn",
-        f"output      {config.output_dir}",
-    ]
+    )
 
 
 def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
@@ -185,21 +163,3 @@ def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
         f"algorithm {trainer.algorithm.advantage_estimator}, loss {trainer.algorithm.policy_loss}, "
         f"reduction {trainer.algorithm.loss_reduction}, lr {trainer.policy.optimizer.lr:g}",
     ]
-
-
-def _say_goodbye(config: Config, folder: RunFolder, console: RunConsole, result: TrainingResult) -> None:
-    console.header(
-        f"done after step {result.global_step}",
-        [
-            f"learning curve  {folder.learning_curve_file}",
-            f"metrics         {folder.metrics_file}",
-            *([f"model           {folder.export}"] if config.trainer.export_hf else []),
-        ],
-    )
-
-
-def _write_config(config: Config, path: Path) -> None:
-    """The resolved configuration as YAML, secrets redacted."""
-    from skyrl_train.telemetry.redact import redact
-
-    write_yaml(redact(dataclasses.asdict(config)), path)

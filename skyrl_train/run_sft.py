@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.build import set_threads
@@ -18,10 +16,9 @@ from skyrl_train.build_sft import (
     load_sft_data,
     plan_sft,
 )
-from skyrl_train.config.load import write_yaml
-from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.sft import SFTConfig, validate_sft
 from skyrl_train.errors import ConfigError
+from skyrl_train.run_parts import begin, first_lines, open_folder, say_goodbye
 
 if TYPE_CHECKING:
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
@@ -44,36 +41,29 @@ def train(config: SFTConfig) -> SFTResult | None:
     set_threads(config)
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
     from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.telemetry.redact import redact
-    from skyrl_train.telemetry.run_folder import RunFolder
-    from skyrl_train.trainers.resume import find_start, prepare_run_folder
     from skyrl_train.trainers.sft_samples import cut_samples_after
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
-    folder = RunFolder(Path(config.output_dir))
-    folder.create()
-    console.header(f"skyrl_train: {config.run_name}", _first_lines(config))
+    folder = open_folder(config)
+    held_out = f"held out    {', '.join(config.data.validation) or 'none'}"
+    console.header(f"skyrl_train: {config.run_name}", first_lines(config, held_out))
     data = load_sft_data(config, on_progress=lambda name, rows: _say_tokenised(console, name, rows))
     plan = plan_sft(config, data)
     console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
     checkpoints = FolderCheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
     with folder.held(), ExitStack() as stack:
-        start = find_start(config, folder, checkpoints, data=data.fingerprint, total_steps=plan.total_steps)
-        for note in start.notes:
-            console.note(note)
-        if start.complete:
+        start = begin(config, folder, console, checkpoints, data=data.fingerprint, plan=plan)
+        if start is None:
             return None
-        notes = prepare_run_folder(
-            folder,
-            start,
-            write_config=lambda path: write_yaml(redact(dataclasses.asdict(config)), path),
-            plan=dataclasses.asdict(plan),
-        )
-        for note in notes:
-            console.note(note)
         cut_samples_after(folder.samples, start.global_step)
         result = _train(config, plan, data, folder, console, start, checkpoints, stack)
-    _say_goodbye(config, folder, console, result)
+    say_goodbye(
+        console,
+        folder,
+        step=result.global_step,
+        is_exported=config.trainer.export != "none",
+        best_step=result.history.best_step if config.trainer.keep_best else None,
+    )
     return result
 
 
@@ -122,20 +112,6 @@ def _say_tokenised(console: RunConsole, name: str, rows: int) -> None:
         console.note(f"{name}: {rows} rows tokenised")
 
 
-def _first_lines(config: SFTConfig) -> list[str]:
-    """What a user wants to know before anything happens."""
-    detected = detect_platform()
-    why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
-    return [
-        f"platform    {config.platform.name} ({why})",
-        f"placement   {config.placement.backend}, strategy {config.strategy.name}",
-        f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
-        f"data        {', '.join(config.data.train)}",
-        f"held out    {', '.join(config.data.validation) or 'none'}",
-        f"output      {config.output_dir}",
-    ]
-
-
 def _plan_lines(config: SFTConfig, plan: SFTPlan, data: SFTData) -> list[str]:
     trainer = config.trainer
     ahead = "made one ahead" if trainer.async_batch_collation else "made in the loop"
@@ -150,16 +126,3 @@ def _plan_lines(config: SFTConfig, plan: SFTPlan, data: SFTData) -> list[str]:
         + (f", evaluated {every}" if held_out else "")
         + f"; {trainer.optimizer.schedule} learning rate {trainer.optimizer.lr:g}",
     ]
-
-
-def _say_goodbye(config: SFTConfig, folder: RunFolder, console: RunConsole, result: SFTResult) -> None:
-    best = result.history.best_step
-    console.header(
-        f"done after step {result.global_step}",
-        [
-            f"learning curve  {folder.learning_curve_file}",
-            f"metrics         {folder.metrics_file}",
-            *([f"best            step {best}, {folder.best}"] if config.trainer.keep_best and best is not None else []),
-            *([f"model           {folder.export}"] if config.trainer.export != "none" else []),
-        ],
-    )

@@ -1,0 +1,90 @@
+"""What every kind of run says and does around its training: its first lines, its folder, where it begins, its last lines."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_train.config.load import write_yaml
+from skyrl_train.config.platform import detect_platform
+
+if TYPE_CHECKING:
+    from skyrl_train.batch.plan import BatchPlan
+    from skyrl_train.build_sft import SFTPlan
+    from skyrl_train.config.sft import AnyConfig
+    from skyrl_train.interfaces import CheckpointStore
+    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.resume import Start
+    from skyrl_train.trainers.state import DataFingerprint
+
+
+def open_folder(config: AnyConfig) -> RunFolder:
+    """`config.output_dir`, which exists from here on. Raises SkyrlTrainError where it cannot be made."""
+    from skyrl_train.telemetry.run_folder import RunFolder
+
+    folder = RunFolder(Path(config.output_dir))
+    folder.create()
+    return folder
+
+
+def first_lines(config: AnyConfig, *own: str) -> list[str]:
+    """What a user wants to know before anything happens: where it runs, what it trains, `own`, where it writes."""
+    detected = detect_platform()
+    why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
+    return [
+        f"platform    {config.platform.name} ({why})",
+        f"placement   {config.placement.backend}, strategy {config.strategy.name}",
+        f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
+        f"data        {', '.join(config.data.train)}",
+        *own,
+        f"output      {config.output_dir}",
+    ]
+
+
+def begin(
+    config: AnyConfig,
+    folder: RunFolder,
+    console: RunConsole,
+    checkpoints: CheckpointStore,
+    *,
+    data: DataFingerprint,
+    plan: BatchPlan | SFTPlan,
+) -> Start | None:
+    """Decides where the run starts and prepares its folder for that; None where it is complete.
+
+    Raises what `find_start` raises.
+    """
+    from skyrl_train.telemetry.redact import redact
+    from skyrl_train.trainers.resume import find_start, prepare_run_folder
+
+    start = find_start(config, folder, checkpoints, data=data, total_steps=plan.total_steps)
+    for note in start.notes:
+        console.note(note)
+    if start.complete:
+        return None
+    notes = prepare_run_folder(
+        folder,
+        start,
+        write_config=lambda path: write_yaml(redact(dataclasses.asdict(config)), path),
+        plan=dataclasses.asdict(plan),
+    )
+    for note in notes:
+        console.note(note)
+    return start
+
+
+def say_goodbye(
+    console: RunConsole, folder: RunFolder, *, step: int, is_exported: bool, best_step: int | None = None
+) -> None:
+    """What the run left, and where. `best_step` is that of the checkpoint in `best/`, if one is kept."""
+    console.header(
+        f"done after step {step}",
+        [
+            f"learning curve  {folder.learning_curve_file}",
+            f"metrics         {folder.metrics_file}",
+            *([f"best            step {best_step}, {folder.best}"] if best_step is not None else []),
+            *([f"model           {folder.export}"] if is_exported else []),
+        ],
+    )
