@@ -14,6 +14,9 @@ Worked example, rows `a b c` and `a b d e`:
     packed         a b c a b d e          7 positions, position_of_token 0 1 2  3 4 5 6
     prefix_shared  a b c d e              5 positions, position_of_token 0 1 2  0 1 3 4; position ids 0 1 2 2 3
                    segments [0, 2) with its subtree up to 5, [2, 3), [3, 5)
+
+Several ranks may compute one forward together (`part_of`): each has the same number of columns of `input_ids`, one after
+the other, and whatever reads hidden states finds out by `Layout.locate` which of them are its own.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -33,21 +37,47 @@ from skyrl_train.batch.training_batch import TrainingInputBatch, offsets_of
 from skyrl_train.config.rules import LayoutName
 
 
+class PositionGroup(Protocol):
+    """Ranks that compute one forward together. All call each method, in step."""
+
+    size: int
+    rank: int
+    """Which columns are its own: the first, the second, ..."""
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """From all heads of this rank's positions `[rows, heads, own, size]` to this rank's heads of all positions
+        `[rows, own heads, positions, size]`."""
+        ...
+
+    def to_positions(self, out: Tensor) -> Tensor:
+        """The way back, of what attention gives."""
+        ...
+
+    def combine(self, values: Tensor) -> Tensor:
+        """The sum over the ranks of tensors of which each element is computed by one rank and 0 on the others. Its
+        gradient goes to the rank that computed it, once."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One forward."""
+    """One forward, or one rank's part of it."""
 
     name: LayoutName
     input_ids: Tensor
-    """int64: `[rows, longest]` padded, `[1, positions]` else."""
+    """int64: `[rows, longest]` padded, `[1, positions]` else; with a `group`, this rank's columns of it."""
     position_ids: Tensor
     """int64, of the same shape: how many tokens of its row come before each."""
     position_of_token: Tensor
-    """int64 `[num_tokens]`: where each token of the rows is in `input_ids.flatten()`."""
+    """int64 `[num_tokens]`: where each token of the rows is in `input_ids.flatten()`, that of all ranks."""
     segments: tuple[Segment, ...]
     """Who attends to whom; empty where rows are padded (each to itself, causally)."""
     is_shared: bool
     """Whether a position may stand for tokens of several rows."""
+    longest: int
+    """Tokens of the longest row."""
+    group: PositionGroup | None = None
+    """The ranks that compute it together; None: this one computes all of it."""
 
     def to(self, device: torch.device) -> Layout:
         """On `device`."""
@@ -60,8 +90,27 @@ class Layout:
 
     @property
     def num_positions(self) -> int:
-        """Token positions that the forward computes."""
-        return self.input_ids.numel()
+        """Token positions that the forward computes, on all ranks."""
+        return self.input_ids.numel() * (self.group.size if self.group else 1)
+
+    def locate(self, positions: Tensor) -> Tensor:
+        """int64: where each of `positions` is among this rank's own, `input_ids.flatten()`; -1: another rank's."""
+        if self.group is None:
+            return positions
+        own = self.input_ids.shape[1]
+        width = own * self.group.size
+        row, column = positions // width, positions % width
+        return torch.where(column // own == self.group.rank, row * own + column % own, -1)
+
+    def own_columns(self, values: Tensor) -> Tensor:
+        """This rank's of `values` `[positions]`, of the shape of `input_ids`."""
+        if self.group is None:
+            return values.view(self.input_ids.shape)
+        return _columns(values.view(len(self.input_ids), -1), self.group)
+
+    def combine(self, values: Tensor) -> Tensor:
+        """What all ranks computed, from what this one did (0 where another does)."""
+        return values if self.group is None else self.group.combine(values)
 
 
 def padded_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:
@@ -77,6 +126,7 @@ def padded_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:
         position_of_token=hosts.positions(torch.arange(len(ids), device=ids.device) * width),
         segments=(),
         is_shared=hosts.rows is not rows,
+        longest=width,
     )
 
 
@@ -94,6 +144,7 @@ def packed_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:
         position_of_token=hosts.positions(hosts.rows.row_offsets[:-1]),
         segments=tuple(Segment(start, stop, stop) for start, stop in pairwise(ends)),
         is_shared=hosts.rows is not rows,
+        longest=max((stop - start for start, stop in pairwise(ends)), default=0),
     )
 
 
@@ -116,6 +167,7 @@ def shared_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:  
         position_of_token=torch.from_numpy(position_of_token).to(device),
         segments=tree_segments(order),
         is_shared=True,
+        longest=max(order.lengths, default=0),
     )
 
 
@@ -124,6 +176,44 @@ LAYOUTS: dict[LayoutName, Callable[..., Layout]] = {
     "packed": packed_layout,
     "prefix_shared": shared_layout,
 }
+
+
+def make_layout(
+    rows: TrainingInputBatch, name: LayoutName, *, merge: bool = False, group: PositionGroup | None = None
+) -> Layout:
+    """The layout of this name, or this rank's part of it where the ranks of a `group` compute it together.
+
+    Padded rows that hold several sequences each are then laid out packed, since only segments keep those apart.
+    """
+    if group is None:
+        return LAYOUTS[name](rows, merge=merge)
+    if name == "padded" and "position_ids" in rows:
+        name = "packed"
+    return part_of(LAYOUTS[name](rows, merge=merge), group)
+
+
+def part_of(layout: Layout, group: PositionGroup) -> Layout:
+    """This rank's columns. Rows are filled up to a multiple of the ranks; behind segments, the filler is one of them."""
+    width = layout.input_ids.shape[1]
+    full = width + -width % group.size
+    own = [
+        _columns(torch.nn.functional.pad(each, (0, full - width)), group)
+        for each in (layout.input_ids, layout.position_ids)
+    ]
+    filler = (Segment(width, full, full),) if full > width and layout.segments else ()
+    return replace(
+        layout,
+        input_ids=own[0],
+        position_ids=own[1],
+        position_of_token=layout.position_of_token // width * full + layout.position_of_token % width,
+        segments=layout.segments + filler,
+        group=group,
+    )
+
+
+def _columns(whole: Tensor, group: PositionGroup) -> Tensor:
+    """`[rows, own]` of `[rows, width]`, whose width is a multiple of the group's size."""
+    return whole.chunk(group.size, dim=1)[group.rank].contiguous()
 
 
 def sequence_offsets(rows: TrainingInputBatch) -> Tensor:

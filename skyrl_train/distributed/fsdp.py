@@ -41,7 +41,8 @@ def shard_model(model: PreTrainedModel, *, device: torch.device, dtype: torch.dt
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32
+            param_dtype=None if dtype == torch.float32 else dtype,
+            reduce_dtype=torch.float64 if dtype == torch.float64 else torch.float32,
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy(),
     }

@@ -5,6 +5,8 @@
     fsdp2    parameters, gradients and optimizer state sharded; gradients are summed as the backward pass produces them
 
 Gradients are sums and never divided: loss denominators were counted over the whole mini-batch before it was dealt out.
+Ranks that compute micro-batches together (`group`) are ranks like any other here: each has the gradient of its positions,
+as it would have that of its rows, so that sums and shards go over all ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from skyrl_train.batch.layout import PositionGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +36,8 @@ class ModelStrategy(Protocol):
     num_ranks: int
     sharded: bool
     """Whether parameters are DTensors of which each rank holds a part."""
+    group: PositionGroup | None
+    """The ranks that this one computes each micro-batch with; None: it does so alone."""
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Spreads the model, before an optimizer is made for it."""
@@ -72,6 +78,7 @@ class SingleProcess:
     rank = 0
     num_ranks = 1
     sharded = False
+    group: PositionGroup | None = None
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Nothing to do."""
@@ -109,7 +116,8 @@ class Replicated:
 
     sharded = False
 
-    def __init__(self) -> None:
+    def __init__(self, group: PositionGroup | None = None) -> None:
+        self.group = group
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
 
@@ -158,7 +166,10 @@ class Sharded:
 
     sharded = True
 
-    def __init__(self, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool) -> None:
+    def __init__(
+        self, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool, group: PositionGroup | None = None
+    ) -> None:
+        self.group = group
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._device = device

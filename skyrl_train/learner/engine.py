@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.batch.layout import LAYOUTS, Layout
+from skyrl_train.batch.layout import Layout, make_layout
 from skyrl_train.batch.merge import merge_counts
 from skyrl_train.batch.microbatch import MicroBatchStrategy, layout_of, micro_batches
 from skyrl_train.batch.schedule import learning_rate, schedule_position
@@ -90,6 +90,11 @@ class ModelEngine:
     @property
     def device(self) -> torch.device:
         return next(iter(self.parameters.values())).device
+
+    @property
+    def layout(self) -> LayoutChoice:
+        """As it was given: exact for the model."""
+        return self._layout
 
     @torch.no_grad()
     def forward(self, batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
@@ -227,8 +232,9 @@ class ModelEngine:
         kept = batch.take(rows)
         name = layout_of(kept, self._micro_batching, self._layout, training=training)
         for micro_batch in micro_batches(kept, self._micro_batching, training=training, agree=self.strategy.agree):
-            layout = LAYOUTS[name](micro_batch.batch, merge=self._merge_turns).to(self.device)
-            yield micro_batch.batch.to(self.device), rows[micro_batch.rows], layout
+            own = micro_batch.batch
+            layout = make_layout(own, name, merge=self._merge_turns, group=self.strategy.group)
+            yield own.to(self.device), rows[micro_batch.rows], layout.to(self.device)
 
     def _compute(
         self, function: Callable[[Tensor, TrainingInputBatch, Layout], T], rows: TrainingInputBatch, layout: Layout

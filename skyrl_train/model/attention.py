@@ -15,6 +15,9 @@ from them are those of the whole. No mask is ever built.
 Back ends: on a CPU the fused kernel of torch, per segment. On CUDA the variable-length flash kernel of torch for packed
 rows in bfloat16 or float16, and flex attention with a block mask for trees and for float32. Where a sliding window is
 shorter than a row, or scores are capped, plain products with a mask per segment: exact, slower.
+
+Where ranks share a forward (`distributed/sequence_parallel.py`), each exchanges the other heads of its positions for the
+other positions of its heads before, and back after; in between all of the above holds.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from skyrl_train.batch.layout import PositionGroup
 from skyrl_train.batch.prefix_tree import Segment
 from skyrl_train.errors import ModelError
 
@@ -47,6 +51,8 @@ class Segments:
     segments: tuple[Segment, ...]
     longest_path: int
     """Tokens of the longest row."""
+    group: PositionGroup | None = None
+    """The ranks of which each has a part of the positions."""
     _derived: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -94,16 +100,17 @@ class Segments:
 class _JoinedAttention(torch.autograd.Function):
     """Attention over segments with the fused CPU kernel.
 
-    q `[1, heads, positions, size]`, k and v with as many heads or a divisor of them; all of one dtype.
+    q `[rows, heads, positions, size]`, k and v with as many heads or a divisor of them; all of one dtype. All rows have
+    the same segments.
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scale: float
     ) -> Tensor:
-        _, heads, positions, size = query.shape
-        out = query.new_empty(1, positions, heads, size).transpose(1, 2)
-        sums = torch.empty(1, heads, positions, dtype=_accumulator(query.dtype), device=query.device)
+        rows, heads, positions, size = query.shape
+        out = query.new_empty(rows, positions, heads, size).transpose(1, 2)
+        sums = torch.empty(rows, heads, positions, dtype=_accumulator(query.dtype), device=query.device)
         for start, stop, _ in segments:
             part, part_sums = _flash(*_slices(query, key, value, start, stop, start, stop), 0.0, True, scale=scale)
             out[:, :, start:stop] = part
@@ -223,7 +230,12 @@ def _attend(
 
 
 def _attend_on_cuda(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float) -> Tensor:
-    """Variable-length flash attention for packed rows in half precision, else flex attention."""
+    """The fused kernel for rows of one segment, variable-length flash attention for packed rows in half precision, else
+    flex attention."""
+    if len(segments.segments) == 1:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
     if not segments.is_tree and query.dtype in (torch.bfloat16, torch.float16):
         from torch.nn.attention.varlen import varlen_attn
 
@@ -281,7 +293,7 @@ def segment_attention(
     segments: Segments | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What a model's layers call in place of their own attention; `[1, positions, heads, size]`.
+    """What a model's layers call in place of their own attention; `[rows, positions, heads, size]`.
 
     Raises ModelError for a model that does not hand `segments` on, or whose attention has a term that is not known.
     """
@@ -296,6 +308,9 @@ def segment_attention(
         )
     # Under autocast, rotary embeddings leave query and key in float32; kernels want one type.
     query, key = query.to(value.dtype), key.to(value.dtype)
+    group = segments.group
+    if group is not None:
+        query, key, value = group.to_heads(query, key, value)
     out = _attend(
         query,
         key,
@@ -305,7 +320,7 @@ def segment_attention(
         window=sliding_window,
         softcap=softcap,
     )
-    return out.transpose(1, 2), None
+    return (out if group is None else group.to_positions(out)).transpose(1, 2), None
 
 
 _TERMS = ("s_aux", "position_bias", "head_mask", "cache")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.batch.layout import Layout, padded_layout, shared_layout
+from skyrl_train.batch.prefix_tree import Segment
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.errors import ModelError
@@ -32,21 +33,27 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 def hidden_states(model: PreTrainedModel, layout: Layout) -> Tensor:
-    """`[positions, hidden]`: the last hidden state of each position of the layout's forward.
+    """`[positions, hidden]`: the last hidden state of each position of the layout's forward that this rank computes.
 
     No mask is made for padding on the right: attention is causal, so no token sees it, and values there are never read.
     """
     extra: dict[str, Any] = {}
-    if layout.segments:
+    if layout.segments or layout.group:
         _use_attention(model, ATTENTION)
         # transformers hands arguments that it does not know on to the attention function
-        extra["segments"] = Segments(layout.segments, int(layout.position_ids.max()) + 1)
+        extra["segments"] = Segments(layout.segments or _one_segment(layout), layout.longest, layout.group)
     else:
         _use_attention(model, _padded_attention(model))
     hidden: Tensor = model.base_model(
         input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **extra
     ).last_hidden_state
     return hidden.flatten(0, 1)
+
+
+def _one_segment(layout: Layout) -> tuple[Segment, ...]:
+    """Of padded rows: all of a row, what fills it up included."""
+    width = layout.num_positions // len(layout.input_ids)
+    return (Segment(0, width, width),)
 
 
 def _padded_attention(model: PreTrainedModel) -> str:

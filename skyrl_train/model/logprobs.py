@@ -273,14 +273,14 @@ def score_tokens(
     """Scores the tokens that `loss_mask` marks, once where several rows share them.
 
     hidden `[positions, hidden]` is the forward of `layout`. A token is predicted by the hidden state of the one before
-    it; a row's first token has none. Raises BatchError where `loss_mask` marks one.
+    it; a row's first token has none. Raises BatchError where `loss_mask` marks one. Ranks that share a forward each score
+    what their own hidden states predict, and all have the whole result.
 
     `loss_of_tokens` is what the loss will be, where it is a sum over tokens: it saves a product (see `token_scores`).
     """
-    scored = loss_tokens(rows)
+    scored, before = states_before(loss_tokens(rows), layout)
     positions = layout.position_of_token[scored]
     targets = rows["input_ids"][scored].long()
-    before = layout.position_of_token[scored - 1]
     copies: Tensor | None = None
     if layout.is_shared:
         positions, copies = torch.unique(positions, return_inverse=True)
@@ -299,7 +299,7 @@ def score_tokens(
     def spread(values: Tensor) -> Tensor:
         own = values if copies is None else values.index_select(0, copies)
         flat = own.new_zeros(rows.num_tokens).index_put((scored,), own)
-        return spread_to_rows(flat, rows)
+        return spread_to_rows(layout.combine(flat), rows)
 
     return TokenScores(logprobs=spread(logprobs), entropy=spread(entropy))
 
@@ -334,3 +334,13 @@ def loss_tokens(rows: TrainingInputBatch) -> Tensor:
         row = int(torch.searchsorted(rows.row_offsets, begins[first][0], right=True)) - 1
         raise BatchError(f"row {row} marks its first token for the loss, but nothing comes before it to predict it")
     return mask.nonzero().squeeze(1)
+
+
+def states_before(tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Those of `tokens` (flat places, int64) that this rank's hidden states predict, and which of these states are before
+    them."""
+    before = layout.locate(layout.position_of_token[tokens - 1])
+    if layout.group is None:
+        return tokens, before
+    own = before >= 0
+    return tokens[own], before[own]

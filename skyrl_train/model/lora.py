@@ -211,9 +211,9 @@ class DropoutKeys:
         each = _scramble(ids * _GOLDEN + place + derive_seed(self._seed, "lora dropout", step))
         sums = torch.cumsum(each, 0)
         prefixes = sums - (sums - each)[starts]
-        flat = prefixes.new_zeros(layout.input_ids.numel())
+        flat = prefixes.new_zeros(layout.num_positions)
         flat[layout.position_of_token] = _scramble(prefixes)
-        return flat.view(layout.input_ids.shape)
+        return layout.own_columns(flat)
 
 
 class KeyedDropout(nn.Module):
