@@ -11,7 +11,8 @@ from skyrl_train.errors import BatchError
 
 _TOLERANCE = 1e-4
 """Stop exchanging rows once the busiest rank is this near the mean."""
-_MAX_EXCHANGES = 400
+MAX_EXCHANGES = 400
+"""After so many what is left is left."""
 _LIGHT_RANKS = 4
 """Partners tried first for each exchange: the least busy ranks."""
 
@@ -62,14 +63,17 @@ def deal_rows(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
 def _exchange(costs: NDArray[np.float64], dealt: NDArray[np.int64], loads: NDArray[np.float64]) -> None:
     """Swaps one row of the busiest rank for a cheaper one of another, as long as that lowers the higher of the two."""
     mean = loads.mean()
-    for _ in range(_MAX_EXCHANGES):
+    for _ in range(MAX_EXCHANGES):
         busiest = int(loads.argmax())
         if loads[busiest] <= mean * (1 + _TOLERANCE):
             return
         enough = loads[busiest] * (1 - _TOLERANCE / 100)
         by_load = np.argsort(loads, kind="stable")[:-1]
         for partners in (by_load[:_LIGHT_RANKS], by_load[_LIGHT_RANKS:]):
-            swaps = [_best_swap(costs, dealt, loads, busiest, int(rank)) for rank in partners if rank != busiest]
+            swaps = []
+            for rank in partners.tolist():
+                swap = best_swap(costs[dealt[busiest]], costs[dealt[rank]], loads[busiest], loads[rank])
+                swaps += [(swap[0], rank, *swap[1:])] if rank != busiest else []
             higher, other, mine, theirs = min(swaps, default=(enough, 0, 0, 0))
             if higher < enough:
                 break
@@ -80,16 +84,16 @@ def _exchange(costs: NDArray[np.float64], dealt: NDArray[np.int64], loads: NDArr
             loads[rank] = costs[dealt[rank]].sum()
 
 
-def _best_swap(
-    costs: NDArray[np.float64], dealt: NDArray[np.int64], loads: NDArray[np.float64], busiest: int, other: int
-) -> tuple[float, int, int, int]:
-    """The swap between two ranks after which the busier of them has the least: (its load, other, column, column)."""
-    mine, theirs = costs[dealt[busiest]], costs[dealt[other]]
+def best_swap(
+    mine: NDArray[np.float64], theirs: NDArray[np.float64], my_load: float, their_load: float
+) -> tuple[float, int, int]:
+    """The swap between a busy rank and another, of these costs, after which the busier of them has the least: (its
+    load, index in `mine`, index in `theirs`)."""
     by_cost = np.argsort(theirs, kind="stable")
-    wanted = mine - (loads[busiest] - loads[other]) / 2
+    wanted = mine - (my_load - their_load) / 2
     above = np.clip(np.searchsorted(theirs[by_cost], wanted), 0, len(theirs) - 1)
     candidates = by_cost[np.stack([above, np.maximum(above - 1, 0)])]
     moved = mine - theirs[candidates]
-    after = np.maximum(loads[busiest] - moved, loads[other] + moved)
+    after = np.maximum(my_load - moved, their_load + moved)
     which, column = (int(index) for index in np.unravel_index(int(after.argmin()), after.shape))
-    return float(after[which, column]), other, column, int(candidates[which, column])
+    return float(after[which, column]), column, int(candidates[which, column])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from skyrl_train.algorithms.critic_losses import ValueLossInputs, value_loss
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.batch.layout import Layout, spread_to_rows
+from skyrl_train.batch.sharing import computed_together
 from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -115,16 +116,39 @@ def test_an_on_policy_update_needs_no_old_log_probabilities(learner: PolicyLearn
     learner._on_policy, learner._algorithm = False, ALGORITHM
 
 
-@pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
-def test_two_ranks_add_up_to_one(learner: PolicyLearner, layout: str, merge: bool) -> None:
-    batch = tree_batch(12)
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    layout=st.sampled_from(LAYOUTS),
+    num_ranks=st.integers(2, 4),
+    loss=st.sampled_from(sorted(POLICY_LOSSES)),
+)
+def test_ranks_add_up_to_one_process(
+    learner: PolicyLearner, seed: int, layout: tuple[str, bool], num_ranks: int, loss: str
+) -> None:
+    """Prompts and trajectories go to ranks whole, or are cut, as the layout computes them together."""
+    batch = tree_batch(seed)
+    learner._algorithm = replace(ALGORITHM, policy_loss=loss)
     plain(learner)
     expected = gradient(learner, batch)
-    use_layout(learner, layout, merge=merge, rows=4)  # type: ignore[arg-type]
+    use_layout(learner, layout[0], merge=layout[1], rows=4)  # type: ignore[arg-type]
     closed = close(batch)
-    for shard in stage(closed.batch, 2).shards:
+    together = computed_together(layout[0], merge_turns=layout[1])  # type: ignore[arg-type]
+    for shard in stage(closed.batch, num_ranks, together=together).shards:
         learner.forward_backward(replace(closed, batch=shard))
     assert distance(flat_gradient(learner), expected) < TOLERANCE
+    learner._algorithm = ALGORITHM
+
+
+@pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
+def test_two_ranks_score_as_one(learner: PolicyLearner, layout: str, merge: bool) -> None:
+    batch = tree_batch(12)
+    plain(learner)
+    expected = learner.forward(batch)
+    use_layout(learner, layout, merge=merge, rows=4)  # type: ignore[arg-type]
+    staged = stage(batch, 2, together=computed_together(layout, merge_turns=merge))  # type: ignore[arg-type]
+    found = staged.collect([learner.forward(shard) for shard in staged.shards])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("layout", "merge"), LAYOUTS)

@@ -48,7 +48,7 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
         learner = PolicyLearner(engine, model=ModelConfig(), algorithm=ALGORITHM, temperature=1.0)
         use_layout(learner, "prefix_shared", rows=2 + rank)
         closed = close(tree_batch(12))
-        learner.forward_backward(replace(closed, batch=stage(closed.batch, 2).shards[rank]))
+        learner.forward_backward(replace(closed, batch=stage(closed.batch, 2, together="prompt").shards[rank]))
         spread.reduce_gradients(engine.parameters.values())
         found = [spread.full(p.grad).flatten() for p in engine.parameters.values() if p.grad is not None]
         if rank == 0:
