@@ -64,8 +64,8 @@ class LearnerWorker:
             return int(probe.getsockname()[1])
 
     @answering
-    def start(self, rendezvous: Rendezvous) -> None:
-        """Meets the other ranks and loads the model."""
+    def start(self, rendezvous: Rendezvous) -> str:
+        """Meets the other ranks and loads the model; the layout that is exact for it."""
         import torch
 
         from skyrl_train.distributed.process_group import join
@@ -82,6 +82,7 @@ class LearnerWorker:
             self._learner = build_critic_learner(self._config, self._plan, strategy=strategy)
         else:
             self._learner = build_policy_learner(self._config, self._plan, role=self._role, strategy=strategy)
+        return self._learner.engine.layout
 
     @answering
     def forward(self, rows: Shipped) -> Any:

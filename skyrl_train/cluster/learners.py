@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch
+from skyrl_train.batch.sharing import Together, computed_together
 from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor, Watch, kill
@@ -109,23 +110,27 @@ class WorkerWeights:
 class RayLearner:
     """Implements `Learner`. Mini-batches arrive closed: their denominators travel with every rank's rows."""
 
-    def __init__(self, group: WorkerGroup, *, before_compute: Callable[[], None] = lambda: None) -> None:
-        """`before_compute` is called before a forward, for whoever shares the devices to make room."""
+    def __init__(
+        self, group: WorkerGroup, *, before_compute: Callable[[], None] = lambda: None, together: Together = "row"
+    ) -> None:
+        """`before_compute` is called before a forward, for whoever shares the devices to make room. Rows within one
+        `together` unit share computation on a rank, and go to one where that is level."""
         self.group = group
+        self._together = together
         self._num_ranks = len(group.actors)
         self._before_compute = before_compute
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """`[num_tokens]` in the batch's order."""
         self._before_compute()
-        staged = stage(batch, self._num_ranks)
+        staged = stage(batch, self._num_ranks, together=self._together)
         results = self.group.call("forward", "score", each=[ray.put(pack(shard)) for shard in staged.shards])
         return staged.collect([torch.from_numpy(np.array(result)) for result in results])
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Each rank adds the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
         self._before_compute()
-        staged = stage(mini_batch.batch, self._num_ranks)
+        staged = stage(mini_batch.batch, self._num_ranks, together=self._together)
         shipped = [ray.put(pack(shard, mini_batch.denominators)) for shard in staged.shards]
         return merge_metrics(self.group.call("forward_backward", "update", each=shipped))
 
@@ -202,12 +207,14 @@ def start_learner(
         try:
             for actor, identity in zip(actors, group.call("identify", "start")):
                 actor.identity = identity
-            group.call("start", "start", each=_rendezvous(config, group, session))
+            layout = group.call("start", "start", each=_rendezvous(config, group, session))[0]
         except BaseException:
             with suppress(SkyrlTrainError):
                 group.close()
             raise
-        return RayLearner(group, before_compute=before_compute)
+        merge_turns = config.generator.merge_stepwise == "auto"
+        together = computed_together(layout, merge_turns=merge_turns)
+        return RayLearner(group, before_compute=before_compute, together=together)
 
     return wait
 
