@@ -1,0 +1,193 @@
+"""Learners whose ranks share micro-batches, on real processes: what each case gives, from rank 0 or from one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, multiprocessing
+
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.batch.stage import stage
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.rules import LayoutChoice
+from skyrl_train.config.schema import ModelConfig, OptimizerConfig
+from skyrl_train.distributed.sequence_parallel import SequenceGroup
+from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded, SingleProcess
+from skyrl_train.learner.critic import CriticLearner
+from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
+from skyrl_train.model.value_model import load_value_model
+from tests.layout_cases import close, tree_batch, use_layout
+from tests.learner_cases import fixed_rows, make_double
+
+TIMEOUT_S = 60.0
+LAYOUTS: list[tuple[LayoutChoice, bool]] = [
+    ("padded", False),
+    ("padded", True),
+    ("packed", False),
+    ("packed", True),
+    ("prefix_shared", False),
+]
+"""Without and with turns merged."""
+FAMILIES = ("qwen2", "qwen3", "llama")
+ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One model, one layout, one loss."""
+
+    family: str = "qwen2"
+    layout: LayoutChoice = "padded"
+    merge: bool = False
+    role: str = "policy"
+    policy_loss: str = "regular"
+    rows: int = 3
+    """In a micro-batch."""
+    checkpointing: bool = False
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(value) for value in vars(self).values())
+
+
+CASES = [
+    *(Case(layout=layout, merge=merge, family=family) for layout, merge in LAYOUTS for family in FAMILIES),
+    *(Case(layout=layout, merge=merge, role="critic") for layout, merge in LAYOUTS),
+    *(Case(layout="prefix_shared", policy_loss=loss) for loss in sorted(POLICY_LOSSES)),
+    Case(layout="packed", rows=1),
+    Case(layout="prefix_shared", checkpointing=True),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of one case."""
+
+    scores: Tensor
+    """`[num_tokens]` of a forward without gradients."""
+    gradient: Tensor
+    """Of the whole mini-batch, flat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """How many, and how they are used."""
+
+    strategy: str
+    num_ranks: int
+    sequence_parallel_size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.strategy}_{self.num_ranks}_{self.sequence_parallel_size}"
+
+
+def save_models(folder: Path) -> None:
+    """A random model of each family, with half as many key and value heads as heads."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for seed, family in enumerate(FAMILIES):
+        torch.manual_seed(seed)
+        config = AutoConfig.for_model(
+            family,
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=128,
+            initializer_range=0.2,
+            tie_word_embeddings=family != "llama",
+        )
+        with quiet_transformers():
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
+
+
+def make_learner(folder: Path, case: Case, strategy: ModelStrategy) -> PolicyLearner | CriticLearner:
+    """In float64."""
+    config = ModelConfig(path=str(folder / case.family), gradient_checkpointing=case.checkpointing)
+    model = load_causal_lm(config, "cpu") if case.role == "policy" else load_value_model(config, "cpu")
+    if case.role == "critic":
+        head: Any = model.score
+        torch.nn.init.normal_(head.weight, std=0.2, generator=torch.Generator().manual_seed(1))
+    make_double(model)
+    engine = ModelEngine(
+        model, name=case.role, micro_batching=fixed_rows(4), optimizer=OptimizerConfig(), strategy=strategy
+    )
+    learner: Any = (
+        PolicyLearner(
+            engine, model=config, algorithm=replace(ALGORITHM, policy_loss=case.policy_loss), temperature=0.8
+        )
+        if case.role == "policy"
+        else CriticLearner(engine, model=config, algorithm=ALGORITHM)
+    )
+    use_layout(learner, case.layout, merge=case.merge, rows=case.rows)
+    return learner  # type: ignore[no-any-return]
+
+
+def outcome(learner: PolicyLearner | CriticLearner, *, dp_rank: int = 0, dp_size: int = 1) -> Outcome:
+    """Of `tree_batch(12)`, of which this rank computes its share. Called by all ranks."""
+    strategy = learner.engine.strategy
+    closed = close(tree_batch(12))
+    scores = learner.forward(closed.batch)
+    learner.forward_backward(replace(closed, batch=stage(closed.batch, dp_size).shards[dp_rank]))
+    parameters = learner.engine.parameters.values()
+    strategy.reduce_gradients(parameters)
+    found = [
+        torch.zeros_like(p, dtype=torch.float64) if p.grad is None else strategy.full(p.grad) for p in parameters
+    ]
+    return Outcome(scores=scores, gradient=torch.cat([each.flatten() for each in found]))
+
+
+def alone(folder: Path, case: Case) -> Outcome:
+    """One process, one row at a time, padded, nothing shared."""
+    plain = replace(case, layout="padded", merge=False, rows=1, checkpointing=False)
+    return outcome(make_learner(folder, plain, SingleProcess()))
+
+
+def run_ranks(folder: Path, ranks: Ranks, cases: list[Case]) -> dict[str, Outcome]:
+    """What rank 0 has of each case, after checking that every rank of its group scored the same."""
+    multiprocessing.start_processes(
+        _run_rank, args=(folder, ranks, cases), nprocs=ranks.num_ranks, start_method="spawn"
+    )
+    found: dict[str, Outcome] = torch.load(folder / f"{ranks.name}.pt", weights_only=False)
+    return found
+
+
+def join(rank: int, folder: Path, ranks: Ranks) -> ModelStrategy:
+    """This process as a rank; `distributed.destroy_process_group` ends it."""
+    store = distributed.FileStore(str(folder / f"store_{ranks.name}"), ranks.num_ranks)
+    distributed.init_process_group(
+        "gloo", rank=rank, world_size=ranks.num_ranks, store=store, timeout=timedelta(seconds=TIMEOUT_S)
+    )
+    torch.set_num_threads(1)
+    group = SequenceGroup(ranks.sequence_parallel_size, timeout_s=TIMEOUT_S)
+    if ranks.strategy == "ddp":
+        return Replicated(group)
+    return Sharded(device=torch.device("cpu"), dtype=torch.float64, cpu_offload=False, group=group)
+
+
+def _run_rank(rank: int, folder: Path, ranks: Ranks, cases: list[Case]) -> None:
+    strategy = join(rank, folder, ranks)
+    try:
+        found = {}
+        for case in cases:
+            size = ranks.sequence_parallel_size
+            found[case.name] = outcome(
+                make_learner(folder, case, strategy), dp_rank=rank // size, dp_size=ranks.num_ranks // size
+            )
+            first = strategy.of_rank_0(found[case.name].scores)
+            if not torch.equal(first, found[case.name].scores):
+                raise ValueError(f"rank {rank} scores otherwise than rank 0: {case}")
+        if rank == 0:
+            torch.save(found, folder / f"{ranks.name}.pt")
+    finally:
+        distributed.destroy_process_group()
