@@ -5,7 +5,9 @@
 
 For each number of sequences with long-tailed lengths (log-normal, median 1,000, sigma 1, at most 16,384 tokens):
 dealing to 8 and to 64 ranks, cutting rows under a cap of 16,384 tokens, padded and packed, and the mini-batch
-boundaries of step-wise rows. `--check` exits with status 1 where a promise of docs/batch_sizes.md is broken.
+boundaries of step-wise rows. Then, for layouts that compute common tokens once, positions that all ranks compute where
+rows are dealt by length alone and where groups of rows are kept together. `--check` exits with status 1 where a promise
+of docs/batch_sizes.md is broken.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 
 from skyrl_train.batch.balance import CostModel, deal_rows
 from skyrl_train.batch.boundaries import compute_prompt_mini_batch_boundaries
+from skyrl_train.batch.deal_groups import deal_groups
 from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over, split_packed, split_padded
 
 MAX_TOKENS = 16384
@@ -119,9 +122,111 @@ def largest(lengths: Rows, parts: list[Rows], *, padded_layout: bool) -> float:
     return max(computed_tokens(lengths[part], padded=padded_layout) for part in fitting) / MAX_TOKENS
 
 
-def broken_promises(results: list[Result]) -> list[str]:
+@dataclass(frozen=True, kw_only=True)
+class Dealing:
+    """One optimizer step whose rows share prefixes, dealt to ranks in two ways."""
+
+    what: str
+    num_rows: int
+    num_ranks: int
+    distinct: int
+    """Positions where nothing is computed twice: what one rank would compute."""
+    by_rows: int
+    """Positions that all ranks compute together where rows are dealt by length."""
+    by_groups: int
+    by_rows_load: float
+    """Busiest rank over the mean, by what it computes."""
+    by_groups_load: float
+    busiest: float
+    """The busiest rank's work by rows over that by groups: how much sooner the step is done."""
+    deal_s: float
+
+
+def shared_rows(prompts: int, samples: int, turns: int) -> tuple[Rows, Rows, Rows]:
+    """`(lengths, shared, starts)` of rows in order: prompts of 256 to 512 tokens, long-tailed responses of at most 2,048
+    over all turns, each turn a row that extends the one before."""
+    rng = np.random.default_rng(0)
+    prompt = np.repeat(rng.integers(256, 513, prompts), samples)
+    responses = np.clip(1000 * np.exp(rng.standard_normal((prompts * samples, turns))), 20, 2048) / turns
+    lengths = prompt[:, None] + np.cumsum(responses.astype(np.int64), axis=1)
+    shared = np.concatenate([prompt[:, None], lengths[:, :-1]], axis=1)
+    shared[::samples, 0] = 0
+    return lengths.flatten(), shared.flatten(), np.arange(0, prompts * samples * turns + 1, samples * turns)
+
+
+def positions_of(places: Rows, lengths: Rows, shared: Rows, starts: Rows, turns: int, samples: int) -> Rows:
+    """`[rows at these places]`: what each adds to a rank that has these rows alone."""
+    group = np.searchsorted(starts, places, side="right") - 1
+    follows = np.diff(places // turns, prepend=-1) == 0
+    prompt = shared[starts[group] + (turns if samples > 1 else 0)] if samples > 1 else np.zeros_like(places)
+    before = np.where(follows, lengths[np.concatenate([places[:1], places[:-1]])], prompt)
+    before[np.diff(group, prepend=-1) != 0] = 0
+    return lengths[places] - before
+
+
+def measure_dealing(what: str, prompts: int, samples: int, turns: int, num_ranks: int) -> Dealing:
+    lengths, shared, starts = shared_rows(prompts, samples, turns)
+    cost = CostModel()
+    again = cost.of(shared)
+    deal_s, groups = timed(lambda: deal_groups(cost.of(lengths) - again, again, starts, num_ranks), 3)
+    rows = list(deal_rows(cost.of(lengths), num_ranks))
+
+    def computed(dealt: list[Rows]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Positions of each rank, and their cost."""
+        added = [positions_of(np.sort(places), lengths, shared, starts, turns, samples) for places in dealt]
+        costs = [
+            (cost.of(lengths[np.sort(places)]) - cost.of(lengths[np.sort(places)] - each)).sum()
+            for places, each in zip(dealt, added)
+        ]
+        return np.array([each.sum() for each in added]), np.array(costs)
+
+    (row_positions, row_costs), (group_positions, group_costs) = computed(rows), computed(groups.places)
+    return Dealing(
+        what=what,
+        num_rows=len(lengths),
+        num_ranks=num_ranks,
+        distinct=int((lengths - shared).sum()),
+        by_rows=int(row_positions.sum()),
+        by_groups=int(group_positions.sum()),
+        by_rows_load=float(row_costs.max() / row_costs.mean()),
+        by_groups_load=float(group_costs.max() / group_costs.mean()),
+        busiest=float(row_costs.max() / group_costs.max()),
+        deal_s=deal_s,
+    )
+
+
+DEALINGS = [
+    ("32 prompts x 8 samples", 32, 8, 1, 8),
+    ("4 prompts x 8 samples", 4, 8, 1, 8),
+    ("32 prompts x 8 samples x 5 turns", 32, 8, 5, 8),
+    ("128 prompts x 16 samples", 128, 16, 1, 64),
+    ("5,120 prompts x 20 samples", 5120, 20, 1, 8),
+    ("5,120 prompts x 20 samples", 5120, 20, 1, 64),
+]
+
+
+def print_dealings(dealings: list[Dealing]) -> None:
+    print(
+        f"\n{'rows that share prefixes':<34}{'ranks':>6}  {'distinct':>12}  {'by rows':>14}  {'by groups':>14}", end=""
+    )
+    print(f"  {'busiest/mean':>14}  {'busiest, rows/groups':>20}  {'deal':>8}")
+    for each in dealings:
+        load = f"{each.by_rows_load:.3f}/{each.by_groups_load:.3f}"
+        rows, groups = each.by_rows / each.distinct, each.by_groups / each.distinct
+        print(f"{each.what:<34}{each.num_ranks:>6}  {each.distinct:>12,}  {rows:>13.2f}x  {groups:>13.2f}x", end="")
+        print(f"  {load:>14}  {each.busiest:>20.2f}  {each.deal_s:>6.3f} s")
+
+
+def broken_promises(results: list[Result], dealings: list[Dealing]) -> list[str]:
     """What does not hold, in words."""
     found = []
+    for each in dealings:
+        if each.busiest < 0.98:
+            found.append(
+                f"{each.what}: by groups the busiest rank has {1 / each.busiest:.3f} times what it has by rows"
+            )
+        if each.num_rows >= 100_000 and each.deal_s > 0.2:
+            found.append(f"{each.what}: dealing groups took {each.deal_s:.2f} s")
     for result in results:
         size = f"{result.num_sequences} sequences"
         if result.largest_over_cap > 1:
@@ -180,11 +285,13 @@ def main() -> int:
     if wrong:
         parser.error(f"sizes must be multiples of 64, to be dealt to 8 and 64 ranks; got {wrong}")
     results = [measure(size) for size in arguments.sizes]
+    dealings = [measure_dealing(*case) for case in DEALINGS]
     if arguments.json:
-        print("\n".join(json.dumps(asdict(result)) for result in results))
+        print("\n".join(json.dumps(asdict(result)) for result in [*results, *dealings]))
     else:
         print_table(results)
-    broken = broken_promises(results) if arguments.check else []
+        print_dealings(dealings)
+    broken = broken_promises(results, dealings) if arguments.check else []
     print("\n".join(broken), end="\n" if broken else "")
     return 1 if broken else 0
 
