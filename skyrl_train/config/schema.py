@@ -150,6 +150,8 @@ class CriticModelConfig:
     path: str = ""
     """Folder, hub name or `builtin:NAME`, `policy` for a copy of the policy's weights with a new value head, or empty
     for no critic. The `score` head of a reward model with one label is kept; a new head starts at 0."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Train an adapter and the value head in place of all weights; independent of the policy's `model.lora`."""
 
 
 @dataclass(frozen=True, kw_only=True)

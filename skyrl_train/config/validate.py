@@ -264,15 +264,23 @@ def _reference(config: Config) -> Iterator[Violation]:
 
 
 def _lora(config: Config) -> Iterator[Violation]:
-    if config.model.lora.rank and config.model.lora.dropout:
+    for prefix, lora in (("model.lora", config.model.lora), ("critic.model.lora", config.critic.model.lora)):
+        if lora.rank and lora.dropout:
+            yield _violation(
+                config,
+                f"{prefix}.dropout",
+                "must be 0 in reinforcement learning: it would move the ratios of new and old probabilities, and values",
+                f"set {prefix}.dropout=0",
+            )
+        if lora.rank and not lora.targets:
+            yield _violation(config, f"{prefix}.targets", "must name a layer", f"try {prefix}.targets=[all-linear]")
+    if config.critic.model.lora.rank and not config.critic.model.path:
         yield _violation(
             config,
-            LORA_DROPOUT,
-            "must be 0 in reinforcement learning: it would move the ratios of new and old probabilities",
-            f"set {LORA_DROPOUT}=0",
+            "critic.model.lora.rank",
+            "needs a critic, and critic.model.path is empty",
+            "set critic.model.path=policy, or critic.model.lora.rank=0",
         )
-    if config.model.lora.rank and not config.model.lora.targets:
-        yield _violation(config, "model.lora.targets", "must name a layer", "try model.lora.targets=[all-linear]")
 
 
 def _step_wise(config: Config) -> Iterator[Violation]:
@@ -360,7 +368,7 @@ RULES = (
     Rule(("trainer.policy.optimizer.betas", "critic.optimizer.betas"), _optimizers),
     Rule(("trainer.algorithm.advantage_estimator", "critic.model"), _critic),
     Rule(("trainer.algorithm", "reference"), _reference),
-    Rule(("model.lora",), _lora),
+    Rule(("model.lora", "critic.model"), _lora),
     Rule(("trainer.algorithm.step_rewards", "generator.step_wise_trajectories"), _step_wise),
     Rule(("trainer.docs_per_step", "trainer.docs_per_step_exact"), _docs_per_step),
     Rule(("trainer", "platform"), _memory),

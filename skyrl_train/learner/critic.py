@@ -25,7 +25,9 @@ from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.model.causal_lm import load_tokenizer, model_at
 from skyrl_train.model.layouts import supported_layout
-from skyrl_train.model.value_model import load_value_model, token_values
+from skyrl_train.model.lora import add_adapter, merged_weights
+from skyrl_train.model.value_model import HEAD, load_value_model, token_values
+from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.metrics import Mean, StepMetrics
 
 if TYPE_CHECKING:
@@ -62,9 +64,8 @@ class CriticLearner:
         return self.engine.optim_step()
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters, the head's among them; detached."""
-        for name, parameter in self.engine.parameters.items():
-            yield name, self.engine.strategy.full(parameter.detach())
+        """Full parameters, the head's among them, an adapter merged; detached."""
+        yield from merged_weights(self.engine.model, self.engine.strategy.full)
 
     def save(self, folder: Path) -> None:
         """Model, optimizer and schedule. Raises CheckpointError."""
@@ -112,6 +113,8 @@ def build_critic_learner(config: Config, plan: BatchPlan, *, strategy: ModelStra
     is given. Raises ModelError, ConfigError."""
     model_config = model_at(config.critic.model.path, config.model)
     model = load_value_model(model_config, config.platform.device)
+    if config.critic.model.lora.rank:
+        add_adapter(model, config.critic.model.lora, seed=derive_seed(config.seed, "critic"), head=HEAD)
     trainer = replace(config.trainer, layout=supported_layout(model, config.trainer.layout, name=model_config.path))
     merge_turns = config.generator.merge_stepwise == "auto"
     documents = plan.total_steps * plan.num_samples_per_batch * trainer.update_epochs_per_batch

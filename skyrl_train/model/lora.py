@@ -39,15 +39,22 @@ _ELEMENTS_AT_ONCE = 1 << 22
 """Of the numbers drawn for dropout, which are eight times the size of the mask that is made of them."""
 
 
-def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
-    """Puts a new adapter on `model`, in place, and freezes everything else. A is random by the seed, B is 0.
+def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int, head: str = "") -> None:
+    """Puts a new adapter on `model`, in place, and freezes everything else. A is random by the seed, B is 0. The
+    module `head`, which a value model has in place of the output head, gets none and is trained itself.
 
     Raises ModelError for targets that the model does not have.
     """
     import peft
 
     targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
-    config = peft.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=targets)
+    config = peft.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=0.0,
+        target_modules=targets,
+        exclude_modules=[head] if head else None,
+    )
     try:
         with torch.random.fork_rng():
             torch.manual_seed(derive_seed(seed, "lora"))
@@ -61,7 +68,7 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int) -> None:
             f"{', '.join(linear)}. Name some of these, or use all-linear"
         ) from error
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
+        parameter.requires_grad_(is_adapter(name) or (bool(head) and name.startswith(f"{head}.")))
     if lora.dropout > 0:
         _drop(model, lora.dropout, seed)
 

@@ -13,11 +13,12 @@ from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutName
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
+from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.model.value_model import load_value_model
+from skyrl_train.model.lora import add_adapter, is_adapter
+from skyrl_train.model.value_model import HEAD, load_value_model
 from skyrl_train.telemetry.metrics import merge_metrics, to_values
 from tests.learner_cases import fixed_rows, make_batch, make_double, save_tiny_model
 
@@ -39,9 +40,12 @@ def make_critic(
     value_clip: float = 0.2,
     random_head: bool = True,
     lr: float = 1e-2,
+    lora: LoraConfig = LoraConfig(),  # noqa: B008 - frozen
 ) -> CriticLearner:
     config = ModelConfig(path=str(folder))
     model = load_value_model(config, "cpu")
+    if lora.rank:
+        add_adapter(model, lora, seed=0, head=HEAD)
     if random_head:
         torch.nn.init.normal_(model.score.weight, std=0.2, generator=torch.Generator().manual_seed(1))
         torch.nn.init.constant_(model.score.bias, 0.3)
@@ -181,6 +185,31 @@ def test_saved_and_loaded_it_goes_on_bit_for_bit(folder: Path, tmp_path: Path) -
     names = set(load_file(tmp_path / "critic" / "model.safetensors"))
     assert {"score.weight", "score.bias"} <= names
     assert not any(name.startswith("lm_head") for name in names)
+
+
+def test_with_an_adapter_the_head_and_the_adapter_are_all_that_is_trained_and_saved(
+    folder: Path, tmp_path: Path
+) -> None:
+    critic = make_critic(folder, double=False, lora=LoraConfig(rank=2))
+    before = {name: value.clone() for name, value in critic.engine.model.named_parameters()}
+    critic.forward_backward(close(with_targets(make_batch(LENGTHS))))
+    critic.optim_step()
+    changed = {name for name, value in critic.engine.model.named_parameters() if not torch.equal(value, before[name])}
+    assert {"score.weight", "score.bias"} < changed
+    assert all(is_adapter(name) or name.startswith("score.") for name in changed)
+    assert not any("score.lora_" in name for name in before)
+    critic.save(tmp_path / "critic")
+    assert set(load_file(tmp_path / "critic" / "model.safetensors")) == set(critic.engine.parameters)
+
+
+def test_an_adapter_is_merged_into_what_a_critic_exports(folder: Path, tmp_path: Path) -> None:
+    critic, batch = make_critic(folder, double=False, lora=LoraConfig(rank=2)), make_batch(LENGTHS)
+    for _ in range(2):
+        critic.forward_backward(close(with_targets(batch)))
+        critic.optim_step()
+    critic.export_hf(tmp_path / "export")
+    again = make_critic(tmp_path / "export", double=False, random_head=False)
+    torch.testing.assert_close(again.forward(batch), critic.forward(batch), rtol=1e-5, atol=1e-5)
 
 
 def test_an_export_is_the_start_of_another_critic(folder: Path, tmp_path: Path) -> None:
