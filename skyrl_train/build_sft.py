@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_train.config.sequence_parallel import data_parallel_size
 from skyrl_train.config.sft import SFTConfig, learner_config
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _closing(config: SFTConfig) -> Closing:
     if trainer.docs_per_step:
         return by_documents(
             trainer.docs_per_step,
-            num_ranks=config.placement.policy_num_workers,
+            num_ranks=_num_shares(config),
             admits=training_limit(make_micro_batch_strategy(learner_config(config).trainer)),
             exact=trainer.docs_per_step_exact,
         )
@@ -202,9 +203,13 @@ def _collator(config: SFTConfig, data: SFTData) -> Collator:
             data.train,
             max_tokens_per_row=trainer.max_tokens_per_microbatch,
             align=trainer.pad_to_multiple_of,
-            num_ranks=config.placement.policy_num_workers,
+            num_ranks=_num_shares(config),
         )
     return DefaultCollator(data.train, align=trainer.pad_to_multiple_of)
+
+
+def _num_shares(config: SFTConfig) -> int:
+    return data_parallel_size(config.placement.policy_num_workers, config.strategy.sequence_parallel_size)
 
 
 def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:

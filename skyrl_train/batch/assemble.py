@@ -23,6 +23,7 @@ from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_lim
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.config.sequence_parallel import data_parallel_size
 from skyrl_train.errors import BatchError
 from skyrl_train.types import RolloutBatch, Trajectory, Turn
 
@@ -78,7 +79,8 @@ def assemble(
             n_samples_per_prompt=rollouts.n_samples_per_prompt,
         )
         if config.trainer.docs_per_step:
-            return _document_boundaries(lengths, row_columns, config.trainer, num_ranks)
+            shares = data_parallel_size(num_ranks, config.strategy.sequence_parallel_size)
+            return _document_boundaries(lengths, row_columns, config.trainer, shares)
         return tuple(by_prompts)
 
     trainer, placement = config.trainer, config.placement

@@ -15,7 +15,9 @@ class LearnerPlan:
 
     role: str
     """`policy`, `critic` or `reference`."""
+    num_ranks: int
     data_parallel_size: int
+    """Shares of its rows: one for all ranks that compute micro-batches together."""
     prompts_per_pass: int
     """Prompts in one optimizer step; for the reference, which is only scored, in one training batch."""
     sequences_per_pass: int
@@ -123,6 +125,7 @@ def _learner(config: Config, role: Role) -> LearnerPlan:
     rows_to_score = ceil_div(samples_per_batch(config), role.data_parallel_size)
     return LearnerPlan(
         role=role.name,
+        num_ranks=role.num_ranks,
         data_parallel_size=role.data_parallel_size,
         prompts_per_pass=prompts,
         sequences_per_pass=sequences,

@@ -9,6 +9,7 @@ from fractions import Fraction
 from skyrl_train.batch.plan import BatchPlan, LearnerPlan, ceil_div, samples_per_batch
 from skyrl_train.batch.plan_estimate import PassEstimate
 from skyrl_train.config.schema import Config, OptimizerConfig
+from skyrl_train.config.sequence_parallel import data_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +92,7 @@ def _document_notes(config: Config) -> Iterator[PlanNote]:
             "learning rate",
         )
     if not config.trainer.docs_per_step_exact:
-        ranks = config.placement.policy_num_workers
+        ranks = data_parallel_size(config.placement.policy_num_workers, config.strategy.sequence_parallel_size)
         yield PlanNote(
             field="trainer.docs_per_step_exact",
             fact=f"a step may exceed {target} documents by less than one micro-batch on each of {ranks} ranks",

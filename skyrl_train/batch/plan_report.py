@@ -176,8 +176,10 @@ def _learner_lines(report: PlanReport) -> Iterator[str]:
         trained = learner.role != "reference"
         count = learner.train_micro_batches if trained else learner.forward_micro_batches
         forwards = "as many micro-batches as lengths and turns make" if count is None else f"{count:,} micro-batches"
+        together, _ = divmod(learner.num_ranks, learner.data_parallel_size)
+        each = "each" if together == 1 else f"for each {together} that compute together"
         yield (
-            f"{learner.role:<10} {learner.data_parallel_size} ranks, {learner.rows_per_rank:,} rows each "
+            f"{learner.role:<10} {learner.num_ranks} ranks, {learner.rows_per_rank:,} rows {each} "
             f"({learner.sequences_per_pass:,} sequences, {learner.dummy_rows_per_pass} dummy rows), "
             f"{'accumulates' if trained else 'scores in'} {forwards}"
         )
@@ -229,7 +231,7 @@ def _storage(config: Config, plan: BatchPlan, lengths: RowLengths, num_parameter
     )
     if num_parameters is not None:
         width = 2 if config.model.dtype == "bfloat16" else 4
-        shards = policy.data_parallel_size if config.strategy.name == "fsdp2" else 1
+        shards = policy.num_ranks if config.strategy.name == "fsdp2" else 1
         state = num_parameters * (12 if config.trainer.policy.optimizer.name == "adamw" else 4)
         yield Storage(
             what="weights to the inference engine", kind="moved", num_bytes=num_parameters * width, when="every batch"

@@ -260,6 +260,9 @@ class StrategyConfig:
 
     name: Literal["single", "ddp", "fsdp2"] = "single"
     """single: one process. ddp: a replica per rank. fsdp2: sharded over ranks."""
+    sequence_parallel_size: PositiveInt = 1
+    """So many ranks compute each micro-batch together, each a part of its positions: for long rows. Must divide the
+    ranks and the attention heads of every model; a micro-batch's caps hold for all of them together."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory (fsdp2)."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from skyrl_train.config.algorithm import algorithm_violations, needs_critic, needs_reference
 from skyrl_train.config.registered import REGISTRIES, module_exists, registered_names
 from skyrl_train.config.schema import Config
+from skyrl_train.config.sequence_parallel import sequence_parallel_violations
 from skyrl_train.config.validate_batch import validate_batch_sizes
 from skyrl_train.config.validate_cluster import cluster_violations
 from skyrl_train.errors import Violation
@@ -364,6 +365,7 @@ RULES = (
     Rule(("generator.backend", "generator.replay_path"), _replay),
     Rule(("placement", "strategy", "generator.backend"), _placement),
     Rule(("strategy",), _strategy),
+    Rule(("strategy", "model.attention"), sequence_parallel_violations),
     Rule(("placement", "generator", "platform"), cluster_violations),
     Rule(("trainer.policy.optimizer.betas", "critic.optimizer.betas"), _optimizers),
     Rule(("trainer.algorithm.advantage_estimator", "critic.model"), _critic),

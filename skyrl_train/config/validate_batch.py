@@ -16,6 +16,7 @@ from typing import Any
 
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.schema import Config
+from skyrl_train.config.sequence_parallel import data_parallel_size
 from skyrl_train.errors import Violation
 
 MAX_MULTIPLES = 1000
@@ -28,7 +29,9 @@ class Role:
 
     name: str
     """`policy`, `critic` or `reference`."""
+    num_ranks: int
     data_parallel_size: int
+    """Shares of its rows: one for all ranks that compute micro-batches together."""
     mini_batch_size: int | None
     """Prompts in one optimizer step; None for the reference, which scores whole batches."""
 
@@ -44,6 +47,8 @@ class Sizes:
     policy_num_workers: int
     critic_num_workers: int | None
     ref_num_workers: int | None
+    sequence_parallel_size: int
+    """Ranks that compute micro-batches together, and so have the same rows."""
     micro_train_batch_size_per_gpu: int
     num_train_prompts: int | None
     """None where the data were not looked at."""
@@ -54,15 +59,21 @@ class Sizes:
 
     def roles(self) -> list[Role]:
         """The models of the run."""
-        roles = [
-            Role(name="policy", data_parallel_size=self.policy_num_workers, mini_batch_size=self.policy_mini_batch_size)
+        found = [
+            ("policy", self.policy_num_workers, self.policy_mini_batch_size),
+            ("critic", self.critic_num_workers, self.critic_mini_batch_size),
+            ("reference", self.ref_num_workers, None),
         ]
-        if self.critic_num_workers is not None:
-            size = self.critic_mini_batch_size
-            roles.append(Role(name="critic", data_parallel_size=self.critic_num_workers, mini_batch_size=size))
-        if self.ref_num_workers is not None:
-            roles.append(Role(name="reference", data_parallel_size=self.ref_num_workers, mini_batch_size=None))
-        return roles
+        return [
+            Role(
+                name=name,
+                num_ranks=ranks,
+                data_parallel_size=data_parallel_size(ranks, self.sequence_parallel_size),
+                mini_batch_size=size,
+            )
+            for name, ranks, size in found
+            if ranks is not None
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +81,7 @@ class Problem:
     """A rule that does not hold for a role."""
 
     kind: str
-    """`data`, `ranks`, `divides`, `even_ranks` or `even_micro_batches`."""
+    """`data`, `groups`, `ranks`, `divides`, `even_ranks` or `even_micro_batches`."""
     role: Role
     field: str
     """The name in `Sizes` of what was set wrong."""
@@ -146,6 +157,7 @@ def sizes_of(config: Config, *, num_train_prompts: int | None = None) -> Sizes:
         policy_num_workers=placement.policy_num_workers,
         critic_num_workers=placement.critic_num_workers if has_critic else None,
         ref_num_workers=placement.ref_num_workers if has_reference else None,
+        sequence_parallel_size=config.strategy.sequence_parallel_size,
         micro_train_batch_size_per_gpu=trainer.micro_train_batch_size_per_gpu,
         num_train_prompts=num_train_prompts,
         equal_ranks=strict,
@@ -208,6 +220,9 @@ def _role_problems(sizes: Sizes, role: Role) -> Iterator[Problem]:
     workers = _workers_field(role)
     prompts = sizes.train_batch_size if role.mini_batch_size is None else role.mini_batch_size
     mini_batch = workers if role.mini_batch_size is None else f"{role.name}_mini_batch_size"
+    if role.num_ranks % sizes.sequence_parallel_size:
+        yield Problem(kind="groups", role=role, field=workers, repairs=(workers,))
+        return
     if sizes.train_batch_size * sizes.n_samples_per_prompt < role.data_parallel_size:
         yield Problem(kind="ranks", role=role, field=workers, repairs=(workers, "train_batch_size"))
     if sizes.train_batch_size % prompts:
@@ -231,6 +246,9 @@ def _rule(sizes: Sizes, problem: Problem) -> str:
     whole = f"{batch * samples} sequences of a training batch ({batch} prompts x {samples} samples)"
     if problem.kind == "data":
         return f"must be at most the number of training prompts, {sizes.num_train_prompts}: the data fill no batch"
+    if problem.kind == "groups":
+        size = sizes.sequence_parallel_size
+        return f"must be a multiple of strategy.sequence_parallel_size={size}: so many ranks share each micro-batch"
     if problem.kind == "ranks":
         return f"must be at most the {whole}: a {role.name} rank would have nothing to do"
     prompts = sizes.train_batch_size if role.mini_batch_size is None else role.mini_batch_size
@@ -297,8 +315,9 @@ def _candidates(sizes: Sizes, field: str) -> Iterator[int]:
         name = "reference" if field == "ref_num_workers" else field.removesuffix("_num_workers")
         (role,) = (role for role in sizes.roles() if role.name == name)
         prompts = sizes.train_batch_size if role.mini_batch_size is None else role.mini_batch_size
-        yield from divisors(prompts * sizes.n_samples_per_prompt)
-        yield sizes.train_batch_size * sizes.n_samples_per_prompt
+        sequences = sizes.train_batch_size * sizes.n_samples_per_prompt
+        for shares in (*divisors(prompts * sizes.n_samples_per_prompt), sequences):
+            yield shares * sizes.sequence_parallel_size
 
 
 def _multiples(sizes: Sizes) -> Iterator[int]:
