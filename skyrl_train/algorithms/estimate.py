@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.reduce import whiten
 from skyrl_train.batch.training_batch import TrainingInputBatch, token_positions
 from skyrl_train.config.algorithm import ROLLOUT_LOSSES, AlgorithmConfig
+from skyrl_train.errors import BatchError
 from skyrl_train.registry import resolve
 
 MAX_PADDED_TOKENS = 2**22
@@ -32,15 +34,44 @@ def estimate_advantages(
     Raises ConfigError for an unknown estimator; BatchError for malformed columns, naming column and row, and for
     log-probabilities of the rollout that are missing or not finite where the loss needs them.
     """
-    estimator = resolve(config.advantage_estimator, ADVANTAGE_ESTIMATORS, field="trainer.algorithm.advantage_estimator")
+    resolve(config.advantage_estimator, ADVANTAGE_ESTIMATORS, field="trainer.algorithm.advantage_estimator")
     coef = config.kl_reward_coef if kl_reward_coef is None else kl_reward_coef
+    read = batch.without_columns(*_unread_columns(config, coef))
+    kept = _tokens_that_count(batch, config)
+    try:
+        found = _estimate(_of_tokens(read, kept), config, coef)
+    except BatchError:
+        if len(kept) == batch.num_tokens:
+            raise
+        kept = torch.arange(batch.num_tokens, device=kept.device)
+        found = _estimate(read, config, coef)  # raises it again, with positions in the whole row
+    advantages, returns = batch["rewards"].new_zeros(2, batch.num_tokens)
+    advantages[kept], returns[kept] = found.advantages, found.returns
+    if bool(found.to_whiten.any()):
+        to_whiten = torch.zeros_like(batch["loss_mask"])
+        to_whiten[kept] = found.to_whiten
+        trained = batch["loss_mask"] & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
+        advantages = torch.where(to_whiten, whiten(advantages, trained), advantages)
+    return batch.with_columns(advantages=advantages, returns=returns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Estimated:
+    """Flat columns `[num_tokens]`."""
+
+    advantages: Tensor
+    returns: Tensor
+    to_whiten: Tensor
+
+
+def _estimate(batch: TrainingInputBatch, config: AlgorithmConfig, kl_reward_coef: float) -> _Estimated:
+    estimator = resolve(config.advantage_estimator, ADVANTAGE_ESTIMATORS, field="trainer.algorithm.advantage_estimator")
     advantages = torch.zeros_like(batch["rewards"])
     returns = torch.zeros_like(advantages)
     to_whiten = torch.zeros_like(batch["loss_mask"])
-    read = batch.without_columns(*_unread_columns(config, coef))
     for rows in groups_of_whole_prompts(batch["prompt_index"], batch.lengths):
-        part = read.take(rows)
-        inputs = advantage_inputs(part, config, kl_reward_coef=coef)
+        part = batch.take(rows)
+        inputs = advantage_inputs(part, config, kl_reward_coef=kl_reward_coef)
         _check_rollout_logprobs(part, inputs, config)
         output = estimator(inputs, config)
         check_advantage_output(output, inputs, config.advantage_estimator)
@@ -49,10 +80,32 @@ def estimate_advantages(
         returns[positions] = part.from_padded(output.returns).to(returns.dtype)
         if output.whiten_over_batch is not None:
             to_whiten[positions] = part.from_padded(output.whiten_over_batch)
-    if bool(to_whiten.any()):
-        trained = batch["loss_mask"] & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
-        advantages = torch.where(to_whiten, whiten(advantages, trained), advantages)
-    return batch.with_columns(advantages=advantages, returns=returns)
+    return _Estimated(advantages=advantages, returns=returns, to_whiten=to_whiten)
+
+
+def _tokens_that_count(batch: TrainingInputBatch, config: AlgorithmConfig) -> Tensor:
+    """int64: tokens with loss or a reward, the token after each, by which turns are told apart, and each row's first.
+
+    Our estimators read nothing of the others, which are most of a batch with one row per turn. A user's own may.
+    """
+    if config.advantage_estimator not in ADVANTAGE_ESTIMATORS:
+        return torch.arange(batch.num_tokens, device=batch.row_offsets.device)
+    counts = batch["loss_mask"] | (batch["rewards"] != 0)
+    counts[1:] |= counts[:-1].clone()
+    counts[batch.row_offsets[:-1]] = True
+    return counts.nonzero().squeeze(1)
+
+
+def _of_tokens(batch: TrainingInputBatch, kept: Tensor) -> TrainingInputBatch:
+    """The rows with these tokens alone, at least one of each row."""
+    if len(kept) == batch.num_tokens:
+        return batch
+    return TrainingInputBatch(
+        token_columns={name: column[kept] for name, column in batch.token_columns.items()},
+        row_columns=batch.row_columns,
+        row_offsets=torch.searchsorted(kept, batch.row_offsets),
+        metadata=batch.metadata.of_rows(batch.metadata.uids),
+    )
 
 
 def _unread_columns(config: AlgorithmConfig, kl_reward_coef: float) -> list[str]:

@@ -169,3 +169,29 @@ def test_groups_hold_all_rows_of_a_prompt_and_stay_under_the_cap() -> None:
 
 def test_token_positions_of_rows_in_any_order() -> None:
     assert token_positions(torch.tensor([0, 2, 5, 6]), torch.tensor([2, 0])).tolist() == [5, 0, 1]
+
+
+@pytest.mark.parametrize("step_rewards", ["outcome", "turn_return"])
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+def test_tokens_that_our_estimators_do_not_read_are_left_out(name: str, step_rewards: str) -> None:
+    """Under a path of the user's own, the same function is shown whole rows."""
+    function = ADVANTAGE_ESTIMATORS[name].__name__
+    for seed in range(4):
+        batch = batch_of(advantage_inputs_of(random_samples(seed, binary_rewards=True), step_wise=seed % 2 == 0))
+        config = AlgorithmConfig(advantage_estimator=name, step_rewards=step_rewards, gamma=0.9, gae_lambda=0.8)  # type: ignore[arg-type]
+        whole = replace(config, advantage_estimator=f"skyrl_train.algorithms.advantages:{function}")
+        found, expected = estimate_advantages(batch, config), estimate_advantages(batch, whole)
+        assert torch.equal(found["advantages"], expected["advantages"])
+        assert torch.equal(found["returns"], expected["returns"])
+
+
+def test_an_error_names_the_position_in_the_whole_row() -> None:
+    batch = batch_of(advantage_inputs_of(random_samples(5, binary_rewards=True), step_wise=False))
+    mask = torch.zeros_like(batch["loss_mask"])
+    mask[batch.row_offsets[1:] - 1] = True
+    values = torch.where(mask, torch.nan, batch["values"])
+    last = int(batch.lengths[0]) - 1
+    with pytest.raises(BatchError, match=rf"values of row 0 .* is nan at position {last}"):
+        estimate_advantages(
+            batch.with_columns(loss_mask=mask, values=values), AlgorithmConfig(advantage_estimator="gae")
+        )
