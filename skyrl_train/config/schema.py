@@ -79,7 +79,8 @@ class DataConfig:
     """`data=`: prompts for training and for evaluation."""
 
     train: tuple[str, ...] = ("builtin:word_problems/train",)
-    """Parquet or JSON-lines files, folders of them, hub names (`owner/name:split`), or `builtin:NAME/SPLIT`."""
+    """Parquet or JSON-lines files, folders of them, hub names (`owner/name:split`, `owner/name/config:split`), or
+    `builtin:NAME/SPLIT`."""
     validation: tuple[str, ...] = ("builtin:word_problems/validation",)
     """Held-out prompts; empty turns evaluation off."""
     max_train_prompts: NonNegativeInt = 0

@@ -34,7 +34,8 @@ class SFTDataConfig:
     """`data` (`sft_data=`): examples to learn from, and held-out ones."""
 
     train: tuple[str, ...] = ("builtin:word_problems/train",)
-    """Parquet or JSON-lines files, folders of them, hub names (`owner/name:split`), or `builtin:NAME/SPLIT`."""
+    """Parquet or JSON-lines files, folders of them, hub names (`owner/name:split`, `owner/name/config:split`), or
+    `builtin:NAME/SPLIT`."""
     weights: tuple[Weight, ...] = ()
     """For each entry of `train`, how often its rows are used per epoch (0.5: half of them, in turns); empty is once."""
     validation: tuple[str, ...] = ("builtin:word_problems/validation",)

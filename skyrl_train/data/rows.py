@@ -15,7 +15,7 @@ from skyrl_train.errors import DataError
 
 BUILTIN = "builtin:"
 _SUFFIXES = (".jsonl", ".json", ".parquet")
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+:[\w.\[\]:%+-]+")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w.-]+)?:[\w.\[\]:%+-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Source:
     name: str
     """Short, e.g. `train` for `data/train.jsonl`; unique among the sources of one call to `find_sources`."""
     location: str
-    """Path, or `owner/name:split`."""
+    """Path, or `owner/name:split`, or `owner/name/config:split`."""
     on_hub: bool = False
 
 
@@ -169,15 +169,17 @@ def _read_parquet(source: Source) -> Iterator[Row]:
 def _read_hub(source: Source) -> Iterator[Row]:
     import datasets
 
-    name, _, split = source.location.partition(":")
+    address, _, split = source.location.partition(":")
+    owner, name, *config = address.split("/")
     try:
-        rows = datasets.load_dataset(name, split=split)
+        rows = datasets.load_dataset(f"{owner}/{name}", *config, split=split)
     except Exception as error:
         # Whatever the hub client raises (no network, no such repository, gated): one line a person can act on.
         first_line = (str(error).splitlines() or [""])[0]
         raise DataError(
             f"{source.location}: the hub data set cannot be loaded ({type(error).__name__}: {first_line}). "
-            "Check the name, the split and the network, or download it and give its folder."
+            "Check the name, the split and the network (owner/name/config:split where it has several configurations), "
+            "or download it and give its folder."
         ) from error
     for index, values in enumerate(rows):
         yield _row(source, index, f"{source.location}, row {index}", values)

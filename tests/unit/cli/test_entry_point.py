@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,14 +16,10 @@ STANDIN = """
 import logging
 import sys
 
-import hydra
-
-from skyrl_train.cli import HYDRA_VERSION_BASE, preflight, register_resolvers
+from skyrl_train.cli import start
 from skyrl_train.config.load import load_config
-from skyrl_train.config.paths import conf_dir
 
 
-@hydra.main(version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name="config")
 def run(node):
     config = load_config(node)
     logging.getLogger("standin").info("for the file")
@@ -29,9 +27,7 @@ def run(node):
     print("RUN", config.seed, config.output_dir, "torch" in sys.modules)
 
 
-register_resolvers()
-preflight(sys.argv[1:], config_name="config")
-run()
+start(run, config_name="config")
 """
 
 
@@ -103,3 +99,10 @@ def test_the_job_can_be_shown_resolved(started) -> None:  # type: ignore[no-unty
     assert done.returncode == 0
     assert "lr: 5.0e-05" in done.stdout
     assert started("--cfg", "hydra", "--resolve", "-p", "hydra.run").returncode == 0
+
+
+@pytest.mark.parametrize("script", ["skyrl-train", "skyrl-sft", "skyrl-plan", "skyrl-generate"])
+def test_a_console_script_is_a_function_that_is_there(script: str) -> None:
+    (target,) = re.findall(rf'^{script} = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    module, _, function = target.partition(":")
+    assert callable(getattr(importlib.import_module(module), function))

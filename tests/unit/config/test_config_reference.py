@@ -37,7 +37,7 @@ def test_types_are_told_in_words(path: str, text: str) -> None:
 
 def test_the_reference_lists_every_setting_and_every_choice() -> None:
     document = reference(conf_dir())
-    repeated = {"generator.eval_sampling.", "critic.optimizer."}
+    repeated = {"generator.eval_sampling.", "critic.optimizer.", "critic.model.lora."}
     for path, field in FIELDS.items():
         if not field.section and not path.startswith(tuple(repeated)):
             assert f"| `{path}` |" in document

@@ -192,19 +192,27 @@ def test_an_empty_folder_and_an_unknown_builtin_are_named(tmp_path: Path) -> Non
 def test_a_hub_name_without_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
 
-    def refuse(name: str, split: str) -> None:
-        raise ConnectionError(f"cannot reach the hub for {name} {split}")
+    def refuse(name: str, config: str, split: str) -> None:
+        raise ConnectionError(f"cannot reach the hub for {name} {config} {split}")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    error = error_of("openai/gsm8k:train[:10]")
-    assert error.startswith("openai/gsm8k:train[:10]: the hub data set cannot be loaded (ConnectionError: ")
+    error = error_of("openai/gsm8k/main:train[:10]")
+    assert error.startswith("openai/gsm8k/main:train[:10]: the hub data set cannot be loaded (ConnectionError: ")
     assert "download it and give its folder" in error
 
 
 def test_a_hub_data_set_is_read_like_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: [ROW])
+    asked: list[tuple[tuple[str, ...], str]] = []
+
+    def load(*names: str, split: str) -> list[dict[str, Any]]:
+        asked.append((names, split))
+        return [ROW]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
     assert [prompt.uid for prompt in load_prompts(["owner/name:train"])] == ["owner/name:train-0"]
+    load_prompts(["owner/name/main:train[:10]"])
+    assert asked == [(("owner/name",), "train"), (("owner/name", "main"), "train[:10]")]
 
 
 # Lengths

@@ -133,6 +133,24 @@ def test_a_source_is_tokenised_once_for_all_runs(words: Path, tmp_path: Path, mo
     assert texts(second) == ["one</s>", "one two</s>"]
 
 
+def test_a_hub_data_set_is_tokenised_like_a_file_and_once_while_its_rows_stay_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    hub = {"owner/name": [{"text": "one"}, cases.chat("hello", "bye")]}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: hub[name])
+    tokenised: list[str] = []
+    settings: dict[str, Any] = {
+        "cache_folder": tmp_path / "cache",
+        "on_progress": lambda name, rows: tokenised.append(f"{rows} of {name}"),
+    }
+    first, again = load("owner/name:train", **settings), load("owner/name:train", **settings)
+    assert texts(first) == texts(again) == texts(load("owner/name:train"))
+    hub["owner/name"].append({"text": "new"})
+    assert texts(load("owner/name:train", **settings))[2] == "new</s>"
+    assert tokenised == ["2 of owner/name:train", "3 of owner/name:train"]
+
+
 def test_the_key_changes_with_everything_that_tokens_depend_on(words: Path, tmp_path: Path) -> None:
     def key(path: Path = words, tokenizer: Any = TOKENIZER, form: ExampleFormat | None = None, limit: int = 0) -> str:
         return cache_key(find_sources([str(path)])[0], tokenizer, form or ExampleFormat(), limit)
