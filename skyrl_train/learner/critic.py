@@ -115,7 +115,13 @@ def build_critic_learner(config: Config, plan: BatchPlan, *, strategy: ModelStra
     model = load_value_model(model_config, config.platform.device)
     if config.critic.model.lora.rank:
         add_adapter(model, config.critic.model.lora, seed=derive_seed(config.seed, "critic"), head=HEAD)
-    trainer = replace(config.trainer, layout=supported_layout(model, config.trainer.layout, name=model_config.path))
+    layout = supported_layout(
+        model,
+        config.trainer.layout,
+        name=model_config.path,
+        sequence_parallel_size=config.strategy.sequence_parallel_size,
+    )
+    trainer = replace(config.trainer, layout=layout)
     merge_turns = config.generator.merge_stepwise == "auto"
     documents = plan.total_steps * plan.num_samples_per_batch * trainer.update_epochs_per_batch
     engine = ModelEngine(

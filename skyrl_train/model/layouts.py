@@ -2,7 +2,9 @@
 
 Packed rows and prefix trees are exact for a model whose tokens mix in attention alone, through the attention interface
 of transformers. A state-space or linear-attention layer carries a state from each position to the next and would mix
-rows; such a model is refused. So is one whose position encoding depends on the longest row of a forward.
+rows; such a model is refused. So is one whose position encoding depends on the longest row of a forward, and one whose
+attention sees chunks. The same models can be computed by several ranks together, of which each has a part of the
+positions (`distributed/sequence_parallel.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _PADDED_ATTENTION = "skyrl_padded_attention"
 """Attribute of a model that remembers the attention it was loaded with."""
 _TOLERANCE = 1e-3
 """Largest difference between layouts, relative to the largest hidden value, that is rounding in float32."""
-_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def hidden_states(model: PreTrainedModel, layout: Layout) -> Tensor:
@@ -73,16 +75,27 @@ def _use_attention(model: PreTrainedModel, name: str) -> None:
         model.set_attn_implementation(name)
 
 
-def supported_layout(model: PreTrainedModel, layout: LayoutChoice, *, name: str) -> LayoutChoice:
+def supported_layout(
+    model: PreTrainedModel, layout: LayoutChoice, *, name: str, sequence_parallel_size: int = 1
+) -> LayoutChoice:
     """The layout, checked on this model; `auto` becomes `padded`, with a line in the log, where nothing else is exact.
 
-    Raises ModelError for another layout that is not.
+    Raises ModelError for another layout that is not, and for a model of which so many ranks cannot compute a forward
+    together.
     """
-    if layout == "padded":
+    together = sequence_parallel_size > 1
+    if together:
+        _require_divisible_heads(model, sequence_parallel_size, name=name)
+    if layout == "padded" and not together:
         return layout
     try:
         check_layouts(model, name=name)
     except ModelError as error:
+        if together:
+            raise ModelError(
+                f"{error} and strategy.sequence_parallel_size=1 in place of {sequence_parallel_size}: ranks that share "
+                "a forward ask the same of a model"
+            ) from error
         if layout != "auto":
             raise
         logger.info("layout: padded, since %s", error)
@@ -113,6 +126,16 @@ def check_layouts(model: PreTrainedModel, *, name: str) -> None:
     difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
     if not difference <= _TOLERANCE:
         raise _refusal(name, model, f"computes other hidden states under them (by {difference:.2g} of their size)")
+
+
+def _require_divisible_heads(model: PreTrainedModel, size: int, *, name: str) -> None:
+    heads = int(model.config.get_text_config().num_attention_heads)
+    if heads % size:
+        fitting = [str(count) for count in range(1, heads + 1) if heads % count == 0]
+        raise ModelError(
+            f"model path {name!r}: strategy.sequence_parallel_size={size} must divide its {heads} attention heads, of "
+            f"which each rank computes a part. Try {' or '.join(fitting)}"
+        )
 
 
 def _refusal(name: str, model: PreTrainedModel, reason: str) -> ModelError:
