@@ -149,9 +149,14 @@ class LearnerWorker:
 def _strategy(config: Config, device: torch.device) -> ModelStrategy:
     import torch
 
+    from skyrl_train.distributed.sequence_parallel import SequenceGroup
     from skyrl_train.distributed.strategy import Replicated, Sharded, SingleProcess
 
-    if config.strategy.name == "fsdp2":
-        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-        return Sharded(device=device, dtype=dtype, cpu_offload=config.strategy.cpu_offload)
-    return Replicated() if config.strategy.name == "ddp" else SingleProcess()
+    if config.strategy.name == "single":
+        return SingleProcess()
+    size = config.strategy.sequence_parallel_size
+    group = SequenceGroup(size, timeout_s=config.placement.call_timeout_s) if size > 1 else None
+    if config.strategy.name == "ddp":
+        return Replicated(group)
+    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    return Sharded(device=device, dtype=dtype, cpu_offload=config.strategy.cpu_offload, group=group)

@@ -19,10 +19,11 @@ from skyrl_train.batch.sharing import Together, computed_together
 from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor, Watch, kill
-from skyrl_train.cluster.dispatch import pack
+from skyrl_train.cluster.dispatch import Shipped, pack
 from skyrl_train.cluster.learner_worker import LearnerWorker, Role
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
+from skyrl_train.config.sequence_parallel import data_parallel_size
 from skyrl_train.distributed.process_group import Rendezvous
 from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
@@ -111,28 +112,34 @@ class RayLearner:
     """Implements `Learner`. Mini-batches arrive closed: their denominators travel with every rank's rows."""
 
     def __init__(
-        self, group: WorkerGroup, *, before_compute: Callable[[], None] = lambda: None, together: Together = "row"
+        self,
+        group: WorkerGroup,
+        *,
+        before_compute: Callable[[], None] = lambda: None,
+        together: Together = "row",
+        sequence_parallel_size: int = 1,
     ) -> None:
         """`before_compute` is called before a forward, for whoever shares the devices to make room. Rows within one
-        `together` unit share computation on a rank, and go to one where that is level."""
+        `together` unit share computation on a rank, and go to one where that is level. So many consecutive ranks compute
+        the same rows together."""
         self.group = group
         self._together = together
-        self._num_ranks = len(group.actors)
+        self._num_shares = data_parallel_size(len(group.actors), sequence_parallel_size)
         self._before_compute = before_compute
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """`[num_tokens]` in the batch's order."""
         self._before_compute()
-        staged = stage(batch, self._num_ranks, together=self._together)
-        results = self.group.call("forward", "score", each=[ray.put(pack(shard)) for shard in staged.shards])
+        staged = stage(batch, self._num_shares, together=self._together)
+        results = self._on_shares("forward", "score", [pack(shard) for shard in staged.shards])
         return staged.collect([torch.from_numpy(np.array(result)) for result in results])
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Each rank adds the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
         self._before_compute()
-        staged = stage(mini_batch.batch, self._num_ranks, together=self._together)
-        shipped = [ray.put(pack(shard, mini_batch.denominators)) for shard in staged.shards]
-        return merge_metrics(self.group.call("forward_backward", "update", each=shipped))
+        staged = stage(mini_batch.batch, self._num_shares, together=self._together)
+        shares = [pack(shard, mini_batch.denominators) for shard in staged.shards]
+        return merge_metrics(self._on_shares("forward_backward", "update", shares))
 
     def optim_step(self) -> StepMetrics:
         """One step on all ranks, or on none: raises NonFiniteError before any weight moves."""
@@ -169,6 +176,12 @@ class RayLearner:
     def close(self) -> None:
         """Ends the workers."""
         self.group.close()
+
+    def _on_shares(self, method: str, phase: str, shares: Sequence[Shipped]) -> list[Any]:
+        """`method` on every rank with its share; the answers by share, as ranks that compute together answer alike."""
+        each, _ = divmod(len(self.group.actors), len(shares))
+        answers = self.group.call(method, phase, each=[ref for ref in map(ray.put, shares) for _ in range(each)])
+        return answers[::each]
 
 
 def start_learner(
@@ -214,7 +227,12 @@ def start_learner(
             raise
         merge_turns = config.generator.merge_stepwise == "auto"
         together = computed_together(layout, merge_turns=merge_turns)
-        return RayLearner(group, before_compute=before_compute, together=together)
+        return RayLearner(
+            group,
+            before_compute=before_compute,
+            together=together,
+            sequence_parallel_size=config.strategy.sequence_parallel_size,
+        )
 
     return wait
 

@@ -284,7 +284,12 @@ def build_policy_learner(
         model, layout = empty_causal_lm(model_config), config.trainer.layout
     else:
         model = load_causal_lm(model_config, "cpu" if spread.sharded else config.platform.device)
-        layout = supported_layout(model, config.trainer.layout, name=model_config.path)
+        layout = supported_layout(
+            model,
+            config.trainer.layout,
+            name=model_config.path,
+            sequence_parallel_size=config.strategy.sequence_parallel_size,
+        )
     if role == "policy" and config.model.lora.rank:
         add_adapter(model, config.model.lora, seed=config.seed)
     trainer = replace(config.trainer, layout=spread.of_rank_0(layout))
