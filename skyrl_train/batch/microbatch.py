@@ -165,11 +165,12 @@ def make_micro_batch_strategy(trainer_config: TrainerConfig, *, merge_turns: boo
 def layout_of(
     batch: TrainingInputBatch, strategy: MicroBatchStrategy, layout: LayoutChoice, *, training: bool
 ) -> LayoutName:
-    """What a pass over `batch` uses. For `auto`, as the strategy predicts; under your own strategy `prefix_shared`,
-    which computes the fewest positions."""
+    """What a pass over `batch` uses. For `auto`, as the strategy predicts; under one of your own without
+    `layout_of` it is `prefix_shared`, which computes the fewest positions."""
     if layout != "auto":
         return layout
-    return strategy.layout_of(batch, training=training) if isinstance(strategy, ByLength) else "prefix_shared"
+    chooses: Callable[..., LayoutName] | None = getattr(strategy, "layout_of", None)
+    return "prefix_shared" if chooses is None else chooses(batch, training=training)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from skyrl_train.distributed.together import MeetingAllGather, MeetingReduceScatter, Together
 from skyrl_train.errors import ModelError
 
 if TYPE_CHECKING:
@@ -18,12 +19,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def shard_model(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool) -> None:
+def shard_model(
+    model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool, together: Together
+) -> None:
     """Shards `model` in place, each decoder layer on its own and the rest with the root, and gives it a method
     `compute(function)` that runs `function` as if it were the model's forward.
 
     Gradients are summed over ranks, not averaged. Rank 0's parameters and buffers are what counts: each other rank
-    receives its shards of them, so that only rank 0 has to have read the weights.
+    receives its shards of them, so that only rank 0 has to have read the weights. Collectives of a pass go through
+    `together`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
@@ -54,6 +58,9 @@ def shard_model(model: PreTrainedModel, *, device: torch.device, dtype: torch.dt
             # gloo knows no scaled sum, which a divide factor becomes unless plain sums are asked for.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+            as_fsdp: Any = module
+            as_fsdp.set_custom_all_gather(MeetingAllGather(together))
+            as_fsdp.set_custom_reduce_scatter(MeetingReduceScatter(together))
     _receive_from_rank_0(model, full, cpu_offload=cpu_offload)
     as_any: Any = model
     as_any.compute = MethodType(_compute, model)
@@ -70,6 +77,23 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def forget_pass(model: nn.Module) -> None:
+    """Brings a sharded model back to where it was before a forward or backward that did not come to its end; gradients
+    of that pass which were not summed yet are dropped. Those in `parameter.grad` stay."""
+    from torch.distributed.fsdp import FSDPModule
+
+    root: Any = model
+    root.reset_iter_state()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    # torch keeps these, and the next backward pass would add to them
+                    parameter.unsharded_accumulated_grad = None
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

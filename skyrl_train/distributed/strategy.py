@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from skyrl_train.batch.layout import PositionGroup
+from skyrl_train.distributed.together import RankOutOfMemory, Together
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +50,13 @@ class ModelStrategy(Protocol):
 
     def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:
         """Runs a forward computation that reads parameters of `model` beside calling it."""
+        ...
+
+    def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
+        """Runs passes of `model` of which all ranks finish theirs, or none. See `distributed/together.py`.
+
+        Raises RankOutOfMemory on all ranks where memory runs out on one; the model is ready for another pass then.
+        """
         ...
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -90,6 +98,10 @@ class SingleProcess:
     def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: ARG002
         """As it is."""
         return function()
+
+    def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
+        """Alone."""
+        return Together(lambda code: code).run(work)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Nothing to do."""
@@ -135,6 +147,10 @@ class Replicated:
         """As it is: replicas are whole."""
         return function()
 
+    def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
+        """Ranks meet at the end: passes of replicas do not talk to each other."""
+        return Together(_largest).run(work)
+
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sums all gradients, in buckets of one type."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -175,12 +191,15 @@ class Sharded:
         self._device = device
         self._dtype = dtype
         self._cpu_offload = cpu_offload
+        self._together = Together(_largest)
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Shards the model and sends each rank its part of rank 0's parameters."""
         from skyrl_train.distributed.fsdp import shard_model
 
-        shard_model(model, device=self._device, dtype=self._dtype, cpu_offload=self._cpu_offload)
+        shard_model(
+            model, device=self._device, dtype=self._dtype, cpu_offload=self._cpu_offload, together=self._together
+        )
 
     def agree(self, count: int) -> int:
         """The largest of all ranks: every forward gathers parameters from all of them."""
@@ -191,6 +210,16 @@ class Sharded:
         sharded: Any = model
         result: T = sharded.compute(function)
         return result
+
+    def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
+        """Ranks meet before each collective of a pass, too."""
+        from skyrl_train.distributed.fsdp import forget_pass
+
+        try:
+            return self._together.run(work)
+        except RankOutOfMemory:
+            forget_pass(model)
+            raise
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Nothing to do: the backward pass summed them."""

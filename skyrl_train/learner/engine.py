@@ -8,37 +8,28 @@ sum and nothing here divides: how rows are split changes speed and memory, never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.batch.layout import Layout, make_layout
-from skyrl_train.batch.merge import merge_counts
-from skyrl_train.batch.microbatch import MicroBatchStrategy, layout_of, micro_batches
+from skyrl_train.batch.microbatch import MicroBatchStrategy
 from skyrl_train.batch.schedule import learning_rate, schedule_position
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
-from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError, SkyrlTrainError
+from skyrl_train.errors import CheckpointError, NonFiniteError, SkyrlTrainError
 from skyrl_train.learner import state
+from skyrl_train.learner.healing import Healing
 from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
-from skyrl_train.model.layouts import hidden_states
-from skyrl_train.model.lora import forget_dropout_keys, has_adapter, merged_weights, set_dropout_keys
-from skyrl_train.telemetry.metrics import Last, Mean, Metric, StepMetrics, Sum, merge_metrics
+from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
+from skyrl_train.model.lora import has_adapter, merged_weights
+from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-T = TypeVar("T")
-ScoreRows = Callable[[Tensor, TrainingInputBatch, Layout], Tensor]
-"""`(hidden [positions, hidden], rows, layout) -> [rows, len]`."""
-LossOfRows = Callable[[Tensor, TrainingInputBatch, Layout], tuple[Tensor, StepMetrics]]
-"""`(hidden [positions, hidden], rows, layout) -> (sum of weighted token losses, metrics)`."""
 
 
 class ModelEngine:
@@ -65,14 +56,10 @@ class ModelEngine:
         self.model = model
         self.name = name
         """Prefix of the metrics, and the role in error messages."""
-        self.dtype = dtype
         self.num_optimizer_steps = 0
         self.num_documents = 0
         """Trajectories that its optimizer steps consumed; they drive the schedule where `total_documents` is not 0."""
         self._pending_documents = 0
-        self._micro_batching = micro_batching
-        self._layout = layout
-        self._merge_turns = merge_turns
         self._total_optimizer_steps = total_optimizer_steps
         self._total_documents = total_documents
         self._config = optimizer
@@ -86,27 +73,32 @@ class ModelEngine:
             self._optimizer = build_optimizer(self.parameters, optimizer)
         self._has_gradient = False
         self._non_finite_loss = ""
-
-    @property
-    def device(self) -> torch.device:
-        return next(iter(self.parameters.values())).device
+        self.passes = Passes(
+            model,
+            strategy=self.strategy,
+            name=name,
+            dtype=dtype,
+            micro_batching=micro_batching,
+            layout=layout,
+            merge_turns=merge_turns,
+        )
+        self.healing = Healing(self.passes, drop_gradients=self._drop_gradients)
 
     @property
     def layout(self) -> LayoutChoice:
         """As it was given: exact for the model."""
-        return self._layout
+        return self.passes.layout
 
-    @torch.no_grad()
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Raises SkyrlTrainError for a model that is only scored."""
+        if self._optimizer is None:
+            raise SkyrlTrainError(f"the {self.name} model is only scored; it has no optimizer")
+        return self._optimizer
+
     def forward(self, batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
         """`[num_tokens]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
-        scores = torch.zeros(batch.num_tokens, dtype=_score_dtype(self.parameters))
-        for micro_batch, rows, layout in self._micro_batches(batch, training=False):
-            with self._autocast():
-                padded = self._compute(score, micro_batch, layout)
-            if len(rows) == 0:
-                continue
-            scores[_token_indices(batch, rows)] = micro_batch.from_padded(padded).to("cpu", scores.dtype)
-        return scores
+        return self.healing.run(batch, lambda planned: self.passes.score(planned, batch, score), training=False)
 
     def forward_backward(
         self, batch: TrainingInputBatch, loss_of: LossOfRows, *, num_documents: int = 0
@@ -115,23 +107,14 @@ class ModelEngine:
 
         `num_documents`: trajectories of the whole mini-batch, of which `batch` may be one rank's share.
         """
-        if self._optimizer is None:
-            raise SkyrlTrainError(f"the {self.name} model is only scored; it has no optimizer")
-        parts: list[StepMetrics] = []
+        step = self.num_optimizer_steps if self.optimizer else 0
         self._has_gradient = True
+        found = self.healing.run(
+            batch, lambda planned: self.passes.accumulate(planned, loss_of, step=step), training=True
+        )
         self._pending_documents += num_documents
-        for micro_batch, _, layout in self._micro_batches(batch, training=True):
-            set_dropout_keys(self.model, micro_batch, layout, step=self.num_optimizer_steps)
-            with self._autocast():
-                loss, metrics = self._compute(loss_of, micro_batch, layout)
-            loss.backward()  # type: ignore[no-untyped-call]
-            forget_dropout_keys(self.model)
-            if not self._non_finite_loss and not bool(torch.isfinite(loss.detach())):
-                self._non_finite_loss = (
-                    f"loss {float(loss.detach())} in the micro-batch of {micro_batch.metadata.uids[0]!r}"
-                )
-            parts += [metrics, self._layout_metrics(micro_batch, layout)]
-        return merge_metrics(parts)
+        self._non_finite_loss = self._non_finite_loss or found.non_finite
+        return merge_metrics([found.metrics, self.healing.metrics()])
 
     def optim_step(self) -> StepMetrics:
         """Clips, steps, zeroes the gradients, advances the schedule.
@@ -139,8 +122,7 @@ class ModelEngine:
         Raises NonFiniteError where the loss or a gradient is not finite. No weight has moved then, and the gradients
         are gone, so that the caller may go on with another mini-batch.
         """
-        if self._optimizer is None or self._config is None:
-            raise SkyrlTrainError(f"the {self.name} model is only scored; it has no optimizer")
+        optimizer, config = self.optimizer, self._config or OptimizerConfig()
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 # A mini-batch of padding alone is a step with gradient 0, as it is on a rank that computed dummy rows.
@@ -149,18 +131,18 @@ class ModelEngine:
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         grad_norm = self.strategy.total_norm(gradients)
         self._require_finite(float(grad_norm))
-        if self._config.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), self._config.max_grad_norm, grad_norm)
+        if config.max_grad_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), config.max_grad_norm, grad_norm)
         position = schedule_position(
             optimizer_steps=self.num_optimizer_steps,
             documents=self.num_documents,
             total_optimizer_steps=self._total_optimizer_steps,
             total_documents=self._total_documents,
         )
-        rate = learning_rate(position, self._config, self._total_optimizer_steps)
-        for group in self._optimizer.param_groups:
+        rate = learning_rate(position, config, self._total_optimizer_steps)
+        for group in optimizer.param_groups:
             group["lr"] = rate
-        self._optimizer.step()
+        optimizer.step()
         self.num_optimizer_steps += 1
         self.num_documents += self._pending_documents
         self.zero_grad()
@@ -168,11 +150,14 @@ class ModelEngine:
 
     def zero_grad(self) -> None:
         """Forgets what was accumulated."""
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self._drop_gradients()
         self._has_gradient = False
         self._non_finite_loss = ""
         self._pending_documents = 0
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
 
     def save(self, folder: Path) -> None:
         """The files of `learner/state.py`; exact. Raises CheckpointError where a gradient is pending."""
@@ -223,45 +208,8 @@ class ModelEngine:
         buffers = {name: value for name, value in self.model.named_buffers() if name in persistent}
         return {**self.parameters, **buffers}
 
-    def _micro_batches(
-        self, batch: TrainingInputBatch, *, training: bool
-    ) -> Iterator[tuple[TrainingInputBatch, Tensor, Layout]]:
-        """Micro-batches on the device, their row numbers in `batch` and layouts: only rows that have loss tokens."""
-        _require_vocabulary(batch, self.model.config.get_text_config().vocab_size)
-        rows = rows_with_loss(batch)
-        kept = batch.take(rows)
-        name = layout_of(kept, self._micro_batching, self._layout, training=training)
-        for micro_batch in micro_batches(kept, self._micro_batching, training=training, agree=self.strategy.agree):
-            own = micro_batch.batch
-            layout = make_layout(own, name, merge=self._merge_turns, group=self.strategy.group)
-            yield own.to(self.device), rows[micro_batch.rows], layout.to(self.device)
-
-    def _compute(
-        self, function: Callable[[Tensor, TrainingInputBatch, Layout], T], rows: TrainingInputBatch, layout: Layout
-    ) -> T:
-        """`function` of the layout's last hidden states, under the strategy."""
-        return self.strategy.compute(self.model, lambda: function(hidden_states(self.model, layout), rows, layout))
-
-    def _layout_metrics(self, rows: TrainingInputBatch, layout: Layout) -> StepMetrics:
-        """Positions computed for how many tokens, the number of forwards, and what became of turns."""
-        prefix = f"layout/{self.name}"
-        metrics: dict[str, Metric] = {
-            f"{prefix}_positions": Sum(float(layout.num_positions)),
-            f"{prefix}_tokens": Sum(float(rows.num_tokens)),
-            f"{prefix}_forwards_{layout.name}": Sum(1.0),
-        }
-        if self._merge_turns:
-            merged, apart = merge_counts(rows)
-            metrics |= {f"{prefix}_turns_merged": Sum(float(merged)), f"{prefix}_turns_apart": Sum(float(apart))}
-        return metrics
-
     def _is_finite(self, gradient: Tensor) -> bool:
         return bool(self.strategy.full(gradient).isfinite().all())
-
-    def _autocast(self) -> AbstractContextManager[object]:
-        if self.dtype == torch.float32:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.dtype)
 
     def _require_finite(self, grad_norm: float) -> None:
         """Raises NonFiniteError, with the gradients zeroed, naming the loss or the first parameters concerned."""
@@ -278,36 +226,3 @@ class ModelEngine:
             f"{self.name}, optimizer step {self.num_optimizer_steps}: {reason}. No weight was changed. "
             "A smaller trainer.policy.optimizer.lr or max_grad_norm may help; so may model.dtype=float32"
         )
-
-
-def _require_vocabulary(batch: TrainingInputBatch, vocabulary: int) -> None:
-    """Raises BatchError for a token id that the model has no embedding for."""
-    ids = batch["input_ids"]
-    outside = (ids < 0) | (ids >= vocabulary)
-    if bool(outside.any()):
-        token = int(outside.nonzero()[0])
-        row = int(torch.searchsorted(batch.row_offsets, token, right=True)) - 1
-        raise BatchError(
-            f"token id {int(ids[token])} in a row of {batch.metadata.uids[row]!r}, but the model's vocabulary has "
-            f"{vocabulary} entries. Were these rollouts made with another tokenizer?"
-        )
-
-
-def _score_dtype(parameters: dict[str, nn.Parameter]) -> torch.dtype:
-    return torch.float64 if next(iter(parameters.values())).dtype == torch.float64 else torch.float32
-
-
-def rows_with_loss(batch: TrainingInputBatch) -> Tensor:
-    """Indices of rows that are not padding and have at least one loss token."""
-    counts = torch.zeros(batch.num_tokens + 1, dtype=torch.int64)
-    torch.cumsum(batch["loss_mask"], dim=0, out=counts[1:])
-    per_row = counts[batch.row_offsets[1:]] - counts[batch.row_offsets[:-1]]
-    return ((per_row > 0) & ~batch["is_padding"]).nonzero().squeeze(1)
-
-
-def _token_indices(batch: TrainingInputBatch, rows: Tensor) -> Tensor:
-    """Positions in the flat columns of `batch` of the tokens of `rows`, row after row."""
-    lengths = batch.lengths[rows]
-    starts = batch.row_offsets[:-1][rows]
-    before = torch.cumsum(lengths, 0) - lengths
-    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - before, lengths)

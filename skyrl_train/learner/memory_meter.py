@@ -22,8 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GIB = 1 << 30
-_ALLOCATION_FAILURES = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA out of memory")
-"""In messages of plain RuntimeErrors which mean the same as torch.OutOfMemoryError."""
 
 
 class MemoryMeter(Protocol):
@@ -235,10 +233,3 @@ def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if local.device.type == "meta" or local.layout != torch.strided:
         return
     yield local.untyped_storage()
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: torch says so in several ways."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _ALLOCATION_FAILURES)

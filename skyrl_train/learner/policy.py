@@ -149,7 +149,7 @@ class PolicyLearner:
             output_head(self.engine.model),
             temperature=self._temperature,
             with_entropy=with_entropy,
-            compute_dtype=None if self.engine.dtype == torch.float32 else self.engine.dtype,
+            compute_dtype=None if self.engine.passes.dtype == torch.float32 else self.engine.passes.dtype,
             loss_of_tokens=loss_of_tokens,
         )
 

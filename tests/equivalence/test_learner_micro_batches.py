@@ -30,7 +30,7 @@ def gradient(
 ) -> tuple[Tensor, dict[str, float]]:
     """The gradient of one closed mini-batch, cut into micro-batches of so many rows, and its metrics."""
     learner.engine.zero_grad()
-    learner.engine._micro_batching = fixed_rows(rows)
+    learner.engine.passes.micro_batching = fixed_rows(rows)
     mini_batch = close_mini_batch(batch, loss_reduction=reduction, max_sequence_length_for_norm=64)
     metrics = to_values(learner.forward_backward(mini_batch))
     metrics = {name: value for name, value in metrics.items() if not name.startswith("layout/")}

@@ -17,7 +17,7 @@ from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
-from skyrl_train.learner import engine
+from skyrl_train.learner import passes
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.learner_cases import make_double, save_tiny_model
 
@@ -78,7 +78,7 @@ def denominators_per_micro_batch(patch: pytest.MonkeyPatch) -> None:
             closed = close_mini_batch(part.batch, loss_reduction="token_mean", max_sequence_length_for_norm=1)
             yield replace(part, batch=closed.batch)
 
-    patch.setattr(engine, "micro_batches", planted)
+    patch.setattr(passes, "micro_batches", planted)
 
 
 def dummy_rows_counted(patch: pytest.MonkeyPatch) -> None:

@@ -389,7 +389,7 @@ def test_the_export_loads_with_transformers(folder: Path, tmp_path: Path) -> Non
 def test_bfloat16_keeps_float32_weights_and_comes_near(folder: Path) -> None:
     batch = make_batch(LENGTHS, dtype=torch.float32)
     exact, rounded = make_learner(folder), make_learner(folder)
-    rounded.engine.dtype = torch.bfloat16
+    rounded.engine.passes.dtype = torch.bfloat16
     torch.testing.assert_close(rounded.forward(batch), exact.forward(batch), rtol=0, atol=0.2)
     for learner in (exact, rounded):
         learner.forward_backward(close(batch))

@@ -1,0 +1,72 @@
+"""Micro-batches that size themselves: rows packed under the token budgets that were found to fit the memory.
+
+The budgets are positions that a forward computes, one for training and one for scoring (see `batch/memory_model.py`).
+They are the same on all ranks and may be lowered on the way, on all ranks alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from skyrl_train.batch.microbatch import ByLength, MicroBatch, micro_batches
+from skyrl_train.batch.token_budget import TokenBudget
+from skyrl_train.config.rules import LayoutChoice, LayoutName
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from skyrl_train.batch.training_batch import TrainingInputBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBudgets:
+    """The most positions of one micro-batch. A longer row goes alone."""
+
+    training: int
+    forward: int
+
+    def of(self, *, training: bool) -> int:
+        """Of one phase."""
+        return self.training if training else self.forward
+
+
+class MemoryAwareBatchIterator:
+    """A micro-batch strategy under budgets that change. Implements MicroBatchStrategy."""
+
+    def __init__(self, budgets: TokenBudgets, *, layout: LayoutChoice = "padded", merge_turns: bool = False) -> None:
+        self.budgets = budgets
+        self._layout = layout
+        self._merge_turns = merge_turns
+
+    def iterate(
+        self,
+        batch: TrainingInputBatch,
+        *,
+        training: bool,
+        agree: Callable[[int], int] = lambda count: count,
+    ) -> Iterator[MicroBatch]:
+        """The forwards of one rank's rows, as many as every other rank runs; dummies of one row fill up."""
+        return micro_batches(batch, self, training=training, agree=agree)
+
+    def split(self, batch: TrainingInputBatch, *, training: bool) -> list[Tensor]:
+        """Row numbers of each micro-batch: as few as the budget allows, then level ones."""
+        return self._strategy().split(batch, training=training)
+
+    def layout_of(self, batch: TrainingInputBatch, *, training: bool) -> LayoutName:
+        """The layout, or for `auto` the one that is predicted to be cheapest under the budget."""
+        return self._strategy().layout_of(batch, training=training)
+
+    def lower(self, positions: int, *, training: bool) -> None:
+        """From now on at most so many; never more than before, and at least one."""
+        lowered = max(1, min(positions, self.budgets.of(training=training)))
+        self.budgets = replace(self.budgets, training=lowered) if training else replace(self.budgets, forward=lowered)
+
+    def _strategy(self) -> ByLength:
+        planner = TokenBudget(
+            tokens_per_train_micro_batch=self.budgets.training,
+            tokens_per_forward_micro_batch=self.budgets.forward,
+            padded=self._layout not in ("packed", "prefix_shared"),
+        )
+        return ByLength(planner, layout=self._layout, merge_turns=self._merge_turns)

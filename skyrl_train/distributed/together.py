@@ -1,0 +1,156 @@
+"""A piece of work that all ranks finish, or none: where memory runs out on one of them, each learns of it.
+
+Work on a replica talks to nobody, so that it is enough to compare notes at its end. Work on a sharded model gathers
+parameters and sums gradients block by block, and a rank that stops in the middle would leave the others waiting in the
+next of these collectives. So each of them is preceded by a meeting: one number per rank over the CPU's process group, 0
+for fine; all learn the largest. The rules:
+
+1. A rank that is well meets before every collective, and once more at the end. A rank that fails meets once.
+2. Between a meeting and its collective nothing is allocated, so that a rank that came to the meeting well comes to the
+   collective too.
+3. Who learns of a failure, its own or another's, leaves the work at once and does not meet again.
+
+No rank can be left waiting: up to the first failure all ranks run the same meetings and collectives in the same order
+(their number depends on the model alone). The failing rank's next call is a meeting, by 1; that of each other rank is a
+meeting too, either before the next collective or at the end; it is the same one, since they were in step so far. After it
+all know and leave, by 3. Two ranks that fail at once meet each other. Before the work and after it no rank is inside a
+collective, whatever happened.
+
+A meeting takes one round trip of a few bytes between hosts and does not wait for a device. It happens only where the work
+is open, that is, where micro-batches size themselves.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyrl_train.errors import SkyrlTrainError
+
+T = TypeVar("T")
+
+FINE, OUT_OF_MEMORY, BROKEN = 0, 1, 2
+"""What a rank says at a meeting."""
+
+_ALLOCATION_FAILURES = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA out of memory")
+"""In messages of plain RuntimeErrors which mean the same as torch.OutOfMemoryError."""
+
+
+class RankOutOfMemory(SkyrlTrainError):
+    """Memory ran out on this rank or another; raised on all of them. What was computed is of no use."""
+
+    def __init__(self, reason: str):
+        """`reason`: what this rank was told, empty where it happened elsewhere."""
+        super().__init__(reason or "memory ran out on another rank")
+        self.reason = reason
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: torch says so in several ways."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _ALLOCATION_FAILURES)
+
+
+class _Elsewhere(Exception):
+    """Another rank has failed."""
+
+    def __init__(self, code: int):
+        super().__init__(code)
+        self.code = code
+
+
+class Together:
+    """Runs work with the other ranks. `meet` turns this rank's number into the largest of all ranks."""
+
+    def __init__(self, meet: Callable[[int], int]) -> None:
+        self._meet = meet
+        self._open = False
+
+    def before_collective(self) -> None:
+        """Called ahead of each collective inside the work; elsewhere it does nothing."""
+        if self._open:
+            code = self._meet(FINE)
+            if code != FINE:
+                raise _Elsewhere(code)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """What `work` returns. Raises RankOutOfMemory on all ranks where memory ran out on one, SkyrlTrainError on the
+        others where one failed otherwise, and there what it failed of.
+
+        When RankOutOfMemory is raised, nothing refers to what `work` had made any more.
+        """
+        self._open = True
+        code, reason = FINE, ""
+        try:
+            result = work()
+        except _Elsewhere as elsewhere:
+            code = elsewhere.code
+        except Exception as error:
+            if not is_out_of_memory(error):
+                self._open = False
+                self._meet(BROKEN)
+                raise
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            code = self._meet(OUT_OF_MEMORY)
+        else:
+            code = self._meet(FINE)
+            if code == FINE:
+                return result
+            del result
+        finally:
+            self._open = False
+        gc.collect()  # frames of a failed pass may refer to each other in a ring
+        if code == BROKEN:
+            raise SkyrlTrainError("another rank failed in this pass; its own error says why")
+        raise RankOutOfMemory(reason)
+
+
+class MeetingAllGather:
+    """FSDP2's gathering of parameters, after a meeting."""
+
+    def __init__(self, together: Together) -> None:
+        self._together = together
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A new buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        self._together.before_collective()
+        handle: dist.Work | None = dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
+        return handle
+
+
+class MeetingReduceScatter:
+    """FSDP2's summing of gradients, after a meeting."""
+
+    def __init__(self, together: Together) -> None:
+        self._together = together
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A new buffer."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._together.before_collective()
+        handle: dist.Work | None = dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op=op, group=group, async_op=async_op
+        )
+        return handle

@@ -1,0 +1,135 @@
+"""What becomes of a pass that runs out of memory: all ranks drop it, cut it smaller, and compute it anew.
+
+    plan --passes--> all ranks finished?  yes: its result
+                                          no:  drop partial gradients, lower the budget on all ranks, plan again
+
+Nothing has been stepped at that point, and a mini-batch's loss is the same sum however it is cut, so that the step's
+gradient is what it would have been. Whether memory ran out is agreed in `distributed/together.py`; what it leads to is a
+function of what all ranks know: the smallest micro-batch that failed anywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from torch import Tensor
+
+from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.distributed.together import RankOutOfMemory
+from skyrl_train.errors import MemoryLimitError
+from skyrl_train.learner.memory_meter import GIB, MemoryMeter
+from skyrl_train.learner.passes import Passes, Planned
+from skyrl_train.telemetry.metrics import Last, Max, StepMetrics, Sum
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+LOWERED_TO = 0.75
+"""Share of the micro-batch that failed, in positions, which the next may have."""
+_NOWHERE = 1 << 40
+"""Positions of the micro-batch that failed on a rank where none did."""
+
+
+class Healing:
+    """Runs the passes of one model. Without budgets to lower it runs them as they are."""
+
+    def __init__(self, passes: Passes, *, drop_gradients: Callable[[], None]) -> None:
+        self._passes = passes
+        self._drop_gradients = drop_gradients
+        self._batches: MemoryAwareBatchIterator | None = None
+        self._held: Callable[[], Iterable[Tensor]] = lambda: ()
+        self._retries = 0
+        self._num_redone = 0
+        self._peak_bytes = 0
+
+    def begin(
+        self,
+        meter: MemoryMeter,
+        batches: MemoryAwareBatchIterator,
+        *,
+        retries: int,
+        held: Callable[[], Iterable[Tensor]],
+    ) -> None:
+        """From now on passes are cut by `batches`, counted by `meter` and healed, up to `retries` times each. `held` are
+        the tensors that are there between passes."""
+        self._batches, self._retries, self._held = batches, retries, held
+        self._passes.micro_batching, self._passes.meter = batches, meter
+
+    def run(self, batch: TrainingInputBatch, work: Callable[[Sequence[Planned]], T], *, training: bool) -> T:
+        """What `work` makes of the planned forwards of `batch`.
+
+        Raises MemoryLimitError on all ranks where one row alone does not fit, or where it was tried too often.
+        """
+        passes, meter = self._passes, self._passes.meter
+        if self._batches is None or meter is None:
+            return work(passes.plan(batch, training=training))
+        attempts = 0
+        while True:
+            planned = passes.plan(batch, training=training)
+            meter.adopt(self._held())
+            meter.reset_peak()
+            try:
+                result = passes.strategy.together(passes.model, lambda: work(planned))  # noqa: B023
+            except RankOutOfMemory as failure:
+                reason = failure.reason
+            else:
+                self._peak_bytes = max(self._peak_bytes, meter.peak_bytes())
+                return result
+            attempts += 1
+            del planned
+            if training:
+                self._drop_gradients()
+            meter.release_cached()
+            self._lower(self._batches, meter, reason, training=training, give_up=attempts > self._retries)
+
+    def metrics(self) -> StepMetrics:
+        """Of the passes since the last call: the peak, the budget, and how many were computed anew."""
+        if self._batches is None:
+            return {}
+        prefix = f"memory/{self._passes.name}"
+        peak, self._peak_bytes = self._peak_bytes, 0
+        redone, self._num_redone = self._num_redone, 0
+        return {
+            f"{prefix}_peak_gib": Max(peak / GIB),
+            f"{prefix}_tokens_per_micro_batch": Last(float(self._batches.budgets.training)),
+            f"{prefix}_redone": Sum(float(redone if self._passes.strategy.rank == 0 else 0)),
+        }
+
+    def _lower(
+        self, batches: MemoryAwareBatchIterator, meter: MemoryMeter, reason: str, *, training: bool, give_up: bool
+    ) -> None:
+        """The same new budget on every rank, or the same error."""
+        strategy, size, name = self._passes.strategy, self._passes.current, self._passes.name
+        before = batches.budgets.of(training=training)
+        if size.num_rows > 1 and not give_up:
+            hopeless = ""
+        else:
+            hopeless = (
+                f"{name}: memory ran out in a {'training' if training else 'forward'} pass over {size.num_rows} rows of "
+                f"at most {size.longest} tokens ({reason}), "
+                + ("which cannot be cut further" if size.num_rows == 1 else f"after {self._retries} smaller attempts")
+            )
+        found = strategy.first_reason(hopeless if reason else "")
+        smallest = -strategy.agree(-size.positions if reason else -_NOWHERE)
+        if found:
+            raise MemoryLimitError(
+                f"{found}; {meter.limit_bytes / GIB:.3g} GiB are there. Shorter rows "
+                "(generator.max_context_length, data.max_length), model.gradient_checkpointing=true, more ranks with "
+                "strategy=fsdp2, or a larger trainer.memory_budget_gb"
+            )
+        batches.lower(int(smallest * LOWERED_TO), training=training)
+        self._num_redone += 1
+        after = batches.budgets.of(training=training)
+        logger.warning(
+            "%s: memory ran out at %d positions%s; %s micro-batches have at most %d positions from now on (before: %d), "
+            "and the pass is computed anew",
+            name,
+            smallest,
+            f" ({reason})" if reason else " on another rank",
+            "training" if training else "forward",
+            after,
+            before,
+        )

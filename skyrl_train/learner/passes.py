@@ -1,0 +1,211 @@
+"""Forwards, and forwards with backwards, of one model over a rank's micro-batches.
+
+    rows with loss tokens --plan--> micro-batches --layout--> hidden states --loss or score--> a sum, or a number a token
+
+How rows are split changes speed and memory, never the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+
+from skyrl_train.batch.layout import Layout, make_layout
+from skyrl_train.batch.merge import merge_counts
+from skyrl_train.batch.microbatch import MicroBatchStrategy, layout_of, micro_batches
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.rules import LayoutChoice, LayoutName
+from skyrl_train.distributed.strategy import ModelStrategy
+from skyrl_train.errors import BatchError
+from skyrl_train.learner.memory_meter import MemoryMeter
+from skyrl_train.model.layouts import hidden_states
+from skyrl_train.model.lora import forget_dropout_keys, set_dropout_keys
+from skyrl_train.telemetry.metrics import Metric, StepMetrics, Sum, merge_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+T = TypeVar("T")
+ScoreRows = Callable[[Tensor, TrainingInputBatch, Layout], Tensor]
+"""`(hidden [positions, hidden], rows, layout) -> [rows, len]`."""
+LossOfRows = Callable[[Tensor, TrainingInputBatch, Layout], tuple[Tensor, StepMetrics]]
+"""`(hidden [positions, hidden], rows, layout) -> (sum of weighted token losses, metrics)`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One forward to come."""
+
+    batch: TrainingInputBatch
+    rows: Tensor
+    """int64: which rows of the batch these are; empty for a dummy."""
+    layout: LayoutName
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of one forward."""
+
+    num_rows: int
+    longest: int
+    positions: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accumulated:
+    """What a pass with backwards leaves beside the gradients."""
+
+    metrics: StepMetrics
+    non_finite: str
+    """The first loss that is not finite, and where; empty where there is none."""
+
+
+class Passes:
+    """The passes of one model."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        strategy: ModelStrategy,
+        name: str,
+        dtype: torch.dtype,
+        micro_batching: MicroBatchStrategy,
+        layout: LayoutChoice,
+        merge_turns: bool,
+    ):
+        self.model = model
+        self.strategy = strategy
+        self.name = name
+        self.dtype = dtype
+        self.micro_batching = micro_batching
+        self.layout = layout
+        self.merge_turns = merge_turns
+        self.meter: MemoryMeter | None = None
+        """Counts what passes allocate, where micro-batches size themselves."""
+        self.current = Size(num_rows=0, longest=0, positions=0)
+        """The forward that is computed, or was last."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    def plan(self, batch: TrainingInputBatch, *, training: bool) -> list[Planned]:
+        """The forwards of `batch`, of the rows that have loss tokens alone; as many on each rank (a collective).
+
+        Raises BatchError for a token id that the model has no embedding for.
+        """
+        _require_vocabulary(batch, self.model.config.get_text_config().vocab_size)
+        rows = rows_with_loss(batch)
+        kept = batch.take(rows)
+        name = layout_of(kept, self.micro_batching, self.layout, training=training)
+        parts = micro_batches(kept, self.micro_batching, training=training, agree=self.strategy.agree)
+        return [Planned(batch=part.batch, rows=rows[part.rows], layout=name) for part in parts]
+
+    @torch.no_grad()
+    def score(self, planned: Sequence[Planned], batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
+        """`[num_tokens]` of `batch` on the CPU: `score` of every planned row, 0 elsewhere."""
+        scores = torch.zeros(batch.num_tokens, dtype=self._score_dtype())
+        for part in planned:
+            with self._computing(part) as (rows, layout):
+                padded = self._compute(score, rows, layout)
+                if len(part.rows):
+                    values = rows.from_padded(padded).to("cpu", scores.dtype)
+                    scores[_token_indices(batch, part.rows)] = values
+        return scores
+
+    def accumulate(self, planned: Sequence[Planned], loss_of: LossOfRows, *, step: int) -> Accumulated:
+        """Adds the gradient of the sum of `loss_of` over the planned forwards. `step` is the optimizer step, from which
+        dropout's randomness is derived."""
+        metrics: list[StepMetrics] = []
+        non_finite = ""
+        for part in planned:
+            with self._computing(part) as (rows, layout):
+                loss, measured = self._loss_and_gradient(loss_of, rows, layout, step)
+                if not non_finite and not bool(torch.isfinite(loss)):
+                    non_finite = f"loss {float(loss)} in the micro-batch of {rows.metadata.uids[0]!r}"
+                metrics += [measured, self._layout_metrics(rows, layout)]
+        return Accumulated(metrics=merge_metrics(metrics), non_finite=non_finite)
+
+    @contextmanager
+    def _computing(self, part: Planned) -> Iterator[tuple[TrainingInputBatch, Layout]]:
+        """The part on the device, its layout made; what is allocated inside counts."""
+        longest = int(part.batch.lengths.max())
+        self.current = Size(num_rows=part.batch.num_rows, longest=longest, positions=part.batch.num_tokens)
+        with nullcontext() if self.meter is None else self.meter.counting():
+            layout = make_layout(part.batch, part.layout, merge=self.merge_turns, group=self.strategy.group)
+            self.current = Size(num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions)
+            yield part.batch.to(self.device), layout.to(self.device)
+
+    def _compute(
+        self, function: Callable[[Tensor, TrainingInputBatch, Layout], T], rows: TrainingInputBatch, layout: Layout
+    ) -> T:
+        """`function` of the layout's last hidden states, under the strategy."""
+        with self._autocast():
+            return self.strategy.compute(self.model, lambda: function(hidden_states(self.model, layout), rows, layout))
+
+    def _loss_and_gradient(
+        self, loss_of: LossOfRows, rows: TrainingInputBatch, layout: Layout, step: int
+    ) -> tuple[Tensor, StepMetrics]:
+        try:
+            set_dropout_keys(self.model, rows, layout, step=step)
+            loss, metrics = self._compute(loss_of, rows, layout)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return loss.detach(), metrics
+        finally:
+            forget_dropout_keys(self.model)
+
+    def _layout_metrics(self, rows: TrainingInputBatch, layout: Layout) -> StepMetrics:
+        """Positions computed for how many tokens, the number of forwards, and what became of turns."""
+        prefix = f"layout/{self.name}"
+        metrics: dict[str, Metric] = {
+            f"{prefix}_positions": Sum(float(layout.num_positions)),
+            f"{prefix}_tokens": Sum(float(rows.num_tokens)),
+            f"{prefix}_forwards_{layout.name}": Sum(1.0),
+        }
+        if self.merge_turns:
+            merged, apart = merge_counts(rows)
+            metrics |= {f"{prefix}_turns_merged": Sum(float(merged)), f"{prefix}_turns_apart": Sum(float(apart))}
+        return metrics
+
+    def _autocast(self) -> AbstractContextManager[object]:
+        if self.dtype == torch.float32:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def _score_dtype(self) -> torch.dtype:
+        return torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
+
+
+def _require_vocabulary(batch: TrainingInputBatch, vocabulary: int) -> None:
+    """Raises BatchError for a token id that the model has no embedding for."""
+    ids = batch["input_ids"]
+    outside = (ids < 0) | (ids >= vocabulary)
+    if bool(outside.any()):
+        token = int(outside.nonzero()[0])
+        row = int(torch.searchsorted(batch.row_offsets, token, right=True)) - 1
+        raise BatchError(
+            f"token id {int(ids[token])} in a row of {batch.metadata.uids[row]!r}, but the model's vocabulary has "
+            f"{vocabulary} entries. Were these rollouts made with another tokenizer?"
+        )
+
+
+def rows_with_loss(batch: TrainingInputBatch) -> Tensor:
+    """Indices of rows that are not padding and have at least one loss token."""
+    counts = torch.zeros(batch.num_tokens + 1, dtype=torch.int64)
+    torch.cumsum(batch["loss_mask"], dim=0, out=counts[1:])
+    per_row = counts[batch.row_offsets[1:]] - counts[batch.row_offsets[:-1]]
+    return ((per_row > 0) & ~batch["is_padding"]).nonzero().squeeze(1)
+
+
+def _token_indices(batch: TrainingInputBatch, rows: Tensor) -> Tensor:
+    """Positions in the flat columns of `batch` of the tokens of `rows`, row after row."""
+    lengths = batch.lengths[rows]
+    starts = batch.row_offsets[:-1][rows]
+    before = torch.cumsum(lengths, 0) - lengths
+    return torch.arange(int(lengths.sum())) + torch.repeat_interleave(starts - before, lengths)
