@@ -192,15 +192,18 @@ class ModelEngine:
     def whole_state_dict(self) -> dict[str, Tensor]:
         """All parameters and persistent buffers, on the CPU of rank 0; nothing on the others. Called by all.
 
-        An adapter is part of what it adapts.
+        An adapter is part of what it adapts. Tied parameters are one tensor under several names.
         """
-        full = self.strategy.full
-        named = ((name, full(tensor.detach())) for name, tensor in self.model.state_dict().items())
-        whole: dict[str, Tensor] = {}
-        for name, tensor in merged_weights(self.model, full) if has_adapter(self.model) else named:
-            if self.strategy.rank == 0:
-                whole[name] = tensor.to("cpu")
-        return whole
+        full, rank = self.strategy.full, self.strategy.rank
+        if has_adapter(self.model):
+            return {name: whole.to("cpu") for name, whole in merged_weights(self.model, full) if rank == 0}
+        gathered: dict[int, Tensor] = {}
+        named = self.model.state_dict(keep_vars=True)
+        for tensor in named.values():
+            if id(tensor) not in gathered:
+                whole = full(tensor.detach())
+                gathered[id(tensor)] = whole.to("cpu") if rank == 0 else whole.new_empty(0)
+        return {name: gathered[id(tensor)] for name, tensor in named.items() if rank == 0}
 
     def _tensors(self) -> dict[str, Tensor]:
         """Parameters, tied ones once, and what else the model keeps (persistent buffers)."""
