@@ -123,9 +123,7 @@ def make_learner(folder: Path, case: Case, strategy: ModelStrategy) -> PolicyLea
         model, name=case.role, micro_batching=fixed_rows(4), optimizer=OptimizerConfig(), strategy=strategy
     )
     learner: Any = (
-        PolicyLearner(
-            engine, model=config, algorithm=replace(ALGORITHM, policy_loss=case.policy_loss), temperature=0.8
-        )
+        PolicyLearner(engine, model=config, algorithm=replace(ALGORITHM, policy_loss=case.policy_loss), temperature=0.8)
         if case.role == "policy"
         else CriticLearner(engine, model=config, algorithm=ALGORITHM)
     )
@@ -141,9 +139,7 @@ def outcome(learner: PolicyLearner | CriticLearner, *, dp_rank: int = 0, dp_size
     learner.forward_backward(replace(closed, batch=stage(closed.batch, dp_size).shards[dp_rank]))
     parameters = learner.engine.parameters.values()
     strategy.reduce_gradients(parameters)
-    found = [
-        torch.zeros_like(p, dtype=torch.float64) if p.grad is None else strategy.full(p.grad) for p in parameters
-    ]
+    found = [torch.zeros_like(p, dtype=torch.float64) if p.grad is None else strategy.full(p.grad) for p in parameters]
     return Outcome(scores=scores, gradient=torch.cat([each.flatten() for each in found]))
 
 

@@ -12,6 +12,7 @@ gathered from all of them; a rank's gradient of them is that of its positions, a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from math import lcm, prod
 from typing import Any
@@ -33,9 +34,11 @@ class SequenceGroup:
     def __init__(self, size: int, *, timeout_s: float) -> None:
         """All ranks of the default process group call it; `size` divides their number. `timeout_s`: deadline of each
         exchange."""
-        self._group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))
+        self.process_group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))  # type: ignore[no-untyped-call]
         self.size = size
-        self.rank = dist.get_rank(self._group)
+        self.rank = dist.get_rank(self.process_group)
+        self.before_collective: Callable[[], None] = lambda: None
+        """Where ranks learn that another left the pass (`distributed/together.py`)."""
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """See the protocol. Where there are fewer key and value heads than ranks, each goes to several of them.
@@ -48,18 +51,18 @@ class SequenceGroup:
         copies = lcm(kv_heads, self.size) // kv_heads
         if copies > 1:
             key, value = (each.repeat_interleave(copies, dim=1) for each in (key, value))
-        exchanged: tuple[Tensor, Tensor, Tensor] = _Exchange.apply(self._group, True, query, key, value)  # type: ignore[no-untyped-call]
+        exchanged: tuple[Tensor, Tensor, Tensor] = _Exchange.apply(self, True, query, key, value)  # type: ignore[no-untyped-call]
         return exchanged
 
     def to_positions(self, out: Tensor) -> Tensor:
         """See the protocol."""
-        (exchanged,) = _Exchange.apply(self._group, False, out)  # type: ignore[no-untyped-call]
+        (exchanged,) = _Exchange.apply(self, False, out)  # type: ignore[no-untyped-call]
         found: Tensor = exchanged
         return found
 
     def combine(self, values: Tensor) -> Tensor:
         """See the protocol."""
-        combined: Tensor = _Combine.apply(self._group, values)  # type: ignore[no-untyped-call]
+        combined: Tensor = _Combine.apply(self, values)  # type: ignore[no-untyped-call]
         return combined
 
 
@@ -67,7 +70,7 @@ class _Exchange(torch.autograd.Function):
     """`_exchange`, whose gradient is exchanged back."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, group: SequenceGroup, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.to_heads = group, to_heads
         return _exchange(tensors, group, to_heads=to_heads)
 
@@ -81,9 +84,10 @@ class _Combine(torch.autograd.Function):
     """A sum over ranks whose gradient is not: every rank has the whole loss, and sends back the share of what it put in."""
 
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, values: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, group: SequenceGroup, values: Tensor) -> Tensor:  # noqa: ARG004
         combined = values.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(combined, op=dist.ReduceOp.SUM, group=group)
+        group.before_collective()
+        dist.all_reduce(combined, op=dist.ReduceOp.SUM, group=group.process_group)
         return combined
 
     @staticmethod
@@ -92,17 +96,17 @@ class _Combine(torch.autograd.Function):
         return None, grad
 
 
-def _exchange(tensors: tuple[Tensor, ...], group: dist.ProcessGroup, *, to_heads: bool) -> tuple[Tensor, ...]:
+def _exchange(tensors: tuple[Tensor, ...], group: SequenceGroup, *, to_heads: bool) -> tuple[Tensor, ...]:
     """`[rows, heads, own positions, size]` to `[rows, own heads, positions, size]` or back; all tensors of one type, in
     one collective."""
-    ranks = dist.get_world_size(group)
     split, join = (1, 2) if to_heads else (2, 1)
-    parts = [torch.stack(tensor.chunk(ranks, dim=split)) for tensor in tensors]
+    parts = [torch.stack(tensor.chunk(group.size, dim=split)) for tensor in tensors]
     sizes = [prod(part.shape[1:]) for part in parts]
-    sent = torch.cat([part.view(ranks, -1) for part in parts], dim=1)
+    sent = torch.cat([part.view(group.size, -1) for part in parts], dim=1)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    group.before_collective()
+    dist.all_to_all_single(received, sent, group=group.process_group)
     return tuple(
         torch.cat(list(flat.view(part.shape).unbind(0)), dim=join)
-        for flat, part in zip(received.split(sizes, dim=1), parts)
+        for flat, part in zip(torch.split(received, sizes, dim=1), parts)
     )

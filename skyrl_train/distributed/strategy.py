@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from skyrl_train.batch.layout import PositionGroup
+from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.together import RankOutOfMemory, Together
 
 if TYPE_CHECKING:
@@ -128,8 +129,9 @@ class Replicated:
 
     sharded = False
 
-    def __init__(self, group: PositionGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, group: SequenceGroup | None = None) -> None:
+        self.group: PositionGroup | None = group
+        self._together = _together(group)
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
 
@@ -148,8 +150,8 @@ class Replicated:
         return function()
 
     def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
-        """Ranks meet at the end: passes of replicas do not talk to each other."""
-        return Together(_largest).run(work)
+        """Ranks meet at the end, and before each collective of ranks that share forwards: else replicas do not talk."""
+        return self._together.run(work)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sums all gradients, in buckets of one type."""
@@ -183,15 +185,15 @@ class Sharded:
     sharded = True
 
     def __init__(
-        self, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool, group: PositionGroup | None = None
+        self, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool, group: SequenceGroup | None = None
     ) -> None:
-        self.group = group
+        self.group: PositionGroup | None = group
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
         self._device = device
         self._dtype = dtype
         self._cpu_offload = cpu_offload
-        self._together = Together(_largest)
+        self._together = _together(group)
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Shards the model and sends each rank its part of rank 0's parameters."""
@@ -241,6 +243,13 @@ class Sharded:
     def of_rank_0(self, value: T) -> T:
         """Rank 0's."""
         return _of_rank_0(value)
+
+
+def _together(group: SequenceGroup | None) -> Together:
+    together = Together(_largest)
+    if group is not None:
+        group.before_collective = together.before_collective
+    return together
 
 
 def _of_rank_0(value: T) -> T:
