@@ -122,7 +122,7 @@ def _unread_columns(config: AlgorithmConfig, kl_reward_coef: float) -> list[str]
 
 
 def _needs_rollout_logprobs(config: AlgorithmConfig) -> bool:
-    return config.off_policy.enabled or config.policy_loss in ROLLOUT_LOSSES
+    return config.off_policy.enabled or config.use_rollout_logprobs or config.policy_loss in ROLLOUT_LOSSES
 
 
 def advantage_inputs(

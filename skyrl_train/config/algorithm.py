@@ -115,6 +115,9 @@ class AlgorithmConfig:
     """dppo: total variation or KL divergence between the two outcomes token and not this token."""
     dppo_max_ratio: Annotated[float, Range(1.0)] = 20.0
     """dppo: importance weights are truncated here."""
+    use_rollout_logprobs: bool = False
+    """Take the engine's log-probabilities as those of before the update, which then needs no pass to score them. Ratios
+    start at what sampled: they hold the engine's numerics, and staleness, beside what the update changes."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimator of KL(policy || reference) from sampled tokens."""
     kl_loss_coef: Annotated[float, Range(0.0)] = 0.0
@@ -159,6 +162,21 @@ def needs_critic(config: AlgorithmConfig) -> bool:
     return config.advantage_estimator == "gae"
 
 
+def _why_not_rollout_logprobs(config: AlgorithmConfig) -> str:
+    """Why the engine's log-probabilities cannot stand for those of before the update; empty where they can."""
+    if config.off_policy.enabled:
+        return "with off_policy corrections, which weigh what lies between the two"
+    if config.policy_loss in ROLLOUT_LOSSES:
+        return f"with policy_loss={config.policy_loss}, which takes its ratio against them by itself"
+    if config.policy_loss in LIKELIHOOD_LOSSES:
+        return f"with policy_loss={config.policy_loss}, which has no ratio"
+    if config.kl_reward_coef > 0:
+        return f"with kl_reward_coef={config.kl_reward_coef:g}: a KL compares two models as the trainer computes them"
+    if config.advantage_estimator in REFERENCE_ESTIMATORS:
+        return f"with advantage_estimator={config.advantage_estimator}, which compares two models as the trainer does"
+    return ""
+
+
 def algorithm_violations(config: AlgorithmConfig, prefix: str = "trainer.algorithm.") -> list[Violation]:
     """Rules between fields of the algorithm. Names are not looked up here: the registries do that."""
     found: list[Violation] = []
@@ -174,6 +192,14 @@ def algorithm_violations(config: AlgorithmConfig, prefix: str = "trainer.algorit
         f"cannot be combined with policy_loss={config.policy_loss}, whose ratio already starts at the rollout",
         correction.weight,
         f"switch the correction off, or choose another {prefix}policy_loss",
+    )
+    why = _why_not_rollout_logprobs(config)
+    require(
+        not (config.use_rollout_logprobs and why),
+        "use_rollout_logprobs",
+        f"cannot be true {why}",
+        config.use_rollout_logprobs,
+        f"try {prefix}use_rollout_logprobs=false",
     )
     for low, high in (("weight_low", "weight_high"), ("sequence_mask_low", "sequence_mask_high")):
         low_value, high_value = getattr(correction, low), getattr(correction, high)

@@ -10,12 +10,13 @@ def needs_old_logprobs(trainer: TrainerConfig) -> bool:
     """Whether the policy has to score a batch before it is updated on it.
 
     Not where each batch is one optimizer step: the old policy is then the one that is differentiated, and each ratio is
-    1 by construction. Not where the loss never reads them. Always where rewards or advantages are made of them.
+    1 by construction. Not where the loss never reads them, or is given those of the engine. Always where rewards or
+    advantages are made of them.
     """
     algorithm = trainer.algorithm
     if algorithm.kl_reward_coef > 0 or algorithm.advantage_estimator in REFERENCE_ESTIMATORS:
         return True
-    if algorithm.policy_loss in (*ROLLOUT_LOSSES, *LIKELIHOOD_LOSSES):
+    if algorithm.use_rollout_logprobs or algorithm.policy_loss in (*ROLLOUT_LOSSES, *LIKELIHOOD_LOSSES):
         return False
     one_step = trainer.policy_mini_batch_size == trainer.train_batch_size and trainer.update_epochs_per_batch == 1
     return not one_step or trainer.docs_per_step > 0

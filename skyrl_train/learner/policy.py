@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.checks import needed
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.losses import POLICY_LOSSES, is_tokenwise, policy_loss
@@ -196,7 +197,7 @@ class PolicyLearner:
             loss_mask=mask,
             rollout_logprobs=columns["rollout_logprobs"].to(logprobs.dtype) if "rollout_logprobs" in columns else None,
         )
-        output = policy_loss(inputs, algorithm)
+        output = policy_loss(_with_rollout_as_old(inputs) if algorithm.use_rollout_logprobs else inputs, algorithm)
         parts = {"policy": (weights * output.token_losses).sum()}
         total = parts["policy"]
         if algorithm.kl_loss_coef:
@@ -218,6 +219,11 @@ class _Terms:
     metrics: StepMetrics
 
 
+def _with_rollout_as_old(inputs: PolicyLossInputs) -> PolicyLossInputs:
+    """What the loss is given; metrics go on comparing what the trainer computes with what the engine reported."""
+    return replace(inputs, old_logprobs=needed("rollout_logprobs", inputs.rollout_logprobs))
+
+
 def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
     """How far the engine that sampled is from the model that trains; near 0 where weights were synced right."""
     if inputs.rollout_logprobs is None:
@@ -237,7 +243,8 @@ def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: Algor
     """
     if inputs.rollout_logprobs is None:
         return {}
-    unknown = "old_logprobs" not in rows and algorithm.policy_loss in ROLLOUT_LOSSES
+    unread = algorithm.use_rollout_logprobs or algorithm.policy_loss in ROLLOUT_LOSSES
+    unknown = "old_logprobs" not in rows and unread
     stale = torch.full((rows.num_rows,), unknown, dtype=torch.bool, device=inputs.loss_mask.device)
     ledger = log_ratio_ledger(
         logprobs=inputs.logprobs.detach(),
@@ -256,12 +263,14 @@ def _column(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor
 
 
 def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig, *, on_policy: bool) -> None:
-    needed = ["loss_weights"]
+    names = ["loss_weights"]
     if algorithm.policy_loss not in LIKELIHOOD_LOSSES:
-        needed += ["advantages"] if on_policy else ["old_logprobs", "advantages"]
+        names += ["advantages"] if on_policy else ["old_logprobs", "advantages"]
+    if algorithm.use_rollout_logprobs:
+        names.append("rollout_logprobs")
     if algorithm.kl_loss_coef > 0:
-        needed.append("ref_logprobs")
-    for name in needed:
+        names.append("ref_logprobs")
+    for name in names:
         if name not in batch:
             raise BatchError(f"the mini-batch has no column {name!r}, which the policy's loss needs")
 

@@ -67,6 +67,16 @@ def test_who_needs_which_model() -> None:
         (AlgorithmConfig(off_policy=OffPolicyConfig(sequence_mask_low=2.0)), "off_policy.sequence_mask_low"),
         (AlgorithmConfig(clip_cov_low=9.0), "clip_cov_low"),
         (AlgorithmConfig(kl_controller="adaptive"), "kl_controller"),
+        *(
+            (AlgorithmConfig(use_rollout_logprobs=True, **other), "use_rollout_logprobs")  # type: ignore[arg-type]
+            for other in (
+                {"off_policy": OffPolicyConfig(weight="token")},
+                {"policy_loss": "rollout_is"},
+                {"policy_loss": "cross_entropy"},
+                {"kl_reward_coef": 0.1},
+                {"advantage_estimator": "on_policy_distillation"},
+            )
+        ),
         (
             AlgorithmConfig(advantage_estimator="gae", filters=FilterConfig(dynamic_sampling="filter")),
             "filters.dynamic_sampling",

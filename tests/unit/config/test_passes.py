@@ -38,3 +38,8 @@ def test_losses_that_do_not_read_old_log_probabilities_need_none(loss: str) -> N
 )
 def test_rewards_and_advantages_made_of_them_need_them(algorithm: AlgorithmConfig) -> None:
     assert needs_old_logprobs(replace(ONE_STEP, algorithm=algorithm))
+
+
+def test_the_engines_own_take_their_place() -> None:
+    algorithm = AlgorithmConfig(use_rollout_logprobs=True)
+    assert not needs_old_logprobs(replace(ONE_STEP, policy_mini_batch_size=8, algorithm=algorithm))

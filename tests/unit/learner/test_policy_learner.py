@@ -437,3 +437,31 @@ def test_the_ledger_tells_staleness_from_numerics_and_drift(folder: Path) -> Non
     assert found["off_policy/drift_mean"] == pytest.approx(0.25, abs=1e-5)
     assert found["off_policy/unattributed_mean"] == pytest.approx(0.5 * share, abs=1e-5)
     assert found["off_policy/numerics_mean"] == pytest.approx(0.5 * (1 - share), abs=1e-5)
+
+
+def without_column(batch: TrainingInputBatch, name: str) -> TrainingInputBatch:
+    return dataclasses.replace(batch, token_columns={k: v for k, v in batch.token_columns.items() if k != name})
+
+
+@pytest.mark.parametrize("loss", ["regular", "gspo", "cispo", "importance_sampling"])
+def test_the_engines_log_probabilities_stand_for_those_before_the_update(folder: Path, loss: str) -> None:
+    batch = make_batch(LENGTHS)
+    learner = make_learner(folder, double=True, algorithm=AlgorithmConfig(policy_loss=loss))
+    learner.forward_backward(close(batch.with_columns(old_logprobs=batch["rollout_logprobs"])))
+    expected = gradient(learner).clone()
+
+    algorithm = AlgorithmConfig(policy_loss=loss, use_rollout_logprobs=True)
+    learner = make_learner(folder, double=True, algorithm=algorithm)
+    learner._on_policy = True
+    found = to_values(learner.forward_backward(close(without_column(batch, "old_logprobs"))))
+    torch.testing.assert_close(gradient(learner), expected, rtol=1e-12, atol=1e-14)
+    difference = (model_logprobs(folder, batch, 1.0) - batch["rollout_logprobs"])[batch["loss_mask"]]
+    assert found["policy/rollout_logprob_diff"] == pytest.approx(float(difference.abs().mean()), rel=1e-9)
+    assert found["off_policy/unattributed_mean"] == pytest.approx(float(difference.mean()), rel=1e-9)
+    assert found["off_policy/numerics_abs_max"] == found["off_policy/drift_abs_max"] == 0
+
+
+def test_they_are_missed_by_name(folder: Path) -> None:
+    learner = make_learner(folder, algorithm=AlgorithmConfig(use_rollout_logprobs=True))
+    with pytest.raises(BatchError, match=r"no column 'rollout_logprobs'"):
+        learner.forward_backward(close(without_column(make_batch(LENGTHS), "rollout_logprobs")))
