@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.cluster.calls import RemoteActor
+from skyrl_train.cluster.carriers import make_carrier
 from skyrl_train.cluster.engines import EnginePool
+from skyrl_train.cluster.fleet import EngineFleet
 from skyrl_train.cluster.learner_worker import Role
-from skyrl_train.cluster.learners import start_learner
+from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.placement import Placement, num_cpus, plan_layout
 from skyrl_train.cluster.probe import WeightSyncProbe
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.transport import RayTransport
+from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.model.causal_lm import load_tokenizer
 
@@ -42,57 +45,66 @@ class Cluster:
         stack.callback(self.session.close)
         self.placement = Placement(layout, timeout_s=config.placement.start_timeout_s)
         self._transport: RayTransport | None = None
+        self._turns = DeviceTurns(None, shared=False, record_file=self._output("device_turns.jsonl"))
 
     def build_engine(self, stack: ExitStack) -> tuple[InferenceEngine, WeightTransport]:
         """vLLM engines and what feeds them. Returns while they load."""
-        pool = EnginePool(self.config, self.session, self.placement.slots("engine"))
-        stack.callback(pool.close)
-        self._transport = RayTransport(pool, Path(self.config.output_dir) / "weight_sync.jsonl")
+        config = self.config
+        fleet = EngineFleet(config, self.session, self.placement.slots("engine"))
+        stack.callback(fleet.close)
+        self._turns = DeviceTurns(
+            fleet, shared=config.placement.colocate_all, record_file=self._output("device_turns.jsonl")
+        )
+        pool = EnginePool(fleet, self._turns, silence_timeout_s=config.placement.silence_timeout_s)
+        carrier = make_carrier(config, folder=self.session.folder)
+        self._transport = RayTransport(pool, carrier, self._turns, self._output("weight_sync.jsonl"))
         return pool, self._transport
 
     def build_learners(self, plan: BatchPlan, stack: ExitStack) -> Learners:
-        """Starts all models together, then waits for each."""
+        """Starts all models together, then waits for each. Where they share the engines' devices they start one after the
+        other, on devices that the engines have left."""
         from skyrl_train.trainers.steps import Learners
 
-        waits = {
-            role: start_learner(
-                self.config,
-                plan,
-                self.session,
-                self.placement.slots(role),
-                role=role,
-                before_compute=self._make_room,
+        def start(role: Role) -> Callable[[], RayLearner]:
+            return start_learner(
+                self.config, plan, self.session, self.placement.slots(role), role=role, turns=self._turns
             )
-            for role in self.roles
-        }
-        learners = {role: wait() for role, wait in waits.items()}
+
+        learners: dict[Role, RayLearner] = {}
+        self._turns.models()
+        if self.config.placement.colocate_all:
+            for role in self.roles:
+                learners[role] = start(role)()
+        else:
+            waits = {role: start(role) for role in self.roles}
+            learners = {role: wait() for role, wait in waits.items()}
         for learner in learners.values():
             stack.callback(learner.close)
         self._verify_syncs(learners["policy"])
         self._write_actors({role: learner.group.actors for role, learner in learners.items()})
         return Learners(policy=learners["policy"], reference=learners.get("reference"), critic=learners.get("critic"))
 
-    def _make_room(self) -> None:
-        """Where all share the devices, engines give theirs up until the next request or sync wakes them."""
-        if self._transport is not None and self.config.placement.colocate_all and self.config.platform.name == "gpu":
-            self._transport.pool.sleep()
+    def _output(self, name: str) -> Path:
+        return Path(self.config.output_dir) / name
 
     def _write_actors(self, groups: Mapping[str, tuple[RemoteActor, ...]]) -> None:
         """`actors.json`: where each process is, for whoever looks after the run."""
         if self._transport is not None:
-            self._transport.pool.wait_ready()
-            groups = {**groups, "engine": tuple(self._transport.pool.actors)}
+            self._transport.pool.fleet.wait_ready()
+            groups = {**groups, "engine": tuple(self._transport.pool.fleet.actors)}
         content = {
             role: [vars(actor.identity) for actor in actors if actor.identity is not None]
             for role, actors in groups.items()
         }
-        (Path(self.config.output_dir) / "actors.json").write_text(
-            json.dumps(content, indent=1) + "\n", encoding="utf-8"
-        )
+        self._output("actors.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def _verify_syncs(self, policy: Learner) -> None:
         if self._transport is not None and self.config.generator.verify_weight_sync:
             vocabulary = len(load_tokenizer(self.config.model))
             self._transport.verify = WeightSyncProbe(
-                pool=self._transport.pool, policy=policy, config=self.config, vocabulary=vocabulary
+                fleet=self._transport.pool.fleet,
+                turns=self._turns,
+                policy=policy,
+                config=self.config,
+                vocabulary=vocabulary,
             )

@@ -12,6 +12,7 @@ from skyrl_train.types import GenerationRequest
 
 if TYPE_CHECKING:
     from skyrl_train.config.schema import Config
+    from skyrl_train.distributed.process_group import Rendezvous
     from skyrl_train.inference.vllm import VLLMEngine
 
 
@@ -34,7 +35,8 @@ class EngineWorker:
         """Loads the model."""
 
         def load() -> None:
-            from skyrl_train.inference.vllm import VLLMEngine, engine_settings
+            from skyrl_train.inference.vllm import VLLMEngine
+            from skyrl_train.inference.vllm_settings import engine_settings
 
             self._engine = VLLMEngine(engine_settings(self._config))
 
@@ -49,13 +51,17 @@ class EngineWorker:
         self._started.abort(request_id)
         return Answer()
 
+    async def meet(self, rendezvous: Rendezvous) -> Answer:
+        """See `VLLMEngine.meet`."""
+        return await _answer(asyncio.to_thread(self._started.meet, rendezvous))
+
     async def begin_update(self) -> Answer:
         """See `VLLMEngine.begin_update`."""
         return await _answer(asyncio.to_thread(self._started.begin_update))
 
-    async def update(self, packed: Answer) -> Answer:
-        """Takes the bucket in `packed`, as rank 0 of a learner answered it."""
-        return await _answer(asyncio.to_thread(lambda: self._started.update(packed.unwrap())))
+    async def update(self, announced: Answer) -> Answer:
+        """Takes a bucket, as a rank of a learner answered it."""
+        return await _answer(asyncio.to_thread(lambda: self._started.update(announced.unwrap())))
 
     async def finish_update(self, version: int, num_tensors: int) -> Answer:
         """The version that serves from now on."""
@@ -65,9 +71,9 @@ class EngineWorker:
         """See `VLLMEngine.sleep`."""
         return await _answer(asyncio.to_thread(self._started.sleep))
 
-    async def wake_up(self) -> Answer:
+    async def wake_up(self, tag: str) -> Answer:
         """See `VLLMEngine.wake_up`."""
-        return await _answer(asyncio.to_thread(self._started.wake_up))
+        return await _answer(asyncio.to_thread(self._started.wake_up, tag))
 
     @property
     def _started(self) -> VLLMEngine:

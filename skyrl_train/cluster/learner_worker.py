@@ -9,13 +9,12 @@ import functools
 import os
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.cluster.calls import Answer, Identity, node_address
 from skyrl_train.cluster.dispatch import Shipped, unpack, unpack_mini_batch
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.weight_sync.buckets import Bucket, pack_bucket, unpack_bucket
+from skyrl_train.weight_sync.buckets import unpack_bucket
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +70,7 @@ class LearnerWorker:
         from skyrl_train.distributed.process_group import join
         from skyrl_train.learner.critic import CriticLearner, build_critic_learner
         from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
+        from skyrl_train.weight_sync.sender import WeightSender
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         device = torch.device("cuda:0" if self._config.platform.name == "gpu" else "cpu")
@@ -82,6 +82,7 @@ class LearnerWorker:
             self._learner = build_critic_learner(self._config, self._plan, strategy=strategy)
         else:
             self._learner = build_policy_learner(self._config, self._plan, role=self._role, strategy=strategy)
+        self._sender = WeightSender(self._learner.engine.model, strategy, device)
         return self._learner.engine.layout
 
     @answering
@@ -95,55 +96,22 @@ class LearnerWorker:
         return self._learner.forward_backward(unpack_mini_batch(rows))
 
     @answering
-    def optim_step(self) -> Any:
-        """Metrics, the same on each rank."""
-        return self._learner.optim_step()
+    def learner(self, method: str, *args: Any) -> Any:
+        """`method` of this rank's `Learner`, e.g. `optim_step` or `save`."""
+        return getattr(self._learner, method)(*args)
 
     @answering
-    def save(self, folder: Path) -> None:
-        """See `Learner.save`."""
-        self._learner.save(folder)
+    def weights(self, method: str, *args: Any) -> Any:
+        """`method` of this rank's `WeightSender`."""
+        return getattr(self._sender, method)(*args)
 
     @answering
-    def load(self, folder: Path) -> None:
-        """See `Learner.load`."""
-        self._learner.load(folder)
-
-    @answering
-    def export_hf(self, folder: Path) -> None:
-        """See `Learner.export_hf`."""
-        self._learner.export_hf(folder)
-
-    @answering
-    def bucket(self, names: tuple[str, ...]) -> Bucket | None:
-        """These parameters, whole, on rank 0; None elsewhere."""
-        from skyrl_train.model.lora import weights_by_name
-
-        strategy, weights = self._learner.engine.strategy, weights_by_name(self._learner.engine.model)
-        whole = ((name, weights[name].whole(strategy.full)) for name in names)
-        if strategy.rank == 0:
-            return pack_bucket(whole)
-        for _ in whole:
-            pass  # each gather needs every rank
-        return None
-
-    @answering
-    def take_bucket(self, packed: Answer) -> int:
+    def take_bucket(self, carried: Answer) -> int:
         """Replaces the parameters that are in the bucket; returns how many."""
         from skyrl_train.learner.state import take_weights
 
         engine = self._learner.engine
-        return take_weights(engine.model, engine.parameters, unpack_bucket(packed.unwrap()), role=self._role)
-
-    @answering
-    def describe(self) -> Any:
-        """`(name, type, whole shape)` of every parameter, tied ones once, in the model's order."""
-        from skyrl_train.model.lora import weights_by_name
-
-        return tuple(
-            (name, str(weight.parameter.dtype).removeprefix("torch."), tuple(weight.parameter.shape))
-            for name, weight in weights_by_name(self._learner.engine.model).items()
-        )
+        return take_weights(engine.model, engine.parameters, unpack_bucket(carried.unwrap()), role=self._role)
 
 
 def _strategy(config: Config, device: torch.device) -> ModelStrategy:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
-from skyrl_train.cluster.engines import EnginePool
+from skyrl_train.cluster.fleet import EngineFleet
+from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import EngineError
 from skyrl_train.interfaces import Learner
@@ -24,7 +25,8 @@ _NEW_TOKENS = 16
 class WeightSyncProbe:
     """Compares each engine with the trainer; call it after a sync."""
 
-    pool: EnginePool
+    fleet: EngineFleet
+    turns: DeviceTurns
     policy: Learner
     config: Config
     vocabulary: int
@@ -33,8 +35,9 @@ class WeightSyncProbe:
         """Largest difference of a log-probability. Raises EngineError where it exceeds the tolerance."""
         request = self._request(version)
         worst = 0.0
-        outputs = self.pool.call("generate", "sync", request)
-        for actor, output in zip(self.pool.actors, outputs):
+        self.turns.engines()
+        outputs = self.fleet.call("generate", "sync", request)
+        for actor, output in zip(self.fleet.living, outputs):
             difference = self._difference(request, output)
             limit = self.config.generator.weight_sync_tolerance
             if not difference <= limit:

@@ -1,30 +1,31 @@
-"""Weights from learners on Ray to engines on Ray, through the object store: shared memory within a node.
-
-    rank 0 packs a bucket (all ranks gather) -> object store -> every engine maps it and loads it
-
-While engines load one bucket the ranks gather the next. Nothing passes through this process but references.
-"""
+"""Weights from learners on Ray to engines on Ray: what begins an update, what ends it, and what is recorded of it."""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray
 from torch import Tensor
 
 from skyrl_train.cluster.calls import Answer, RemoteActor
+from skyrl_train.cluster.carriers import Carrier
 from skyrl_train.cluster.engines import EnginePool
-from skyrl_train.cluster.learners import WorkerWeights
+from skyrl_train.cluster.turns import DeviceTurns
+from skyrl_train.cluster.workers import WorkerGroup, WorkerWeights, carried_buckets, planned_buckets
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync.buckets import in_buckets
+from skyrl_train.weight_sync.buckets import Bucket, in_buckets
+
+logger = logging.getLogger(__name__)
 
 Verify = Callable[[int], float]
 """Compares engines with the trainer after a sync to that version: the largest difference found."""
+Send = Callable[[Sequence[RemoteActor]], "list[Bucket]"]
+"""Brings all weights to these engines, whose update has begun; the buckets that they were."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,87 +43,87 @@ class SyncRecord:
 class RayTransport:
     """Implements `WeightTransport` for an `EnginePool`."""
 
-    def __init__(self, pool: EnginePool, record_file: Path) -> None:
+    def __init__(self, pool: EnginePool, carrier: Carrier, turns: DeviceTurns, record_file: Path) -> None:
         self.pool = pool
+        self._carrier, self._turns = carrier, turns
         self._record_file = record_file
-        self._last: tuple[Callable[[], Iterator[Packed]], int] | None = None
+        self._again: Send | None = None
+        """Sends the weights of the last sync."""
+        self._late: dict[int, RemoteActor] = {}
+        """Engines that were started anew and have no weights yet, by index."""
         self.verify: Verify | None = None
         """Set where `generator.verify_weight_sync` is on."""
         pool.bring_up_to_date = self.bring_up_to_date
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """All engines, or the run ends: raises EngineError, ActorError or DeadlineError naming the engine."""
-        self.pool.wait_ready()
-        self.pool.wake_up()
+        fleet = self.pool.fleet
+        fleet.wait_ready()
         started = time.monotonic()
-        if isinstance(weights, WorkerWeights):
-            group = weights.group
-            source: Callable[[], Iterator[Packed]] = lambda: packed_by_workers(WorkerWeights(group))  # noqa: E731
-        else:
-            parts = list(packed_here(weights))
-            source = lambda: iter(parts)  # noqa: E731
-        num_bytes = self._send(source(), version, self.pool.actors)
+        with self._turns.syncing():
+            for index, engine in self._late.items():
+                fleet.admit(index, engine)
+            self._late.clear()
+            engines = fleet.living
+            if isinstance(weights, WorkerWeights):
+                group = weights.group
+                self._carrier.prepare(group, engines)
+                self._again = lambda chosen: self._through_object_store(group, chosen)
+                buckets = self._update(engines, version, lambda chosen: self._carried(group, chosen))
+            else:
+                held = list(in_buckets(weights))
+                self._again = lambda chosen: self._sent(held, chosen)
+                buckets = self._update(engines, version, self._again)
         self.pool.set_version(version)
-        self._last = (source, version)
-        seconds = time.monotonic() - started
-        difference = self.verify(version) if self.verify is not None else None
-        self._record(
-            SyncRecord(
-                version=version,
-                seconds=seconds,
-                num_bytes=num_bytes,
-                num_engines=len(self.pool.actors),
-                probe_difference=difference,
-            )
+        record = SyncRecord(
+            version=version,
+            seconds=time.monotonic() - started,
+            num_bytes=sum(bucket.num_bytes for bucket in buckets),
+            num_engines=len(engines),
+            probe_difference=self.verify(version) if self.verify is not None else None,
         )
-
-    def bring_up_to_date(self, actor: RemoteActor) -> None:
-        """The weights of the last sync for an engine that was started anew; the policy has not stepped since."""
-        if self._last is None:
-            raise EngineError(f"{actor} cannot get the current weights: nothing was synced yet")
-        source, version = self._last
-        self._send(source(), version, [actor])
-
-    def _send(self, parts: Iterator[Packed], version: int, actors: Sequence[RemoteActor]) -> int:
-        """Begin, buckets, finish; returns the bytes sent."""
-        self.pool.call("begin_update", "sync", actors=actors)
-        num_tensors = num_bytes = 0
-        for part in parts:
-            self.pool.call("update", "sync", part.ref, actors=actors)
-            num_tensors += part.num_tensors
-            num_bytes += part.num_bytes
-        versions = self.pool.call("finish_update", "sync", version, num_tensors, actors=actors)
-        for actor, found in zip(actors, versions):
-            if found != version:
-                raise EngineError(f"{actor} serves weights of version {found} after a sync to version {version}")
-        return num_bytes
-
-    def _record(self, record: SyncRecord) -> None:
         with self._record_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(vars(record)) + "\n")
 
+    def bring_up_to_date(self, index: int, engine: RemoteActor) -> None:
+        """An engine that was started anew gets the weights of the last sync and serves, or waits for the next sync where
+        the policy has trained since."""
+        with self._turns.catching_up(engine) as possible:
+            if not possible or self._again is None:
+                self._late[index] = engine
+                logger.warning("%s was started anew and waits for the next weights", engine)
+                return
+            version = self.pool.weight_version
+            self._update([engine], version, self._again)
+            self.pool.fleet.admit(index, engine)
+            logger.warning("%s serves again, with weights of version %d", engine, version)
 
-@dataclass(frozen=True, kw_only=True)
-class Packed:
-    """A bucket in the object store."""
+    def _update(self, engines: Sequence[RemoteActor], version: int, send: Send) -> list[Bucket]:
+        """Between begin and finish engines compute nothing; one to which anything happens there never computes again."""
+        fleet = self.pool.fleet
+        fleet.call("begin_update", "sync", engines=engines)
+        buckets = send(engines)
+        num_tensors = sum(len(bucket.names) for bucket in buckets)
+        versions = fleet.call("finish_update", "sync", version, num_tensors, engines=engines)
+        for engine, found in zip(engines, versions):
+            if found != version:
+                raise EngineError(f"{engine} serves weights of version {found} after a sync to version {version}")
+        return buckets
 
-    ref: Any
-    num_tensors: int
-    num_bytes: int
+    def _carried(self, group: WorkerGroup, engines: Sequence[RemoteActor]) -> list[Bucket]:
+        buckets = planned_buckets(group)
+        self._carrier.carry(group, buckets, engines)
+        return buckets
 
+    def _through_object_store(self, group: WorkerGroup, engines: Sequence[RemoteActor]) -> list[Bucket]:
+        """Whatever the carrier: for one engine, beside others that go on serving."""
+        buckets = planned_buckets(group)
+        for ref in carried_buckets(group, buckets):
+            self.pool.fleet.call("update", "sync", ref, engines=engines)
+        return buckets
 
-def packed_by_workers(weights: WorkerWeights) -> Iterator[Packed]:
-    """Each bucket as rank 0 packed it; the next one is gathered while the caller uses this one."""
-    buckets = weights.buckets()
-    pending = weights.begin_bucket(buckets[0][0])
-    for index, (names, num_bytes) in enumerate(buckets):
-        ref = weights.finish_bucket(pending)
-        if index + 1 < len(buckets):
-            pending = weights.begin_bucket(buckets[index + 1][0])
-        yield Packed(ref=ref, num_tensors=len(names), num_bytes=num_bytes)
-
-
-def packed_here(weights: Iterator[tuple[str, Tensor]]) -> Iterator[Packed]:
-    """Buckets of weights that this process holds, e.g. of a checkpoint."""
-    for bucket in in_buckets(weights):
-        yield Packed(ref=ray.put(Answer(value=bucket)), num_tensors=len(bucket.names), num_bytes=len(bucket.data))
+    def _sent(self, buckets: list[Bucket], engines: Sequence[RemoteActor]) -> list[Bucket]:
+        """Weights that this process holds, e.g. of a checkpoint."""
+        for bucket in buckets:
+            self.pool.fleet.call("update", "sync", ray.put(Answer(value=bucket)), engines=engines)
+        return buckets

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,32 @@ def join(rendezvous: Rendezvous, device: torch.device) -> None:
         world_size=rendezvous.num_ranks,
         timeout=timedelta(seconds=rendezvous.timeout_s),
     )
+
+
+def meet(rendezvous: Rendezvous, device: torch.device) -> Any:
+    """A backend (gloo or NCCL, by device) for a group that stands beside the process's default one, which there need not
+    be. Blocks until all have come; raises what torch raises where they do not within `timeout_s`."""
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    torch_c10d: Any = dist
+    if rendezvous.single_node:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = torch_c10d.FileStore(rendezvous.init_method.removeprefix("file://"), rendezvous.num_ranks)
+    else:
+        host, _, port = rendezvous.init_method.removeprefix("tcp://").rpartition(":")
+        store = torch_c10d.TCPStore(
+            host,
+            int(port),
+            rendezvous.num_ranks,
+            is_master=rendezvous.rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+    store.set_timeout(timeout)
+    if device.type == "cuda":
+        options = torch_c10d.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return torch_c10d.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.num_ranks, options)
+    return torch_c10d.ProcessGroupGloo(store, rendezvous.rank, rendezvous.num_ranks, timeout)
 
 
 def leave() -> None:

@@ -1,38 +1,50 @@
-"""What runs inside vLLM's workers: a weight-transfer backend that takes buckets of bytes, on any device.
+"""What runs inside vLLM's workers: a weight-transfer backend that takes buckets, on any device and however they come.
 
-Imported there because `worker_extension_cls` names `WorkerExtension`. vLLM's own backends need CUDA; this one plugs into
-the same interface (start, update, finish) and mends what a reload leaves behind on a CPU.
+Imported there because `worker_extension_cls` names `WorkerExtension`. It plugs into vLLM's own interface (init, start,
+update, finish). vLLM's backends `nccl` and `ipc` need CUDA and check nothing that arrives; this one runs wherever torch
+does, verifies each bucket before a byte of it is loaded, and mends what a reload leaves behind on a CPU.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
+from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from skyrl_train.weight_sync.buckets import Bucket, unpack_bucket
+from skyrl_train.distributed.process_group import Rendezvous
+from skyrl_train.errors import EngineError
+from skyrl_train.weight_sync.broadcast import WeightGroup
+from skyrl_train.weight_sync.buckets import Bucket, copied, unpack
+from skyrl_train.weight_sync.lending import borrow
 
 BACKEND = "skyrl_train_buckets"
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Nothing has to be agreed on."""
+    """Where a trainer that broadcasts is to be met; nothing where it does not. The fields of a `Rendezvous`."""
+
+    rank: int = 0
+    """Of this engine's first worker."""
+    num_ranks: int = 0
+    init_method: str = ""
+    timeout_s: float = 0.0
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The fields of a `Bucket`; its bytes in `data`, or in the file `path` where they came over HTTP."""
+    """The fields of a `Bucket`."""
 
     names: Any
     dtypes: Any
     shapes: Any
-    checksum: int
+    checksum: int | None = None
     data: Any = None
     path: str = ""
+    handles: Any = None
 
 
 class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -40,9 +52,19 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    _group: WeightGroup | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Nothing to meet: the bytes come with the call."""
+        """Meets the trainer, in place of any that was met before; with no address the bytes come by themselves."""
+        self.shutdown()
+        if init_info.num_ranks:
+            rendezvous = Rendezvous(
+                rank=init_info.rank + self.parallel_config.rank,
+                num_ranks=init_info.num_ranks,
+                init_method=init_info.init_method,
+                timeout_s=init_info.timeout_s,
+            )
+            self._group = WeightGroup(rendezvous, self.device)
 
     def start_weight_update(self) -> None:
         """Prepares each layer to receive weights in the checkpoint's form."""
@@ -62,10 +84,24 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
             names=tuple(update_info.names),
             dtypes=tuple(update_info.dtypes),
             shapes=tuple(tuple(shape) for shape in update_info.shapes),
-            data=np.fromfile(update_info.path, dtype=np.uint8) if update_info.path else update_info.data,
             checksum=update_info.checksum,
+            data=update_info.data,
+            path=update_info.path,
+            handles=update_info.handles or {},
         )
-        self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in unpack_bucket(bucket)])
+        bucket, flat = self._arrived(bucket)
+        self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in unpack(bucket, flat)])
+
+    def _arrived(self, bucket: Bucket) -> tuple[Bucket, Tensor]:
+        """The bucket with its checksum, and its bytes in memory that this worker owns."""
+        if bucket.handles:
+            return bucket, borrow(bucket.handles, self.device, bucket.num_bytes)
+        if bucket.data is not None or bucket.path:
+            return bucket, copied(bucket)
+        if self._group is None:
+            raise EngineError("weights were announced to an engine that did not meet the trainer")
+        flat, checksum = self._group.receive(bucket.num_bytes)
+        return replace(bucket, checksum=checksum), flat
 
     def finish_weight_update(self) -> None:
         """Puts the layers back into the form that computes."""
@@ -76,7 +112,10 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
             repack_tied_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing to release."""
+        """Leaves the trainer's group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
 
 def repack_tied_heads(model: Any) -> None:

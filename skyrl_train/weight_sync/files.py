@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from skyrl_train.weight_sync.buckets import in_buckets
+from skyrl_train.weight_sync.buckets import in_buckets, in_file
 
 
 class ControlledServer(Protocol):
@@ -47,10 +47,8 @@ class FileTransport:
             call("POST", "/pause?mode=wait&clear_cache=true")
             call("POST", "/start_weight_update")
             for number, bucket in enumerate(in_buckets(weights)):
-                path = folder / f"{number:04d}.bin"
-                bucket.data.tofile(path)
-                info = {name: value for name, value in bucket.fields().items() if name != "data"}
-                call("POST", "/update_weights", {"update_info": {**info, "path": str(path.absolute())}})
+                written = in_file(bucket, folder / f"{number:04d}.bin")
+                call("POST", "/update_weights", {"update_info": written.fields()})
             call("POST", "/finish_weight_update", {"weight_version": str(version)})
             call("POST", "/reset_prefix_cache")
             self._server.confirm_version(version)

@@ -13,7 +13,8 @@ from torch import Tensor
 from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import EngineError
-from skyrl_train.inference.vllm import VLLMEngine, engine_settings
+from skyrl_train.inference.vllm import VLLMEngine
+from skyrl_train.inference.vllm_settings import engine_settings
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 from skyrl_train.weight_sync.buckets import Bucket, in_buckets, pack_bucket

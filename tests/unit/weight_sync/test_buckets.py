@@ -34,7 +34,7 @@ def test_a_bit_that_flipped_on_the_way_is_found() -> None:
 def test_shapes_that_do_not_fit_the_bytes_are_found() -> None:
     bucket = pack_bucket(TENSORS.items())
     with pytest.raises(EngineError, match="their shapes make"):
-        list(unpack_bucket(Bucket(**{**bucket.fields(), "shapes": ((20, 3), (), (3,))})))
+        list(unpack_bucket(Bucket(**{**bucket.fields(), "shapes": ((400, 3), (), (3,))})))
 
 
 def test_buckets_hold_neighbours_up_to_the_limit() -> None:

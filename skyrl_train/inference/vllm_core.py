@@ -1,0 +1,198 @@
+"""`VLLMCore`: a vLLM engine as its one thread sees it. Requests, weight updates and sleep, in vLLM's own calls.
+
+Nothing here is thread-safe: `inference/vllm.py` owns the thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from skyrl_train.errors import EngineError
+from skyrl_train.inference.vllm_settings import EngineSettings, sampling_arguments
+from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
+from skyrl_train.weight_sync.buckets import Bucket, in_file
+
+if TYPE_CHECKING:
+    from skyrl_train.distributed.process_group import Rendezvous
+
+T = TypeVar("T")
+
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+class VLLMCore:
+    """One engine. Between `begin_update` and `finish_update` nothing is computed; after an error in between it answers
+    nothing any more."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        """Loads the model and waits for it. Raises EngineError with vLLM's reason."""
+        self._settings = settings
+        self._requests: dict[str, tuple[Future[GenerationOutput], int]] = {}
+        self._held: list[tuple[GenerationRequest, Future[GenerationOutput]]] = []
+        self._updating = False
+        self._num_received = 0
+        self._broken = ""
+        self.weight_version = -1
+        os.environ.update(settings.environment)
+        try:
+            from vllm import EngineArgs
+            from vllm.config import WeightTransferConfig
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            from skyrl_train.inference import vllm_worker
+
+            arguments = {
+                **settings.arguments,
+                "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
+            }
+            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        except ImportError as error:
+            raise EngineError(
+                f"vLLM cannot be imported ({error}). Install the extra `cpu` or `vllm`; docs/distributed.md says how"
+            ) from error
+        except Exception as error:
+            raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something to compute now."""
+        return bool(self._requests) and not self._updating
+
+    def add(self, request: GenerationRequest, future: Future[GenerationOutput]) -> None:
+        """`future` gets the answer, or EngineError. During a weight update the request waits for the end."""
+        if self._broken:
+            future.set_exception(EngineError(self._broken))
+            return
+        if self._updating:
+            self._held.append((request, future))
+            return
+        try:
+            self._engine.add_request(
+                request.request_id,
+                {"prompt_token_ids": list(request.prompt_token_ids)},
+                sampling_arguments(request.sampling, request.seed, self._settings.stop_token_ids),
+            )
+        except Exception as error:
+            future.set_exception(EngineError(f"request {request.request_id}: {type(error).__name__}: {error}"))
+            return
+        self._requests[request.request_id] = (future, self.weight_version)
+
+    def step(self) -> None:
+        """One token for all that run."""
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            self._broken = f"the engine broke while it generated: {type(error).__name__}: {error}"
+            self.fail_all(EngineError(self._broken))
+            return
+        for output in outputs:
+            if output.finished and output.request_id in self._requests:
+                future, version = self._requests.pop(output.request_id)
+                future.set_result(_answer(output, version))
+
+    def abort(self, request_id: str) -> None:
+        """Gives a request up; it ends with nothing, and stop reason `abort`."""
+        entry = self._requests.pop(request_id, None)
+        if entry is not None:
+            self._engine.abort_request([request_id])
+            entry[0].set_result(
+                GenerationOutput(token_ids=(), logprobs=(), stop_reason=StopReason.ABORT, weight_version=entry[1])
+            )
+
+    def fail_all(self, error: EngineError) -> None:
+        """What runs or waits gets this error."""
+        for future, _ in [*self._requests.values(), *((future, 0) for _, future in self._held)]:
+            if not future.done():
+                future.set_exception(error)
+        self._requests.clear()
+        self._held.clear()
+
+    def meet(self, rendezvous: Rendezvous) -> None:
+        """All workers join the trainer's group; `rendezvous.rank` is that of the first. Raises EngineError."""
+        try:
+            self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": vars(rendezvous)})
+        except Exception as error:
+            raise EngineError(f"the trainer could not be met: {type(error).__name__}: {error}") from error
+
+    def begin_update(self) -> None:
+        """From here on nothing is computed until `finish_update`."""
+        if self._broken:
+            raise EngineError(self._broken)
+        self._updating, self._num_received = True, 0
+        self._guarded(lambda: self._engine.collective_rpc("start_weight_update"))
+
+    def update(self, bucket: Bucket) -> None:
+        """Takes some of the weights."""
+        self._guarded(lambda: self._receive(bucket))
+
+    def finish_update(self, version: int, num_tensors: int) -> int:
+        """Serves with the new weights, under `version`, which it returns. `num_tensors` were sent in all."""
+        return self._guarded(lambda: self._finish(version, num_tensors))
+
+    def sleep(self) -> None:
+        """Frees the device for others: weights to the host, key-value cache dropped."""
+        self._engine.sleep(level=1)
+
+    def wake_up(self, tag: str) -> None:
+        """Takes the device again, for `weights` or for the `kv_cache`."""
+        self._engine.wake_up([tag])
+
+    def _guarded(self, function: Callable[[], T]) -> T:
+        if self._broken:
+            raise EngineError(self._broken)
+        try:
+            return function()
+        except Exception as error:
+            self._broken = f"a weight update failed half-way, so the engine answers nothing: {error}"
+            self._updating = False
+            self.fail_all(EngineError(self._broken))
+            raise EngineError(self._broken) from error
+
+    def _receive(self, bucket: Bucket) -> None:
+        with _for_workers(bucket, separate=self._settings.separate_workers) as sent:
+            self._engine.collective_rpc("update_weights", kwargs={"update_info": sent.fields()})
+        self._num_received += len(bucket.names)
+
+    def _finish(self, version: int, num_tensors: int) -> int:
+        if not self._updating:
+            raise EngineError("no update was begun")
+        if self._num_received != num_tensors:
+            raise EngineError(f"{self._num_received} of {num_tensors} parameters arrived")
+        self._engine.collective_rpc("finish_weight_update")
+        # Keys and values of older weights would be found again under the same tokens.
+        if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
+            raise EngineError("vLLM did not reset its prefix cache")
+        self._engine.set_weight_version(str(version))
+        self.weight_version = int(self._engine.get_weight_version())
+        self._updating = False
+        held, self._held = self._held, []
+        for request, future in held:
+            self.add(request, future)
+        return self.weight_version
+
+
+@contextlib.contextmanager
+def _for_workers(bucket: Bucket, *, separate: bool) -> Iterator[Bucket]:
+    """The bucket as vLLM can hand it to its workers: an array does not pass to another process, a file in shared memory
+    does."""
+    if bucket.data is None or not separate:
+        yield bucket
+        return
+    with tempfile.NamedTemporaryFile(
+        prefix="skyrl-weights-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+    ) as file:
+        yield in_file(bucket, Path(file.name))
+
+
+def _answer(output: Any, version: int) -> GenerationOutput:
+    completion = output.outputs[0]
+    token_ids = tuple(completion.token_ids)
+    logprobs = tuple(entry[token].logprob for entry, token in zip(completion.logprobs or (), token_ids))
+    reason = {"stop": StopReason.STOP, "length": StopReason.LENGTH}.get(completion.finish_reason, StopReason.ABORT)
+    return GenerationOutput(token_ids=token_ids, logprobs=logprobs, stop_reason=reason, weight_version=version)

@@ -1,0 +1,106 @@
+"""What a vLLM engine is started with, and how a request says how to sample: our configuration in vLLM's words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.types import SamplingParams
+
+if TYPE_CHECKING:
+    from skyrl_train.config.schema import Config
+
+_CPU_KV_CACHE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What an engine is started with."""
+
+    arguments: dict[str, Any]
+    """Of `vllm.EngineArgs`."""
+    stop_token_ids: tuple[int, ...]
+    environment: dict[str, str]
+    """To be set before vLLM is imported."""
+
+    @property
+    def separate_workers(self) -> bool:
+        """Whether vLLM computes in processes of its own, which the caller's memory does not reach."""
+        return self.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+
+
+def engine_settings(config: Config) -> EngineSettings:
+    """From the configuration. Raises ModelError where there is no such model."""
+    from skyrl_train.inference.stop_tokens import stop_token_ids
+    from skyrl_train.model.causal_lm import resolve_model_path
+
+    gpu = config.platform.name == "gpu"
+    options = config.generator.vllm
+    folder = str(resolve_model_path(config.model.path, config.model.revision))
+    arguments: dict[str, Any] = {
+        "model": folder,
+        "tokenizer": _tokenizer_folder(config) or folder,
+        "dtype": config.model.dtype if options.dtype == "auto" else options.dtype,
+        "seed": config.seed % 2**31,
+        "max_model_len": config.generator.max_context_length,
+        "max_num_seqs": options.max_num_seqs,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "enforce_eager": options.enforce_eager,
+        "enable_prefix_caching": options.prefix_caching,
+        "logprobs_mode": logprobs_mode(config.generator.sampling.temperature),
+        "trust_remote_code": config.model.trust_remote_code,
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        "worker_extension_cls": "skyrl_train.inference.vllm_worker.WorkerExtension",
+    }
+    if options.kv_cache_gib or not gpu:
+        num_bytes = int(options.kv_cache_gib * 2**30) or _CPU_KV_CACHE_BYTES
+        arguments["kv_cache_memory_bytes"] = num_bytes
+    if gpu:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = config.placement.colocate_all
+    else:
+        # A seeded request whose prefill is cut in two breaks the CPU's sampler.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(2048, config.generator.max_context_length)
+    environment = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if gpu else "0",
+        # On a CPU vLLM would compile a helper of its sampler with the machine's C++ compiler: there need not be one, and
+        # torch's build command breaks on a path with a space.
+        **({} if gpu or not options.enforce_eager else {"TORCHDYNAMO_DISABLE": "1"}),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return EngineSettings(arguments=arguments, stop_token_ids=stop_token_ids(config.model), environment=environment)
+
+
+def logprobs_mode(temperature: float) -> str:
+    """Which of vLLM's log-probabilities are those of the distribution that was sampled from, before truncation: the raw
+    ones at temperature 1 (and for greedy decoding, which is scored at 1), else those after the temperature."""
+    return "raw_logprobs" if temperature in (0.0, 1.0) else "processed_logprobs"
+
+
+def sampling_arguments(sampling: SamplingParams, seed: int, stop_token_ids: tuple[int, ...]) -> Any:
+    """vLLM's form of how to sample."""
+    from vllm import SamplingParams as VLLMSamplingParams
+
+    return VLLMSamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_generate_length,
+        seed=seed,
+        logprobs=0,
+        stop=list(sampling.stop) or None,
+        include_stop_str_in_output=True,
+        stop_token_ids=list(stop_token_ids),
+        detokenize=bool(sampling.stop),
+    )
+
+
+def _tokenizer_folder(config: Config) -> str | None:
+    from skyrl_train.model.causal_lm import resolve_model_path
+
+    path = config.model.tokenizer_path
+    return None if path is None else str(resolve_model_path(path))

@@ -1,0 +1,96 @@
+"""Weights that never move between processes: the owner lends its memory, a borrower on the same device copies from it.
+
+On CUDA devices a handle is what CUDA IPC needs, in plain numbers and bytes, so that it passes through any serialiser. On a
+CPU it is the name of a file in shared memory: the same calls in the same order, for machines without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_train.errors import EngineError
+
+_SHARED_MEMORY = Path("/dev/shm")
+_HANDLE_PARTS = slice(7, 10)
+_COUNTER_PARTS = slice(11, 15)
+"""Of what torch takes a shared CUDA tensor apart into; the rest follows from its being flat bytes."""
+
+
+class Loan:
+    """Flat bytes that others may read for as long as this object is not closed."""
+
+    def __init__(self, flat: Tensor) -> None:
+        self._flat: Tensor | None = flat
+        self._file: Path | None = None
+        if flat.device.type == "cuda":
+            self.handles: Mapping[str, Any] = {device_name(flat.device): _cuda_handle(flat)}
+            return
+        folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        descriptor, name = tempfile.mkstemp(prefix="skyrl-weights-", dir=folder)
+        os.close(descriptor)
+        self._file = Path(name)
+        flat.numpy().tofile(self._file)
+        self.handles = {device_name(flat.device): [name]}
+
+    def close(self) -> None:
+        """Takes the memory back: borrowers must have copied what they need. Idempotent."""
+        self._flat = None
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
+            self._file = None
+
+
+def borrow(handles: Mapping[str, Any], device: torch.device, num_bytes: int) -> Tensor:
+    """A copy of what the owner on `device` lends. Raises EngineError where nobody there does."""
+    name = device_name(device)
+    if name not in handles:
+        raise EngineError(
+            f"weights are lent on {', '.join(sorted(handles))}, but this engine computes on {name}. Engines that share "
+            "the trainer's devices need a rank of the policy on each; or set generator.vllm.weight_transport=broadcast"
+        )
+    handle = handles[name]
+    if device.type == "cuda":
+        return _open_cuda_handle(handle, device, num_bytes).clone()
+    return torch.from_file(handle[0], shared=True, size=num_bytes, dtype=torch.uint8).clone()
+
+
+def device_name(device: torch.device) -> str:
+    """The same in every process that uses the device, whatever number it has there."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return device.type
+
+
+def _cuda_handle(flat: Tensor) -> list[Any]:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    reduce: Any = reduce_tensor
+    _, parts = reduce(flat)
+    return [parts[3], *parts[_HANDLE_PARTS], *parts[_COUNTER_PARTS]]
+
+
+def _open_cuda_handle(handle: list[Any], device: torch.device, num_bytes: int) -> Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    offset, *rest = handle
+    rebuild: Any = rebuild_cuda_tensor
+    opened: Tensor = rebuild(
+        Tensor,
+        torch.Size([num_bytes]),
+        (1,),
+        offset,
+        torch.storage.TypedStorage,
+        torch.uint8,
+        device.index or 0,
+        *rest[:3],
+        False,
+        *rest[3:],
+    )
+    return opened

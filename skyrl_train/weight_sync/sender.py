@@ -1,0 +1,101 @@
+"""A rank's part in a weight sync: gathers whole parameters from all ranks, and hands them over in one of four ways."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from skyrl_train.distributed.process_group import Rendezvous
+from skyrl_train.model.lora import weights_by_name
+from skyrl_train.weight_sync.broadcast import WeightGroup
+from skyrl_train.weight_sync.buckets import Bucket, in_file, pack, pack_bucket
+from skyrl_train.weight_sync.lending import Loan
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from skyrl_train.distributed.strategy import ModelStrategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterFact:
+    """What can be known of a parameter without gathering it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Whole, however it is sharded."""
+
+
+class WeightSender:
+    """The weights of one rank's model. Methods that gather are called by all ranks, in step and with the same names."""
+
+    def __init__(self, model: nn.Module, strategy: ModelStrategy, device: torch.device) -> None:
+        """`device` computes; parameters may be elsewhere."""
+        self._model, self._strategy, self._device = model, strategy, device
+        self._group: WeightGroup | None = None
+        self._loan: Loan | None = None
+
+    def describe(self) -> tuple[ParameterFact, ...]:
+        """Every parameter, tied ones once, in the model's order; an adapter is part of what it adapts."""
+        return tuple(
+            ParameterFact(
+                name=name,
+                dtype=str(weight.parameter.dtype).removeprefix("torch."),
+                shape=tuple(weight.parameter.shape),
+            )
+            for name, weight in weights_by_name(self._model).items()
+        )
+
+    def carry(self, names: tuple[str, ...]) -> Bucket | None:
+        """A bucket that carries these parameters, on rank 0; None elsewhere."""
+        return pack_bucket(self._whole(names)) if self._leads(names) else None
+
+    def write(self, names: tuple[str, ...], path: Path) -> Bucket | None:
+        """The same in a file. Raises OSError where the disk refuses."""
+        return in_file(pack_bucket(self._whole(names)), path) if self._leads(names) else None
+
+    def meet(self, rendezvous: Rendezvous | None) -> None:
+        """Rank 0 joins the engines' workers, in place of any group that it was in; the other ranks are given None."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+        if rendezvous is not None:
+            self._group = WeightGroup(rendezvous, self._device)
+
+    def broadcast(self, names: tuple[str, ...]) -> None:
+        """Sends these parameters to those whom `meet` met, who must be waiting for them."""
+        if self._leads(names):
+            if self._group is None:
+                raise RuntimeError("rank 0 was not told to meet the engines")
+            self._group.send(pack(self._whole(names), self._device)[1])
+
+    def lend(self, names: tuple[str, ...]) -> Bucket:
+        """Each rank lends these parameters to whoever computes on its device, until the next `lend` or `reclaim`."""
+        self.reclaim()
+        bucket, flat = pack(self._whole(names), self._device)
+        self._loan = Loan(flat)
+        return replace(bucket, handles=self._loan.handles)
+
+    def reclaim(self) -> None:
+        """Nobody reads any more what was lent. Idempotent."""
+        if self._loan is not None:
+            self._loan.close()
+            self._loan = None
+
+    def _leads(self, names: Iterable[str]) -> bool:
+        """Whether this is rank 0; another rank takes part in the gathering of `names` and is done."""
+        if self._strategy.rank == 0:
+            return True
+        for _ in self._whole(names):
+            pass
+        return False
+
+    def _whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        weights = weights_by_name(self._model)
+        return ((name, weights[name].whole(self._strategy.full)) for name in names)

@@ -1,0 +1,53 @@
+"""A group of processes for weights alone: what arrives is what was sent, with its checksum; nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train.distributed.process_group import Rendezvous
+from skyrl_train.errors import EngineError
+from skyrl_train.weight_sync.broadcast import WeightGroup
+from skyrl_train.weight_sync.buckets import Bucket, pack, unpack
+
+CPU = torch.device("cpu")
+TENSORS = {"embed": torch.arange(600, dtype=torch.float32).view(200, 3), "scale": torch.tensor(1.5)}
+
+
+def rendezvous(folder: Path, rank: int, num_ranks: int, timeout_s: float = 30.0) -> Rendezvous:
+    return Rendezvous(rank=rank, num_ranks=num_ranks, init_method=f"file://{folder}/meet", timeout_s=timeout_s)
+
+
+def test_every_receiver_gets_the_bytes_and_the_checksum_of_the_sender(tmp_path: Path) -> None:
+    bucket, flat = pack(TENSORS.items(), CPU)
+    found: dict[int, dict[str, torch.Tensor]] = {}
+
+    def receive(rank: int) -> None:
+        group = WeightGroup(rendezvous(tmp_path, rank, 3), CPU)
+        bytes_, checksum = group.receive(bucket.num_bytes)
+        found[rank] = dict(unpack(Bucket(**{**bucket.fields(), "checksum": checksum}), bytes_))
+        group.close()
+
+    receivers = [threading.Thread(target=receive, args=(rank,)) for rank in (1, 2)]
+    for receiver in receivers:
+        receiver.start()
+    sender = WeightGroup(rendezvous(tmp_path, 0, 3), CPU)
+    sender.send(flat)
+    for receiver in receivers:
+        receiver.join(30)
+    for rank in (1, 2):
+        assert all(torch.equal(found[rank][name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_bytes_without_the_right_checksum_are_refused() -> None:
+    bucket, flat = pack(TENSORS.items(), CPU)
+    with pytest.raises(EngineError, match="arrived damaged"):
+        list(unpack(Bucket(**{**bucket.fields(), "checksum": 1}), flat))
+
+
+def test_a_meeting_to_which_nobody_comes_ends(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        WeightGroup(rendezvous(tmp_path, 0, 2, timeout_s=0.5), CPU)

@@ -1,0 +1,47 @@
+"""Memory that is lent: on a CPU through a file in shared memory, with the calls that a GPU would see."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train.errors import EngineError
+from skyrl_train.weight_sync.buckets import weighted_sum
+from skyrl_train.weight_sync.lending import Loan, borrow
+
+CPU = torch.device("cpu")
+
+
+def test_a_borrower_has_a_copy_that_outlives_the_loan() -> None:
+    flat = torch.arange(2048).to(torch.uint8)
+    loan = Loan(flat)
+    copy = borrow(loan.handles, CPU, len(flat))
+    path = Path(loan.handles["cpu"][0])
+    assert path.exists()
+    loan.close()
+    loan.close()
+    assert not path.exists()
+    assert torch.equal(copy, flat)
+
+
+def test_a_borrower_on_a_device_on_which_nobody_lends_is_told_where_they_do() -> None:
+    with pytest.raises(EngineError, match=r"lent on GPU-1, GPU-7, but this engine computes on cpu.*=broadcast"):
+        borrow({"GPU-7": [], "GPU-1": []}, CPU, 8)
+
+
+def test_the_checksum_of_a_device_notices_any_word_that_changes_or_moves() -> None:
+    generator = torch.Generator().manual_seed(0)
+    flat = torch.randint(0, 256, (8192,), dtype=torch.uint8, generator=generator)
+    expected = weighted_sum(flat)
+    assert weighted_sum(flat.clone()) == expected
+    for position in range(0, 8192, 97):
+        other = flat.clone()
+        other[position] ^= 128
+        assert weighted_sum(other) != expected
+    words = flat.view(torch.int32)
+    for first, second in ((0, 1), (3, 259), (255, 256), (10, 2000)):
+        swapped = words.clone()
+        swapped[first], swapped[second] = words[second], words[first]
+        assert weighted_sum(swapped.view(torch.uint8)) != expected
