@@ -63,6 +63,8 @@ class HTTPEngine:
         self._client = httpx.AsyncClient(**common, limits=limits, transport=transport)
         self._control = httpx.Client(**common, transport=control_transport)
         self._version = -1
+        self._confirmed, self._confirming = False, asyncio.Lock()
+        self._num_in_flight = 0
         self._model = options.model or str(self.control("GET", "/v1/models")["data"][0]["id"])
 
     @property
@@ -78,15 +80,26 @@ class HTTPEngine:
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Tries again, with growing pauses, what the server did not answer or answered with a passing error: the seed
         makes the same tokens. Raises EngineError, DeadlineError."""
+        self._num_in_flight += 1
+        try:
+            return await self._ask(request)
+        finally:
+            self._num_in_flight -= 1
+            # Where nothing is in flight a server may be replaced without an error that would tell.
+            self._confirmed = self._confirmed and self._num_in_flight > 0
+
+    async def _ask(self, request: GenerationRequest) -> GenerationOutput:
         version, failure = self._version, ""
         for attempt in range(self._options.max_retries + 1):
             if attempt:
                 await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
             try:
+                await self._confirm_again()
                 response = await self._client.post("/v1/completions", json=self._body(request))
             except httpx.TimeoutException:
                 raise DeadlineError(f"{self._options.url}, request {request.request_id}", self._timeout_s) from None
             except httpx.TransportError as error:
+                self._confirmed = False
                 failure = f"{type(error).__name__}: {error}"
                 continue
             if response.status_code == 200:
@@ -121,14 +134,27 @@ class HTTPEngine:
 
     def confirm_version(self, version: int) -> None:
         """Raises EngineError unless the server says that it serves these weights."""
-        found = self.control("GET", "/weight_info")["weight_version"]
-        if str(found) != str(version):
-            raise EngineError(f"{self._options.url} serves weights {found!r} after a sync to version {version}")
-        self._version = version
+        self._require_version(self.control("GET", "/weight_info"), version)
+        self._version, self._confirmed = version, True
 
     def close(self) -> None:
         """Closes the connections; the server goes on."""
         self._control.close()
+
+    async def _confirm_again(self) -> None:
+        """A server that went away and came back has the weights that it was started with: raises EngineError then."""
+        async with self._confirming:
+            if self._version >= 0 and not self._confirmed:
+                self._require_version((await self._client.get("/weight_info")).json(), self._version)
+                self._confirmed = True
+
+    def _require_version(self, info: Any, version: int) -> None:
+        found = info.get("weight_version") if isinstance(info, dict) else info
+        if str(found) != str(version):
+            raise EngineError(
+                f"{self._options.url} serves weights {found!r} and not those of version {version}, which it was given. "
+                "Was it started anew? Resume the run: it sends its weights at the start"
+            )
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
         sampling = request.sampling

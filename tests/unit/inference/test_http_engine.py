@@ -145,6 +145,51 @@ def test_a_server_that_serves_another_version_is_not_resumed(tmp_path: Path) -> 
         return response
 
     engine._control = httpx.Client(base_url="http://server", transport=httpx.MockTransport(forgetful))
-    with pytest.raises(EngineError, match="serves weights 'default' after a sync to version 4"):
+    with pytest.raises(EngineError, match="serves weights 'default' and not those of version 4"):
         FileTransport(engine, tmp_path).sync(iter([("w", torch.ones(3))]), 4)
     assert server.asked[-1][0] == "/weight_info"
+
+
+@pytest.mark.parametrize("dies", [True, False], ids=["over a request", "while idle"])
+def test_a_server_that_was_started_anew_is_not_taken_for_the_one_that_has_the_weights(
+    tmp_path: Path, dies: bool
+) -> None:
+    server = Server()
+    engine = engine_for(server)
+    FileTransport(engine, tmp_path).sync(iter([("w", torch.ones(3))]), 4)
+
+    async def ask_twice() -> None:
+        await engine.generate(REQUEST)
+
+        def restarted(request: httpx.Request) -> httpx.Response:
+            server.version, server._handler = "default", lambda _: httpx.Response(200, json=ANSWER)
+            raise httpx.ReadError("reset", request=request)
+
+        if dies:
+            server._handler = restarted
+        else:
+            server.version = "default"
+        await engine.generate(REQUEST)
+
+    with pytest.raises(EngineError, match=r"'default' and not those of version 4.*started anew"):
+        asyncio.run(ask_twice())
+
+
+def test_weights_are_confirmed_once_for_requests_that_run_together(tmp_path: Path) -> None:
+    server = Server()
+    engine = engine_for(server)
+    FileTransport(engine, tmp_path).sync(iter([("w", torch.ones(3))]), 4)
+    asked = len(server.asked)
+
+    async def takes_a_moment(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.01)
+        return server(request)
+
+    engine._client = httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(takes_a_moment))
+
+    async def together() -> None:
+        await asyncio.gather(*(engine.generate(REQUEST) for _ in range(5)))
+        await asyncio.gather(*(engine.generate(REQUEST) for _ in range(5)))
+
+    asyncio.run(together())
+    assert [path for path, _ in server.asked[asked:]].count("/weight_info") == 1
