@@ -8,6 +8,7 @@ sum and nothing here divides: how rows are split changes speed and memory, never
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,16 @@ class ModelEngine:
         if self._optimizer is None:
             raise SkyrlTrainError(f"the {self.name} model is only scored; it has no optimizer")
         return self._optimizer
+
+    def held_tensors(self) -> Iterator[Tensor]:
+        """What is there between passes: parameters, buffers, gradients, optimizer state."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                yield parameter.grad
+        if self._optimizer is not None:
+            yield from optimizer_tensors(self._optimizer, self.parameters).values()
 
     def forward(self, batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
         """`[num_tokens]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
