@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.checks import require_bool, require_float
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.reduce import masked_mean
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -59,4 +61,8 @@ def next_state(
 
 def mean_token_kl(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, config: AlgorithmConfig) -> float:
     """Mean of the configured estimator over the masked tokens: what `next_state` takes. Raises BatchError."""
-    return float(masked_mean(token_kl(config.kl_estimator, old_logprobs.double(), ref_logprobs.double(), mask), mask))
+    require_bool("mask", mask, old_logprobs.shape)
+    require_float("ref_logprobs", ref_logprobs, old_logprobs.shape)
+    old, ref = old_logprobs[mask].double(), ref_logprobs[mask].double()
+    everywhere = torch.ones_like(old, dtype=torch.bool)
+    return float(masked_mean(token_kl(config.kl_estimator, old, ref, everywhere), everywhere))

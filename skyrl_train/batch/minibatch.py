@@ -128,9 +128,9 @@ def mini_batches(
 
 
 def _count(batch: TrainingInputBatch, trained: Tensor, max_sequence_length_for_norm: int) -> RowCounts:
-    row_of_token = torch.repeat_interleave(batch.lengths)
-    row_tokens = torch.zeros(batch.num_rows, dtype=torch.float64, device=trained.device)
-    row_tokens.index_add_(0, row_of_token, trained.double())
+    before = torch.zeros(batch.num_tokens + 1, dtype=torch.int64, device=trained.device)
+    torch.cumsum(trained, dim=0, out=before[1:])
+    row_tokens = before[batch.row_offsets].diff().double()
     has_loss = row_tokens > 0
 
     def over(group: Tensor) -> tuple[int, Tensor]:
