@@ -82,7 +82,10 @@ class LearnerWorker:
             self._learner = build_critic_learner(self._config, self._plan, strategy=strategy)
         else:
             self._learner = build_policy_learner(self._config, self._plan, role=self._role, strategy=strategy)
-        self._sender = WeightSender(self._learner.engine.model, strategy, device)
+        engine = self._learner.engine
+        self._sender = WeightSender(
+            engine.model, strategy, device, require_there=lambda: engine.residence.require(optimizer=False)
+        )
         return self._learner.engine.layout
 
     @answering
@@ -111,6 +114,7 @@ class LearnerWorker:
         from skyrl_train.learner.state import take_weights
 
         engine = self._learner.engine
+        engine.residence.require(optimizer=False)
         return take_weights(engine.model, engine.parameters, unpack_bucket(carried.unwrap()), role=self._role)
 
 

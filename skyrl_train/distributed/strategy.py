@@ -38,6 +38,8 @@ class ModelStrategy(Protocol):
     num_ranks: int
     sharded: bool
     """Whether parameters are DTensors of which each rank holds a part."""
+    device: torch.device | None
+    """Where passes are computed; None is where the parameters are."""
     group: PositionGroup | None
     """The ranks that this one computes each micro-batch with; None: it does so alone."""
 
@@ -87,6 +89,7 @@ class SingleProcess:
     rank = 0
     num_ranks = 1
     sharded = False
+    device: torch.device | None = None
     group: PositionGroup | None = None
 
     def prepare(self, model: PreTrainedModel) -> None:
@@ -128,6 +131,7 @@ class Replicated:
     """`ddp`: a replica per rank of the default process group."""
 
     sharded = False
+    device: torch.device | None = None
 
     def __init__(self, group: SequenceGroup | None = None) -> None:
         self.group: PositionGroup | None = group
@@ -190,6 +194,7 @@ class Sharded:
         self.group: PositionGroup | None = group
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
+        self.device: torch.device | None = device
         self._device = device
         self._dtype = dtype
         self._cpu_offload = cpu_offload

@@ -8,7 +8,7 @@ sum and nothing here divides: how rows are split changes speed and memory, never
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from skyrl_train.learner import state
 from skyrl_train.learner.healing import Healing
 from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
+from skyrl_train.learner.residence import Residence
 from skyrl_train.model.lora import has_adapter, merged_weights
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
 
@@ -84,6 +85,13 @@ class ModelEngine:
             merge_turns=merge_turns,
         )
         self.healing = Healing(self.passes, drop_gradients=self._drop_gradients)
+        self.residence = Residence(
+            model,
+            name=name,
+            device=self.passes.device,
+            held=self.held_tensors,
+            optimizer=self._moments,
+        )
 
     @property
     def layout(self) -> LayoutChoice:
@@ -104,11 +112,11 @@ class ModelEngine:
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 yield parameter.grad
-        if self._optimizer is not None:
-            yield from optimizer_tensors(self._optimizer, self.parameters).values()
+        yield from self._moments()
 
     def forward(self, batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
         """`[num_tokens]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
+        self.residence.require(optimizer=False)
         return self.healing.run(batch, lambda planned: self.passes.score(planned, batch, score), training=False)
 
     def forward_backward(
@@ -118,6 +126,7 @@ class ModelEngine:
 
         `num_documents`: trajectories of the whole mini-batch, of which `batch` may be one rank's share.
         """
+        self.residence.require(optimizer=False)
         step = self.num_optimizer_steps if self.optimizer else 0
         self._has_gradient = True
         found = self.healing.run(
@@ -134,6 +143,7 @@ class ModelEngine:
         are gone, so that the caller may go on with another mini-batch.
         """
         optimizer, config = self.optimizer, self._config or OptimizerConfig()
+        self.residence.require(optimizer=True)
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 # A mini-batch of padding alone is a step with gradient 0, as it is on a rank that computed dummy rows.
@@ -176,6 +186,7 @@ class ModelEngine:
             raise CheckpointError(
                 f"{folder}: save between optimizer steps; the {self.name} model has a pending gradient"
             )
+        self.residence.require(optimizer=True)
         if self.strategy.rank and not self.strategy.sharded:
             return
         state.write(
@@ -191,6 +202,7 @@ class ModelEngine:
 
     def load(self, folder: Path) -> None:
         """Inverse of `save`. Raises CheckpointError, before anything changes, where names, shapes or types differ."""
+        self.residence.require(optimizer=True)
         stored = state.read(folder, role=self.name, model=self._tensors(), with_optimizer=self._optimizer is not None)
         if self._optimizer is not None:
             load_optimizer_tensors(self._optimizer, self.parameters, stored.optimizer)
@@ -205,6 +217,7 @@ class ModelEngine:
 
         An adapter is part of what it adapts. Tied parameters are one tensor under several names.
         """
+        self.residence.require(optimizer=False)
         full, rank = self.strategy.full, self.strategy.rank
         if has_adapter(self.model):
             return {name: whole.to("cpu") for name, whole in merged_weights(self.model, full) if rank == 0}
@@ -221,6 +234,9 @@ class ModelEngine:
         persistent = self.model.state_dict().keys()
         buffers = {name: value for name, value in self.model.named_buffers() if name in persistent}
         return {**self.parameters, **buffers}
+
+    def _moments(self) -> Iterable[Tensor]:
+        return () if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters).values()
 
     def _is_finite(self, gradient: Tensor) -> bool:
         return bool(self.strategy.full(gradient).isfinite().all())

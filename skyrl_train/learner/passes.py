@@ -93,7 +93,8 @@ class Passes:
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        """Where passes are computed; parameters that are kept in host memory come there layer by layer."""
+        return self.strategy.device or next(self.model.parameters()).device
 
     def plan(self, batch: TrainingInputBatch, *, training: bool) -> list[Planned]:
         """The forwards of `batch`, of the rows that have loss tokens alone; as many on each rank (a collective).

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,9 +35,17 @@ class ParameterFact:
 class WeightSender:
     """The weights of one rank's model. Methods that gather are called by all ranks, in step and with the same names."""
 
-    def __init__(self, model: nn.Module, strategy: ModelStrategy, device: torch.device) -> None:
-        """`device` computes; parameters may be elsewhere."""
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: ModelStrategy,
+        device: torch.device,
+        *,
+        require_there: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`device` computes; parameters may be elsewhere. `require_there` raises where they cannot be read now."""
         self._model, self._strategy, self._device = model, strategy, device
+        self._require_there = require_there
         self._group: WeightGroup | None = None
         self._loan: Loan | None = None
 
@@ -97,5 +105,6 @@ class WeightSender:
         return False
 
     def _whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        self._require_there()
         weights = weights_by_name(self._model)
         return ((name, weights[name].whole(self._strategy.full)) for name in names)

@@ -1,0 +1,149 @@
+"""Models whose memory comes and goes, on two real FSDP2 ranks: what becomes of training is the same, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, distributed, multiprocessing
+
+from skyrl_train.batch.stage import stage
+from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig, PlatformConfig, StrategyConfig
+from skyrl_train.distributed.strategy import Sharded
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
+from tests.cluster.test_learners import make_config, make_plan, mini_batch, relative_difference, weights_of
+from tests.learner_cases import make_batch, save_tiny_model
+
+pytestmark = pytest.mark.cluster
+
+CPU = torch.device("cpu")
+LENGTHS = [9, 4, 12, 7, 5, 16, 8]
+Move = Callable[[PolicyLearner], None]
+
+
+def leave_and_return(learner: PolicyLearner) -> None:
+    learner.offload()
+    learner.offload()
+    held = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in learner.engine.held_tensors()]
+    assert all(storage.nbytes() == 0 or not storage.resizable() for storage in held)
+    assert sum(not storage.resizable() for storage in held) == 0
+    learner.onload(optimizer=False)
+    learner.onload()
+
+
+def stay(learner: PolicyLearner) -> None:
+    """Does not move."""
+
+
+def train(learner: PolicyLearner, shard_of: Callable[[int], object], between: Move) -> tuple[dict[str, Tensor], Tensor]:
+    """Weights after three steps, and the scores in between."""
+    scores = []
+    for seed in range(3):
+        between(learner)
+        scores.append(learner.forward(make_batch(LENGTHS, seed=9)))
+        between(learner)
+        learner.forward_backward(shard_of(seed))  # type: ignore[arg-type]
+        between(learner)
+        learner.optim_step()
+        between(learner)
+    return weights_of(learner), torch.cat(scores)
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    store = distributed.FileStore(str(folder / "store"), 2)
+    distributed.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=120))
+    try:
+        torch.set_num_threads(1)
+        results = {}
+        for name, config, between in variants(folder):
+            dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+            spread = Sharded(device=CPU, dtype=dtype, cpu_offload=config.strategy.cpu_offload)
+            learner = build_policy_learner(config, make_plan(config), role="policy", strategy=spread)
+            assert learner.engine.passes.device == CPU
+
+            def shard_of(seed: int) -> object:
+                closed = mini_batch(seed)
+                return replace(closed, batch=stage(closed.batch, 2).shards[rank])
+
+            results[name] = train(learner, shard_of, between)
+        if rank == 0:
+            torch.save(results, folder / "results.pt")
+    finally:
+        distributed.destroy_process_group()
+
+
+def variants(folder: Path) -> list[tuple[str, Config, Move]]:
+    plain = make_config(folder, strategy="fsdp2")
+    return [
+        ("plain", plain, stay),
+        ("moved", plain, leave_and_return),
+        ("cpu_offload", replace(plain, strategy=StrategyConfig(name="fsdp2", cpu_offload=True)), stay),
+        ("checkpointing", replace(plain, model=replace(plain.model, gradient_checkpointing=True)), stay),
+        ("bfloat16", replace(plain, model=replace(plain.model, dtype="bfloat16")), stay),
+        ("bfloat16 moved", replace(plain, model=replace(plain.model, dtype="bfloat16")), leave_and_return),
+    ]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
+    folder = save_tiny_model(tmp_path_factory.mktemp("residence"), tokenizer=True)
+    multiprocessing.start_processes(run_rank, args=(folder,), nprocs=2, start_method="spawn")
+    found: dict[str, tuple[dict[str, Tensor], Tensor]] = torch.load(folder / "results.pt")
+    for name, config, _ in variants(folder):
+        if name in ("plain", "bfloat16"):
+            alone = build_policy_learner(config, make_plan(config), role="policy")
+            found[f"one process, {config.model.dtype}"] = train(alone, mini_batch, stay)
+    return found
+
+
+@pytest.mark.parametrize(("name", "stayed"), [("moved", "plain"), ("bfloat16 moved", "bfloat16")])
+def test_a_model_that_left_and_came_back_between_all_calls_trains_bit_for_bit_as_one_that_stayed(
+    results: dict[str, tuple[dict[str, Tensor], Tensor]], name: str, stayed: str
+) -> None:
+    weights, scores = results[stayed]
+    found, found_scores = results[name]
+    assert all(torch.equal(found[key], weights[key]) for key in weights)
+    assert torch.equal(found_scores, scores)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected", "tolerance"),
+    [
+        ("plain", "one process, float32", 3e-6),
+        ("cpu_offload", "one process, float32", 3e-6),
+        ("checkpointing", "one process, float32", 3e-6),
+        ("bfloat16", "one process, bfloat16", 2e-2),
+        ("bfloat16", "one process, float32", 5e-2),
+    ],
+)
+def test_offload_checkpointing_and_bfloat16_give_the_weights_of_one_process(
+    results: dict[str, tuple[dict[str, Tensor], Tensor]], name: str, expected: str, tolerance: float
+) -> None:
+    difference = relative_difference(results[name][0], results[expected][0])
+    print(f"\nrelative difference of the weights, {name} and {expected}: {difference:.2e}")
+    assert difference < tolerance
+    assert all(tensor.dtype == torch.float32 for tensor in results[name][0].values()), "master weights"
+
+
+def test_a_model_in_the_host_refuses_to_be_used(tmp_path: Path) -> None:
+    config = Config(
+        model=ModelConfig(path=str(save_tiny_model(tmp_path, tokenizer=True))),
+        placement=PlacementConfig(),
+        platform=PlatformConfig(),
+    )
+    learner = build_policy_learner(config, make_plan(config), role="policy")
+    learner.offload()
+    for use in (
+        lambda: learner.forward(make_batch(LENGTHS)),
+        lambda: learner.forward_backward(mini_batch(0)),
+        learner.optim_step,
+        lambda: learner.save(tmp_path / "state"),
+        lambda: learner.export_hf(tmp_path / "export"),
+    ):
+        with pytest.raises(SkyrlTrainError, match="host's memory; call onload"):
+            use()
