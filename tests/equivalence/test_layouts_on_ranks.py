@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor
 
 from skyrl_train.batch.stage import stage
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
@@ -17,10 +16,9 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.equivalence.test_layouts import ALGORITHM, flat_gradient, plain
+from tests.gloo_ranks import on_two_ranks
 from tests.layout_cases import close, distance, tree_batch, use_layout
 from tests.learner_cases import make_double, make_learner, save_tiny_model
-
-TIMEOUT = timedelta(seconds=60)
 
 
 def strategy(name: str) -> ModelStrategy:
@@ -31,30 +29,24 @@ def strategy(name: str) -> ModelStrategy:
 
 def run_rank(rank: int, folder: Path, name: str) -> None:
     """The gradient after one mini-batch of which this rank computes its shard, whole, from rank 0."""
-    store = distributed.FileStore(str(folder / f"store_{name}"), 2)
-    distributed.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=TIMEOUT)
-    try:
-        torch.set_num_threads(1)
-        model = load_causal_lm(ModelConfig(path=str(folder)), "cpu")
-        make_double(model)
-        spread = strategy(name)
-        engine = ModelEngine(
-            model,
-            name="policy",
-            micro_batching=None,
-            optimizer=OptimizerConfig(),
-            strategy=spread,  # type: ignore[arg-type]
-        )
-        learner = PolicyLearner(engine, model=ModelConfig(), algorithm=ALGORITHM, temperature=1.0)
-        use_layout(learner, "prefix_shared", rows=2 + rank)
-        closed = close(tree_batch(12))
-        learner.forward_backward(replace(closed, batch=stage(closed.batch, 2, together="prompt").shards[rank]))
-        spread.reduce_gradients(engine.parameters.values())
-        found = [spread.full(p.grad).flatten() for p in engine.parameters.values() if p.grad is not None]
-        if rank == 0:
-            torch.save(torch.cat(found), folder / f"{name}.pt")
-    finally:
-        distributed.destroy_process_group()
+    model = load_causal_lm(ModelConfig(path=str(folder)), "cpu")
+    make_double(model)
+    spread = strategy(name)
+    engine = ModelEngine(
+        model,
+        name="policy",
+        micro_batching=None,
+        optimizer=OptimizerConfig(),
+        strategy=spread,  # type: ignore[arg-type]
+    )
+    learner = PolicyLearner(engine, model=ModelConfig(), algorithm=ALGORITHM, temperature=1.0)
+    use_layout(learner, "prefix_shared", rows=2 + rank)
+    closed = close(tree_batch(12))
+    learner.forward_backward(replace(closed, batch=stage(closed.batch, 2, together="prompt").shards[rank]))
+    spread.reduce_gradients(engine.parameters.values())
+    found = [spread.full(p.grad).flatten() for p in engine.parameters.values() if p.grad is not None]
+    if rank == 0:
+        torch.save(torch.cat(found), folder / f"{name}.pt")
 
 
 @pytest.mark.slow
@@ -65,7 +57,7 @@ def test_two_ranks_have_the_gradient_of_one(
     """fsdp2 sums gradients in float32, whatever the model's type."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     save_tiny_model(tmp_path)
-    multiprocessing.start_processes(run_rank, args=(tmp_path, name), nprocs=2, start_method="spawn")
+    on_two_ranks(run_rank, tmp_path, name)
     learner = make_learner(tmp_path, double=True, algorithm=ALGORITHM)
     plain(learner)
     learner.forward_backward(close(tree_batch(12)))

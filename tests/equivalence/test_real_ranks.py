@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from layouts import (
     plain_gradient,
     plain_loss,
 )
-from torch import distributed, multiprocessing, nn
+from torch import distributed, nn
 
 from skyrl_train.batch.documents import reduction_schedule
 from skyrl_train.batch.microbatch import micro_batches
@@ -26,11 +25,11 @@ from skyrl_train.batch.stage import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm
+from tests.gloo_ranks import on_two_ranks
 from tests.learner_cases import make_double, save_tiny_model
 
 STEP = Step(algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, loss_reduction="sequence_mean"))
 UNEVEN = Layout(dp_size=2, micro_batching="token_budget", tokens=20, step_wise=True, order_seed=3, dummy_rows=1)
-TIMEOUT = timedelta(seconds=60)
 
 
 def load(folder: Path) -> nn.Module:
@@ -48,28 +47,22 @@ def largest_anywhere(count: int) -> int:
 
 def run_rank(rank: int, folder: Path) -> None:
     """One rank's micro-batches, dummies included; gradients are reduced after the last of them."""
-    store = distributed.FileStore(str(folder / "store"), 2)
-    distributed.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=TIMEOUT)
-    try:
-        torch.set_num_threads(1)
-        model = load(folder)
-        shard = stage(closed(STEP, fixed_rollouts(), UNEVEN).batch, 2).shards[rank]
-        own = len(UNEVEN.strategy().split(shard, training=True))
-        parts = list(micro_batches(shard, UNEVEN.strategy(), training=True, agree=largest_anywhere))
-        for part, reduces in zip(parts, reduction_schedule(len(parts))):
-            plain_loss(model, STEP.algorithm, part.batch).backward()  # type: ignore[no-untyped-call]
-            if reduces:
-                for parameter in model.parameters():
-                    distributed.all_reduce(parameter.grad)
-        torch.save({"gradient": flat_gradient(model), "own": own, "ran": len(parts)}, folder / f"rank{rank}.pt")
-    finally:
-        distributed.destroy_process_group()
+    model = load(folder)
+    shard = stage(closed(STEP, fixed_rollouts(), UNEVEN).batch, 2).shards[rank]
+    own = len(UNEVEN.strategy().split(shard, training=True))
+    parts = list(micro_batches(shard, UNEVEN.strategy(), training=True, agree=largest_anywhere))
+    for part, reduces in zip(parts, reduction_schedule(len(parts))):
+        plain_loss(model, STEP.algorithm, part.batch).backward()  # type: ignore[no-untyped-call]
+        if reduces:
+            for parameter in model.parameters():
+                distributed.all_reduce(parameter.grad)
+    torch.save({"gradient": flat_gradient(model), "own": own, "ran": len(parts)}, folder / f"rank{rank}.pt")
 
 
 @pytest.mark.slow
 def test_two_gloo_ranks_have_the_gradient_of_one_process(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
-    multiprocessing.start_processes(run_rank, args=(tmp_path,), nprocs=2, start_method="spawn")
+    on_two_ranks(run_rank, tmp_path)
     results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
     expected = plain_gradient(load(tmp_path), STEP, fixed_rollouts())
     for result in results:
