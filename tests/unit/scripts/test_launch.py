@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,23 @@ def test_a_launch_script_is_valid_shell(name: str) -> None:
     assert subprocess.run([shell, "-n", str(LAUNCH / name)], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("name", ["cpu_2", "gpu_1", "gpu_8_colocated", "gpu_8_split", "gpu_2x8"])
-def test_a_placement_preset_is_a_valid_configuration(name: str) -> None:
-    config = composed("+experiment=gsm8k_multiturn", f"placement={name}", "strategy=fsdp2", "generator=vllm")
+PRESETS = sorted(path.stem for path in (REPOSITORY / "conf" / "placement").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_placement_preset_is_a_valid_configuration_with_what_its_first_line_says_to_add(name: str) -> None:
+    first = (REPOSITORY / "conf" / "placement" / f"{name}.yaml").read_text(encoding="utf-8").splitlines()[0]
+    added = re.findall(r"Add ([\w.]+=\w+)", first)
+    assert bool(added) == ("Add" in first)
+    platform = "gpu" if name.startswith("gpu") else "cpu"
+    config = composed("+experiment=gsm8k_multiturn", f"platform={platform}", f"placement={name}", *added)
     assert validate_config(config) == []
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_a_platform_preset_is_a_valid_configuration_by_itself(name: str) -> None:
+    config = composed("+experiment=gsm8k_multiturn", f"platform={name}")
+    assert (config.platform.name, validate_config(config)) == (name, [])
 
 
 def test_the_commands_of_slurm_kuberay_and_skypilot_are_valid_configurations() -> None:
@@ -102,6 +116,87 @@ def test_slurm_brings_ray_up_trains_and_takes_it_down(tmp_path: Path) -> None:
     assert trained.endswith("seed=5")
     assert "ray stop --force" in said[-1]
     assert any("ray start --head" in line for line in said)
+
+
+STAND_IN = """#!/bin/sh
+case "$*" in
+"-m venv "*) mkdir -p "$3/bin"; cat "$0" >"$3/bin/python"; chmod +x "$3/bin/python" ;;
+"-m skyrl_train.main "*) shift 2; printf '%s\\n' "$@"; exit 7 ;;
+"-c "*print*) echo "$0" ;;
+"--version") echo Python 3.11.7 ;;
+esac
+"""
+"""For Python: makes environments of copies of itself, and prints the overrides that the trainer is started with."""
+
+
+def dry_run(script: str, tmp_path: Path, *arguments: str, num_gpus: int) -> subprocess.CompletedProcess[str]:
+    """The script in a clone, on a machine with so many GPUs where nothing is installed."""
+    root, tools = tmp_path / "a clone", tmp_path / "bin"
+    shutil.copytree(REPOSITORY / "scripts", root / "scripts")
+    tools.mkdir()
+    for name in ("pyproject.toml", "setup.py"):
+        shutil.copy(REPOSITORY / name, root / name)
+    for name in ("sh", "cat", "cksum", "dirname", "grep", "mkdir", "rm", "chmod", "wc"):
+        found = shutil.which(name)
+        assert found is not None
+        (tools / name).symlink_to(found)
+    devices = "\n".join(f"echo /dev/nvidia{index}" for index in range(num_gpus))
+    for name, body in {"python3": STAND_IN, "ls": f"#!/bin/sh\n{devices}\n"}.items():
+        (tools / name).write_text(body, encoding="utf-8")
+        (tools / name).chmod(0o755)
+    return subprocess.run(
+        ["sh", str(root / "scripts" / "launch" / script), *arguments],
+        env={"PATH": str(tools), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(("num_gpus", "engines", "colocated"), [(0, 1, False), (8, 8, True)])
+def test_one_node_trains_with_all_that_it_has(tmp_path: Path, num_gpus: int, engines: int, colocated: bool) -> None:
+    ran = dry_run("node.sh", tmp_path, "trainer.total_steps=10", num_gpus=num_gpus)
+    assert ran.returncode == 7, ran.stderr
+    overrides = ran.stdout.splitlines()
+    assert overrides[-1] == "trainer.total_steps=10"
+    config = composed(*overrides, f"platform={'gpu' if num_gpus else 'cpu'}")
+    assert validate_config(config) == []
+    placed = config.placement
+    assert (placed.backend, placed.colocate_all) == ("ray", colocated)
+    assert config.generator.vllm.num_engines == engines
+
+
+def test_a_node_is_set_up_without_starting_anything(tmp_path: Path) -> None:
+    ran = dry_run("setup.sh", tmp_path, num_gpus=8)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "a clone" / ".venv" / ".installed-vllm").exists()
+
+
+def test_skypilot_brings_ray_up_trains_on_the_first_node_and_takes_it_down(tmp_path: Path) -> None:
+    task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text(encoding="utf-8"))
+    calls, programs = tmp_path / "calls", tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name, status in (("ray", 0), ("python", 3)):
+        (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >>"{calls}"\nexit {status}\n', encoding="utf-8")
+        (programs / name).chmod(0o755)
+    variables = {**task["envs"], "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    statuses = [
+        subprocess.run(
+            ["bash", "-c", task["run"]],
+            cwd=tmp_path,
+            env={"PATH": os.environ["PATH"], **variables, "SKYPILOT_NODE_RANK": str(rank)},
+            check=False,
+            timeout=60,
+        ).returncode
+        for rank in (1, 0)
+    ]
+    joined, started, trained, stopped = calls.read_text(encoding="utf-8").splitlines()
+    assert statuses == [0, 3]
+    assert joined.startswith("ray start --address=10.0.0.1:6380")
+    assert started.startswith("ray start --head --port=6380 --num-gpus=8")
+    assert "placement.ray_address=10.0.0.1:6380" in trained
+    assert stopped == "ray stop --force"
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
