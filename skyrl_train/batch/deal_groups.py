@@ -14,8 +14,9 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch.balance import MAX_EXCHANGES, best_swap
-from skyrl_train.batch.token_budget import Rows
+from skyrl_train.batch.balance import MAX_EXCHANGES, CostModel, best_swap, deal_rows
+from skyrl_train.batch.sharing import CommonPrefixes
+from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH, Rows
 
 Costs = NDArray[np.float64]
 
@@ -41,6 +42,24 @@ class DealtGroups:
     """`[ranks]`: work of each, with what is computed again."""
     num_cuts: int
     """Parts that groups were cut into, beyond one each."""
+
+
+def deal(common: CommonPrefixes, num_ranks: int, cost: CostModel) -> tuple[list[Rows], Costs]:
+    """Places of each rank, ascending, at least one; those past the last row are dummy rows. And each rank's work.
+
+    Where no rows share computation, each rank gets as many as the others.
+    """
+    if num_ranks == 1 or not common.shared.any():
+        dummies = np.full(-len(common.rows) % num_ranks, DUMMY_ROW_LENGTH, dtype=np.int64)
+        costs = cost.of(np.concatenate([common.lengths, dummies]))
+        rows = deal_rows(costs, num_ranks)
+        return list(rows), costs[rows].sum(axis=1)
+    again = cost.of(common.shared)
+    dealt = deal_groups(cost.of(common.lengths) - again, again, common.starts, num_ranks)
+    places = [np.sort(each) for each in dealt.places]
+    for number, rank in enumerate(rank for rank, each in enumerate(places) if len(each) == 0):
+        places[rank] = np.array([len(common.rows) + number])
+    return places, dealt.loads
 
 
 def deal_groups(own: Costs, again: Costs, starts: Rows, num_ranks: int) -> DealtGroups:

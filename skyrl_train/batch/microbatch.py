@@ -68,18 +68,19 @@ class ByLength:
         from skyrl_train.batch.layout_split import split_forwards
 
         name = self.layout_of(batch, training=training)
-        forwards = split_forwards(batch, self._planners()[name], name, training=training, merge=self.merge_turns)
+        forwards = split_forwards(batch, self.planners()[name], name, training=training, merge=self.merge_turns)
         return [torch.from_numpy(forward.rows) for forward in forwards]
 
     def layout_of(self, batch: TrainingInputBatch, *, training: bool) -> LayoutName:
         """The layout, or for `auto` the one whose pass over `batch` is predicted to be cheapest."""
         if self.layout != "auto":
             return self.layout
-        from skyrl_train.batch.layout_split import ForwardCost, cheapest_layout
+        from skyrl_train.batch.forwards import ForwardCost
+        from skyrl_train.batch.layout_split import cheapest_layout
 
-        return cheapest_layout(batch, self._planners(), training=training, merge=self.merge_turns, cost=ForwardCost())
+        return cheapest_layout(batch, self.planners(), training=training, merge=self.merge_turns, cost=ForwardCost())
 
-    def _planners(self) -> dict[LayoutName, FixedRows | TokenBudget]:
+    def planners(self) -> dict[LayoutName, FixedRows | TokenBudget]:
         """A token budget counts other positions where rows are padded."""
         planner = self.planner
         if isinstance(planner, FixedRows):

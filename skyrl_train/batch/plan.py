@@ -22,12 +22,12 @@ class LearnerPlan:
     """Prompts in one optimizer step; for the reference, which is only scored, in one training batch."""
     sequences_per_pass: int
     dummy_rows_per_pass: int
-    """Rows without loss that make the shares of all ranks equal."""
+    """Rows without loss that make the shares of all ranks equal, where rows share no computation."""
     rows_per_rank: int
-    """Of one pass, dummy rows included."""
+    """Of one pass, dummy rows included; about so many where whole prompts are dealt out."""
     train_micro_batches: int | None
     """Forwards and backwards that one rank accumulates in an optimizer step; None where that depends on the lengths
-    (`token_budget`, `docs_per_step`, step-wise rows), and for the reference."""
+    (`token_budget`, `docs_per_step`, step-wise rows, layouts that share prefixes), and for the reference."""
     forward_micro_batches: int | None
     """Forwards that one rank needs to score a training batch; None as above."""
 
@@ -120,7 +120,8 @@ def _learner(config: Config, role: Role) -> LearnerPlan:
     if trainer.docs_per_step and role.mini_batch_size is not None:
         sequences = min(trainer.docs_per_step, samples_per_batch(config))
     rows_per_rank = ceil_div(sequences, role.data_parallel_size)
-    counted = trainer.micro_batching == "fixed" and not config.generator.step_wise_trajectories
+    by_length = trainer.layout in ("padded", "packed")
+    counted = by_length and trainer.micro_batching == "fixed" and not config.generator.step_wise_trajectories
     trained = counted and not trainer.docs_per_step and role.mini_batch_size is not None
     rows_to_score = ceil_div(samples_per_batch(config), role.data_parallel_size)
     return LearnerPlan(

@@ -1,20 +1,24 @@
-"""What one pass over real or assumed lengths would compute: micro-batches, padding, balance. Imports no torch."""
+"""What one pass over real or assumed lengths would compute: micro-batches, padding, what is shared, balance. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch.balance import CostModel, deal_rows
-from skyrl_train.batch.microbatch import split_lengths
-from skyrl_train.batch.plan import BatchPlan, LearnerPlan
-from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH, Rows, computed_tokens, rows_over
+from skyrl_train.batch.balance import CostModel
+from skyrl_train.batch.deal_groups import deal
+from skyrl_train.batch.plan import BatchPlan, LearnerPlan, ceil_div
+from skyrl_train.batch.plan_forwards import pass_of_rank
+from skyrl_train.batch.prefix_tree import common_prefix
+from skyrl_train.batch.sharing import CommonPrefixes, Together, computed_together, grouped
+from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over
 from skyrl_train.config.schema import Config
 from skyrl_train.seeding import derive_seed
-from skyrl_train.types import RolloutBatch
+from skyrl_train.types import RolloutBatch, Trajectory
 
 ASSUMED_TRAJECTORIES = 4096
 """Drawn for a guess of the lengths."""
@@ -28,6 +32,40 @@ class RowLengths:
     """Of each trajectory, the lengths of its rows: one, or one per turn."""
     source: str
     """Where they come from, for the reader of the plan."""
+    shared: tuple[Rows, ...] = ()
+    """Of each row, how many first tokens the row before it in its trajectory has too, and of a trajectory's first row
+    the length of its prompt; empty where that is not known."""
+    prompts: tuple[tuple[int, ...], ...] = ()
+    """Which trajectories are samples of one prompt; empty where that is not known."""
+
+    def draw(
+        self, rng: np.random.Generator, *, num_trajectories: int, samples: int, together: Together
+    ) -> CommonPrefixes:
+        """So many trajectories, in groups of `samples` of a prompt where prompts are known."""
+        if self.prompts:
+            chosen = rng.integers(0, len(self.prompts), ceil_div(num_trajectories, samples)).tolist()
+            groups = [
+                np.sort(rng.choice(members, samples, replace=len(members) < samples))
+                for members in map(self.prompts.__getitem__, chosen)
+            ]
+            drawn = np.concatenate(groups)[:num_trajectories].tolist()
+        else:
+            drawn = rng.integers(0, len(self.trajectories), num_trajectories).tolist()
+        sizes = np.array([len(self.trajectories[index]) for index in drawn])
+        lengths = np.concatenate([self.trajectories[index] for index in drawn])
+        shared = np.concatenate([self.shared[index] for index in drawn]) if self.shared else np.zeros_like(lengths)
+        firsts = np.cumsum(sizes) - sizes
+        is_first = np.zeros(len(lengths), dtype=bool)
+        is_first[firsts] = True
+        prompt_of_trajectory = np.arange(len(drawn)) // samples
+        return grouped(
+            np.arange(len(lengths)),
+            lengths,
+            extends=~is_first & (shared > 0) & (shared == np.concatenate([[-1], lengths[:-1]])),
+            prompt=np.repeat(shared[firsts], sizes),
+            new_prompt=np.diff(np.repeat(prompt_of_trajectory, sizes), prepend=-1) != 0,
+            together=together,
+        )
 
     @property
     def all_rows(self) -> Rows:
@@ -47,8 +85,12 @@ class PassEstimate:
     num_rows: int
     dummy_rows: int
     num_tokens: int
+    layout: str
+    """Of the first rank; `auto` chooses for each."""
+    distinct_tokens: int
+    """Positions that one rank without a cap would compute: each shared prefix once, no padding."""
     computed_tokens: int
-    """Padding included, over all ranks."""
+    """Positions over all ranks, padding included, and prefixes where they are computed again."""
     micro_batches_per_rank: int
     """Of the rank with the most; the others run dummies to keep step."""
     largest_micro_batch_tokens: int
@@ -62,76 +104,106 @@ class PassEstimate:
 
     @property
     def padding(self) -> float:
-        """Padding's share of what is computed."""
-        return 1 - self.num_tokens / self.computed_tokens
+        """Share of what is computed beyond the rows' tokens; 0 where fewer positions than tokens are."""
+        return max(0.0, 1 - self.num_tokens / self.computed_tokens)
 
 
 def recorded_lengths(rollouts: Iterable[RolloutBatch], *, step_wise: bool, source: str) -> RowLengths:
     """The row lengths of recorded rollouts; failed trajectories are left out. Raises ValueError where none is left."""
-    trajectories = []
+    trajectories: list[Rows] = []
+    shared: list[Rows] = []
+    prompts: list[list[int]] = []
     for batch in rollouts:
+        of_prompt: dict[str, list[int]] = {}
         for trajectory in batch.trajectories:
-            rows = [len(turn.prompt_token_ids) + len(turn.response_token_ids) for turn in trajectory.turns]
-            if rows and not trajectory.failed:
-                trajectories.append(np.array(rows if step_wise else rows[-1:], dtype=np.int64))
+            if trajectory.turns and not trajectory.failed:
+                of_prompt.setdefault(trajectory.prompt_uid, []).append(len(trajectories))
+                lengths, common = _recorded_rows(trajectory)
+                trajectories.append(lengths if step_wise else lengths[-1:])
+                shared.append(common if step_wise else common[:1])
+        prompts += of_prompt.values()
     if not trajectories:
         raise ValueError(f"{source}: every trajectory failed, so there are no lengths to plan with")
-    return RowLengths(trajectories=tuple(trajectories), source=source)
+    return RowLengths(
+        trajectories=tuple(trajectories),
+        source=source,
+        shared=tuple(shared),
+        prompts=tuple(map(tuple, prompts)),
+    )
+
+
+def _recorded_rows(trajectory: Trajectory) -> tuple[Rows, Rows]:
+    """Lengths of a trajectory's rows, one per turn, and what they share as in `RowLengths.shared`."""
+    turns = trajectory.turns
+    rows = [np.array(turn.prompt_token_ids + turn.response_token_ids, dtype=np.int32) for turn in turns]
+    shared = [len(turns[0].prompt_token_ids), *(common_prefix(left, right) for left, right in pairwise(rows))]
+    return np.array([len(row) for row in rows], dtype=np.int64), np.array(shared, dtype=np.int64)
 
 
 def assumed_lengths(config: Config) -> RowLengths:
     """A long-tailed guess for a run that has not been made: prompts of half to all of `max_prompt_length`, responses
     log-normal around a third of `max_generate_length` (sigma 0.9) and cut there, observations an eighth of it, one to
-    `max_turns` turns with equal chances, everything cut at `max_context_length`.
+    `max_turns` turns with equal chances, everything cut at `max_context_length`. The samples of a prompt share it, and
+    each turn extends the one before.
     """
     generator = config.generator
+    samples = generator.n_samples_per_prompt
     rng = np.random.default_rng(derive_seed(config.seed, "assumed_lengths"))
     longest = generator.sampling.max_generate_length
-    trajectories = []
-    for _ in range(ASSUMED_TRAJECTORIES):
+    trajectories: list[Rows] = []
+    shared: list[Rows] = []
+    prompt = 0
+    for number in range(ASSUMED_TRAJECTORIES):
         turns = int(rng.integers(1, generator.max_turns + 1))
-        prompt = int(rng.integers(max(1, config.data.max_prompt_length // 2), config.data.max_prompt_length + 1))
+        if number % samples == 0:
+            prompt = int(rng.integers(max(1, config.data.max_prompt_length // 2), config.data.max_prompt_length + 1))
         responses = np.clip(longest / 3 * np.exp(0.9 * rng.standard_normal(turns)), 1, longest).astype(np.int64)
         observed = rng.integers(1, max(2, longest // 4), turns)
         ends = np.minimum(prompt + np.cumsum(responses + observed) - observed, generator.max_context_length)
         within = max(1, int((np.diff(ends, prepend=0) > 0).sum()))
-        trajectories.append(ends[:within] if generator.step_wise_trajectories else ends[within - 1 : within])
+        rows = ends[:within] if generator.step_wise_trajectories else ends[within - 1 : within]
+        trajectories.append(rows)
+        shared.append(np.concatenate([[min(prompt, int(rows[0]))], rows[:-1]]))
     share = (
         f"up to {config.data.max_prompt_length} prompt and {longest} response tokens, 1 to {generator.max_turns} turns"
     )
-    return RowLengths(trajectories=tuple(trajectories), source=f"assumed: long-tailed, {share}")
+    numbers = range(0, ASSUMED_TRAJECTORIES, samples)
+    return RowLengths(
+        trajectories=tuple(trajectories),
+        source=f"assumed: long-tailed, {share}",
+        shared=tuple(shared),
+        prompts=tuple(tuple(range(first, min(first + samples, ASSUMED_TRAJECTORIES))) for first in numbers),
+    )
 
 
 def estimate_pass(config: Config, learner: LearnerPlan, lengths: RowLengths, *, training: bool) -> PassEstimate:
     """Deals and cuts one pass over trajectories drawn from `lengths` (with a derived seed)."""
     trainer, ranks = config.trainer, learner.data_parallel_size
+    merge_turns = config.generator.merge_stepwise == "auto"
     rng = np.random.default_rng(derive_seed(config.seed, "estimate", ranks))
-    drawn = rng.integers(0, len(lengths.trajectories), learner.sequences_per_pass)
-    rows = np.concatenate([lengths.trajectories[index] for index in drawn.tolist()])
-    dummies = -len(rows) % ranks
-    padded_rows = np.concatenate([rows, np.full(dummies, DUMMY_ROW_LENGTH, dtype=np.int64)])
-    costs = CostModel().of(padded_rows)
-    dealt = deal_rows(costs, ranks)
-    padded_layout = trainer.layout not in ("packed", "prefix_shared")
-    forwards = [
-        [padded_rows[shard][part] for part in split_lengths(trainer, padded_rows[shard], training=training)]
-        for shard in dealt
-    ]
-    computed = [[computed_tokens(part, padded=padded_layout) for part in rank] for rank in forwards]
+    common = lengths.draw(
+        rng,
+        num_trajectories=learner.sequences_per_pass,
+        samples=config.generator.n_samples_per_prompt,
+        together=computed_together(trainer.layout, merge_turns=merge_turns),
+    )
+    dealt, loads = deal(common, ranks, CostModel())
+    passes = [pass_of_rank(trainer, common, places, merge_turns=merge_turns, training=training) for places in dealt]
     cap = trainer.max_tokens_per_microbatch if training else trainer.max_tokens_per_forward_microbatch
-    loads = costs[dealt].sum(axis=1)
     return PassEstimate(
         role=learner.role,
         training=training,
-        num_rows=len(rows),
-        dummy_rows=dummies,
-        num_tokens=int(rows.sum()),
-        computed_tokens=sum(map(sum, computed)),
-        micro_batches_per_rank=max(map(len, computed)),
-        largest_micro_batch_tokens=max(map(max, computed)),
+        num_rows=len(common.rows),
+        dummy_rows=sum(map(len, dealt)) - len(common.rows),
+        num_tokens=int(common.lengths.sum()),
+        layout=passes[0].layout,
+        distinct_tokens=common.num_distinct,
+        computed_tokens=sum(sum(each.positions) for each in passes),
+        micro_batches_per_rank=max(len(each.positions) for each in passes),
+        largest_micro_batch_tokens=max(max(each.positions) for each in passes),
         load_max_over_mean=float(loads.max() / loads.mean()),
-        rows_over_cap=rows_over(rows, cap) if trainer.micro_batching == "token_budget" else 0,
-        first_come_padding=_first_come_padding(rows, _fixed_limit(config, training=training)),
+        rows_over_cap=rows_over(common.lengths, cap) if trainer.micro_batching == "token_budget" else 0,
+        first_come_padding=_first_come_padding(common.lengths, _fixed_limit(config, training=training)),
     )
 
 

@@ -192,6 +192,11 @@ def _estimate_lines(report: PlanReport) -> Iterator[str]:
             f"{estimate.computed_tokens:,}: padding {percent(estimate.padding)} (fixed rows in order of arrival: "
             f"{percent(estimate.first_come_padding)})"
         )
+        if estimate.distinct_tokens < estimate.num_tokens:
+            yield (
+                f"{'':<10} layout {estimate.layout} computes {percent(estimate.computed_tokens / estimate.num_tokens)} "
+                f"of the tokens; {estimate.distinct_tokens:,} are distinct"
+            )
         yield (
             f"{'':<10} {estimate.micro_batches_per_rank:,} micro-batches on the fullest rank, the largest of "
             f"{estimate.largest_micro_batch_tokens:,} tokens; busiest rank {estimate.load_max_over_mean:.3f} x the mean"

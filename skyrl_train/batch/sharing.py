@@ -33,9 +33,13 @@ class CommonPrefixes:
     rows: Rows
     """Row numbers in this order."""
     lengths: Rows
-    """Of the rows in this order."""
+    """Tokens that are computed of each row in this order."""
     shared: Rows
     """First tokens of each row that an earlier row of its group computes; 0 for the first of a group."""
+    extends: NDArray[np.bool_]
+    """Whether each row goes on where the row before it ends."""
+    prompt: Rows
+    """First tokens that each row has in common with any row of its group."""
     starts: Rows
     """Where groups begin in this order, and the end."""
 
@@ -43,6 +47,18 @@ class CommonPrefixes:
     def num_distinct(self) -> int:
         """Positions that are computed where every group is computed by itself."""
         return int(self.lengths.sum() - self.shared.sum())
+
+    @property
+    def groups(self) -> Rows:
+        """The group of each row in this order, counted from 0."""
+        return np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
+
+    def on_one_rank(self, places: Rows) -> Rows:
+        """First tokens that each of the rows at `places` (ascending) has in common with one at an earlier place."""
+        begins = np.diff(self.groups[places], prepend=-1) != 0
+        follows = np.diff(places, prepend=-2) == 1
+        shared: Rows = np.where(begins, 0, np.where(follows, self.shared[places], self.prompt[places]))
+        return shared
 
 
 def computed_together(layout: LayoutChoice, *, merge_turns: bool) -> Together:
@@ -53,12 +69,16 @@ def computed_together(layout: LayoutChoice, *, merge_turns: bool) -> Together:
 
 
 def common_prefixes(batch: TrainingInputBatch, together: Together) -> CommonPrefixes:
-    """Rows without loss are computed by nobody: each is a group by itself. So are all rows for `row`."""
-    lengths = np.asarray(batch.lengths.numpy(), dtype=np.int64)
+    """Rows without loss are computed by nobody: each is a group by itself and counts as one token."""
+    lengths = np.array(batch.lengths.numpy(), dtype=np.int64)
+    nothing = np.zeros(batch.num_rows, dtype=np.int64)
+    if together == "row":
+        order, none = np.arange(batch.num_rows), nothing.astype(bool)
+        return grouped(order, lengths, extends=none, prompt=nothing, new_prompt=~none, together=together)
     starts = np.asarray(batch.row_offsets[:-1].numpy(), dtype=np.int64)
     loss_mask = batch["loss_mask"].numpy()
-    scored = np.logical_or.reduceat(loss_mask, starts) & ~batch["is_padding"].numpy()
-    alone = ~scored if together != "row" else np.ones(batch.num_rows, dtype=bool)
+    alone = ~np.logical_or.reduceat(loss_mask, starts) | batch["is_padding"].numpy()
+    lengths[alone] = 1
     prompt, trajectory, step = (
         batch[name].numpy().astype(np.int64) for name in ("prompt_index", "trajectory_index", "step_index")
     )
@@ -69,17 +89,36 @@ def common_prefixes(batch: TrainingInputBatch, together: Together) -> CommonPref
     ids = batch["input_ids"].numpy()
     before = np.concatenate([rows[:1], rows[:-1]])
     extends = ~next_trajectory & _agree(ids, starts[before], starts[rows], lengths[before], lengths[rows])
-    shared = np.where(extends, lengths[before], 0)
-    if together == "trajectory":
-        group = np.flatnonzero(~extends)
-    else:
-        group = np.flatnonzero((np.diff(prompt[rows], prepend=-1) != 0) | first)
+    new_prompt = (np.diff(prompt[rows], prepend=-1) != 0) | first
+    common = nothing
+    if together == "prompt":
+        group = np.flatnonzero(new_prompt)
         leader = np.repeat(group, np.diff(group, append=len(rows)))
         end = _prompt_ends(loss_mask, starts[rows], lengths[rows], group)[leader]
         same = _agree(ids, starts[rows[leader]], starts[rows], end, lengths[rows])
-        shared = np.where(extends, shared, np.where(same, end, 0))
-        shared[group] = 0
-    return CommonPrefixes(rows=rows, lengths=lengths[rows], shared=shared, starts=np.append(group, len(rows)))
+        common = np.where(same, end, 0)
+    return grouped(rows, lengths[rows], extends=extends, prompt=common, new_prompt=new_prompt, together=together)
+
+
+def grouped(
+    rows: Rows,
+    lengths: Rows,
+    *,
+    extends: NDArray[np.bool_],
+    prompt: Rows,
+    new_prompt: NDArray[np.bool_],
+    together: Together,
+) -> CommonPrefixes:
+    """Rows in order, where it is known which of them extend the one before, and how long the prompt is that each shares
+    with its group; `new_prompt`: where another prompt begins."""
+    before = np.concatenate([lengths[:1], lengths[:-1]])
+    if together == "prompt":
+        shared, begins = np.where(extends, before, np.where(new_prompt, 0, prompt)), new_prompt
+    else:
+        extends = extends & (together == "trajectory")
+        shared, begins, prompt = np.where(extends, before, 0), ~extends, np.zeros_like(prompt)
+    starts = np.append(np.flatnonzero(begins), len(rows))
+    return CommonPrefixes(rows=rows, lengths=lengths, shared=shared, extends=extends, prompt=prompt, starts=starts)
 
 
 def _agree(ids: NDArray[np.int32], left: Rows, right: Rows, common: Rows, lengths: Rows) -> NDArray[np.bool_]:

@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.balance import CostModel, deal_rows
-from skyrl_train.batch.deal_groups import deal_groups
-from skyrl_train.batch.microbatch import lengths_of
+from skyrl_train.batch.balance import CostModel
+from skyrl_train.batch.deal_groups import deal
 from skyrl_train.batch.sharing import Together, common_prefixes
-from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH, Rows
 from skyrl_train.batch.training_batch import TrainingInputBatch, token_positions
 from skyrl_train.errors import BatchError
 
@@ -62,9 +60,11 @@ def stage(
     """
     if batch.num_rows == 0:
         raise BatchError("no rows to deal out")
-    dealt = _deal(batch, dp_size, cost or CostModel(), "row" if "position_ids" in batch else together)
+    common = common_prefixes(batch, "row" if "position_ids" in batch else together)
+    dealt, _ = deal(common, dp_size, cost or CostModel())
     padded = batch.pad_rows(sum(map(len, dealt)) - batch.num_rows)
-    shares = [torch.from_numpy(rows) for rows in dealt]
+    rows = np.concatenate([common.rows, np.arange(batch.num_rows, padded.num_rows)])
+    shares = [torch.from_numpy(np.sort(rows[places])) for places in dealt]
     return StagedBatch(
         shards=tuple(padded.take(rows) for rows in shares),
         order=torch.cat(shares),
@@ -72,22 +72,6 @@ def stage(
         num_rows=batch.num_rows,
         num_tokens=batch.num_tokens,
     )
-
-
-def _deal(batch: TrainingInputBatch, dp_size: int, cost: CostModel, together: Together) -> list[Rows]:
-    """Row numbers of each rank, ascending; those past the end of the batch are dummy rows."""
-    if dp_size > 1 and together != "row":
-        common = common_prefixes(batch, together)
-        if common.shared.any():
-            again = cost.of(common.shared)
-            places = deal_groups(cost.of(common.lengths) - again, again, common.starts, dp_size).places
-            shares = [np.sort(common.rows[each]) for each in places]
-            empty = [rank for rank, rows in enumerate(shares) if len(rows) == 0]
-            for number, rank in enumerate(empty):
-                shares[rank] = np.array([batch.num_rows + number])
-            return shares
-    dummies = np.full(-batch.num_rows % dp_size, DUMMY_ROW_LENGTH, dtype=np.int64)
-    return list(deal_rows(cost.of(np.concatenate([lengths_of(batch), dummies])), dp_size))
 
 
 def stage_chunks(

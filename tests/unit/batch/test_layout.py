@@ -8,8 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from skyrl_train.batch.forwards import ForwardCost
 from skyrl_train.batch.layout import LAYOUTS, packed_layout, padded_layout, shared_layout, spread_to_rows
-from skyrl_train.batch.layout_split import ForwardCost, split_forwards
+from skyrl_train.batch.layout_split import split_forwards
 from skyrl_train.batch.merge import hosts_of, merge_counts
 from skyrl_train.batch.microbatch import FixedRows, layout_of, make_micro_batch_strategy
 from skyrl_train.batch.prefix_tree import Segment, prefix_order, tree_segments

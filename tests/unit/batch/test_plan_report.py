@@ -8,6 +8,9 @@ import torch
 from batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
 from skyrl_train.batch import training_batch
+from skyrl_train.batch.assemble import assemble
+from skyrl_train.batch.layout import LAYOUTS, shared_layout
+from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.plan import plan_batches
 from skyrl_train.batch.plan_estimate import RowLengths, assumed_lengths, estimate_passes, recorded_lengths
 from skyrl_train.batch.plan_notes import percent, plan_notes
@@ -204,3 +207,60 @@ def test_what_the_plan_knows_without_torch_is_true():
     schema = training_batch.SCHEMA
     assert {name: schema[name].dtype.itemsize for name in TOKEN_BYTES} == TOKEN_BYTES
     assert schema["loss_weights"].dtype == torch.float64
+
+
+PROMPT = tuple(range(10, 22))
+
+
+def answered(sample, *, extends=True, turns=3):
+    """A conversation of the common prompt, each turn a response of `4 + sample` tokens and an observation of two."""
+    context, made = list(PROMPT), []
+    for turn in range(turns):
+        response = [30 + sample] * (4 + sample)
+        made.append(make_turn(context, response, extends=extends))
+        context = (context if extends else [*PROMPT, 60 + 4 * sample + turn]) + response + [50, 51]
+    return make_trajectory("p", sample, *made)
+
+
+@pytest.mark.parametrize(("step_wise", "extends", "cap"), [(False, True, 60), (True, True, 60), (True, False, 1000)])
+@pytest.mark.parametrize("layout", ["padded", "packed", "prefix_shared", "auto"])
+def test_recorded_rollouts_are_planned_as_they_will_be_computed(layout, step_wise, extends, cap):
+    rollouts = make_rollouts(*(answered(sample, extends=extends) for sample in range(4)), n_samples=4)
+    config = make_config(
+        prompts=1,
+        mini_batch=1,
+        n_samples=4,
+        step_wise=step_wise,
+        trainer={"layout": layout, "micro_batching": "token_budget", "max_tokens_per_microbatch": cap},
+    )
+    lengths = recorded_lengths([rollouts], step_wise=step_wise, source="x")
+    (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=1), lengths)
+
+    batch = assemble(rollouts, step_wise=step_wise, config=config, global_step=1, weight_version=0)
+    strategy = make_micro_batch_strategy(config.trainer, merge_turns=True)
+    parts = strategy.split(batch, training=True)
+    name = strategy.layout_of(batch, training=True)
+    positions = [LAYOUTS[name](batch.take(part), merge=True).num_positions for part in parts]
+    assert (estimate.layout, estimate.computed_tokens) == (name, sum(positions))
+    assert (estimate.micro_batches_per_rank, estimate.largest_micro_batch_tokens) == (len(parts), max(positions))
+    assert estimate.num_tokens == batch.num_tokens
+    if layout == "prefix_shared":
+        assert estimate.distinct_tokens == shared_layout(batch).num_positions
+
+
+def test_assumed_samples_share_their_prompt_and_turns_extend_one_another():
+    config = make_config(prompts=8, mini_batch=8, n_samples=8, step_wise=True, trainer={"layout": "auto"})
+    (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=8), assumed_lengths(config))
+    assert estimate.layout == "prefix_shared"
+    assert estimate.distinct_tokens <= estimate.computed_tokens < 0.6 * estimate.num_tokens
+    assert estimate.padding == 0
+    text = render_text(make_plan_report(config, num_train_prompts=8))
+    assert f"layout prefix_shared computes {percent(estimate.computed_tokens / estimate.num_tokens)} of the" in text
+
+
+def test_whole_prompts_go_to_ranks_where_prefixes_are_shared():
+    settings = {"layout": "prefix_shared", "batch_validation": "relaxed"}
+    config = make_config(prompts=16, mini_batch=16, n_samples=8, trainer=settings, placement={"policy_num_workers": 4})
+    (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=16), assumed_lengths(config))
+    assert estimate.computed_tokens < 1.05 * estimate.distinct_tokens
+    assert estimate.load_max_over_mean < 1.05

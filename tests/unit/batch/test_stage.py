@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from batch_builders import make_batch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.batch.minibatch import close_mini_batch
@@ -49,6 +49,7 @@ def test_the_weights_of_a_closed_mini_batch_travel_with_its_rows():
     assert sum(float(shard["loss_weights"].sum()) for shard in staged.shards) == pytest.approx(1.0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=20), st.integers(1, 8))
 def test_collecting_restores_the_order(lengths, dp_size):
     batch = rows_of_lengths(*lengths)
