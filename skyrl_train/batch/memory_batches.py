@@ -32,6 +32,16 @@ class TokenBudgets:
         return self.training if training else self.forward
 
 
+class OneForward:
+    """All rows in one micro-batch, to measure it. Implements MicroBatchStrategy."""
+
+    def split(self, batch: TrainingInputBatch, *, training: bool) -> list[Tensor]:  # noqa: ARG002
+        """One part."""
+        import torch
+
+        return [torch.arange(batch.num_rows)]
+
+
 class MemoryAwareBatchIterator:
     """A micro-batch strategy under budgets that change. Implements MicroBatchStrategy."""
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator
+from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, OneForward
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.distributed.together import RankOutOfMemory
 from skyrl_train.errors import MemoryLimitError
@@ -58,39 +58,54 @@ class Healing:
         self._batches, self._retries, self._held = batches, retries, held
         self._passes.micro_batching, self._passes.meter = batches, meter
 
+    def begin_probing(self, meter: MemoryMeter, *, held: Callable[[], Iterable[Tensor]]) -> None:
+        """From now on each pass is one forward of all its rows; RankOutOfMemory is raised, on all ranks, and not healed."""
+        self._batches, self._held = None, held
+        self._passes.micro_batching, self._passes.meter = OneForward(), meter
+
     def run(self, batch: TrainingInputBatch, work: Callable[[Sequence[Planned]], T], *, training: bool) -> T:
         """What `work` makes of the planned forwards of `batch`.
 
         Raises MemoryLimitError on all ranks where one row alone does not fit, or where it was tried too often.
         """
-        passes, meter = self._passes, self._passes.meter
-        if self._batches is None or meter is None:
-            return work(passes.plan(batch, training=training))
+        meter = self._passes.meter
+        if meter is None:
+            return work(self._passes.plan(batch, training=training))
         attempts = 0
         while True:
-            planned = passes.plan(batch, training=training)
-            meter.adopt(self._held())
-            meter.reset_peak()
             try:
-                result = passes.strategy.together(passes.model, lambda: work(planned))  # noqa: B023
+                return self._attempt(meter, batch, work, training=training)
             except RankOutOfMemory as failure:
+                if self._batches is None:
+                    raise
                 reason = failure.reason
-            else:
-                self._peak_bytes = max(self._peak_bytes, meter.peak_bytes())
-                return result
             attempts += 1
-            del planned
             if training:
                 self._drop_gradients()
             meter.release_cached()
             self._lower(self._batches, meter, reason, training=training, give_up=attempts > self._retries)
 
+    def _attempt(
+        self, meter: MemoryMeter, batch: TrainingInputBatch, work: Callable[[Sequence[Planned]], T], *, training: bool
+    ) -> T:
+        passes = self._passes
+        planned = passes.plan(batch, training=training)
+        meter.adopt(self._held())
+        meter.reset_peak()
+        result = passes.strategy.together(passes.model, lambda: work(planned))
+        self._peak_bytes = max(self._peak_bytes, meter.peak_bytes())
+        return result
+
+    def take_peak(self) -> int:
+        """Bytes, over the passes since the last call."""
+        peak, self._peak_bytes = self._peak_bytes, 0
+        return peak
+
     def metrics(self) -> StepMetrics:
         """Of the passes since the last call: the peak, the budget, and how many were computed anew."""
         if self._batches is None:
             return {}
-        prefix = f"memory/{self._passes.name}"
-        peak, self._peak_bytes = self._peak_bytes, 0
+        prefix, peak = f"memory/{self._passes.name}", self.take_peak()
         redone, self._num_redone = self._num_redone, 0
         return {
             f"{prefix}_peak_gib": Max(peak / GIB),

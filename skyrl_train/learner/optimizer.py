@@ -23,6 +23,20 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Makes the state that AdamW's first step would make, all zeros, so that memory holds it from the start."""
+    if not isinstance(optimizer, torch.optim.AdamW):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state[parameter]:
+                optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+
+
 def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """`{"exp_avg.model.norm.weight": tensor, ...}`: every tensor of the state; empty before the first step."""
     return {

@@ -20,9 +20,9 @@ from tests.layout_cases import close
 from tests.memory_cases import FailingMeter, full_weights, on_two_ranks, size_itself, spread
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
-LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11]
-TOKENS = 32
-POINTS = 24
+LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11, 13, 9, 15, 6]
+TOKENS = 64
+POINTS = 16
 """Places in a step at which memory runs out, spread over all of its allocations."""
 
 
@@ -77,7 +77,7 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
     total = learner.engine.strategy.agree(meter.num_allocations)
     points = [1 + (total - 1) * index // (POINTS - 1) for index in range(POINTS)]
     disturbed = [one_step(learner, meter, rank, [point] if rank == 1 else []) for point in points]
-    twice = one_step(learner, meter, rank, [points[3 + 2 * rank], points[12 + 2 * rank]])
+    twice = one_step(learner, meter, rank, [points[2 + rank], points[8 + rank]])
     torch.save((calm, [*disturbed, twice]), folder / f"rank{rank}.pt")
 
 

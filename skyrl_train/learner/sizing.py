@@ -1,0 +1,256 @@
+"""How large a model's micro-batches are: probed, fitted, agreed on by all ranks, and remembered.
+
+    probes (a rank's own) --fit--> peak = base + a * positions + b * positions * longest --limit--> C of this rank
+    C of the run = the least over ranks, tried out at every probed length before it is used
+
+All ranks of a model call these functions in step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudgets
+from skyrl_train.batch.memory_model import MemoryModel, MemoryProbe, fit_memory_model
+from skyrl_train.errors import MemoryLimitError
+from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.memory_meter import GIB, CountingMeter, CudaMeter, MemoryMeter
+from skyrl_train.learner.optimizer import allocate_state
+from skyrl_train.learner.probe import Probed, Prober, lengths_to_probe
+
+SHRINK = 0.9
+"""Of a budget that did not hold when it was tried out, so much is tried next."""
+WORTH_A_TRIAL = 1.02
+"""A budget that has held is replaced by one that is larger by this factor at least."""
+_TRIALS = 8
+"""Budgets that are tried out before it is given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizingLimits:
+    """What micro-batches may take, and how large rows and passes come."""
+
+    longest: int
+    """Tokens of the longest legal row."""
+    max_rows: int
+    """Rows of one rank's largest pass: more are never together."""
+    limit_bytes: int
+    """Of one process; 0 is what the device has."""
+    margin: float
+    retries: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseReport:
+    """One phase of one model on one rank."""
+
+    tokens: int
+    """The budget, of all ranks."""
+    own_tokens: int
+    """What this rank's memory would allow."""
+    limit_bytes: int
+    model: MemoryModel
+    probes: tuple[MemoryProbe, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizingReport:
+    """One model on one rank; JSON in the run's folder."""
+
+    name: str
+    facts: Mapping[str, str]
+    """What the budgets hold for: model, lengths, layout, device, memory."""
+    is_reused: bool
+    forward: PhaseReport
+    training: PhaseReport | None
+    """None for a model that is only scored."""
+
+    @property
+    def budgets(self) -> TokenBudgets:
+        training = self.training or self.forward
+        return TokenBudgets(training=training.tokens, forward=self.forward.tokens)
+
+    def line(self) -> str:
+        """For the run's first lines."""
+        phases = {"training": self.training, "forward": self.forward}
+        parts = [f"{name} {phase.tokens} positions" for name, phase in phases.items() if phase is not None]
+        probes = sum(len(phase.probes) for phase in phases.values() if phase is not None)
+        fit = max(phase.model.largest_relative_error for phase in phases.values() if phase is not None)
+        source = "of the run that is resumed" if self.is_reused else f"{probes} probes, fitted within {fit:.1%}"
+        return (
+            f"{self.name:<11} {', '.join(parts)} a micro-batch in {self.forward.limit_bytes / GIB:.3g} GiB ({source})"
+        )
+
+
+def make_meter(device: torch.device, limits: SizingLimits) -> MemoryMeter:
+    """Of this process."""
+    if device.type == "cuda":
+        return CudaMeter(device, limit_bytes=limits.limit_bytes)
+    return CountingMeter(limits.limit_bytes)
+
+
+def size_all(
+    learners: Sequence[Probed], limits: SizingLimits, stored: Mapping[str, SizingReport]
+) -> dict[str, SizingReport]:
+    """Those of one process, which share its memory: all that lies there between passes is there before the first probe.
+    Reports by name."""
+    if not learners:
+        return {}
+    meter = make_meter(learners[0].engine.passes.device, limits)
+    for learner in learners:
+        hold_everything(learner.engine, meter)
+    return {
+        learner.engine.name: size_micro_batches(learner, meter, limits, stored=stored.get(learner.engine.name))
+        for learner in learners
+    }
+
+
+def hold_everything(engine: ModelEngine, meter: MemoryMeter) -> None:
+    """Optimizer state is made now rather than in the first step, and all that lies there between passes counts."""
+    if _is_trained(engine):
+        allocate_state(engine.optimizer)
+    meter.adopt(engine.held_tensors())
+
+
+def size_micro_batches(
+    learner: Probed, meter: MemoryMeter, limits: SizingLimits, *, stored: SizingReport | None = None
+) -> SizingReport:
+    """Finds the budgets, or takes those of `stored` where all ranks find that they hold for what is here, and has the
+    engine's passes run under them from now on. Raises MemoryLimitError where the longest row does not fit."""
+    engine = learner.engine
+    hold_everything(engine, meter)
+    limit = -engine.strategy.agree(-meter.limit_bytes)
+    facts = _facts(engine, limits, limit)
+    differs = stored is None or dict(stored.facts) != facts
+    if engine.strategy.agree(int(differs)) or stored is None:
+        prober = Prober(learner=learner, meter=meter)
+        report = SizingReport(
+            name=engine.name,
+            facts=facts,
+            is_reused=False,
+            training=_size_phase(prober, limits, training=True) if _is_trained(engine) else None,
+            forward=_size_phase(prober, limits, training=False),
+        )
+    else:
+        report = replace(stored, is_reused=True)
+    batches = MemoryAwareBatchIterator(
+        report.budgets, layout=engine.passes.layout, merge_turns=engine.passes.merge_turns
+    )
+    engine.healing.begin(meter, batches, retries=limits.retries, held=engine.held_tensors)
+    return report
+
+
+def _size_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> PhaseReport:
+    """Grows, fits, and tries the budget out at every length: what a fit cannot know shows there."""
+    agree, meter = prober.learner.engine.strategy.agree, prober.meter
+    lengths = lengths_to_probe(limits.longest)
+    most = max(2, limits.max_rows) * limits.longest
+    probes = prober.grow(lengths, max_positions=most, training=training)
+    if not any(probe.longest == lengths[0] for probe in probes):
+        raise _too_long(prober, limits, training=training)
+    cap, held = most, 0
+    for _ in range(_TRIALS):
+        model = fit_memory_model(_near_the_limit(probes), margin=limits.margin)
+        own = min(cap, _budget(prober, model, limits, training=training))
+        tokens = -agree(-own)
+        if tokens > held * WORTH_A_TRIAL:
+            trials = [
+                prober.probe(max(1, tokens // length), length, training=training)
+                for length in {lengths[0], lengths[-1]}
+            ]
+            probes += [trial for trial in trials if trial is not None]
+            over = any(trial is None or trial.peak_bytes > meter.limit_bytes for trial in trials)
+            if agree(int(over)):
+                cap = int(tokens * SHRINK)
+            else:
+                held = tokens
+        else:
+            tokens = min(tokens, held)
+            return PhaseReport(
+                tokens=tokens, own_tokens=own, limit_bytes=meter.limit_bytes, model=model, probes=tuple(probes)
+            )
+    raise MemoryLimitError(
+        f"{prober.learner.engine.name}: no token budget held in {_TRIALS} trials, the last of {tokens} positions; does "
+        "something else use the device? Set trainer.memory_budget_gb, or trainer.memory_margin higher"
+    )
+
+
+def _near_the_limit(probes: Sequence[MemoryProbe]) -> list[MemoryProbe]:
+    """Peaks bend where they are small, and only large ones matter: probes of at least a quarter of the largest."""
+    largest = max(probe.positions for probe in probes)
+    near = [probe for probe in probes if probe.positions * 4 >= largest]
+    return near if len({probe.positions for probe in near}) > 1 else list(probes)
+
+
+def _budget(prober: Prober, model: MemoryModel, limits: SizingLimits, *, training: bool) -> int:
+    """This rank's, for the layouts that its passes may choose."""
+    layout = prober.learner.engine.passes.layout
+    padded = {"padded": [True], "auto": [True, False]}.get(layout, [False])
+    limit = prober.meter.limit_bytes
+    try:
+        return min(model.token_budget(limit, limits.longest, padded=each) for each in padded)
+    except MemoryLimitError as error:
+        # The longest row was probed and did fit, but not with the margin.
+        if prober.learner.engine.strategy.num_ranks == 1:
+            raise _too_long(prober, limits, training=training, reason=str(error)) from error
+        return limits.longest
+
+
+def _too_long(prober: Prober, limits: SizingLimits, *, training: bool, reason: str = "") -> MemoryLimitError:
+    phase = "training" if training else "scoring"
+    return MemoryLimitError(
+        f"{prober.learner.engine.name}: {phase} one row of {limits.longest} tokens, the longest legal one, does not fit "
+        f"{prober.meter.limit_bytes / GIB:.3g} GiB, of which {prober.meter.in_use_bytes() / GIB:.3g} GiB hold the model "
+        f"and its like{f' ({reason})' if reason else ''}. Set a lower generator.max_context_length (data.max_length), "
+        "model.gradient_checkpointing=true, more ranks with strategy=fsdp2, or a larger trainer.memory_budget_gb"
+    )
+
+
+def _is_trained(engine: ModelEngine) -> bool:
+    return any(parameter.requires_grad for parameter in engine.parameters.values())
+
+
+def _facts(engine: ModelEngine, limits: SizingLimits, limit_bytes: int) -> dict[str, str]:
+    shapes = [(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in engine.parameters.items()]
+    passes, device = engine.passes, engine.passes.device
+    return {
+        "model": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
+        "type": str(passes.dtype).removeprefix("torch."),
+        "recomputes": str(bool(getattr(engine.model, "is_gradient_checkpointing", False))),
+        "longest": str(limits.longest),
+        "max_rows": str(limits.max_rows),
+        "layout": f"{passes.layout}{', merged turns' if passes.merge_turns else ''}",
+        "strategy": f"{type(engine.strategy).__name__} over {engine.strategy.num_ranks}",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "limit_bytes": str(limit_bytes),
+        "margin": str(limits.margin),
+        "torch": torch.__version__,
+    }
+
+
+def report_from_json(content: Mapping[str, Any]) -> SizingReport:
+    """Inverse of `dataclasses.asdict` and JSON. Raises KeyError, TypeError for anything else."""
+
+    def phase(found: Mapping[str, Any]) -> PhaseReport:
+        probes = tuple(MemoryProbe(**probe) for probe in found["probes"])
+        return PhaseReport(**{**found, "model": MemoryModel(**found["model"]), "probes": probes})
+
+    training = content["training"]
+    return SizingReport(
+        **{
+            **content,
+            "forward": phase(content["forward"]),
+            "training": None if training is None else phase(training),
+        }
+    )
+
+
+def report_to_json(report: SizingReport) -> dict[str, Any]:
+    """Plain values."""
+    return asdict(report)
