@@ -3,8 +3,9 @@
     python scripts/build_tiny_model.py --output skyrl_train/assets/tiny_qwen2
 
 Everything follows from RECIPE: the tokenizer's words are those of the bundled word problems, the weights start from a
-fixed seed, and a supervised warm start on demonstrations of mixed style teaches the environment's format and the
-arithmetic, but mostly to guess. That leaves reinforcement learning something to discover. Takes minutes on one core.
+fixed seed, and a supervised warm start (`python -m skyrl_train.main_sft`'s own trainer) on demonstrations of mixed style
+teaches the environment's format and the arithmetic, but mostly to guess. That leaves reinforcement learning something to
+discover. Takes minutes on one core.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import argparse
 import hashlib
 import itertools
 import json
-import math
 import random
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
+from skyrl_train import run_sft
+from skyrl_train.config.schema import ConsoleConfig, ModelConfig, OptimizerConfig
+from skyrl_train.config.sft import SFTConfig
 from skyrl_train.data.word_problems import (
     Split,
     WordProblem,
@@ -36,7 +40,6 @@ from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
 from skyrl_train.seeding import derive_seed
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-IGNORED = -100
 
 NUM_VOCABULARY_CONVERSATIONS = 5000
 LARGEST_VOCABULARY = 1024
@@ -68,7 +71,7 @@ class Recipe:
     intermediate_size: int = 512
     max_position_embeddings: int = 1024
     initializer_range: float = 0.05
-    num_worked_steps: int = 1400
+    num_worked_steps: int = 1900
     """First steps, in which every demonstration is worked step by step: they teach the arithmetic."""
     num_mixed_steps: int = 300
     """Last steps, of mixed style: they teach to guess, and what a second try looks like."""
@@ -82,7 +85,8 @@ class Recipe:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     bucketed_steps: int = 16
-    """Conversations of so many steps are drawn together and sorted by length, to pad less."""
+    """Conversations of so many steps are drawn together and dealt to steps by length."""
+    tokens_per_micro_batch: int = 2048
 
     @property
     def num_steps(self) -> int:
@@ -150,70 +154,84 @@ def build_model(recipe: Recipe, tokenizer: Qwen2Tokenizer) -> Qwen2ForCausalLM:
     return model
 
 
-def draw_conversation(
-    tokenizer: Qwen2Tokenizer, worked_share: float, rng: random.Random
-) -> tuple[list[int], list[int]]:
-    """Token ids and labels of one demonstration on a training problem; only the assistant's tokens have labels."""
+def draw_conversation(worked_share: float, rng: random.Random) -> list[Mapping[str, Any]]:
+    """One demonstration on a problem of the training split."""
     problem = draw_problem(rng)
     while problem.split is not Split.TRAIN:
         problem = draw_problem(rng)
-    encoded = tokenizer.apply_chat_template(
-        list(write_demonstration(problem, worked_share, rng)),
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    ids, answered = encoded["input_ids"], encoded["assistant_masks"]
-    return ids, [token if by_assistant else IGNORED for token, by_assistant in zip(ids, answered)]
+    return list(write_demonstration(problem, worked_share, rng))
 
 
-def draw_batches(
+def draw_steps(
     tokenizer: Qwen2Tokenizer, recipe: Recipe, num_steps: int, worked_share: float
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """`num_steps` times `(input_ids, labels)`, each `[conversations_per_step, longest]`, padded on the right."""
+) -> Iterator[list[list[Mapping[str, Any]]]]:
+    """`num_steps` times the conversations of one step, which are of similar length."""
     rng = random.Random(derive_seed(recipe.seed, f"demonstrations with {worked_share} worked"))
     size = recipe.conversations_per_step
     for first_step in range(0, num_steps, recipe.bucketed_steps):
-        num_batches = min(recipe.bucketed_steps, num_steps - first_step)
-        pool = [draw_conversation(tokenizer, worked_share, rng) for _ in range(size * num_batches)]
-        pool.sort(key=lambda conversation: len(conversation[0]))
-        batches = [pool[start : start + size] for start in range(0, len(pool), size)]
-        rng.shuffle(batches)
-        for batch in batches:
-            longest = max(len(ids) for ids, _ in batch)
-            ids = [ids + [tokenizer.pad_token_id] * (longest - len(ids)) for ids, _ in batch]
-            labels = [labels + [IGNORED] * (longest - len(labels)) for _, labels in batch]
-            yield torch.tensor(ids), torch.tensor(labels)
+        num_drawn = min(recipe.bucketed_steps, num_steps - first_step)
+        pool = [draw_conversation(worked_share, rng) for _ in range(size * num_drawn)]
+        pool.sort(key=lambda messages: len(tokenizer.apply_chat_template(messages)["input_ids"]))
+        steps = [pool[start : start + size] for start in range(0, len(pool), size)]
+        rng.shuffle(steps)
+        yield from steps
 
 
-def learning_rate_share(step: int, recipe: Recipe) -> float:
-    """Linear warm-up, then a cosine down to `final_learning_rate_share`."""
-    if step < recipe.num_warmup_steps:
-        return (step + 1) / recipe.num_warmup_steps
-    progress = (step - recipe.num_warmup_steps) / max(1, recipe.num_steps - recipe.num_warmup_steps)
-    floor = recipe.final_learning_rate_share
-    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
+def draw_all_steps(tokenizer: Qwen2Tokenizer, recipe: Recipe) -> Iterator[list[list[Mapping[str, Any]]]]:
+    """The conversations of every step in turn: worked ones first, then of mixed style."""
+    yield from draw_steps(tokenizer, recipe, recipe.num_worked_steps, worked_share=1.0)
+    yield from draw_steps(tokenizer, recipe, recipe.num_mixed_steps, recipe.worked_share)
+
+
+def training_config(recipe: Recipe, folder: Path) -> SFTConfig:
+    """One pass over `demonstrations.jsonl` in its order, from the model in `start/`."""
+    config = SFTConfig(
+        run_name="tiny_qwen2",
+        seed=recipe.seed,
+        output_dir=str(folder / "run"),
+        model=ModelConfig(path=str(folder / "start")),
+    )
+    optimizer = OptimizerConfig(
+        lr=recipe.learning_rate,
+        betas=recipe.adam_betas,
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.max_grad_norm,
+        warmup_steps=recipe.num_warmup_steps,
+        schedule="cosine",
+        min_lr_ratio=recipe.final_learning_rate_share,
+    )
+    trainer = replace(
+        config.trainer,
+        num_steps=recipe.num_steps,
+        batch_size=recipe.conversations_per_step,
+        layout="packed",
+        max_tokens_per_microbatch=recipe.tokens_per_micro_batch,
+        optimizer=optimizer,
+        ckpt_interval=0,
+    )
+    data = replace(
+        config.data,
+        train=(str(folder / "demonstrations.jsonl"),),
+        validation=(),
+        shuffle=False,
+        cache=False,
+        max_length=recipe.tokens_per_micro_batch,
+    )
+    tracker = replace(config.tracker, console=ConsoleConfig(enabled=True))
+    return replace(config, data=data, trainer=trainer, tracker=tracker)
 
 
 def warm_start(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, recipe: Recipe) -> None:
-    """Supervised training on the assistant's tokens, in place. Padding is on the right, so no mask is needed."""
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=recipe.adam_betas, weight_decay=recipe.weight_decay
-    )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_share(step, recipe))
-    batches = itertools.chain(
-        draw_batches(tokenizer, recipe, recipe.num_worked_steps, worked_share=1.0),
-        draw_batches(tokenizer, recipe, recipe.num_mixed_steps, recipe.worked_share),
-    )
-    model.train()
-    for step, (ids, labels) in enumerate(batches):
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-        optimizer.step()
-        scheduler.step()
-        if step % 50 == 0 or step == recipe.num_steps - 1:
-            print(f"step {step:4d}  loss {loss.item():.4f}", flush=True)
+    """Supervised training on the assistant's tokens, in place."""
+    with tempfile.TemporaryDirectory(prefix="tiny-model-") as name:
+        folder = Path(name)
+        model.save_pretrained(folder / "start")
+        tokenizer.save_pretrained(folder / "start")
+        with (folder / "demonstrations.jsonl").open("w", encoding="utf-8") as file:
+            for messages in itertools.chain.from_iterable(draw_all_steps(tokenizer, recipe)):
+                file.write(json.dumps({"messages": messages}) + "\n")
+        run_sft.train(training_config(recipe, folder))
+        model.load_state_dict(Qwen2ForCausalLM.from_pretrained(folder / "run" / "export").state_dict())
 
 
 @torch.no_grad()
@@ -263,12 +281,11 @@ def measure(
 def settings_of(recipe: Recipe) -> dict[str, Any]:
     """What `recipe.json` records: the recipe, and a digest of what it trains on, which follows the problems' code."""
     tokenizer = build_tokenizer(recipe)
-    batches = [
-        *draw_batches(tokenizer, recipe, 1, worked_share=1.0),
-        *draw_batches(tokenizer, recipe, 1, recipe.worked_share),
+    steps = [
+        *draw_steps(tokenizer, recipe, 1, worked_share=1.0),
+        *draw_steps(tokenizer, recipe, 1, recipe.worked_share),
     ]
-    text = json.dumps([[ids.tolist(), labels.tolist()] for ids, labels in batches])
-    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(json.dumps(steps).encode(), digest_size=16).hexdigest()
     return {**asdict(recipe), "digest_of_first_demonstrations": digest}
 
 
