@@ -12,7 +12,6 @@ import os
 import sys
 import tempfile
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 MIB = 1 << 20
 MAX_DIFFERENCE = 1e-5
+TIMEOUT_S = 1800.0
 
 
 def main() -> None:
@@ -72,12 +72,12 @@ def measure(folder: Path, size: int, args: argparse.Namespace) -> list[dict[str,
 def run_rank(rank: int, folder: Path, size: int, args: argparse.Namespace) -> None:
     """One update, after a small one that has everything imported and gathered once."""
     import torch
-    from torch import distributed
 
+    from skyrl_train.distributed.process_group import Rendezvous, join, leave
     from skyrl_train.learner.memory_meter import CountingMeter
 
-    store = distributed.FileStore(str(folder / f"store_{size}"), size)
-    distributed.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=timedelta(minutes=30))
+    place = f"file://{folder}/store_{size}"
+    join(Rendezvous(rank=rank, num_ranks=size, init_method=place, timeout_s=TIMEOUT_S), torch.device("cpu"))
     torch.set_num_threads(1)
     learner = make_learner(folder, size, args)
     update(learner, 64, args.vocabulary)
@@ -88,7 +88,7 @@ def run_rank(rank: int, folder: Path, size: int, args: argparse.Namespace) -> No
         norm = update(learner, args.positions, args.vocabulary)
     found = {"peak_bytes": meter.peak_bytes() - before, "cpu_s": time.process_time() - started, "norm": norm}
     torch.save(found, folder / f"{size}_{rank}.pt")
-    distributed.destroy_process_group()
+    leave()
 
 
 def make_learner(folder: Path, size: int, args: argparse.Namespace) -> Any:
@@ -104,7 +104,7 @@ def make_learner(folder: Path, size: int, args: argparse.Namespace) -> Any:
     from skyrl_train.model.causal_lm import load_causal_lm
 
     config = ModelConfig(path=str(folder), gradient_checkpointing=args.checkpointing)
-    group = SequenceGroup(size, timeout_s=1800.0) if size > 1 else None
+    group = SequenceGroup(size, timeout_s=TIMEOUT_S) if size > 1 else None
     trainer = TrainerConfig(layout="packed")
     engine = ModelEngine(
         load_causal_lm(config, "cpu"),
