@@ -28,6 +28,8 @@ _STOP_TIMEOUT_S = 30.0
 _REMOVE_ATTEMPTS = 10
 _POLL_S = 0.2
 _OBJECT_STORE_BYTES = 1 << 30
+_TOO_SLOW = "timed out during startup"
+"""What Ray says when a process of its own did not answer in time."""
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
 
@@ -63,14 +65,8 @@ class RaySession:
         else:
             options["address"] = placement.ray_address
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        self._thread = _Resident("ray-session")
         try:
-            self._thread.run(
-                lambda: ray.init(**options),
-                what=f"Ray ({placement.ray_address or 'a session of this machine'})",
-                timeout_s=placement.start_timeout_s,
-                remedy="Is the cluster up? See placement.ray_address and placement.start_timeout_s",
-            )
+            self._start(options, placement)
         except Exception as error:
             self.close()
             if isinstance(error, SkyrlTrainError):
@@ -79,6 +75,26 @@ class RaySession:
         context = ray.get_runtime_context()
         self.job_id = str(context.get_job_id())
         self.node_id = str(context.get_node_id())
+
+    def _start(self, options: dict[str, Any], placement: PlacementConfig) -> None:
+        """Ray gives its own processes half a minute, which is little on a busy machine: a session of this machine is
+        tried again while there is time."""
+        deadline = time.monotonic() + placement.start_timeout_s
+        while True:
+            self._thread = _Resident("ray-session")
+            try:
+                self._thread.run(
+                    lambda: ray.init(**options),
+                    what=f"Ray ({placement.ray_address or 'a session of this machine'})",
+                    timeout_s=max(_POLL_S, deadline - time.monotonic()),
+                    remedy="Is the cluster up? See placement.ray_address and placement.start_timeout_s",
+                )
+                return
+            except Exception as error:
+                if not self.is_local or _TOO_SLOW not in str(error) or time.monotonic() > deadline:
+                    raise
+                logging.getLogger(__name__).warning("Ray did not start within its own half a minute: once more")
+                self._thread.end()  # and with it what it started
 
     @property
     def log_folder(self) -> Path | None:

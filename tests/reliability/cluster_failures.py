@@ -18,15 +18,15 @@ import threading
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.process_trees import Family
+
 CASES = tuple(
     f"{role}-{name}-{phase}"
-    for role, phases in (
-        ("policy", ("score", "update", "sync")),
-        ("reference", ("score",)),
-        ("engine", ("generate", "sync")),
-    )
+    for role in ("policy", "reference", "engine")
     for name in ("KILL", "STOP")
-    for phase in phases
+    for phase in ("generate", "score", "update", "sync")
 )
 OVERRIDES = (
     "+experiment=gsm8k_multiturn",
@@ -58,7 +58,6 @@ def run_case(case: str, folder: Path) -> None:
 
     def strike() -> None:
         pid = json.loads((folder / "actors.json").read_text(encoding="utf-8"))[role][0]["pid"]
-        (folder / "descendants.json").write_text(json.dumps(descendants(os.getpid())), encoding="utf-8")
         os.kill(pid, getattr(signal, f"SIG{name}"))
         (folder / "struck").write_text(str(time.time()), encoding="utf-8")
 
@@ -79,28 +78,6 @@ def run_case(case: str, folder: Path) -> None:
     main()
 
 
-def descendants(root: int) -> list[int]:
-    """Every process that stems from `root`."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except (OSError, ValueError, IndexError):
-                continue
-    found = [root]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def judge(case: str, folder: Path) -> list[str]:
     """One line of the table."""
     folder.mkdir(parents=True)
@@ -108,18 +85,18 @@ def judge(case: str, folder: Path) -> list[str]:
     command = [sys.executable, str(Path(__file__).resolve()), "--child", case, str(folder)]
     with log.open("w", encoding="utf-8") as file:
         child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        family = Family(child.pid)
         try:
             status = str(child.wait(CASE_TIMEOUT_S))
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
             status = "HUNG"
     ended = time.time()
+    left = family.left(within_s=3.0)
     if not (folder / "struck").exists():
         return [case, status, "-", "the phase was not reached", "-"]
     seconds = ended - float((folder / "struck").read_text(encoding="utf-8"))
-    time.sleep(1.0)
-    left = sum(map(is_running, json.loads((folder / "descendants.json").read_text(encoding="utf-8"))))
-    return [case, status, f"{seconds:.1f}", says(log), str(left)]
+    return [case, status, f"{seconds:.1f}", says(log), str(len(left))]
 
 
 def says(log: Path) -> str:

@@ -1,0 +1,82 @@
+"""The real commands in processes of their own, and what the runs leave in their folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+RAY = ("placement.backend=ray", "placement.start_timeout_s=180", "placement.call_timeout_s=120")
+TIMEOUT_S = 400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A command that was started."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    """What it prints."""
+
+
+def start_command(folder: Path, *overrides: str, module: str = "skyrl_train.main") -> Running:
+    """Starts `python -m module` into `folder`; what it prints goes into a file beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder.with_name(f"{folder.name}.log")
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *overrides, f"hydra.run.dir={folder}"],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    return Running(process=process, log=log)
+
+
+def wait_for(running: Running) -> tuple[int, str]:
+    """Exit status and all that was printed. Raises TimeoutExpired, with the process killed."""
+    try:
+        status = running.process.wait(TIMEOUT_S)
+    finally:
+        running.process.kill()
+    return status, running.log.read_text(encoding="utf-8")
+
+
+def run_command(folder: Path, *overrides: str, module: str = "skyrl_train.main") -> str:
+    """Runs `python -m module` into `folder` to its end and returns what it printed. Fails with that where it fails."""
+    status, said = wait_for(start_command(folder, *overrides, module=module))
+    assert status == 0, said[-6000:]
+    return said
+
+
+def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """Lines of a file of JSON lines in a run's folder."""
+    return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
+
+
+def exported(folder: Path) -> dict[str, Tensor]:
+    """The weights that a run exported at its end."""
+    return load_file(folder / "export" / "model.safetensors")
+
+
+def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Length of the difference of all weights over the length of the expected ones."""
+    assert set(found) == set(expected)
+    difference = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
+    size = sum(float(tensor.double().square().sum()) for tensor in expected.values())
+    return float((difference / size) ** 0.5)
+
+
+def unaccounted_share(record: dict[str, Any]) -> float:
+    """Of a step's seconds those that its phases do not add up to."""
+    phases = {name for name in record if name.startswith("timing/") and not name.endswith("_per_s")}
+    phases -= {"timing/step", "timing/other"}
+    return abs(sum(record[name] for name in phases) - record["timing/step"]) / float(record["timing/step"])
