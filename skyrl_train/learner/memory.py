@@ -12,7 +12,7 @@ A pass holds most at one of a few moments; each is counted by kind, and the larg
 
 Gradients are counted from the first micro-batch on, optimizer state from the first step on. Every token is taken for one
 that is trained. Of sharded models the layers in flight are counted: the one at work and the one that is gathered next,
-each whole, and the gradients of both on their way to their shards.
+each whole, and the gradients of the one before on their way to their shards.
 """
 
 from __future__ import annotations
@@ -227,12 +227,13 @@ def _scoring(facts: MemoryFacts, rows: int, longest: int, positions: int) -> Ite
     )
 
 
-def _tile(facts: MemoryFacts, positions: int) -> tuple[int, bool]:
-    """Logits in one tile, and whether there is more than one."""
+def _tiles(facts: MemoryFacts, positions: int) -> tuple[int, int]:
+    """Logits in the first tile, and in the one after it, 0 where there is none."""
     budget = ELEMENTS_PER_TILE_ACCELERATOR if facts.settings.accelerator else ELEMENTS_PER_TILE
-    tokens, _ = divmod(budget, facts.model.vocabulary_size)
-    tokens = max(TOKENS_PER_TILE, tokens)
-    return min(tokens, positions) * facts.model.vocabulary_size, positions > tokens
+    vocabulary = facts.model.vocabulary_size
+    most, _ = divmod(budget, vocabulary)
+    most = max(TOKENS_PER_TILE, most)
+    return min(most, positions) * vocabulary, min(most, max(0, positions - most)) * vocabulary
 
 
 def _head_in_training(facts: MemoryFacts, positions: int) -> float:
@@ -242,13 +243,13 @@ def _head_in_training(facts: MemoryFacts, positions: int) -> float:
     states = precision.stream * hidden * positions
     if facts.settings.head == "values":
         return states + (4 * hidden * positions if precision.stream == 2 else 0)
-    logits, several = _tile(facts, positions)
+    first, second = _tiles(facts, positions)
     weight = facts.model.embedding_parameters
     own = 4 * weight if facts.settings.trained == "all" else 0
     copy = precision.compute * weight if precision.casts else 0
     # under autocast, the last tile's gradient in the compute type and its product for the weight
-    product = (14 * logits + precision.compute * weight) if own and precision.casts else 0
-    return 2 * states + own + copy + max(4 * logits * (5 if several else 4), product)
+    product = (14 * first + precision.compute * weight) if own and precision.casts else 0
+    return 2 * states + own + copy + max(16 * first, 12 * first + 4 * second, 4 * first + 16 * second, product)
 
 
 def _head_in_scoring(facts: MemoryFacts, positions: int) -> float:
@@ -256,15 +257,18 @@ def _head_in_scoring(facts: MemoryFacts, positions: int) -> float:
     states = precision.stream * hidden * positions
     if facts.settings.head == "values":
         return states + (4 * hidden * positions if precision.stream == 2 else 0)
-    logits, several = _tile(facts, positions)
+    first, second = _tiles(facts, positions)
     copy = precision.compute * facts.model.embedding_parameters if precision.casts else 0
-    return states + copy + logits * (12 + (2 if precision.compute == 2 else 0) if several else 8)
+    in_compute_type = 2 if precision.compute == 2 else 0
+    return states + copy + max(8 * first + (4 + in_compute_type) * second, 4 * first + 8 * second)
 
 
 def _head_gradient(facts: MemoryFacts) -> int:
-    """That of a tied head waits for the embedding's."""
-    waits = facts.settings.trained == "all" and facts.settings.head == "logprobs" and facts.model.tied
-    return facts.settings.precision.stream * facts.model.embedding_parameters if waits else 0
+    """That of a tied head waits for the embedding's; that of a sharded one for all outside the layers."""
+    settings = facts.settings
+    waits = facts.model.tied or settings.strategy == "fsdp2"
+    trained = settings.trained == "all" and settings.head == "logprobs"
+    return settings.precision.stream * facts.model.embedding_parameters if trained and waits else 0
 
 
 def _embedding_gradient(facts: MemoryFacts) -> float:
@@ -308,11 +312,11 @@ def _gathered(facts: MemoryFacts, *, layers: int) -> int:
 
 
 def _gradients_in_flight(facts: MemoryFacts) -> float:
-    """A sharded layer's gradient as it is made, the one before in float32 as it is summed over ranks, and its shard."""
+    """The sharded layer before: its gradient in float32, as it is summed over ranks, and its shard of the sum."""
     settings, block = facts.settings, facts.model.block_parameters
     if settings.strategy != "fsdp2" or settings.trained != "all":
         return 0
-    return settings.precision.compute * block + 4 * block + 4 * _share(block, settings.num_ranks)
+    return 4 * block + 4 * _share(block, settings.num_ranks)
 
 
 def _share(count: int, parts: int) -> int:

@@ -84,7 +84,7 @@ def gated_backbone(
     in_products = Cost(per_position=stream_gradient + 2 * compute * inner - final_norm)
     in_weight = Cost(per_position=stream_gradient + compute * inner - final_norm, constant=weight)
     in_norm = Cost(per_position=5 * 4 * hidden - stream * hidden)
-    in_scores = Cost(per_position=-final_norm, per_pair=(2 * 4 + compute) * model.num_heads * eager)
+    in_scores = Cost(per_position=-final_norm, per_pair=10 * model.num_heads * eager)
     recomputed = layer if checkpointing else Cost()
     return BackboneCost(
         saved=saved,
@@ -117,15 +117,15 @@ def _rest_of_layer(model: ModelFacts, precision: Precision, *, trained: str) -> 
 
 
 def _scoring(model: ModelFacts, precision: Precision, *, eager: bool) -> tuple[Cost, ...]:
-    """In the product of a layer, or in the rotation of its queries: residual stream, normalised input, own tensors."""
+    """In the product of a layer, or in the rotation of its queries: the embedding and the layer's input, which the model's
+    forward holds on to, the residual stream, the normalised input, and the tensors of the moment."""
     stream, compute, hidden = precision.stream, precision.compute, model.hidden_size
     query, kv = model.query_size, model.kv_size
-    outside = 2 * model.head_dim * stream + 2 * stream * hidden
-    in_products = Cost(per_position=outside + 3 * compute * model.intermediate_size)
+    outside = 2 * model.head_dim * stream + 3 * stream * hidden
+    in_products = Cost(per_position=outside + stream * hidden + 3 * compute * model.intermediate_size)
     in_rotation = Cost(per_position=outside + compute * (query + 2 * kv) + 3 * stream * query)
     in_norm = Cost(per_position=outside + 2 * 4 * hidden)
-    heads = model.num_heads * (2 * compute + 4)
-    in_scores = Cost(per_position=outside + compute * (2 * query + 2 * kv), per_pair=heads * eager)
+    in_scores = Cost(per_position=outside + compute * (2 * query + 2 * kv), per_pair=2 * 4 * model.num_heads * eager)
     return in_products, in_rotation, in_norm, in_scores
 
 

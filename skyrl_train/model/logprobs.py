@@ -151,6 +151,7 @@ class _TokenScore(torch.autograd.Function):
         hidden, weight, bias, targets, log_sum_exp, entropy, expected, kept, kept_slope = ctx.saved_tensors
         maths: _TileMaths = ctx.maths
         foreseen: _Gradients | None = ctx.foreseen
+        ctx.foreseen = None  # this node lives as long as the loss does; its weight's gradient need not
         if foreseen is not None and _is_as_expected(grad_logprobs, grad_entropy, expected, ctx.with_entropy):
             return foreseen.result(weight)
         found = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad)
