@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_train.config.generation import ships_adapter
 from skyrl_train.errors import ConfigError, DataError, Violation
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ def load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
     checkpoint = FolderCheckpointStore(Path(config.trainer.resume_path), keep=1).find(Path(config.trainer.resume_path))
     step = checkpoint_step(checkpoint)
     weights = iter(read_model(checkpoint / "policy").items())
-    if config.model.lora.rank:
+    if config.model.lora.rank and not ships_adapter(config.generator):
         from skyrl_train.model.lora import merge_into_base
 
         weights = merge_into_base(config.model, dict(weights))

@@ -20,6 +20,7 @@ from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.transport import RayTransport
 from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.algorithm import needs_reference
+from skyrl_train.config.generation import ships_adapter
 from skyrl_train.model.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
@@ -57,7 +58,13 @@ class Cluster:
         )
         pool = EnginePool(fleet, self._turns, silence_timeout_s=config.placement.silence_timeout_s)
         carrier = make_carrier(config, folder=self.session.folder)
-        self._transport = RayTransport(pool, carrier, self._turns, self._output("weight_sync.jsonl"))
+        self._transport = RayTransport(
+            pool,
+            carrier,
+            self._turns,
+            self._output("weight_sync.jsonl"),
+            adapter_only=ships_adapter(config.generator),
+        )
         return pool, self._transport
 
     def build_learners(self, plan: BatchPlan, stack: ExitStack) -> Learners:

@@ -43,8 +43,18 @@ class SyncRecord:
 class RayTransport:
     """Implements `WeightTransport` for an `EnginePool`."""
 
-    def __init__(self, pool: EnginePool, carrier: Carrier, turns: DeviceTurns, record_file: Path) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        carrier: Carrier,
+        turns: DeviceTurns,
+        record_file: Path,
+        *,
+        adapter_only: bool = False,
+    ) -> None:
+        """`adapter_only`: of a learner's weights engines get the adapter, which they apply beside their own."""
         self.pool = pool
+        self._adapter_only = adapter_only
         self._carrier, self._turns = carrier, turns
         self._record_file = record_file
         self._again: Send | None = None
@@ -111,13 +121,13 @@ class RayTransport:
         return buckets
 
     def _carried(self, group: WorkerGroup, engines: Sequence[RemoteActor]) -> list[Bucket]:
-        buckets = planned_buckets(group)
+        buckets = planned_buckets(group, adapter_only=self._adapter_only)
         self._carrier.carry(group, buckets, engines)
         return buckets
 
     def _through_object_store(self, group: WorkerGroup, engines: Sequence[RemoteActor]) -> list[Bucket]:
         """Whatever the carrier: for one engine, beside others that go on serving."""
-        buckets = planned_buckets(group)
+        buckets = planned_buckets(group, adapter_only=self._adapter_only)
         for ref in carried_buckets(group, buckets):
             self.pool.fleet.call("update", "sync", ref, engines=engines)
         return buckets

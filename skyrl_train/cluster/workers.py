@@ -98,11 +98,10 @@ class WorkerWeights:
             yield from unpack_bucket(ray.get(ref).unwrap())
 
 
-def planned_buckets(group: WorkerGroup) -> list[Bucket]:
-    """All weights of the group, in the model's order, in buckets that say what they will hold."""
-    facts: dict[str, ParameterFact] = {
-        fact.name: fact for fact in group.wait("describe", "sync", group.begin("describe"))[0]
-    }
+def planned_buckets(group: WorkerGroup, *, adapter_only: bool = False) -> list[Bucket]:
+    """All weights of the group, or its adapter, in the model's order, in buckets that say what they will hold."""
+    method = "describe_adapter" if adapter_only else "describe"
+    facts: dict[str, ParameterFact] = {fact.name: fact for fact in group.wait(method, "sync", group.begin(method))[0]}
     sizes = [(name, size_of(fact.dtype, fact.shape)) for name, fact in facts.items()]
     return [
         Bucket(

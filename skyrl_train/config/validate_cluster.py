@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation
 
+LARGEST_VLLM_RANK = 512
+"""Of an adapter that vLLM applies."""
+
 
 def cluster_violations(config: Config) -> Iterator[Violation]:
     """What contradicts itself in `placement`, `generator.vllm` and `generator.http`."""
@@ -15,12 +18,33 @@ def cluster_violations(config: Config) -> Iterator[Violation]:
         yield from _vllm(config)
     if config.generator.backend == "http":
         yield from _http(config)
+    if config.generator.vllm.lora_sync == "adapter":
+        yield from _lora_sync(config)
     if config.generator.verify_weight_sync and config.generator.backend != "vllm":
         yield Violation(
             field="generator.verify_weight_sync",
             rule="needs generator.backend=vllm, whose engines compute apart from the trainer",
             value="True",
             remedy="add generator=vllm, or drop generator.verify_weight_sync",
+        )
+
+
+def _lora_sync(config: Config) -> Iterator[Violation]:
+    """Rules of `generator.vllm.lora_sync=adapter`."""
+    rank = config.model.lora.rank
+    field, value = "generator.vllm.lora_sync", "adapter"
+    if config.generator.backend != "vllm":
+        remedy = "add generator=vllm, or set generator.vllm.lora_sync=merged"
+        yield Violation(field=field, rule="needs generator.backend=vllm", value=value, remedy=remedy)
+    if not rank:
+        remedy = "set model.lora.rank=16, or generator.vllm.lora_sync=merged"
+        yield Violation(field=field, rule="needs an adapter, and model.lora.rank is 0", value=value, remedy=remedy)
+    if rank > LARGEST_VLLM_RANK:
+        yield Violation(
+            field="model.lora.rank",
+            rule=f"must be at most {LARGEST_VLLM_RANK} with generator.vllm.lora_sync=adapter",
+            value=str(rank),
+            remedy="set generator.vllm.lora_sync=merged, which knows no limit",
         )
 
 

@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.errors import EngineError
+from skyrl_train.inference.vllm_adapter import with_adapter
 from skyrl_train.inference.vllm_settings import EngineSettings, sampling_arguments
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
 from skyrl_train.weight_sync.buckets import Bucket, in_file
 
 if TYPE_CHECKING:
+    from skyrl_train.config.schema import LoraConfig
     from skyrl_train.distributed.process_group import Rendezvous
 
 T = TypeVar("T")
@@ -38,6 +40,7 @@ class VLLMCore:
         self._updating = False
         self._num_received = 0
         self._broken = ""
+        self._has_adapter = False
         self.weight_version = -1
         os.environ.update(settings.environment)
         try:
@@ -77,6 +80,7 @@ class VLLMCore:
                 request.request_id,
                 {"prompt_token_ids": list(request.prompt_token_ids)},
                 sampling_arguments(request.sampling, request.seed, self._settings.stop_token_ids),
+                lora_request=with_adapter() if self._has_adapter else None,
             )
         except Exception as error:
             future.set_exception(EngineError(f"request {request.request_id}: {type(error).__name__}: {error}"))
@@ -165,6 +169,8 @@ class VLLMCore:
         if self._num_received != num_tensors:
             raise EngineError(f"{self._num_received} of {num_tensors} parameters arrived")
         self._engine.collective_rpc("finish_weight_update")
+        if self._settings.adapter is not None:
+            self._load_adapter(self._settings.adapter)
         # Keys and values of older weights would be found again under the same tokens.
         if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
             raise EngineError("vLLM did not reset its prefix cache")
@@ -175,6 +181,12 @@ class VLLMCore:
         for request, future in held:
             self.add(request, future)
         return self.weight_version
+
+    def _load_adapter(self, lora: LoraConfig) -> None:
+        how = {"rank": lora.rank, "alpha": lora.alpha}
+        if not all(self._engine.collective_rpc("load_adapter", kwargs=how)):
+            raise EngineError("vLLM did not take the adapter")
+        self._has_adapter = True
 
 
 @contextlib.contextmanager

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.config.generation import ships_adapter
 from skyrl_train.types import SamplingParams
 
 if TYPE_CHECKING:
-    from skyrl_train.config.schema import Config
+    from skyrl_train.config.schema import Config, LoraConfig
 
 _CPU_KV_CACHE_BYTES = 256 * 2**20
 
@@ -22,6 +23,8 @@ class EngineSettings:
     stop_token_ids: tuple[int, ...]
     environment: dict[str, str]
     """To be set before vLLM is imported."""
+    adapter: LoraConfig | None = None
+    """What is synced: an adapter beside the model's weights; None for all weights."""
 
     @property
     def separate_workers(self) -> bool:
@@ -63,6 +66,11 @@ def engine_settings(config: Config) -> EngineSettings:
         # A seeded request whose prefill is cut in two breaks the CPU's sampler.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(2048, config.generator.max_context_length)
+    adapter = config.model.lora if ships_adapter(config.generator) else None
+    if adapter is not None:
+        from skyrl_train.inference.vllm_adapter import adapter_arguments
+
+        arguments |= adapter_arguments(adapter)
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if gpu else "0",
         # On a CPU vLLM would compile a helper of its sampler with the machine's C++ compiler: there need not be one, and
@@ -71,7 +79,12 @@ def engine_settings(config: Config) -> EngineSettings:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    return EngineSettings(arguments=arguments, stop_token_ids=stop_token_ids(config.model), environment=environment)
+    return EngineSettings(
+        arguments=arguments,
+        stop_token_ids=stop_token_ids(config.model),
+        environment=environment,
+        adapter=adapter,
+    )
 
 
 def logprobs_mode(temperature: float) -> str:

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 
 from skyrl_train.distributed.process_group import Rendezvous
 from skyrl_train.errors import EngineError
+from skyrl_train.inference.vllm_adapter import load_adapter
 from skyrl_train.weight_sync.broadcast import WeightGroup
 from skyrl_train.weight_sync.buckets import Bucket, copied, unpack
 from skyrl_train.weight_sync.lending import borrow
@@ -48,11 +49,17 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
 
 class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """Loads buckets through the model's own `load_weights`, layer by layer."""
+    """Loads buckets through the model's own `load_weights`, layer by layer. In an engine that applies an adapter they are
+    that, and are kept until it is loaded whole."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     _group: WeightGroup | None = None
+    _adapter: dict[str, Tensor]
+
+    @property
+    def _takes_adapter(self) -> bool:
+        return self.vllm_config.lora_config is not None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Meets the trainer, in place of any that was met before; with no address the bytes come by themselves."""
@@ -70,6 +77,9 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         """Prepares each layer to receive weights in the checkpoint's form."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
+        self._adapter = {}
+        if self._takes_adapter:
+            return
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -90,6 +100,9 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
             handles=update_info.handles or {},
         )
         bucket, flat = self._arrived(bucket)
+        if self._takes_adapter:
+            self._adapter |= {name: tensor.to("cpu", copy=True) for name, tensor in unpack(bucket, flat)}
+            return
         self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in unpack(bucket, flat)])
 
     def _arrived(self, bucket: Bucket) -> tuple[Bucket, Tensor]:
@@ -107,9 +120,16 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         """Puts the layers back into the form that computes."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        if self._takes_adapter:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             repack_tied_heads(self.model)
+
+    def take_adapter(self) -> dict[str, Tensor]:
+        """What the update brought, once."""
+        taken, self._adapter = self._adapter, {}
+        return taken
 
     def shutdown(self) -> None:
         """Leaves the trainer's group."""
@@ -137,7 +157,13 @@ def synchronize() -> None:
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker. Being imported, which registers the backend, is all it is for."""
+    """Mixed into vLLM's worker. Being imported registers the backend."""
+
+    weight_transfer_engine: BucketEngine
+
+    def load_adapter(self, rank: int, alpha: float) -> bool:
+        """After an update: its adapter is the one that answers. Returns whether vLLM took it."""
+        return load_adapter(self, self.weight_transfer_engine.take_adapter(), rank=rank, alpha=alpha)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.distributed.process_group import Rendezvous
-from skyrl_train.model.lora import weights_by_name
+from skyrl_train.model.lora import adapter_tensors, weights_by_name
 from skyrl_train.weight_sync.broadcast import WeightGroup
 from skyrl_train.weight_sync.buckets import Bucket, in_file, pack, pack_bucket
 from skyrl_train.weight_sync.lending import Loan
@@ -51,14 +51,11 @@ class WeightSender:
 
     def describe(self) -> tuple[ParameterFact, ...]:
         """Every parameter, tied ones once, in the model's order; an adapter is part of what it adapts."""
-        return tuple(
-            ParameterFact(
-                name=name,
-                dtype=str(weight.parameter.dtype).removeprefix("torch."),
-                shape=tuple(weight.parameter.shape),
-            )
-            for name, weight in weights_by_name(self._model).items()
-        )
+        return _facts({name: weight.parameter for name, weight in weights_by_name(self._model).items()})
+
+    def describe_adapter(self) -> tuple[ParameterFact, ...]:
+        """The parameters of the adapter by themselves, under names of their own; none where there is no adapter."""
+        return _facts(adapter_tensors(self._model))
 
     def carry(self, names: tuple[str, ...]) -> Bucket | None:
         """A bucket that carries these parameters, on rank 0; None elsewhere."""
@@ -106,5 +103,14 @@ class WeightSender:
 
     def _whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         self._require_there()
-        weights = weights_by_name(self._model)
-        return ((name, weights[name].whole(self._strategy.full)) for name in names)
+        weights, adapter, full = weights_by_name(self._model), adapter_tensors(self._model), self._strategy.full
+        return (
+            (name, full(adapter[name].detach()) if name in adapter else weights[name].whole(full)) for name in names
+        )
+
+
+def _facts(parameters: Mapping[str, Tensor]) -> tuple[ParameterFact, ...]:
+    return tuple(
+        ParameterFact(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+        for name, tensor in parameters.items()
+    )

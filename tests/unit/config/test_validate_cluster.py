@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from skyrl_train.config.generation import GeneratorConfig, HTTPConfig, SamplingConfig, VLLMConfig
-from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig
+from skyrl_train.config.schema import Config, LoraConfig, ModelConfig, PlacementConfig, PlatformConfig
 from skyrl_train.config.validate_cluster import cluster_violations
 
 
@@ -24,7 +26,10 @@ def test_the_defaults_hold() -> None:
 @pytest.mark.parametrize(
     ("placement", "field"),
     [
-        (PlacementConfig(backend="ray", policy_num_workers=3, policy_num_nodes=2), "placement.policy_num_nodes"),
+        (
+            PlacementConfig(backend="ray", policy_num_workers=3, policy_num_nodes=2, ray_address="auto"),
+            "placement.policy_num_nodes",
+        ),
         (PlacementConfig(ray_address="auto"), "placement.ray_address"),
         (PlacementConfig(silence_timeout_s=60.0, call_timeout_s=30.0), "placement.silence_timeout_s"),
     ],
@@ -55,3 +60,11 @@ def test_a_server_needs_a_scheme_and_a_probe_needs_engines() -> None:
         generator=GeneratorConfig(backend="http", http=HTTPConfig(url="server:8000"), verify_weight_sync=True)
     )
     assert violated(config) == ["generator.http.url", "generator.verify_weight_sync"]
+
+
+def test_an_adapter_is_shipped_to_vllm_only_where_there_is_one_that_it_takes() -> None:
+    vllm = VLLMConfig(lora_sync="adapter")
+    assert violated(Config(generator=GeneratorConfig(vllm=vllm))) == ["generator.vllm.lora_sync"] * 2
+    assert violated(with_vllm(vllm=vllm)) == ["generator.vllm.lora_sync"]
+    for rank, expected in ((16, []), (600, ["model.lora.rank"])):
+        assert violated(replace(with_vllm(vllm=vllm), model=ModelConfig(lora=LoraConfig(rank=rank)))) == expected
