@@ -6,8 +6,16 @@
 
 Every measurement is a process of its own, one thread, so that peak memory is its own; variants take turns, round after
 round, and medians of CPU seconds are quoted. A variant's gradient is compared with the first one's before its time
-counts. TRL is measured where `import trl` works (`pip install trl==1.16`), with as many padded positions in a
-micro-batch as ours has computed ones.
+counts. TRL, verl and OpenRLHF are measured where they can be imported. Each may lie in a folder of its own, which
+is put before everything else for its processes alone, so that all run on one torch:
+
+    pip install --no-deps --target ~/peers/trl trl==1.16 accelerate
+    pip install --no-deps --target ~/peers/openrlhf openrlhf==0.11.2 pylatexenc
+    pip install --no-deps --target ~/peers/verl verl==0.9.1 tensordict==0.10.0 transformers==5.10.4 \\
+        "tokenizers<=0.23.0" "huggingface-hub<2" trl==0.27.0 codetiming pylatexenc torchdata pyvers orjson cloudpickle
+    python scripts/bench_update.py compare --at trl=~/peers/trl --at verl=~/peers/verl --at openrlhf=~/peers/openrlhf
+
+`--tokens` is the cap of a micro-batch for all but TRL, which counts rows and gets 8.
 """
 
 from __future__ import annotations
@@ -28,8 +36,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
 OURS = ("padded", "packed", "merged", "shared", "auto")
-PEERS = {"trl": False, "trl_merged": True}
-"""Name to whether turns are merged."""
+PEERS: dict[str, tuple[str, dict[str, bool]]] = {
+    "trl": ("trl", {"merged": False}),
+    "trl_merged": ("trl", {"merged": True}),
+    "verl": ("verl", {"packed": False}),
+    "verl_packed": ("verl", {"packed": True}),
+    "openrlhf": ("openrlhf", {"packed": False}),
+    "openrlhf_packed": ("openrlhf", {"packed": True}),
+}
+"""Name to package, whose driver is `bench/update_PACKAGE.py`, and form."""
 MAX_DISTANCE = 1e-5
 """Relative L2 between gradients in float32."""
 
@@ -40,9 +55,13 @@ def main() -> None:
     compare = commands.add_parser("compare")
     compare.add_argument("--models", default="tiny,mid")
     compare.add_argument("--kinds", default="single,step")
-    compare.add_argument("--variants", default="trl,padded,packed,merged,shared,auto,trl_merged")
+    compare.add_argument("--variants", default=",".join(["trl", *OURS, *list(PEERS)[1:]]))
+    compare.add_argument(
+        "--at", action="append", default=[], metavar="PACKAGE=FOLDER", help="where a peer is installed"
+    )
     compare.add_argument("--rounds", type=int, default=3)
-    compare.add_argument("--steps", type=int, default=1, help="timed updates in each process, after one untimed")
+    compare.add_argument("--steps", type=int, default=1, help="timed updates in each process")
+    compare.add_argument("--untimed", type=int, default=1, help="updates before them")
     compare.add_argument("--bf16", action="store_true")
     _common(compare)
     growth = commands.add_parser("growth")
@@ -67,10 +86,13 @@ def _common(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(args: argparse.Namespace) -> None:
     """A table for each model and kind of rollouts."""
-    variants = [name for name in args.variants.split(",") if name not in PEERS or _has_trl()]
+    folders = {name: str(Path(folder).expanduser()) for name, _, folder in (each.partition("=") for each in args.at)}
+    variants = [name for name in args.variants.split(",") if name not in PEERS or _is_there(PEERS[name][0], folders)]
     for model in args.models.split(","):
         for kind in args.kinds.split(","):
-            found = _interleaved(args, model, kind, [name for name in variants if kind == "step" or _is_apart(name)])
+            found = _interleaved(
+                args, model, kind, [name for name in variants if kind == "step" or _is_apart(name)], folders
+            )
             _print_table(f"{model}, {kind}{', bf16' if args.bf16 else ''}", found)
 
 
@@ -79,7 +101,9 @@ def _is_apart(variant: str) -> bool:
     return variant not in ("merged", "trl_merged")
 
 
-def _interleaved(args: argparse.Namespace, model: str, kind: str, variants: list[str]) -> dict[str, dict[str, Any]]:
+def _interleaved(
+    args: argparse.Namespace, model: str, kind: str, variants: list[str], folders: dict[str, str]
+) -> dict[str, dict[str, Any]]:
     samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds):
@@ -89,11 +113,13 @@ def _interleaved(args: argparse.Namespace, model: str, kind: str, variants: list
                     "kind": kind,
                     "variant": variant,
                     "steps": args.steps,
+                    "untimed": args.untimed,
                     "tokens": args.tokens,
                     "bf16": args.bf16,
                     "gradients": f"{folder}/{variant}.pt" if number == 0 else "",
                 }
-                samples[variant].append(_measure(spec, args.json))
+                overlay = folders.get(PEERS[variant][0], "") if variant in PEERS else ""
+                samples[variant].append(_measure(spec, args.json, overlay))
         distances = _distances(Path(folder), variants)
     return {
         variant: {
@@ -106,8 +132,10 @@ def _interleaved(args: argparse.Namespace, model: str, kind: str, variants: list
     }
 
 
-def _measure(spec: dict[str, Any], log: str | None) -> dict[str, Any]:
+def _measure(spec: dict[str, Any], log: str | None, overlay: str = "") -> dict[str, Any]:
+    """`overlay` is a folder of packages that come first."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [overlay, os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, __file__, "one", json.dumps(spec)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
     if done.returncode:
@@ -141,36 +169,35 @@ def _run_ours(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict
     ours.accumulate()
     if spec["gradients"]:
         torch.save(ours.gradients(), spec["gradients"])
-    ours.learner.optim_step()
+    ours.engine.zero_grad()
     seconds = []
-    for _ in range(spec["steps"]):
+    for number in range(spec["untimed"] + spec["steps"]):
         start = time.process_time()
         ours.update()
-        seconds.append(time.process_time() - start)
+        if number >= spec["untimed"]:
+            seconds.append(time.process_time() - start)
     return {"cpu_s": seconds, "positions": ours.positions, "peak_mib": _peak_mib()}
 
 
 def _run_peer(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict[str, Any]:
-    import torch
-    from update_trl import run
+    from importlib import import_module
 
-    found = run(
+    import torch
+
+    package, form = PEERS[spec["variant"]]
+    found = import_module(f"update_{package}").run(
         size,
         conversations,
-        merged=PEERS[spec["variant"]],
+        **form,
         steps=spec["steps"],
-        rows_per_micro_batch=8,
+        untimed=spec["untimed"],
+        tokens=spec["tokens"],
         bf16=spec["bf16"],
         keep_gradients=bool(spec["gradients"]),
     )
     if spec["gradients"]:
         torch.save(found["gradients"], spec["gradients"])
-    return {
-        "cpu_s": found["cpu_s"],
-        "positions": found["positions"],
-        "peak_mib": _peak_mib(),
-        "base_mib": 0.0,
-    }
+    return {"cpu_s": found["cpu_s"], "positions": found["positions"], "peak_mib": _peak_mib()}
 
 
 def _peak_mib() -> float:
@@ -179,10 +206,12 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _has_trl() -> bool:
+def _is_there(package: str, folders: dict[str, str]) -> bool:
     import importlib.util
 
-    return importlib.util.find_spec("trl") is not None
+    if package in folders:
+        return (Path(folders[package]) / package).is_dir()
+    return importlib.util.find_spec(package) is not None
 
 
 def _distances(folder: Path, variants: list[str]) -> dict[str, float]:
@@ -231,6 +260,7 @@ def run_growth(args: argparse.Namespace) -> None:
                     "kind": kind,
                     "variant": variant,
                     "steps": args.steps,
+                    "untimed": 1,
                     "tokens": args.tokens,
                     "bf16": False,
                     "gradients": "",

@@ -19,11 +19,13 @@ def run(
     *,
     merged: bool,
     steps: int,
-    rows_per_micro_batch: int,
+    untimed: int,
+    tokens: int,  # noqa: ARG001  (it counts rows)
+    rows_per_micro_batch: int = 8,
     bf16: bool = False,
     keep_gradients: bool = False,
 ) -> dict[str, Any]:
-    """`cpu_s` of each update after the first, `positions` computed, and `gradients` of the first where asked for."""
+    """`cpu_s` of each timed update, `positions` computed, and `gradients` of the first where asked for."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -76,7 +78,7 @@ def run(
             learning_rate=1e-6,
             max_grad_norm=1.0,
             lr_scheduler_type="constant",
-            max_steps=steps + 1,
+            max_steps=untimed + steps,
             save_strategy="no",
             report_to=[],
             logging_steps=1000,
@@ -84,14 +86,14 @@ def run(
             dataloader_pin_memory=False,
         ),
         train_dataset=Dataset.from_list([{"prompt": texts[prompt]} for prompt in sorted(texts)]),
-        processing_class=_tokenizer(size),
+        processing_class=tokenizer(size),
         callbacks=[probe.callback()],
         rollout_func=rollout,
     )
     probe.watch(trainer)
     trainer.train()
     return {
-        "cpu_s": probe.update_s[1:],
+        "cpu_s": probe.update_s[untimed:],
         "positions": probe.positions,
         "gradients": probe.gradients,
     }
@@ -143,7 +145,8 @@ class _Probe:
         return Callback()
 
 
-def _tokenizer(size: ModelSize) -> Any:
+def tokenizer(size: ModelSize) -> Any:
+    """Whose text "t17 t4" is the tokens 17 and 4."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -163,8 +163,11 @@ def _slices(
 def _join(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
     """Adds a part over other keys to `out` `[1, heads, n, size]` and its log-sum-exps `[1, heads, n]`, in place."""
     joined = torch.logaddexp(sums, part_sums)
-    mine, its = (torch.exp(each - joined).unsqueeze(-1) for each in (sums, part_sums))
-    out.copy_(out * mine + part * its)
+    mine, its = ((each - joined).exp_().unsqueeze(-1) for each in (sums, part_sums))
+    if out.dtype == joined.dtype:
+        out.mul_(mine).addcmul_(part, its)
+    else:  # half precision is added up in float32
+        out.copy_(out * mine + part * its)
     sums.copy_(joined)
 
 
