@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.ppo import TrainingResult
     from skyrl_train.trainers.resume import Start
+    from skyrl_train.trainers.steps import Learners
 
 
 def train(config: Config) -> None:
@@ -76,6 +77,7 @@ def _train(
     cluster = build_cluster(config, stack)
     rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress, cluster=cluster)
     learners = build_learners(config, plan, stack, cluster)
+    _size_micro_batches(config, plan, learners, folder, console)
     trackers = build_trackers(
         config, folder, console=console, start_step=start.global_step, total_steps=plan.total_steps
     )
@@ -101,6 +103,23 @@ def _train(
         start=start,
     )
     return trainer.train()
+
+
+def _size_micro_batches(
+    config: Config, plan: BatchPlan, learners: Learners, folder: RunFolder, console: RunConsole
+) -> None:
+    from skyrl_train.build_memory import size_micro_batches
+
+    turns = config.generator.max_turns if config.generator.step_wise_trajectories else 1
+    lines = size_micro_batches(
+        config,
+        [each for each in (learners.policy, learners.reference, learners.critic) if each is not None],
+        folder.memory_file,
+        longest=config.generator.max_context_length,
+        max_rows=plan.num_samples_per_batch * turns,
+    )
+    if lines:
+        console.header("memory", lines)
 
 
 def evaluate(config: Config) -> None:

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from skyrl_train.build import set_threads
+from skyrl_train.build_memory import size_micro_batches
 from skyrl_train.build_sft import (
     SFTData,
     SFTPlan,
@@ -16,7 +17,7 @@ from skyrl_train.build_sft import (
     load_sft_data,
     plan_sft,
 )
-from skyrl_train.config.sft import SFTConfig, validate_sft
+from skyrl_train.config.sft import SFTConfig, learner_config, validate_sft
 from skyrl_train.errors import ConfigError
 from skyrl_train.run_parts import begin, first_lines, open_folder, say_goodbye
 
@@ -83,6 +84,15 @@ def _train(
 
     keeps_best = config.trainer.keep_best or config.trainer.export == "best"
     policy = build_policy(config, plan, stack)
+    lines = size_micro_batches(
+        learner_config(config),
+        [policy],
+        folder.memory_file,
+        longest=config.data.max_length,
+        max_rows=max(config.trainer.batch_size, config.trainer.eval_batch_size),
+    )
+    if lines:
+        console.header("memory", lines)
     samples = build_samples(config, data, folder, stack)
     trackers = build_trackers(
         config, folder, console=console, start_step=start.global_step, total_steps=plan.total_steps

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.cluster.calls import Answer, Identity, node_address
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from skyrl_train.config.schema import Config
     from skyrl_train.distributed.process_group import Rendezvous
     from skyrl_train.distributed.strategy import ModelStrategy
+    from skyrl_train.learner.sizing import SizingLimits, SizingReport
 
 Role = Literal["policy", "reference", "critic"]
 
@@ -86,7 +87,7 @@ class LearnerWorker:
         self._sender = WeightSender(
             engine.model, strategy, device, require_there=lambda: engine.residence.require(optimizer=False)
         )
-        return self._learner.engine.layout
+        return engine.passes.layout
 
     @answering
     def forward(self, rows: Shipped) -> Any:
@@ -97,6 +98,15 @@ class LearnerWorker:
     def forward_backward(self, rows: Shipped) -> Any:
         """The metrics of this rank's rows."""
         return self._learner.forward_backward(unpack_mini_batch(rows))
+
+    @answering
+    def size_micro_batches(self, limits: SizingLimits, stored: Sequence[SizingReport]) -> SizingReport:
+        """Finds what fits, together with the other ranks; `stored` are the reports of an earlier run, by rank."""
+        from skyrl_train.learner.sizing import make_meter, size_micro_batches
+
+        engine = self._learner.engine
+        own = stored[engine.strategy.rank] if len(stored) == engine.strategy.num_ranks else None
+        return size_micro_batches(self._learner, make_meter(engine.passes.device, limits), limits, stored=own)
 
     @answering
     def learner(self, method: str, *args: Any) -> Any:

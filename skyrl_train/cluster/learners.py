@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from skyrl_train.weight_sync.buckets import pack_bucket
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.schema import Config
+    from skyrl_train.learner.sizing import SizingLimits, SizingReport
 
 
 class RayLearner:
@@ -95,6 +96,13 @@ class RayLearner:
         expected = sum(len(bucket.names) for bucket in planned_buckets(self.group))
         if count != expected:
             raise ModelError(f"a model of {expected} parameters got {count}")
+
+    def size_micro_batches(
+        self, limits: SizingLimits, stored: Mapping[str, tuple[SizingReport, ...]]
+    ) -> list[SizingReport]:
+        """Finds what fits on every rank; the ranks' reports. `stored`: those of an earlier run, by model."""
+        self._take_turn(optimizer=True, trains=True)
+        return self.group.call("size_micro_batches", "size", args=(limits, stored.get(self.group.role, ())))
 
     def save(self, folder: Path) -> None:
         """Written by the ranks: the folder must be on a file system that all nodes share."""

@@ -3,6 +3,7 @@
 OUTPUT_DIR/
   config.yaml          the resolved configuration, secrets redacted
   plan.json            every size that was derived from it
+  memory.json          micro-batches that size themselves: probes and budgets
   metrics.jsonl        one record a step
   rollouts/            every trajectory, JSON lines
   samples/             supervised: answers at each evaluation, JSON lines
@@ -47,6 +48,7 @@ class RunFolder:
 
     config_file = _Inside("config.yaml")
     plan_file = _Inside("plan.json")
+    memory_file = _Inside("memory.json")
     metrics_file = _Inside("metrics.jsonl")
     rollouts = _Inside("rollouts")
     samples = _Inside("samples")
@@ -86,6 +88,7 @@ class RunFolder:
             self.wandb,
             self.config_file,
             self.plan_file,
+            self.memory_file,
         )
 
     def holds_a_run(self) -> bool:
