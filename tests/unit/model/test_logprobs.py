@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.batch.layout import packed_layout, shared_layout
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
@@ -126,6 +129,44 @@ def test_nothing_of_size_tokens_times_vocabulary_outlives_the_forward_pass() -> 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         token_scores(hidden, torch.zeros(tokens, dtype=torch.int64), OutputHead(weight=weight), tokens_per_tile=8)
     assert max(kept) == vocabulary * 4
+
+
+class LiveElements(TorchDispatchMode):
+    """The most elements that tensors made under it had at one time; views count once, with what they look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._live: dict[int, int] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(tensor, Tensor) and tensor.numel() == tensor.untyped_storage().nbytes() // tensor.itemsize:
+                self._live[id(tensor)] = tensor.numel()
+                weakref.finalize(tensor, self._live.pop, id(tensor), None)
+        self.most = max(self.most, sum(self._live.values()))
+        return found
+
+
+@pytest.mark.parametrize("is_foreseen", [False, True])
+def test_peak_memory_is_flat_in_the_number_of_tokens(is_foreseen) -> None:
+    vocabulary, size, few, many = 400, 4, 32, 256
+
+    def most(tokens: int, tokens_per_tile: int) -> int:
+        hidden, weight = draw(tokens, size).requires_grad_(), draw(vocabulary, size).requires_grad_()
+        targets, ones = torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens, dtype=torch.float64)
+        foresee = (lambda tile, *_: (ones[tile], ones[tile])) if is_foreseen else None
+        with LiveElements() as live:
+            found = token_scores(
+                hidden, targets, OutputHead(weight=weight), tokens_per_tile=tokens_per_tile, foresee=foresee
+            )
+            torch.autograd.grad(found, (hidden, weight), (ones, ones))
+        return live.most
+
+    columns_per_token = 4 * size  # the gradient of the hidden states, the scores, and little else
+    assert most(many, tokens_per_tile=16) - most(few, tokens_per_tile=16) < (many - few) * columns_per_token
+    assert most(many, tokens_per_tile=many) - most(few, tokens_per_tile=few) > (many - few) * vocabulary
 
 
 def test_huge_logits_stay_finite() -> None:
