@@ -21,12 +21,14 @@ from skyrl_train.cluster.transport import RayTransport
 from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.generation import ships_adapter
+from skyrl_train.config.passes import reference_is_base
+from skyrl_train.learner.reference import BaseOfAdapter
 from skyrl_train.model.causal_lm import load_tokenizer
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.schema import Config
-    from skyrl_train.interfaces import InferenceEngine, Learner, WeightTransport
+    from skyrl_train.interfaces import InferenceEngine, Learner, Reference, WeightTransport
     from skyrl_train.trainers.steps import Learners
 
 
@@ -35,9 +37,10 @@ class Cluster:
 
     def __init__(self, config: Config, stack: ExitStack) -> None:
         self.config = config
+        self._has_reference = needs_reference(config.trainer.algorithm)
         self.roles: tuple[Role, ...] = (
             "policy",
-            *(("reference",) if needs_reference(config.trainer.algorithm) else ()),
+            *(("reference",) if self._has_reference and not reference_is_base(config) else ()),
             *(("critic",) if config.critic.model.path else ()),
         )
         num_engines = config.generator.vllm.num_engines if config.generator.backend == "vllm" else 0
@@ -89,7 +92,10 @@ class Cluster:
             stack.callback(learner.close)
         self._verify_syncs(learners["policy"])
         self._write_actors({role: learner.group.actors for role, learner in learners.items()})
-        return Learners(policy=learners["policy"], reference=learners.get("reference"), critic=learners.get("critic"))
+        reference: Reference | None = learners.get("reference")
+        if self._has_reference and reference is None:
+            reference = BaseOfAdapter(learners["policy"])
+        return Learners(policy=learners["policy"], reference=reference, critic=learners.get("critic"))
 
     def _output(self, name: str) -> Path:
         return Path(self.config.output_dir) / name

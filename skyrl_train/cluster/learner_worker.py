@@ -95,6 +95,15 @@ class LearnerWorker:
         return self._learner.forward(unpack(rows)).numpy()
 
     @answering
+    def forward_base(self, rows: Shipped) -> Any:
+        """The same of the policy's model with its adapter off."""
+        from skyrl_train.learner.policy import PolicyLearner
+
+        if not isinstance(self._learner, PolicyLearner):
+            raise SkyrlTrainError(f"the {self._role} model has no adapter")
+        return self._learner.forward_base(unpack(rows)).numpy()
+
+    @answering
     def forward_backward(self, rows: Shipped) -> Any:
         """The metrics of this rank's rows."""
         return self._learner.forward_backward(unpack_mini_batch(rows))

@@ -62,10 +62,11 @@ class RayLearner:
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """`[num_tokens]` in the batch's order."""
-        self._take_turn()
-        staged = stage(batch, self._num_shares, together=self._together)
-        results = self._on_shares("forward", "score", [pack(shard) for shard in staged.shards])
-        return staged.collect([torch.from_numpy(np.array(result)) for result in results])
+        return self._scores("forward", batch)
+
+    def forward_base(self, batch: TrainingInputBatch) -> Tensor:
+        """As `forward`, with the policy's adapter off."""
+        return self._scores("forward_base", batch)
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Each rank adds the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
@@ -130,6 +131,12 @@ class RayLearner:
     def close(self) -> None:
         """Ends the workers."""
         self.group.close()
+
+    def _scores(self, method: str, batch: TrainingInputBatch) -> Tensor:
+        self._take_turn()
+        staged = stage(batch, self._num_shares, together=self._together)
+        results = self._on_shares(method, "score", [pack(shard) for shard in staged.shards])
+        return staged.collect([torch.from_numpy(np.array(result)) for result in results])
 
     def _on_shares(self, method: str, phase: str, shares: Sequence[Shipped]) -> list[Any]:
         """`method` on every rank with its share; the answers by share, as ranks that compute together answer alike."""

@@ -1,9 +1,9 @@
-"""Which forward passes a configuration needs."""
+"""Which forward passes a configuration needs, and of which model."""
 
 from __future__ import annotations
 
 from skyrl_train.config.algorithm import LIKELIHOOD_LOSSES, REFERENCE_ESTIMATORS, ROLLOUT_LOSSES
-from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.config.schema import Config, TrainerConfig
 
 
 def needs_old_logprobs(trainer: TrainerConfig) -> bool:
@@ -20,3 +20,10 @@ def needs_old_logprobs(trainer: TrainerConfig) -> bool:
         return False
     one_step = trainer.policy_mini_batch_size == trainer.train_batch_size and trainer.update_epochs_per_batch == 1
     return not one_step or trainer.docs_per_step > 0
+
+
+def reference_is_base(config: Config) -> bool:
+    """Whether the reference is the model under the policy's adapter, so that none of its own is held: not where another
+    model is named, or where it becomes the policy on the way."""
+    own = config.reference.model.path == "policy" and not config.trainer.algorithm.ref_update_interval
+    return config.model.lora.rank > 0 and own

@@ -37,9 +37,10 @@ from skyrl_train.model.causal_lm import (
     output_head,
     quiet_transformers,
 )
+from skyrl_train.model.compiled import compile_layers
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.logprobs import LossOfTokens, TokenScores, score_tokens
-from skyrl_train.model.lora import adapter_tensors, add_adapter, merged_weights, write_adapter
+from skyrl_train.model.lora import adapter_off, adapter_tensors, add_adapter, merged_weights, write_adapter
 from skyrl_train.registry import resolve
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics
 
@@ -78,6 +79,11 @@ class PolicyLearner:
         return self.engine.forward(
             batch, lambda hidden, rows, layout: self._scores(hidden, rows, layout, with_entropy=False).logprobs
         )
+
+    def forward_base(self, batch: TrainingInputBatch) -> Tensor:
+        """As `forward`, with the adapter off: by the model that training started from."""
+        with adapter_off(self.engine.model):
+            return self.forward(batch)
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Adds the gradient of the mini-batch's loss. Raises BatchError for a missing column that the loss needs."""
@@ -309,6 +315,8 @@ def build_policy_learner(
         )
     if role == "policy" and config.model.lora.rank:
         add_adapter(model, config.model.lora, seed=config.seed)
+    if model_config.compile:
+        compile_layers(model, name=model_config.path)
     trainer = replace(config.trainer, layout=spread.of_rank_0(layout))
     merge_turns = config.generator.merge_stepwise == "auto"
     engine = ModelEngine(

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.passes import reference_is_base
 from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
-from skyrl_train.model.lora import adapter_off
 from skyrl_train.telemetry.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -24,16 +24,23 @@ if TYPE_CHECKING:
     from skyrl_train.interfaces import Reference
 
 
+class HasBase(Protocol):
+    """A policy that trains an adapter, in this process or on ranks."""
+
+    def forward_base(self, batch: TrainingInputBatch) -> Tensor:
+        """`Learner.forward` with the adapter off."""
+        ...
+
+
 class BaseOfAdapter:
     """Scores with the policy's model, its adapter off. Implements Reference."""
 
-    def __init__(self, policy: PolicyLearner) -> None:
+    def __init__(self, policy: HasBase) -> None:
         self._policy = policy
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """As the policy's, of the base model."""
-        with adapter_off(self._policy.engine.model):
-            return self._policy.forward(batch)
+        return self._policy.forward_base(batch)
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:  # noqa: ARG002
         """Raises SkyrlTrainError: a reference is never updated."""
@@ -72,10 +79,8 @@ class BaseOfAdapter:
 
 
 def build_reference(config: Config, plan: BatchPlan, policy: PolicyLearner) -> Reference:
-    """The base of the policy's adapter; a model of its own where there is no adapter, where it is another model, or where
-    it is replaced on the way."""
-    own = config.reference.model.path == "policy" and not config.trainer.algorithm.ref_update_interval
-    if config.model.lora.rank and own:
+    """The base of the policy's adapter where that is the reference, else a model of its own."""
+    if reference_is_base(config):
         return BaseOfAdapter(policy)
     return build_policy_learner(config, plan, role="reference")
 

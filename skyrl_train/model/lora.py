@@ -87,8 +87,11 @@ def has_adapter(model: nn.Module) -> bool:
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """Within it, the model is its base."""
     layers = [layer for _, layer in _layers(model)]
+    trained = [parameter for parameter in adapter_tensors(model).values() if parameter.requires_grad]
     for layer in layers:
         layer.enable_adapters(False)
+    for parameter in trained:
+        parameter.requires_grad_(True)  # PEFT freezes it; a model that is sharded meanwhile would never train it again
     try:
         yield
     finally:

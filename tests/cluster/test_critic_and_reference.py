@@ -1,4 +1,4 @@
-"""The critic on Ray actors, and a reference that becomes the policy there."""
+"""The critic on Ray actors, a reference that becomes the policy there, and one that is the policy without its adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.schema import CriticConfig, CriticModelConfig, OptimizerConfig
+from skyrl_train.config.schema import CriticConfig, CriticModelConfig, LoraConfig, OptimizerConfig
 from skyrl_train.errors import ModelError
 from skyrl_train.interfaces import Learner
 from skyrl_train.learner.critic import build_critic_learner
@@ -77,3 +77,23 @@ def test_a_reference_group_takes_the_weights_of_the_policys(session: RaySession,
             reference.load_weights(iter([]))
     finally:
         reference.close()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_the_policys_ranks_score_for_the_reference_with_the_adapter_off(
+    session: RaySession, model_folder: Path, strategy: str
+) -> None:
+    """From before the first step on, and without any effect on what is trained."""
+    config, batch = make_config(model_folder, strategy=strategy), make_batch(LENGTHS)
+    config = replace(config, model=replace(config.model, lora=LoraConfig(rank=4)))
+    single = replace(make_config(model_folder), model=config.model)
+    alone = build_policy_learner(single, make_plan(single), role="policy")
+    before = alone.forward(batch)
+    three_steps(alone)
+    with ray_learner(session, config, 2) as policy:
+        assert torch.allclose(policy.forward_base(batch), before, atol=1e-5)
+        three_steps(policy)
+        assert torch.allclose(policy.forward_base(batch), before, atol=1e-5)
+        assert torch.allclose(policy.forward(batch), alone.forward(batch), atol=1e-5)
+        assert not torch.allclose(policy.forward(batch), before, atol=1e-3)
+        assert relative_difference(weights_of(policy), weights_of(alone)) < 1e-5

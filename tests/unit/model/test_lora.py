@@ -87,6 +87,7 @@ def test_the_adapter_can_be_switched_off(folder: Path) -> None:
     before = logits(model)
     with adapter_off(model):
         assert torch.equal(logits(model), logits(plain(folder)))
+        assert all(parameter.requires_grad for parameter in adapter_tensors(model).values())
     assert torch.equal(logits(model), before)
     assert not torch.equal(before, logits(plain(folder)))
     assert all(parameter.requires_grad for parameter in adapter_tensors(model).values())
