@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import distributed
 
-from tests.layout_cases import distance
-from tests.sequence_cases import CASES, Case, Ranks, alone, run_ranks, save_models
+from skyrl_train.batch.layout import LAYOUTS as PLAIN
+from skyrl_train.batch.layout import make_layout
+from skyrl_train.batch.stage import stage
+from skyrl_train.distributed.sequence_parallel import SequenceGroup
+from skyrl_train.distributed.strategy import Replicated, Sharded
+from skyrl_train.model.layouts import hidden_states
+from tests.layout_cases import close, distance, tree_batch
+from tests.memory_cases import FailingMeter, on_two_ranks, size_itself
+from tests.sequence_cases import CASES, TIMEOUT_S, Case, Ranks, alone, make_learner, run_ranks, save_models
+from tests.unit.model.test_model_layouts import EXACT, build, states_and_gradient, tree
 
 TOLERANCE = 1e-10
+POINTS = 8
+"""Places in a step at which memory runs out."""
 pytestmark = pytest.mark.slow
 
 
@@ -43,3 +55,63 @@ def test_ranks_that_share_micro_batches_have_the_gradient_of_one(folder: Path, r
         expected = alone(folder, case)
         torch.testing.assert_close(found[case.name].scores, expected.scores, rtol=0, atol=1e-10)
         assert distance(found[case.name].gradient, expected.gradient) < TOLERANCE, case
+
+
+def compare_families(rank: int, folder: Path) -> None:
+    """The largest differences of this rank's hidden states, and of the summed gradient, to those of one process."""
+    group = SequenceGroup(2, timeout_s=TIMEOUT_S)
+    found = {}
+    for number, (kind, extra) in enumerate(EXACT):
+        model, rows = build(kind, extra), tree()
+        for name in ("padded", "prefix_shared"):
+            expected, expected_gradient = states_and_gradient(model, PLAIN[name](rows))
+            model.zero_grad()
+            layout = make_layout(rows, name, group=group)
+            own = layout.locate(layout.position_of_token)
+            states = hidden_states(model, layout)[own[own >= 0]]
+            weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+            (states * weights[own >= 0]).sum().backward()
+            gradient = torch.cat([p.grad.flatten() for p in model.base_model.parameters() if p.grad is not None])
+            distributed.all_reduce(gradient)
+            difference = float((states.detach() - expected[own >= 0]).abs().max() / expected.abs().max())
+            found[number, kind, name] = difference, distance(gradient, expected_gradient)
+    torch.save(found, folder / f"rank{rank}.pt")
+
+
+def test_every_supported_family_is_exact(tmp_path: Path) -> None:
+    """Sliding windows, capped scores and scaled positions among them."""
+    for found in on_two_ranks(compare_families, tmp_path):
+        assert len(found) == 2 * len(EXACT)
+        assert {case: pair for case, pair in found.items() if max(pair) > 1e-5} == {}
+
+
+def run_out_of_memory(rank: int, folder: Path, models: Path, strategy: str) -> None:
+    """Gradients of a step, and of the same one with memory running out on rank 1 at one point after another."""
+    group = SequenceGroup(2, timeout_s=TIMEOUT_S)
+    sharded = Sharded(device=torch.device("cpu"), dtype=torch.float64, cpu_offload=False, group=group)
+    learner = make_learner(models, Case(layout="prefix_shared"), Replicated(group) if strategy == "ddp" else sharded)
+    engine, meter, closed = learner.engine, FailingMeter(), close(tree_batch(12))
+
+    def gradient(*refused: int) -> torch.Tensor:
+        size_itself(engine, meter, tokens=40)
+        meter.refuse(*refused)
+        learner.forward_backward(replace(closed, batch=stage(closed.batch, 1).shards[0]))
+        engine.strategy.reduce_gradients(engine.parameters.values())
+        found = [engine.strategy.full(p.grad).flatten() for p in engine.parameters.values() if p.grad is not None]
+        engine.zero_grad()
+        return torch.cat(found)
+
+    calm = gradient()
+    total = engine.strategy.agree(meter.num_allocations)
+    points = [1 + (total - 1) * index // (POINTS - 1) for index in range(POINTS)]
+    torch.save((calm, [gradient(*([point] if rank else [])) for point in points]), folder / f"rank{rank}.pt")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_memory_that_runs_out_on_one_of_two_ranks_changes_no_gradient(
+    folder: Path, tmp_path: Path, strategy: str
+) -> None:
+    for calm, disturbed in on_two_ranks(run_out_of_memory, tmp_path, folder, strategy):
+        assert len(disturbed) == POINTS
+        for found in disturbed:
+            assert distance(found, calm) < TOLERANCE

@@ -7,9 +7,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from skyrl_train.batch.forwards import ForwardCost
-from skyrl_train.batch.layout import LAYOUTS, packed_layout, padded_layout, shared_layout, spread_to_rows
+from skyrl_train.batch.layout import (
+    LAYOUTS,
+    make_layout,
+    packed_layout,
+    padded_layout,
+    part_of,
+    shared_layout,
+    spread_to_rows,
+)
 from skyrl_train.batch.layout_split import split_forwards
 from skyrl_train.batch.merge import hosts_of, merge_counts
 from skyrl_train.batch.microbatch import FixedRows, layout_of, make_micro_batch_strategy
@@ -196,3 +205,50 @@ def test_auto_pads_short_rows_of_one_length() -> None:
 def test_the_cost_model_is_what_it_says() -> None:
     forward = split_forwards(TWO, tokens(100), "packed", training=True, merge=False)
     assert ForwardCost(per_pair=0.5, per_call=10.0).of(forward) == 7 + 0.5 * (6 + 10) + 10 * 2
+
+
+class Half:
+    """The first or the second of two ranks that share a forward; all there is to it where nothing is exchanged."""
+
+    size = 2
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    def to_positions(self, out: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def combine(self, values: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_ranks_that_share_a_forward_have_columns_of_padded_rows() -> None:
+    first, second = (part_of(padded_layout(TWO), Half(rank)) for rank in range(2))
+    assert (first.input_ids.tolist(), second.input_ids.tolist()) == ([[A, B], [A, B]], [[C, 0], [D, E]])
+    assert (first.position_ids.tolist(), second.position_ids.tolist()) == ([[0, 1], [0, 1]], [[2, 3], [2, 3]])
+    assert first.locate(first.position_of_token).tolist() == [0, 1, -1, 2, 3, -1, -1]
+    assert second.locate(second.position_of_token).tolist() == [-1, -1, 0, -1, -1, 2, 3]
+    assert (first.num_positions, first.longest) == (8, 4)
+
+
+def test_a_row_that_does_not_divide_over_the_ranks_is_filled_up_with_a_segment_of_its_own() -> None:
+    first, second = (part_of(shared_layout(TWO), Half(rank)) for rank in range(2))
+    assert (first.input_ids.tolist(), second.input_ids.tolist()) == ([[A, B, C]], [[D, E, 0]])
+    assert first.segments == second.segments == (*shared_layout(TWO).segments, Segment(5, 6, 6))
+    assert second.locate(second.position_of_token).tolist() == [-1, -1, -1, -1, -1, 0, 1]
+    assert second.own_columns(torch.arange(6)).tolist() == [[3, 4, 5]]
+
+
+def test_positions_of_padded_rows_are_those_of_the_filled_rows() -> None:
+    layout = part_of(padded_layout(rows_of([A, B, C], [A])), Half(1))
+    assert layout.input_ids.tolist() == [[C, 0], [0, 0]]
+    assert layout.position_of_token.tolist() == [0, 1, 2, 4]
+
+
+def test_padded_rows_of_several_sequences_are_shared_out_packed() -> None:
+    rows = rows_of([A, B, A, B]).with_columns(position_ids=torch.tensor([0, 1, 0, 1], dtype=torch.int32))
+    assert make_layout(rows, "padded").name == "padded"
+    assert make_layout(rows, "padded", group=Half(0)).segments == (Segment(0, 2, 2), Segment(2, 4, 4))

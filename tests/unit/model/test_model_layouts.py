@@ -131,3 +131,20 @@ def test_the_model_may_change_between_layouts() -> None:
     first = states_and_gradient(model, LAYOUTS["padded"](rows))[0]
     states_and_gradient(model, LAYOUTS["prefix_shared"](rows))
     assert torch.equal(states_and_gradient(model, LAYOUTS["padded"](rows))[0], first)
+
+
+def test_ranks_that_share_forwards_ask_of_a_model_what_packed_rows_do() -> None:
+    assert supported_layout(build("qwen2", {}), "padded", name="some/model", sequence_parallel_size=4) == "padded"
+    with pytest.raises(ModelError, match=r"=3 must divide its 4 attention heads.*Try 1 or 2 or 4"):
+        supported_layout(build("qwen2", {}), "auto", name="some/model", sequence_parallel_size=3)
+    kind, extra, reason = REFUSED[0]
+    for layout in ("padded", "auto"):
+        with pytest.raises(ModelError, match=f"{reason}.*strategy.sequence_parallel_size=1 in place of 2"):
+            supported_layout(build(kind, extra), layout, name="some/model", sequence_parallel_size=2)
+
+
+def test_attention_over_chunks_is_refused() -> None:
+    model = build("qwen3", {})
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(ModelError, match="chunked_attention"):
+        check_layouts(model, name="some/model")
