@@ -85,9 +85,7 @@ def on_two_ranks(body: Callable[..., None], folder: Path, *args: Any) -> list[An
 def _rank(rank: int, body: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     store = distributed.FileStore(str(folder / "store"), 2)
-    distributed.init_process_group(
-        "gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=DEADLINE_S)
-    )
+    distributed.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=DEADLINE_S))
     try:
         body(rank, folder, *args)
     finally:

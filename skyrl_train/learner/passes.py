@@ -140,7 +140,8 @@ class Passes:
         self.current = Size(num_rows=part.batch.num_rows, longest=longest, positions=part.batch.num_tokens)
         with nullcontext() if self.meter is None else self.meter.counting():
             layout = make_layout(part.batch, part.layout, merge=self.merge_turns, group=self.strategy.group)
-            self.current = Size(num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions)
+            ranks = 1 if self.strategy.group is None else self.strategy.group.size
+            self.current = Size(num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions * ranks)
             yield part.batch.to(self.device), layout.to(self.device)
 
     def _compute(

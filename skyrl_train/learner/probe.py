@@ -83,7 +83,7 @@ class Prober:
 
     def grow(self, lengths: list[int], *, max_positions: int, training: bool) -> list[MemoryProbe]:
         """Rows of the first length, doubled until the next would not fit on some rank, or would be more than a pass has;
-        then as many positions of each other length."""
+        then as many positions of each other length, and where the longest row fits once alone, one row of each."""
         found: list[MemoryProbe] = []
         rows, length = 1, lengths[0]
         while (probe := self.probe(rows, length, training=training)) is not None:
@@ -94,7 +94,9 @@ class Prober:
                 break
             rows *= 2
         if found:
-            others = [self.probe(found[-1].positions // other, other, training=training) for other in lengths[1:]]
+            sizes = [(found[-1].positions // other, other) for other in lengths[1:]]
+            sizes += [(1, other) for other in lengths[1:]] if len(found) == 1 else []
+            others = [self.probe(rows, other, training=training) for rows, other in sizes]
             found += [probe for probe in others if probe is not None]
         return found
 

@@ -152,7 +152,7 @@ def _size_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> Phas
     lengths = lengths_to_probe(limits.longest)
     most = max(2, limits.max_rows) * limits.longest
     probes = prober.grow(lengths, max_positions=most, training=training)
-    if not any(probe.longest == lengths[0] for probe in probes):
+    if len({probe.positions for probe in probes}) < 2:
         raise _too_long(prober, limits, training=training)
     cap, held = most, 0
     for _ in range(_TRIALS):

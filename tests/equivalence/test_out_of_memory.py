@@ -15,8 +15,8 @@ from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.learner_cases import make_batch, make_double, save_tiny_model
 from tests.layout_cases import close
+from tests.learner_cases import make_batch, make_double, save_tiny_model
 from tests.memory_cases import FailingMeter, full_weights, on_two_ranks, size_itself, spread
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
