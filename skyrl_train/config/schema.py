@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.placement import PlacementConfig as PlacementConfig
 from skyrl_train.config.rules import (
     Fraction,
     LayoutChoice,
@@ -68,6 +69,8 @@ class ModelConfig:
     """Attention kernel for the padded layout; auto is sdpa."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    compile: bool = False
+    """Compile the decoder layers with torch.compile: one graph for all sizes; takes a while at the first forward."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Off: such a model is refused."""
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -269,34 +272,6 @@ class StrategyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacementConfig:
-    """`placement=`: which processes run where."""
-
-    backend: Literal["inline", "ray"] = "inline"
-    """inline: one process, no Ray, debuggable with pdb. ray: actors on a cluster."""
-    policy_num_workers: PositiveInt = 1
-    """Data-parallel ranks of the policy."""
-    critic_num_workers: PositiveInt = 1
-    """Data-parallel ranks of the critic."""
-    ref_num_workers: PositiveInt = 1
-    """Data-parallel ranks of the reference."""
-    policy_num_nodes: PositiveInt = 1
-    """Nodes that the policy's ranks are spread over."""
-    colocate_all: bool = False
-    """Policy, reference and engines share devices; each gives its memory up while the others work."""
-    colocate_policy_ref: bool = True
-    """Policy and reference share devices."""
-    ray_address: str = ""
-    """A cluster to join (`auto`, `ray://host:port`, `host:port`); empty starts a session of this machine alone."""
-    start_timeout_s: Seconds = 300.0
-    """Deadline of Ray, of each actor's start and of loading a model."""
-    call_timeout_s: Seconds = 1800.0
-    """Deadline of one call to a worker or an engine, and of each collective among ranks."""
-    silence_timeout_s: Seconds = 60.0
-    """A worker that gives no sign of life for so long ends the run, whatever its call's deadline."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class ConsoleConfig:
     """`tracker=console`."""
 
@@ -346,6 +321,12 @@ class PlanConfig:
     """Recorded rollouts (a JSON-lines file, or a run's `rollouts/`) whose lengths the plan is made for; empty guesses."""
     num_train_prompts: NonNegativeInt = 0
     """How many training prompts there are, where the data is not on this machine; 0 counts them."""
+    device_memory_gb: NonNegativeFloat = 0.0
+    """Memory of one device in GB (10^9 bytes): the plan then shows what each pass holds and the largest micro-batch that
+    fits. 0 leaves memory out."""
+    architecture: str = ""
+    """A model whose sizes stand for those of `model.path` where its config.json is not on this machine: a folder with
+    one, or the name of a well-known model, e.g. `Qwen2.5-7B`."""
 
 
 @dataclass(frozen=True, kw_only=True)

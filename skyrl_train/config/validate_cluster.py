@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from skyrl_train.config.schema import Config
+from skyrl_train.config.validate_placement import placement_violations
 from skyrl_train.errors import Violation
 
 LARGEST_VLLM_RANK = 512
@@ -13,7 +14,7 @@ LARGEST_VLLM_RANK = 512
 
 def cluster_violations(config: Config) -> Iterator[Violation]:
     """What contradicts itself in `placement`, `generator.vllm` and `generator.http`."""
-    yield from _placement(config)
+    yield from placement_violations(config)
     if config.generator.backend == "vllm":
         yield from _vllm(config)
     if config.generator.backend == "http":
@@ -45,31 +46,6 @@ def _lora_sync(config: Config) -> Iterator[Violation]:
             rule=f"must be at most {LARGEST_VLLM_RANK} with generator.vllm.lora_sync=adapter",
             value=str(rank),
             remedy="set generator.vllm.lora_sync=merged, which knows no limit",
-        )
-
-
-def _placement(config: Config) -> Iterator[Violation]:
-    placement = config.placement
-    if placement.policy_num_workers % placement.policy_num_nodes:
-        yield Violation(
-            field="placement.policy_num_nodes",
-            rule=f"must divide placement.policy_num_workers={placement.policy_num_workers}",
-            value=repr(placement.policy_num_nodes),
-            remedy=f"try placement.policy_num_workers={placement.policy_num_nodes * 8}",
-        )
-    if placement.backend == "inline" and placement.ray_address:
-        yield Violation(
-            field="placement.ray_address",
-            rule="is not read with placement.backend=inline",
-            value=repr(placement.ray_address),
-            remedy="add placement=ray, or drop placement.ray_address",
-        )
-    if placement.silence_timeout_s > placement.call_timeout_s:
-        yield Violation(
-            field="placement.silence_timeout_s",
-            rule=f"must be at most placement.call_timeout_s={placement.call_timeout_s:g}, the deadline of a whole call",
-            value=repr(placement.silence_timeout_s),
-            remedy=f"try placement.silence_timeout_s={placement.call_timeout_s:g}",
         )
 
 

@@ -21,12 +21,14 @@ from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
+from skyrl_train.distributed.strategy import SingleProcess
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.model.causal_lm import load_tokenizer, model_at
+from skyrl_train.model.compiled import compile_layers
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.lora import add_adapter, merged_weights
-from skyrl_train.model.value_model import HEAD, load_value_model, token_values
+from skyrl_train.model.value_model import HEAD, empty_value_model, load_value_model, token_values
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.metrics import Mean, StepMetrics
 
@@ -120,21 +122,27 @@ def build_critic_learner(config: Config, plan: BatchPlan, *, strategy: ModelStra
     """Loads `critic.model.path` and makes the learner for this process, or this process's part of it where a `strategy`
     is given. Raises ModelError, ConfigError."""
     model_config = model_at(config.critic.model.path, config.model)
-    model = load_value_model(model_config, config.platform.device)
+    spread = strategy or SingleProcess()
+    if spread.rank and spread.sharded:
+        model, layout = empty_value_model(model_config), config.trainer.layout
+    else:
+        model = load_value_model(model_config, "cpu" if spread.sharded else config.platform.device)
+        layout = supported_layout(
+            model,
+            config.trainer.layout,
+            name=model_config.path,
+            sequence_parallel_size=config.strategy.sequence_parallel_size,
+        )
     if config.critic.model.lora.rank:
         add_adapter(model, config.critic.model.lora, seed=derive_seed(config.seed, "critic"), head=HEAD)
-    layout = supported_layout(
-        model,
-        config.trainer.layout,
-        name=model_config.path,
-        sequence_parallel_size=config.strategy.sequence_parallel_size,
-    )
-    trainer = replace(config.trainer, layout=layout)
+    if model_config.compile:
+        compile_layers(model, name=model_config.path)
+    trainer = replace(config.trainer, layout=spread.of_rank_0(layout))
     merge_turns = config.generator.merge_stepwise == "auto"
     documents = plan.total_steps * plan.num_samples_per_batch * trainer.update_epochs_per_batch
     engine = ModelEngine(
         model,
-        strategy=strategy,
+        strategy=spread,
         name="critic",
         micro_batching=make_micro_batch_strategy(trainer, merge_turns=merge_turns),
         layout=trainer.layout,

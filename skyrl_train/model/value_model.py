@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from skyrl_train.batch.layout import Layout, spread_to_rows
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import ModelError
-from skyrl_train.model.causal_lm import place_model, read_causal_lm, refuse_missing, resolve_model_path
+from skyrl_train.model.causal_lm import (
+    empty_causal_lm,
+    place_model,
+    read_causal_lm,
+    refuse_missing,
+    resolve_model_path,
+)
 from skyrl_train.model.logprobs import loss_tokens, states_before
 
 if TYPE_CHECKING:
@@ -32,6 +38,33 @@ HEAD = "score"
 def load_value_model(model: ModelConfig, device: torch.device | str) -> PreTrainedModel:
     """The model on `device` with float32 master weights, without dropout, its output head replaced. Raises ModelError."""
     loaded, missing = read_causal_lm(model)
+    replaced = _replace_head(loaded, model)
+    refuse_missing(model, [name for name in missing if not name.startswith(f"{replaced}.")])
+    stored = _stored_head(model)
+    with torch.no_grad():
+        for name, parameter in getattr(loaded, HEAD).named_parameters():
+            value = stored.get(f"{HEAD}.{name}", parameter)
+            if value.shape != parameter.shape:
+                raise ModelError(
+                    f"model path {model.path!r}: {HEAD}.{name} has shape {list(value.shape)}, not "
+                    f"{list(parameter.shape)}: a value is one number. Is it a reward model with one label?"
+                )
+            parameter.copy_(value)
+    place_model(loaded, model, device)
+    loaded.train()
+    return loaded
+
+
+def empty_value_model(model: ModelConfig) -> PreTrainedModel:
+    """A model of the same form for a rank that will receive its part of the weights: reads none, and costs no memory. See
+    `empty_causal_lm`. Raises ModelError."""
+    empty = empty_causal_lm(model)
+    _replace_head(empty, model)
+    return empty
+
+
+def _replace_head(loaded: PreTrainedModel, model: ModelConfig) -> str:
+    """Puts a head of one number, of zeros, in place of the output head, whose name it returns. Raises ModelError."""
     head = loaded.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = [name for name, module in loaded.named_children() if module is head]
     if head is None or not names:
@@ -39,23 +72,12 @@ def load_value_model(model: ModelConfig, device: torch.device | str) -> PreTrain
             f"model path {model.path!r}: {type(loaded).__name__} keeps its output head where it cannot be replaced. "
             "Give another critic.model.path"
         )
-    refuse_missing(model, [name for name in missing if not name.startswith(f"{names[0]}.")])
     delattr(loaded, names[0])
     score = nn.Linear(loaded.config.get_text_config().hidden_size, 1)
-    stored = _stored_head(model)
-    with torch.no_grad():
-        for name, parameter in score.named_parameters():
-            value = stored.get(f"{HEAD}.{name}", torch.zeros_like(parameter))
-            if value.shape != parameter.shape:
-                raise ModelError(
-                    f"model path {model.path!r}: {HEAD}.{name} has shape {list(value.shape)}, not "
-                    f"{list(parameter.shape)}: a value is one number. Is it a reward model with one label?"
-                )
-            parameter.copy_(value)
+    for parameter in score.parameters():
+        nn.init.zeros_(parameter)
     setattr(loaded, HEAD, score)
-    place_model(loaded, model, device)
-    loaded.train()
-    return loaded
+    return names[0]
 
 
 def token_values(hidden: Tensor, rows: TrainingInputBatch, layout: Layout, model: PreTrainedModel) -> Tensor:

@@ -8,14 +8,26 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, distributed, multiprocessing
 
 from skyrl_train.batch.stage import stage
-from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig, PlatformConfig, StrategyConfig
+from skyrl_train.config.schema import (
+    Config,
+    CriticConfig,
+    CriticModelConfig,
+    ModelConfig,
+    PlacementConfig,
+    PlatformConfig,
+    StrategyConfig,
+)
 from skyrl_train.distributed.strategy import Sharded
 from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.learner.critic import CriticLearner, build_critic_learner
 from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
+from skyrl_train.model import causal_lm, value_model
+from skyrl_train.model.causal_lm import load_causal_lm
 from tests.cluster.test_learners import make_config, make_plan, mini_batch, relative_difference, weights_of
 from tests.learner_cases import make_batch, save_tiny_model
 
@@ -77,6 +89,36 @@ def run_rank(rank: int, folder: Path) -> None:
         distributed.destroy_process_group()
 
 
+def build_on_rank(rank: int, folder: Path) -> None:
+    """Rank 1 cannot read weights: whoever tries on it ends the test. Rank 0 says what its shards add up to."""
+    store = distributed.FileStore(str(folder / "reading"), 2)
+    distributed.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=120))
+    try:
+        torch.set_num_threads(1)
+        if rank == 1:
+
+            def refuse(*arguments: object, **options: object) -> object:
+                raise AssertionError("a rank that receives its part read weights from the disk")
+
+            safetensors.safe_open = safetensors.torch.load_file = refuse  # type: ignore[assignment]
+            causal_lm.read_causal_lm = value_model.read_causal_lm = value_model.safe_open = refuse  # type: ignore[assignment]
+        config = replace(
+            make_config(folder, strategy="fsdp2"), critic=CriticConfig(model=CriticModelConfig(path="policy"))
+        )
+        found = {}
+        for role in ("policy", "critic"):
+            spread = Sharded(device=CPU, dtype=torch.float32, cpu_offload=False)
+            learner: PolicyLearner | CriticLearner
+            if role == "critic":
+                learner = build_critic_learner(config, make_plan(config), strategy=spread)
+            else:
+                learner = build_policy_learner(config, make_plan(config), role="policy", strategy=spread)
+            found[role] = dict(learner.weights())
+        torch.save(found, folder / f"read{rank}.pt")
+    finally:
+        distributed.destroy_process_group()
+
+
 def variants(folder: Path) -> list[tuple[str, Config, Move]]:
     plain = make_config(folder, strategy="fsdp2")
     return [
@@ -128,6 +170,17 @@ def test_offload_checkpointing_and_bfloat16_give_the_weights_of_one_process(
     print(f"\nrelative difference of the weights, {name} and {expected}: {difference:.2e}")
     assert difference < tolerance
     assert all(tensor.dtype == torch.float32 for tensor in results[name][0].values()), "master weights"
+
+
+def test_only_rank_0_reads_the_weights_of_a_sharded_policy_or_critic(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path, tokenizer=True)
+    multiprocessing.start_processes(build_on_rank, args=(folder,), nprocs=2, start_method="spawn")
+    found = [torch.load(folder / f"read{rank}.pt") for rank in range(2)]
+    whole = load_causal_lm(ModelConfig(path=str(folder)), "cpu").state_dict()
+    for role in ("policy", "critic"):
+        for name, tensor in found[1][role].items():
+            assert torch.equal(tensor, found[0][role][name])
+            assert torch.equal(tensor, whole.get(name, torch.zeros_like(tensor))), "a new value head is 0"
 
 
 def test_a_model_in_the_host_refuses_to_be_used(tmp_path: Path) -> None:

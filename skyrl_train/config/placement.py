@@ -1,0 +1,64 @@
+"""`placement=`: which processes run where. Part of the schema; see `config/schema.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from skyrl_train.config.rules import NonNegativeInt, PositiveInt, Seconds
+
+ROLES = ("policy", "critic", "ref")
+"""First part of the names of a model's settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementConfig:
+    """`placement=`: which processes run where.
+
+    How many ranks a model has is stated by their number (`policy_num_workers`), or by nodes and GPUs of each, from which
+    the number follows.
+    """
+
+    backend: Literal["inline", "ray"] = "inline"
+    """inline: one process, no Ray, debuggable with pdb. ray: actors on a cluster."""
+    policy_num_workers: PositiveInt = 1
+    """Data-parallel ranks of the policy."""
+    critic_num_workers: PositiveInt = 1
+    """Data-parallel ranks of the critic."""
+    ref_num_workers: PositiveInt = 1
+    """Data-parallel ranks of the reference."""
+    policy_num_nodes: PositiveInt = 1
+    """Nodes that the policy's ranks are spread over, equally many on each."""
+    policy_num_gpus_per_node: NonNegativeInt = 0
+    """GPUs of each of them, one rank each; 0 where `policy_num_workers` says how many there are in all."""
+    critic_num_nodes: PositiveInt = 1
+    """Nodes of the critic's ranks; those of the policy where they share devices."""
+    critic_num_gpus_per_node: NonNegativeInt = 0
+    """GPUs of each of them; 0 where `critic_num_workers` counts."""
+    ref_num_nodes: PositiveInt = 1
+    """Nodes of the reference's ranks; those of the policy where they share devices."""
+    ref_num_gpus_per_node: NonNegativeInt = 0
+    """GPUs of each of them; 0 where `ref_num_workers` counts."""
+    inference_num_nodes: NonNegativeInt = 0
+    """Nodes for engines alone; 0 puts engines wherever there is room."""
+    inference_num_gpus_per_node: NonNegativeInt = 0
+    """GPUs of each of them; 0 follows from the engines."""
+    colocate_all: bool = False
+    """Models and engines share devices; each gives its memory up while the others work."""
+    colocate_policy_ref: bool = True
+    """Policy and reference share devices."""
+    ray_address: str = ""
+    """A cluster to join (`auto`, `ray://host:port`, `host:port`); empty starts a session of this machine alone."""
+    start_timeout_s: Seconds = 300.0
+    """Deadline of Ray, of each actor's start and of loading a model."""
+    call_timeout_s: Seconds = 1800.0
+    """Deadline of one call to a worker or an engine, and of each collective among ranks."""
+    silence_timeout_s: Seconds = 60.0
+    """A worker that gives no sign of life for so long ends the run, whatever its call's deadline."""
+
+    def __post_init__(self) -> None:
+        """The number of ranks where nodes and GPUs state it, so that everything else has one thing to read."""
+        for role in ROLES:
+            per_node = getattr(self, f"{role}_num_gpus_per_node")
+            if per_node and getattr(self, f"{role}_num_workers") == 1:
+                object.__setattr__(self, f"{role}_num_workers", per_node * getattr(self, f"{role}_num_nodes"))

@@ -1,0 +1,160 @@
+"""Rules of `placement`: nodes, GPUs and ranks that agree with each other and with the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skyrl_train.config.algorithm import needs_reference
+from skyrl_train.config.placement import ROLES, PlacementConfig
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import Violation
+
+
+def placement_violations(config: Config) -> Iterator[Violation]:
+    """What contradicts itself."""
+    for role in ROLES:
+        yield from _ranks(config.placement, role)
+    yield from _shared_nodes(config)
+    yield from _inference(config)
+    yield from _session(config.placement)
+    if config.placement.colocate_all and config.generator.backend == "vllm":
+        yield from _colocated_engines(config)
+    yield from _weight_transport(config)
+
+
+def _ranks(placement: PlacementConfig, role: str) -> Iterator[Violation]:
+    workers, nodes, gpus = (
+        getattr(placement, f"{role}_{name}") for name in ("num_workers", "num_nodes", "num_gpus_per_node")
+    )
+    if gpus and workers != nodes * gpus:
+        yield Violation(
+            field=f"placement.{role}_num_workers",
+            rule=f"must be {role}_num_nodes x {role}_num_gpus_per_node = {nodes * gpus} where those are stated",
+            value=repr(workers),
+            remedy=f"drop placement.{role}_num_workers, or placement.{role}_num_gpus_per_node",
+        )
+    elif workers % nodes:
+        yield Violation(
+            field=f"placement.{role}_num_nodes",
+            rule=f"must divide placement.{role}_num_workers={workers}",
+            value=repr(nodes),
+            remedy=f"try placement.{role}_num_gpus_per_node=8 in place of {role}_num_workers",
+        )
+
+
+def _shared_nodes(config: Config) -> Iterator[Violation]:
+    """Models that share the policy's devices lie on its nodes."""
+    placement = config.placement
+    used = {"ref": needs_reference(config.trainer.algorithm), "critic": bool(config.critic.model.path)}
+    shared = {"ref": placement.colocate_all or placement.colocate_policy_ref, "critic": placement.colocate_all}
+    for role in ("ref", "critic"):
+        nodes, workers = getattr(placement, f"{role}_num_nodes"), getattr(placement, f"{role}_num_workers")
+        if not used[role] or not shared[role]:
+            continue
+        setting = "colocate_all" if placement.colocate_all else "colocate_policy_ref"
+        if nodes not in (1, placement.policy_num_nodes) or workers % placement.policy_num_nodes:
+            yield Violation(
+                field=f"placement.{role}_num_nodes",
+                rule=(
+                    f"must be placement.policy_num_nodes={placement.policy_num_nodes}, and divide "
+                    f"placement.{role}_num_workers={workers}, with {setting}"
+                ),
+                value=repr(nodes),
+                remedy=(
+                    f"try placement.{role}_num_nodes={placement.policy_num_nodes} "
+                    f"placement.{role}_num_workers={placement.policy_num_workers}, or placement.{setting}=false"
+                ),
+            )
+
+
+def _inference(config: Config) -> Iterator[Violation]:
+    placement, vllm = config.placement, config.generator.vllm
+    nodes, gpus = placement.inference_num_nodes, placement.inference_num_gpus_per_node
+    if gpus and not nodes:
+        yield Violation(
+            field="placement.inference_num_gpus_per_node",
+            rule="does nothing with placement.inference_num_nodes=0",
+            value=repr(gpus),
+            remedy="try placement.inference_num_nodes=1",
+        )
+    if not nodes:
+        return
+    if config.generator.backend != "vllm" or placement.colocate_all:
+        rule, remedy = "needs generator.backend=vllm, whose engines they are for", "add generator=vllm"
+        if placement.colocate_all:
+            rule, remedy = "contradicts placement.colocate_all=true", "set placement.colocate_all=false"
+        yield Violation(
+            field="placement.inference_num_nodes",
+            rule=rule,
+            value=repr(nodes),
+            remedy=f"{remedy}, or drop placement.inference_num_nodes",
+        )
+    elif vllm.num_engines % nodes or (gpus and vllm.num_engines * vllm.tensor_parallel_size != nodes * gpus):
+        wanted = f"{nodes} nodes" if not gpus else f"{nodes} nodes x {gpus} GPUs"
+        engines = max(1, nodes * (gpus or 1) // vllm.tensor_parallel_size)
+        yield Violation(
+            field="generator.vllm.num_engines",
+            rule=f"times generator.vllm.tensor_parallel_size={vllm.tensor_parallel_size} must fill {wanted} evenly",
+            value=repr(vllm.num_engines),
+            remedy=f"try generator.vllm.num_engines={engines}",
+        )
+
+
+def _session(placement: PlacementConfig) -> Iterator[Violation]:
+    if placement.backend == "inline" and placement.ray_address:
+        yield Violation(
+            field="placement.ray_address",
+            rule="is not read with placement.backend=inline",
+            value=repr(placement.ray_address),
+            remedy="add placement=ray, or drop placement.ray_address",
+        )
+    nodes = max(placement.policy_num_nodes, placement.critic_num_nodes, placement.ref_num_nodes)
+    total = nodes + placement.inference_num_nodes
+    if placement.backend == "ray" and total > 1 and not placement.ray_address:
+        yield Violation(
+            field="placement.ray_address",
+            rule=f"must name a cluster: {total} nodes are asked for, and a session of this machine has one",
+            value="''",
+            remedy="try placement.ray_address=auto on a node of the cluster",
+        )
+    if placement.silence_timeout_s > placement.call_timeout_s:
+        yield Violation(
+            field="placement.silence_timeout_s",
+            rule=f"must be at most placement.call_timeout_s={placement.call_timeout_s:g}, the deadline of a whole call",
+            value=repr(placement.silence_timeout_s),
+            remedy=f"try placement.silence_timeout_s={placement.call_timeout_s:g}",
+        )
+
+
+def _colocated_engines(config: Config) -> Iterator[Violation]:
+    placement, vllm = config.placement, config.generator.vllm
+    if vllm.tensor_parallel_size > 1:
+        yield Violation(
+            field="generator.vllm.tensor_parallel_size",
+            rule="must be 1 with placement.colocate_all, where an engine shares one device with one rank",
+            value=repr(vllm.tensor_parallel_size),
+            remedy="set placement.colocate_all=false, or more generator.vllm.num_engines of one device each",
+        )
+    if vllm.num_engines > placement.policy_num_workers or vllm.num_engines % placement.policy_num_nodes:
+        yield Violation(
+            field="generator.vllm.num_engines",
+            rule=(
+                f"must be at most placement.policy_num_workers={placement.policy_num_workers}, and a multiple of "
+                f"placement.policy_num_nodes={placement.policy_num_nodes}, with placement.colocate_all"
+            ),
+            value=repr(vllm.num_engines),
+            remedy=f"try generator.vllm.num_engines={placement.policy_num_workers}",
+        )
+
+
+def _weight_transport(config: Config) -> Iterator[Violation]:
+    name, shared = config.generator.vllm.weight_transport, config.placement.colocate_all
+    rule = ""
+    if name == "cuda_ipc" and not (shared and config.platform.name == "gpu"):
+        rule = "cuda_ipc needs engines that share GPUs with the policy: platform=gpu and placement.colocate_all=true"
+    if name == "broadcast" and shared and config.platform.name == "gpu":
+        rule = "NCCL cannot broadcast between processes that share a device, as they do with placement.colocate_all"
+    if rule:
+        yield Violation(
+            field="generator.vllm.weight_transport", rule=rule, value=repr(name), remedy="try weight_transport=auto"
+        )

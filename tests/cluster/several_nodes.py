@@ -1,0 +1,133 @@
+"""A cluster of three nodes on one machine (three raylets with pretended GPUs), and where ranks and engines come to lie.
+
+Run by `test_several_nodes.py` in a process of its own: a process can be connected to one Ray session only. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+os.environ["RAY_prestart_worker_first_driver"] = os.environ["RAY_enable_worker_prestart"] = "0"  # noqa: SIM112
+
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group_table
+
+from skyrl_train.cluster.learners import start_learner
+from skyrl_train.cluster.placement import Placement, Slot, plan_layout
+from skyrl_train.cluster.session import RaySession
+from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
+from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig
+from skyrl_train.errors import SkyrlTrainError
+from tests.cluster.test_learners import make_config, make_plan, three_steps, weights_of
+
+NUM_NODES, NUM_CPUS, NUM_GPUS = 3, 8, 4
+Seats = dict[str, list[str]]
+
+
+class Probe:
+    """Says where it is."""
+
+    def where(self) -> str:
+        context = ray.get_runtime_context()
+        return f"{context.get_node_id()} GPU {','.join(map(str, context.get_accelerator_ids()['GPU']))}"
+
+
+def reserved(address: str, *, engines: int = 0, timeout_s: float = 60.0, **settings: Any) -> Placement:
+    config = Config(
+        platform=PlatformConfig(name="gpu"),
+        placement=PlacementConfig(backend="ray", ray_address=address, **settings),
+        generator=GeneratorConfig(backend="vllm", vllm=VLLMConfig(num_engines=max(1, engines))),
+    )
+    return Placement(plan_layout(config, roles=("policy", "reference"), num_engines=engines), timeout_s=timeout_s)
+
+
+def nodes(address: str, **settings: Any) -> Seats:
+    """Role to the node of each of its slots, as Ray reserved them."""
+    placement = reserved(address, **settings)
+    found: Seats = {}
+    for role in ("policy", "reference", "engine")[: 3 if settings.get("engines") else 2]:
+        strategies = [slot.options["scheduling_strategy"] for slot in placement.slots(role)]
+        found[role] = [
+            placement_group_table(strategy.placement_group)["bundles_to_node_id"][strategy.placement_group_bundle_index]
+            for strategy in strategies
+        ]
+    placement.close()
+    return found
+
+
+def devices(address: str, **settings: Any) -> Seats:
+    """Role to the node and GPU of each of its actors."""
+    placement = reserved(address, **settings)
+    probes = {
+        role: [ray.remote(Probe).options(**slot.options).remote() for slot in placement.slots(role)]
+        for role in ("policy", "engine")
+    }
+    found = {role: ray.get([probe.where.remote() for probe in own], timeout=120) for role, own in probes.items()}
+    for probe in (probe for own in probes.values() for probe in own):
+        ray.kill(probe)
+    placement.close()
+    return found
+
+
+def refusal(address: str) -> str:
+    try:
+        reserved(address, policy_num_nodes=4, policy_num_gpus_per_node=1, ref_num_workers=4, timeout_s=3.0)
+    except SkyrlTrainError as error:
+        return str(error)
+    return ""
+
+
+def trained(session: RaySession, address: str, folder: Path) -> float:
+    """FSDP2 over two nodes: the sum of all weights after three steps."""
+    config = make_config(folder, strategy="fsdp2")
+    config = replace(
+        config, placement=replace(config.placement, ray_address=address, policy_num_workers=2, policy_num_nodes=2)
+    )
+    placement = Placement(plan_layout(config, roles=("policy",), num_engines=0), timeout_s=30.0)
+    slots: list[Slot] = placement.slots("policy")
+    learner = start_learner(config, make_plan(config), session, slots, role="policy")()
+    three_steps(learner)
+    total = sum(float(tensor.double().abs().sum()) for tensor in weights_of(learner).values())
+    learner.close()
+    placement.close()
+    return total
+
+
+def main() -> None:
+    cluster = Cluster()
+    for _ in range(NUM_NODES):
+        cluster.add_node(num_cpus=NUM_CPUS, num_gpus=NUM_GPUS, object_store_memory=100 * 2**20)
+    address = cluster.address
+    session = RaySession(PlacementConfig(ray_address=address, start_timeout_s=120.0), num_cpus=0, name="several")
+    try:
+        spread = {"policy_num_nodes": 2, "policy_num_gpus_per_node": 2, "ref_num_workers": 4}
+        result = {
+            "spread": nodes(address, **spread, engines=2),
+            "apart": nodes(
+                address,
+                policy_num_gpus_per_node=2,
+                ref_num_gpus_per_node=2,
+                inference_num_nodes=2,
+                inference_num_gpus_per_node=2,
+                engines=4,
+            ),
+            "together": devices(address, policy_num_gpus_per_node=2, colocate_all=True, engines=2),
+            "refusal": refusal(address),
+            "trained": trained(session, address, Path(sys.argv[1])),
+        }
+        print(json.dumps(result))
+    finally:
+        session.close()
+        cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()

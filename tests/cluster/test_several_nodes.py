@@ -1,0 +1,67 @@
+"""Placement on a real Ray cluster of three nodes, which all are on this machine and pretend to have four GPUs each."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.learner.policy import build_policy_learner
+from tests.cluster.test_learners import make_config, make_plan, three_steps, weights_of
+
+pytestmark = pytest.mark.cluster
+
+SCRIPT = Path(__file__).parent / "several_nodes.py"
+
+
+@pytest.fixture(scope="module")
+def found(model_folder: Path) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), str(model_folder)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+        cwd=SCRIPT.parents[2],
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    seats: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return seats
+
+
+def test_ranks_fill_the_nodes_they_were_given_in_order(found: dict[str, Any]) -> None:
+    first, second, third, fourth = found["spread"]["policy"]
+    assert first == second
+    assert third == fourth
+    assert first != third
+    assert found["spread"]["reference"] == found["spread"]["policy"]
+
+
+def test_what_shares_a_device_is_on_the_same_one(found: dict[str, Any]) -> None:
+    together = found["together"]
+    assert together["policy"] == together["engine"]
+    assert len(set(together["policy"])) == 2, "each rank has a GPU of its own"
+    assert all(" GPU " in place and place[-1].isdigit() for place in together["policy"])
+
+
+def test_engines_with_nodes_of_their_own_are_on_none_where_a_model_is(found: dict[str, Any]) -> None:
+    apart = found["apart"]
+    assert len(set(apart["engine"])) == 2
+    assert set(apart["engine"]).isdisjoint(apart["policy"])
+
+
+def test_more_nodes_than_there_are_is_an_error_that_says_what_there_is(found: dict[str, Any]) -> None:
+    assert "no room for 4 x" in found["refusal"]
+    assert "CPU 8, GPU 4; CPU 8, GPU 4; CPU 8, GPU 4" in found["refusal"]
+
+
+def test_two_ranks_on_two_nodes_train_as_one_process_does(found: dict[str, Any], model_folder: Path) -> None:
+    config = make_config(model_folder)
+    alone = build_policy_learner(config, make_plan(config), role="policy")
+    three_steps(alone)
+    total = sum(float(tensor.double().abs().sum()) for tensor in weights_of(alone).values())
+    assert found["trained"] == pytest.approx(total, rel=1e-6)

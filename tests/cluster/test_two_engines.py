@@ -1,0 +1,152 @@
+"""Rollouts over two real vLLM engines: routing by prefixes, and one of the two killed in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.cluster.carriers import make_carrier
+from skyrl_train.cluster.engines import EnginePool
+from skyrl_train.cluster.fleet import EngineFleet
+from skyrl_train.cluster.session import RaySession
+from skyrl_train.cluster.transport import RayTransport
+from skyrl_train.cluster.turns import DeviceTurns
+from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
+from skyrl_train.config.schema import Config, EnvironmentConfig
+from skyrl_train.data.prompts import load_prompts
+from skyrl_train.inference.routing import PrefixRouter
+from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
+from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.types import RolloutBatch, SamplingParams
+from tests.cluster.test_learners import SLOT, make_config
+
+pytestmark = pytest.mark.cluster
+
+NUM_PROMPTS, NUM_SAMPLES = 8, 4
+VERSION = 3
+
+
+@dataclass
+class Recording:
+    """A router that remembers which engine it chose for which prompt."""
+
+    router: PrefixRouter
+    choices: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+
+    def choose(self, token_ids: Sequence[int], load: Sequence[int], alive: Collection[int]) -> int:
+        engine = self.router.choose(token_ids, load, alive)
+        self.choices.append((tuple(token_ids), engine))
+        return engine
+
+    def forget(self) -> None:
+        self.router.forget()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollouts:
+    """Two engines with weights, behind a generator."""
+
+    pool: EnginePool
+    generator: RolloutGenerator
+    router: Recording
+
+    def make(self) -> RolloutBatch:
+        """The same trajectories on every call: seeds are derived."""
+        self.router.choices.clear()
+        self.router.forget()
+        return self.generator.generate(
+            load_prompts(["builtin:word_problems/train"], limit=NUM_PROMPTS),
+            n_samples_per_prompt=NUM_SAMPLES,
+            sampling=SamplingParams(max_generate_length=64),
+            global_step=1,
+            purpose="train",
+        )
+
+
+@pytest.fixture(scope="module")
+def rollouts(session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rollouts]:
+    folder = tmp_path_factory.mktemp("engines")
+    config: Config = replace(
+        make_config(Path("unused")),
+        model=Config().model,
+        generator=GeneratorConfig(backend="vllm", vllm=VLLMConfig(num_engines=2)),
+        output_dir=str(folder),
+    )
+    fleet = EngineFleet(config, session, [SLOT] * 2)
+    turns = DeviceTurns(fleet, shared=False, record_file=folder / "turns.jsonl")
+    pool = EnginePool(fleet, turns, silence_timeout_s=60.0)
+    transport = RayTransport(pool, make_carrier(config, folder=session.folder), turns, folder / "sync.jsonl")
+    weights = load_causal_lm(config.model, "cpu").named_parameters()
+    transport.sync(((name, parameter.detach()) for name, parameter in weights), VERSION)
+    pool._router = router = Recording(PrefixRouter(max_lead=32))  # type: ignore[assignment]
+    generator = RolloutGenerator(pool, load_tokenizer(config.model), config.generator, EnvironmentConfig(), config.seed)
+    yield Rollouts(pool=pool, generator=generator, router=router)
+    generator.close()
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(rollouts: Rollouts) -> tuple[RolloutBatch, list[tuple[tuple[int, ...], int]]]:
+    """A batch, and which engine answered what."""
+    batch = rollouts.make()
+    return batch, list(rollouts.router.choices)
+
+
+def test_samples_of_a_prompt_share_an_engine_and_prompts_share_both(
+    undisturbed: tuple[RolloutBatch, list[tuple[tuple[int, ...], int]]],
+) -> None:
+    batch, choices = undisturbed
+    engines_of: dict[tuple[int, ...], set[int]] = {}
+    for trajectory in batch.trajectories:
+        first = trajectory.turns[0].prompt_token_ids
+        engines_of.setdefault(first, set()).update(engine for prompt, engine in choices if prompt == first)
+        later = {engine for prompt, engine in choices if prompt[: len(first)] == first}
+        assert later == engines_of[first], "later turns go where their beginning was computed"
+    assert all(len(engines) == 1 for engines in engines_of.values())
+    assert set().union(*engines_of.values()) == {0, 1}
+
+
+def test_one_of_two_engines_dies_and_every_trajectory_is_there_once_as_if_it_had_not(
+    rollouts: Rollouts, undisturbed: tuple[RolloutBatch, list[tuple[tuple[int, ...], int]]]
+) -> None:
+    fleet = rollouts.pool.fleet
+    victim = fleet.actors[0].identity
+    assert victim is not None
+    in_flight: list[int] = []
+
+    def kill_it(done: int, total: int) -> None:
+        if done >= 2 and not in_flight:
+            in_flight.append(len(rollouts.pool._in_flight[0]))
+            os.kill(victim.pid, signal.SIGKILL)
+
+    rollouts.generator.on_progress = kill_it
+    batch = rollouts.make()
+    rollouts.generator.on_progress = None
+    expected, before = undisturbed
+    assert in_flight[0] > 0, "it should die over requests"
+    print(
+        f"\n{in_flight[0]} requests in flight on the engine that was killed; {len(rollouts.router.choices)} asked in all"
+    )
+    assert len(rollouts.router.choices) > len(before), "requests were asked again"
+    keys = [(trajectory.prompt_uid, trajectory.sample_index) for trajectory in batch.trajectories]
+    assert len(set(keys)) == NUM_PROMPTS * NUM_SAMPLES
+    assert not any(trajectory.failed for trajectory in batch.trajectories)
+    for found, wanted in zip(batch.trajectories, expected.trajectories):
+        assert [turn.response_token_ids for turn in found.turns] == [turn.response_token_ids for turn in wanted.turns]
+        assert {turn.weight_version for turn in found.turns} == {VERSION}
+    deadline = time.monotonic() + 120
+    while not all(fleet.alive) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert fleet.alive == [True, True], "it is started anew, with the current weights"
+    assert fleet.actors[0].identity != victim
+    again = rollouts.make()
+    assert {engine for _, engine in rollouts.router.choices} == {0, 1}
+    assert [t.turns[0].response_token_ids for t in again.trajectories] == [
+        t.turns[0].response_token_ids for t in expected.trajectories
+    ]

@@ -1,0 +1,58 @@
+"""Which rank lies on which node beside whom: layouts, before anything is reserved."""
+
+from __future__ import annotations
+
+from skyrl_train.cluster.placement import Bundle, Layout, plan_layout
+from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
+from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig
+
+ALL = ("policy", "reference", "critic")
+
+
+def layout(placement: PlacementConfig, *, engines: int = 0, tensor_parallel: int = 1, platform: str = "gpu") -> Layout:
+    config = Config(
+        platform=PlatformConfig(name=platform),  # type: ignore[arg-type]
+        placement=placement,
+        generator=GeneratorConfig(vllm=VLLMConfig(tensor_parallel_size=tensor_parallel)),
+    )
+    return plan_layout(config, roles=ALL, num_engines=engines)
+
+
+def test_ranks_whose_nodes_are_not_stated_go_wherever_there_is_room() -> None:
+    found = layout(PlacementConfig(policy_num_workers=2), platform="cpu")
+    assert found.groups["shared"] == (Bundle(cpus=2.0, gpus=0.0), Bundle(cpus=1.0, gpus=0.0))
+    assert found.groups["critic"] == (Bundle(cpus=1.0, gpus=0.0),)
+    assert found.seats == {"policy": ("shared", (0, 1)), "reference": ("shared", (0,)), "critic": ("critic", (0,))}
+    assert found.nodes == ()
+
+
+def test_ranks_fill_their_nodes_one_after_the_other() -> None:
+    placement = PlacementConfig(
+        policy_num_nodes=2, policy_num_gpus_per_node=2, ref_num_gpus_per_node=2, critic_num_gpus_per_node=2
+    )
+    found = layout(placement)
+    assert placement.policy_num_workers == 4
+    assert [bundle.node for bundle in found.groups["shared"]] == [0, 0, 1, 1]
+    assert found.seats["policy"] == ("shared", (0, 1, 2, 3))
+    assert found.seats["reference"] == ("shared", (0, 2)), "one on each of the policy's nodes"
+    assert found.nodes == (Bundle(cpus=5.0, gpus=4.0, node=0), Bundle(cpus=3.0, gpus=2.0, node=1))
+
+
+def test_engines_with_nodes_of_their_own_share_none_with_a_model() -> None:
+    placement = PlacementConfig(policy_num_gpus_per_node=4, inference_num_nodes=2, inference_num_gpus_per_node=4)
+    found = layout(placement, engines=4, tensor_parallel=2)
+    assert [bundle.node for bundle in found.groups["engine"]] == [1, 1, 2, 2]
+    assert [bundle.gpus for bundle in found.nodes] == [5.0, 4.0, 4.0]
+    assert found.seats["engine"] == ("engine", (0, 1, 2, 3))
+
+
+def test_with_everything_in_one_place_each_device_has_one_of_each() -> None:
+    found = layout(PlacementConfig(policy_num_gpus_per_node=2, ref_num_workers=2, colocate_all=True), engines=2)
+    assert set(found.groups) == {"shared"}
+    assert [(bundle.cpus, bundle.gpus) for bundle in found.groups["shared"]] == [(4.0, 1.0), (3.0, 1.0)]
+    assert {role: places for role, (_, places) in found.seats.items()} == {
+        "policy": (0, 1),
+        "reference": (0, 1),
+        "critic": (0,),
+        "engine": (0, 1),
+    }

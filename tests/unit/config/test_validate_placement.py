@@ -1,0 +1,75 @@
+"""Nodes, GPUs and ranks that contradict each other are refused, all at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
+from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig, TrainerConfig
+from skyrl_train.config.validate_placement import placement_violations
+
+RAY = {"backend": "ray", "ray_address": "auto"}
+
+
+def violated(config: Config) -> list[str]:
+    return [violation.field for violation in placement_violations(config)]
+
+
+def placed(*, engines: int = 1, tensor_parallel: int = 1, transport: str = "auto", **settings: object) -> Config:
+    vllm = VLLMConfig(num_engines=engines, tensor_parallel_size=tensor_parallel, weight_transport=transport)  # type: ignore[arg-type]
+    return Config(
+        platform=PlatformConfig(name="gpu"),
+        placement=PlacementConfig(**{**RAY, **settings}),  # type: ignore[arg-type]
+        generator=GeneratorConfig(backend="vllm", vllm=vllm),
+        trainer=TrainerConfig(algorithm=AlgorithmConfig(kl_loss_coef=0.1)),
+    )
+
+
+def test_nodes_and_gpus_say_how_many_ranks_there_are() -> None:
+    placement = PlacementConfig(critic_num_nodes=2, critic_num_gpus_per_node=8)
+    assert (placement.critic_num_workers, placement.policy_num_workers) == (16, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        (placed(policy_num_workers=3, policy_num_nodes=2, ref_num_workers=2), "placement.policy_num_nodes"),
+        (placed(policy_num_workers=6, policy_num_gpus_per_node=4), "placement.policy_num_workers"),
+        (placed(policy_num_nodes=2, policy_num_gpus_per_node=4), "placement.ref_num_nodes"),
+        (placed(inference_num_gpus_per_node=8), "placement.inference_num_gpus_per_node"),
+        (placed(inference_num_nodes=2, engines=3), "generator.vllm.num_engines"),
+        (
+            placed(inference_num_nodes=2, inference_num_gpus_per_node=8, engines=4, tensor_parallel=2),
+            "generator.vllm.num_engines",
+        ),
+        (placed(inference_num_nodes=1, colocate_all=True), "placement.inference_num_nodes"),
+        (placed(inference_num_nodes=1, ray_address=""), "placement.ray_address"),
+        (placed(colocate_all=True, engines=2), "generator.vllm.num_engines"),
+        (placed(colocate_all=True, tensor_parallel=2), "generator.vllm.tensor_parallel_size"),
+        (placed(transport="cuda_ipc"), "generator.vllm.weight_transport"),
+        (placed(transport="broadcast", colocate_all=True), "generator.vllm.weight_transport"),
+    ],
+)
+def test_a_contradiction_is_refused(config: Config, field: str) -> None:
+    assert violated(config) == [field]
+
+
+def test_all_contradictions_are_said_at_once_with_their_remedies() -> None:
+    config = placed(
+        policy_num_workers=6, policy_num_gpus_per_node=4, inference_num_nodes=2, engines=3, transport="cuda_ipc"
+    )
+    found = list(placement_violations(config))
+    assert [violation.field for violation in found] == [
+        "placement.policy_num_workers",
+        "generator.vllm.num_engines",
+        "generator.vllm.weight_transport",
+    ]
+    assert "= 4" in found[0].rule
+    assert found[1].remedy == "try generator.vllm.num_engines=2"
+
+
+def test_what_agrees_is_accepted() -> None:
+    assert violated(placed(policy_num_nodes=2, policy_num_gpus_per_node=4, ref_num_workers=4, engines=8)) == []
+    assert violated(placed(inference_num_nodes=2, inference_num_gpus_per_node=8, engines=8, tensor_parallel=2)) == []
+    assert violated(placed(colocate_all=True, transport="cuda_ipc")) == []
