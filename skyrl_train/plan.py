@@ -2,7 +2,8 @@
 
 Prints every batch size, the padding to be expected, learning rates, what is kept and moved, and every violation at once.
 `plan.lengths=FILE` takes the lengths of recorded rollouts; `--format json` is for scripts. Exit status 2 where something
-is violated.
+is violated. `plan.device_memory_gb=80` adds what each pass holds on such a device, by kind, and the largest micro-batch
+that fits: predicted, without one.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from hydra import compose, initialize_config_dir
 from skyrl_train.batch.plan_estimate import RowLengths, recorded_lengths
 from skyrl_train.batch.plan_report import make_plan_report, render_text, to_json
 from skyrl_train.cli import HYDRA_VERSION_BASE, preflight, register_resolvers
+from skyrl_train.cli.plan_memory import plan_memory
 from skyrl_train.config.load import load_config
 from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.schema import Config
@@ -52,12 +54,14 @@ def _compose(overrides: Sequence[str]) -> Config:
 
 def _print_plan(config: Config, *, as_json: bool) -> int:
     num_train_prompts, note = count_train_prompts(config)
+    memory = plan_memory(config)
     report = make_plan_report(
         config,
         num_train_prompts=num_train_prompts,
         lengths=_lengths(config),
         num_parameters=count_parameters(config.model.path),
-        violations=validate_config(config),
+        violations=[*validate_config(config), *(memory.violations() if memory else ())],
+        memory=memory,
     )
     text = to_json(report) if as_json else "\n".join([*([f"note: {note}"] if note else []), render_text(report)])
     sys.stdout.write(text.rstrip("\n") + "\n")

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 
 from skyrl_train.batch.plan import BatchPlan, ceil_div, plan_batches
 from skyrl_train.batch.plan_estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
+from skyrl_train.batch.plan_memory import DeviceMemory, gigabytes, memory_lines
 from skyrl_train.batch.plan_notes import PlanNote, estimate_notes, percent, plan_notes
 from skyrl_train.batch.schedule import learning_rate
 from skyrl_train.config.algorithm import needs_reference
@@ -66,6 +67,8 @@ class PlanReport:
     storage: tuple[Storage, ...]
     violations: tuple[Violation, ...]
     notes: tuple[PlanNote, ...]
+    memory: DeviceMemory | None = None
+    """Where `plan.device_memory_gb` asks for it."""
 
 
 def make_plan_report(
@@ -75,6 +78,7 @@ def make_plan_report(
     lengths: RowLengths | None = None,
     num_parameters: int | None = None,
     violations: Sequence[Violation] = (),
+    memory: DeviceMemory | None = None,
 ) -> PlanReport:
     """The report of a run over `num_train_prompts` prompts; never raises for sizes that do not fit together.
 
@@ -82,6 +86,7 @@ def make_plan_report(
         lengths: recorded row lengths; without them a long-tailed guess is used and said to be one.
         num_parameters: of the policy, where known: adds the sizes of weights and optimizer state.
         violations: of other rules, to be shown with those of the batch sizes.
+        memory: what passes hold on a device, where that is asked for.
     """
     found = [*violations]
     known = {(violation.field, violation.rule) for violation in violations}
@@ -98,6 +103,7 @@ def make_plan_report(
             storage=(),
             violations=tuple(found),
             notes=(),
+            memory=memory,
         )
     plan = plan_batches(config, num_train_prompts=num_train_prompts)
     lengths = lengths or assumed_lengths(config)
@@ -112,6 +118,7 @@ def make_plan_report(
         storage=tuple(_storage(config, plan, lengths, num_parameters)),
         violations=(),
         notes=(*plan_notes(config, plan, num_train_prompts=num_train_prompts), *estimate_notes(estimates)),
+        memory=memory,
     )
 
 
@@ -127,7 +134,10 @@ def render_text(report: PlanReport) -> str:
     """The report for a terminal, at most 120 columns where values allow."""
     if report.plan is None:
         lines = [f"{len(report.violations)} problem{'s' * (len(report.violations) != 1)}, no plan:"]
-        return "\n".join([*lines, *(f"  - {violation}" for violation in report.violations)])
+        lines += [f"  - {violation}" for violation in report.violations]
+        if report.memory is not None:
+            lines += ["", _memory_title(report.memory), *(f"  {line}" for line in memory_lines(report.memory))]
+        return "\n".join(lines)
     sections = [
         ("Batch plan", _size_lines(report.plan, report)),
         ("Each model", _learner_lines(report)),
@@ -137,9 +147,17 @@ def render_text(report: PlanReport) -> str:
             "Kept and moved",
             [f"{item.kind:<6} {_bytes(item.num_bytes):>9}  {item.what} ({item.when})" for item in report.storage],
         ),
+        *([(_memory_title(report.memory), list(memory_lines(report.memory)))] if report.memory else []),
         ("Notes", [str(note) for note in report.notes] or ["none"]),
     ]
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections)
+
+
+def _memory_title(memory: DeviceMemory) -> str:
+    return (
+        f"Memory of a device of {gigabytes(memory.device_bytes)}, {gigabytes(memory.margin_bytes)} of it left free "
+        f"(predicted)"
+    )
 
 
 def _micro_batching(config: Config) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory_blocks import BackboneCost, Precision, gated_backbone, most_bytes
 from skyrl_train.learner.memory_facts import GATED, ModelFacts
 
@@ -31,6 +32,8 @@ TOKENS_PER_TILE, ELEMENTS_PER_TILE, ELEMENTS_PER_TILE_ACCELERATOR = 128, 1 << 21
 """Of the output head: those of `model/logprobs.py`, which a test keeps equal. That module imports torch."""
 BUCKET_BYTES = 64 * 2**20
 """Gradients that replicas sum in one collective: that of `distributed/strategy.py`."""
+_MAX_BUDGET = 1 << 32
+"""Positions: more than any batch has."""
 _INPUT_BYTES = 75
 """Per position: the columns of a micro-batch, as they are taken from the batch, and its layout."""
 _LOSS_BYTES = 100
@@ -131,6 +134,31 @@ def predict(facts: MemoryFacts, phase: Phase, rows: int, longest: int, positions
         for moment, kinds in growing(facts, rows, longest, positions)
     ]
     return max(moments, key=lambda estimate: estimate.peak_bytes)
+
+
+def predicted_token_budget(facts: MemoryFacts, phase: Phase, limit_bytes: int, longest: int) -> int:
+    """The largest C so that every micro-batch of at most C computed positions, in rows of at most `longest` tokens, fits.
+
+    A single row goes alone, even over C. Raises MemoryLimitError where one of `longest` does not fit.
+    """
+
+    def peak(positions: int) -> int:
+        rows = _share(positions, longest)
+        return predict(facts, phase, rows, min(longest, positions), positions).peak_bytes
+
+    if peak(longest) > limit_bytes:
+        raise MemoryLimitError(
+            f"one row of {longest} tokens takes {peak(longest)} bytes in {phase}, of which "
+            f"{sum(resident_bytes(facts, training=phase == 'training').values())} do not depend on it; {limit_bytes} bytes "
+            "are there"
+        )
+    low, high = longest, 2 * longest
+    while peak(high) <= limit_bytes and high < _MAX_BUDGET:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle, _ = divmod(low + high, 2)
+        low, high = (middle, high) if peak(middle) <= limit_bytes else (low, middle)
+    return low
 
 
 def resident_bytes(facts: MemoryFacts, *, training: bool) -> Kinds:

@@ -1,0 +1,105 @@
+"""Memory as a plan shows it: what each pass holds on one rank's device, by kind, and the budget that fits. No torch."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from skyrl_train.errors import Violation
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassMemory:
+    """One pass of one model at the largest micro-batch that fits; where none does, at one row of the longest."""
+
+    role: str
+    phase: str
+    """`training` or `scoring`."""
+    budget: int
+    """Computed positions of a micro-batch that fit whatever the lengths of its rows; 0: not even one row does."""
+    rows_of_longest: int
+    """Rows of the longest length that the budget holds."""
+    moment: str
+    """When most is held."""
+    kinds: Mapping[str, int]
+    """Bytes by kind at that moment, of this model."""
+    limit_bytes: int
+    """What the pass may hold: the device, less the margin and what else lies on it."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What the plan assumes of one device."""
+
+    device_bytes: int
+    longest: int
+    """Tokens of the longest row: `generator.max_context_length`."""
+    margin_bytes: int
+    """Left free for fragmentation and the kernels' own space."""
+    context_bytes: int
+    """CUDA contexts of the processes that share a device."""
+    passes: tuple[PassMemory, ...]
+    engine_bytes: int
+    """Of an inference engine that shares the device, while it generates."""
+    resident_bytes: int
+    """What models keep on that device meanwhile."""
+
+    @property
+    def engine_fits(self) -> bool:
+        """Whether an engine that shares the device has its share beside what the models keep."""
+        return self.engine_bytes + self.resident_bytes + self.context_bytes <= self.device_bytes
+
+    def violations(self) -> tuple[Violation, ...]:
+        """What cannot run."""
+        return (*self._too_long(), *self._no_engine())
+
+    def _too_long(self) -> Iterator[Violation]:
+        for each in self.passes:
+            if not each.budget:
+                yield Violation(
+                    field="generator.max_context_length",
+                    rule=f"one row must fit a device of {gigabytes(self.device_bytes)}: {each.role} {each.phase} of one "
+                    f"such row takes {gigabytes(each.peak_bytes)}, and {gigabytes(max(0, each.limit_bytes))} are there",
+                    value=str(self.longest),
+                    remedy="shorter rows, strategy=fsdp2 over more ranks, model.gradient_checkpointing=true, "
+                    "strategy.cpu_offload=true, model.lora.rank=32, or devices that the models do not share",
+                )
+
+    def _no_engine(self) -> Iterator[Violation]:
+        if not self.engine_fits:
+            room = max(0.0, 1 - (self.resident_bytes + self.context_bytes) / self.device_bytes)
+            yield Violation(
+                field="generator.vllm.gpu_memory_utilization",
+                rule=f"must leave the {gigabytes(self.resident_bytes + self.context_bytes)} that models keep on the "
+                "device they share with the engine",
+                value=f"{self.engine_bytes / self.device_bytes:g}",
+                remedy=f"try generator.vllm.gpu_memory_utilization={int(room * 100) / 100:g}, "
+                "strategy.cpu_offload=true, or another placement",
+            )
+
+
+def memory_lines(memory: DeviceMemory) -> Iterator[str]:
+    """For a terminal."""
+    for each in memory.passes:
+        yield (
+            f"{each.role:<10} {each.phase:<9} {each.budget:>11,} positions ({each.rows_of_longest:,} rows of "
+            f"{memory.longest:,}), {gigabytes(each.peak_bytes)} of {gigabytes(each.limit_bytes)}, most {each.moment}"
+        )
+        kinds = sorted(each.kinds.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind} {gigabytes(count)}" for kind, count in kinds if count >= 1e6)
+        yield from textwrap.wrap(parts, 116, initial_indent=" " * 21, subsequent_indent=" " * 21)
+    if memory.engine_bytes:
+        yield (
+            f"{'engine':<10} {gigabytes(memory.engine_bytes)} while it generates, beside "
+            f"{gigabytes(memory.resident_bytes)} of models"
+        )
+
+
+def gigabytes(count: int) -> str:
+    """Of 10^9 bytes."""
+    return f"{count / 1e9:.3g} GB"

@@ -1,0 +1,134 @@
+"""Memory in a plan: from a config to what each model's passes hold on one device. Reads configs of models, no weights.
+
+Imports no torch for the families whose memory is counted; others are traced, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from skyrl_train.batch.plan_memory import DeviceMemory, PassMemory
+from skyrl_train.config.algorithm import needs_reference
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import MemoryLimitError
+from skyrl_train.learner.memory import (
+    MemoryFacts,
+    MemorySettings,
+    Phase,
+    predict,
+    predicted_token_budget,
+    resident_bytes,
+)
+
+_CONTEXT_BYTES = 1_000_000_000
+"""Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
+
+
+def plan_memory(config: Config) -> DeviceMemory | None:
+    """None where `plan.device_memory_gb` asks for nothing. Raises ModelError where a model's config cannot be had."""
+    if not config.plan.device_memory_gb:
+        return None
+    device_bytes = int(config.plan.device_memory_gb * 1e9)
+    facts = _facts(config)
+    shared = {role: _sharing(config, role, facts) for role in facts}
+    margin_bytes = int(device_bytes * config.trainer.memory_margin)
+    engine = _engine_share(config)
+    at_rest = {role: sum(resident_bytes(each, training=False).values()) for role, each in facts.items()}
+    processes = 0 if config.platform.name == "cpu" else 1
+    passes = []
+    for role, each in facts.items():
+        beside = sum(at_rest[other] for other in shared[role] if other != role)
+        contexts = processes * _CONTEXT_BYTES * _num_processes(config, len(shared[role]), engine=engine > 0)
+        limit = device_bytes - margin_bytes - contexts - beside
+        phases: tuple[Phase, ...] = ("scoring",) if role == "reference" else ("training", "scoring")
+        passes += [_pass(role, phase, each, limit, config.generator.max_context_length) for phase in phases]
+    with_engine = [role for role in facts if config.placement.colocate_all or config.placement.backend == "inline"]
+    return DeviceMemory(
+        device_bytes=device_bytes,
+        longest=config.generator.max_context_length,
+        margin_bytes=margin_bytes,
+        context_bytes=processes * _CONTEXT_BYTES * _num_processes(config, len(facts), engine=engine > 0),
+        passes=tuple(passes),
+        engine_bytes=int(engine * device_bytes),
+        resident_bytes=sum(at_rest[role] for role in with_engine) if engine else 0,
+    )
+
+
+def _pass(role: str, phase: Phase, facts: MemoryFacts, limit_bytes: int, longest: int) -> PassMemory:
+    try:
+        budget = predicted_token_budget(facts, phase, limit_bytes, longest)
+        rows, _ = divmod(budget, longest)
+    except MemoryLimitError:
+        budget, rows = 0, 0
+    shown = max(1, rows)
+    estimate = predict(facts, phase, shown, longest, shown * longest)
+    return PassMemory(
+        role=role,
+        phase=phase,
+        budget=budget,
+        rows_of_longest=rows,
+        moment=estimate.moment,
+        kinds=estimate.kinds,
+        limit_bytes=limit_bytes,
+    )
+
+
+def _facts(config: Config) -> Mapping[str, MemoryFacts]:
+    """Of each model that the run holds. A reference that is the policy without its adapter is no model of its own."""
+    from skyrl_train.learner.memory_trace import facts_at
+
+    placement = config.placement
+    policy = config.plan.architecture or config.model.path
+    found = {
+        "policy": facts_at(policy, _settings(config, placement.policy_num_workers), revision=config.model.revision)
+    }
+    reference = config.reference.model.path
+    of_adapter = config.model.lora.rank and reference == "policy" and not config.trainer.algorithm.ref_update_interval
+    if needs_reference(config.trainer.algorithm) and not of_adapter:
+        settings = _settings(config, placement.ref_num_workers, optimizer="none", lora_rank=0)
+        found["reference"] = facts_at(policy if reference == "policy" else reference, settings)
+    if config.critic.model.path:
+        settings = _settings(
+            config,
+            placement.critic_num_workers,
+            optimizer=config.critic.optimizer.name,
+            lora_rank=config.critic.model.lora.rank,
+            head="values",
+        )
+        path = config.critic.model.path
+        found["critic"] = facts_at(policy if path == "policy" else path, settings)
+    return found
+
+
+def _settings(config: Config, num_ranks: int, **others: object) -> MemorySettings:
+    values: dict[str, object] = {
+        "strategy": config.strategy.name,
+        "num_ranks": num_ranks,
+        "cpu_offload": config.strategy.cpu_offload,
+        "dtype": config.model.dtype,
+        "checkpointing": config.model.gradient_checkpointing,
+        "eager": config.model.attention == "eager" and config.trainer.layout == "padded",
+        "optimizer": config.trainer.policy.optimizer.name,
+        "lora_rank": config.model.lora.rank,
+        "accelerator": config.platform.name != "cpu",
+    }
+    return MemorySettings(**{**values, **others})  # type: ignore[arg-type]
+
+
+def _sharing(config: Config, role: str, facts: Mapping[str, MemoryFacts]) -> list[str]:
+    """The models on the same device, `role` among them."""
+    if config.placement.backend == "inline" or config.placement.colocate_all:
+        return list(facts)
+    if config.placement.colocate_policy_ref and role in ("policy", "reference"):
+        return [other for other in facts if other in ("policy", "reference")]
+    return [role]
+
+
+def _num_processes(config: Config, num_models: int, *, engine: bool) -> int:
+    return 1 if config.placement.backend == "inline" else num_models + engine
+
+
+def _engine_share(config: Config) -> float:
+    """Of the device, where an engine shares it; it sleeps while the models compute."""
+    shares = config.placement.colocate_all and config.generator.backend == "vllm" and config.platform.name != "cpu"
+    return config.generator.vllm.gpu_memory_utilization if shares else 0.0
