@@ -148,7 +148,7 @@ def test_a_budget_of_one_long_row_is_found(folder: Path) -> None:
 
 def test_a_row_that_does_not_fit_is_named_with_what_to_change(folder: Path) -> None:
     limits = replace(LIMITS, limit_bytes=400_000)
-    with pytest.raises(MemoryLimitError, match="one row of 32 tokens.*generator.max_context_length"):
+    with pytest.raises(MemoryLimitError, match=r"one row of 32 tokens.*generator.max_context_length"):
         size_all([learner_of(folder)], limits, {})
 
 
@@ -188,10 +188,10 @@ def test_a_scoring_is_healed_too(folder: Path) -> None:
 
 def test_it_gives_up_after_so_many_times_and_on_a_row_alone(folder: Path) -> None:
     learner, _ = healed(folder, *range(1, 400), retries=1)
-    with pytest.raises(MemoryLimitError, match="after 1 smaller attempts.*trainer.memory_budget_gb"):
+    with pytest.raises(MemoryLimitError, match=r"after 1 smaller attempts.*trainer.memory_budget_gb"):
         learner.forward_backward(close(make_batch(LENGTHS)))
     learner, _ = healed(folder, 3)
-    with pytest.raises(MemoryLimitError, match="1 rows of at most 16 tokens.*cannot be cut further"):
+    with pytest.raises(MemoryLimitError, match=r"1 rows of at most 16 tokens.*cannot be cut further"):
         learner.forward_backward(close(make_batch([16])))
 
 

@@ -1,0 +1,114 @@
+"""Two ranks whose memory differs: both probe alike, take the smaller budget, and run as many micro-batches as each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train.batch.stage import stage
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import ModelConfig, OptimizerConfig
+from skyrl_train.distributed.strategy import ModelStrategy
+from skyrl_train.errors import MemoryLimitError
+from skyrl_train.learner.critic import CriticLearner
+from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.learner.probe import Probed
+from skyrl_train.learner.sizing import SizingLimits, SizingReport, hold_everything, size_micro_batches
+from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model.value_model import load_value_model
+from tests.layout_cases import close
+from tests.learner_cases import make_batch, save_tiny_model
+from tests.memory_cases import MIB, FailingMeter, on_two_ranks, spread
+
+ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
+LENGTHS = [9, 14, 7, 32, 16, 8, 10, 11, 28, 9, 15, 6] * 4
+BUDGETS = (6 * MIB, 4 * MIB)
+"""Of rank 0 and rank 1."""
+
+
+def limits(rank: int) -> SizingLimits:
+    return SizingLimits(longest=32, max_rows=64, limit_bytes=BUDGETS[rank], margin=0.05, retries=3)
+
+
+def build(folder: Path, role: str, strategy: ModelStrategy) -> Probed:
+    config = ModelConfig(path=str(folder))
+    model = load_value_model(config, "cpu") if role == "critic" else load_causal_lm(config, "cpu")
+    engine = ModelEngine(
+        model,
+        name=role,
+        micro_batching=None,  # type: ignore[arg-type]
+        optimizer=None if role == "reference" else OptimizerConfig(lr=1e-3),
+        total_optimizer_steps=10,
+        strategy=strategy,
+    )
+    if role == "critic":
+        return CriticLearner(engine, model=config, algorithm=ALGORITHM)
+    return PolicyLearner(engine, model=config, algorithm=ALGORITHM, temperature=1.0)
+
+
+def use(learner: Probed, rank: int) -> tuple[int, int]:
+    """A scoring and, where it learns, a step; forwards of the step, and how often it was healed."""
+    closed = close(make_batch(LENGTHS, dtype=torch.float32))
+    shard = stage(closed.batch, 2).shards[rank]
+    name = learner.engine.name
+    scores = learner.forward(shard)
+    if name == "reference":
+        return 0, 0
+    if name == "critic":
+        shard = shard.with_columns(values=scores, returns=torch.ones_like(scores))
+    metrics = learner.forward_backward(replace(closed, batch=shard))
+    learner.engine.optim_step()
+    return int(metrics[f"layout/{name}_forwards_padded"].value), int(metrics[f"memory/{name}_redone"].value)
+
+
+def run_rank(rank: int, folder: Path, name: str) -> None:
+    """Sizes and uses all three models in one process's memory, then sizes the policy with memory running out on rank 1 at
+    one point of the probes after another."""
+    meter = FailingMeter(BUDGETS[rank])
+    learners = [build(folder, role, spread(name)) for role in ("policy", "reference", "critic")]
+    for learner in learners:
+        hold_everything(learner.engine, meter)
+    reports: list[SizingReport] = []
+    allocations = 0
+    for learner in learners:
+        meter.refuse()
+        reports.append(size_micro_batches(learner, meter, limits(rank)))
+        allocations = allocations or meter.num_allocations
+    used = [use(learner, rank) for learner in learners]
+    disturbed: list[int] = []
+    for point in range(1, allocations, allocations // 6):
+        meter.refuse(*([point] if rank == 1 else []))
+        try:
+            disturbed.append(size_micro_batches(learners[0], meter, limits(rank)).budgets.training)
+        except MemoryLimitError:  # the smallest probe of all, the one row that has to fit
+            disturbed.append(0)
+    meter.refuse()
+    after = use(learners[0], rank)
+    torch.save((reports, used, disturbed, after), folder / f"rank{rank}.pt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_two_ranks_with_unequal_memory(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    save_tiny_model(tmp_path)
+    first, second = on_two_ranks(run_rank, tmp_path, name)
+    for mine, other in zip(first[0], second[0]):
+        assert mine.budgets == other.budgets
+        assert [(p.rows, p.longest) for p in mine.forward.probes] == [(p.rows, p.longest) for p in other.forward.probes]
+        assert (mine.forward.limit_bytes, other.forward.limit_bytes) == BUDGETS
+        assert mine.forward.tokens == other.forward.own_tokens, "the rank with less memory decides"
+        if mine.training is not None and other.training is not None:
+            assert mine.training.tokens == other.training.own_tokens
+    assert first[1] == second[1], "as many forwards on each, none computed anew"
+    assert [redone for _, redone in first[1]] == [0, 0, 0]
+    assert first[1][0][0] > 1
+    assert first[2] == second[2], "the same budgets wherever memory ran out in a probe"
+    undisturbed = first[0][0].budgets.training
+    assert max(first[2]) < 1.05 * undisturbed
+    assert sum(budget > 0 for budget in first[2]) >= 4
+    assert first[3] == second[3]
