@@ -235,11 +235,14 @@ def _attend(
 def _attend_on_cuda(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float) -> Tensor:
     """The fused kernel for rows of one segment, variable-length flash attention for packed rows in half precision, else
     flex attention."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
     if len(segments.segments) == 1:
+        if not half:  # of the fused kernels, only those for half precision know grouped heads
+            key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-    if not segments.is_tree and query.dtype in (torch.bfloat16, torch.float16):
+    if not segments.is_tree and half:
         from torch.nn.attention.varlen import varlen_attn
 
         offsets, longest = segments.offsets(query.device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from skyrl_train.batch.prefix_tree import Segment, prefix_order, tree_segments
 from skyrl_train.errors import ModelError
-from skyrl_train.model.attention import Segments, flex, masked_attention, segment_attention
+from skyrl_train.model.attention import Segments, _attend_on_cuda, flex, masked_attention, segment_attention
 
 PACKED = Segments((Segment(0, 3, 3), Segment(3, 4, 4), Segment(4, 9, 9)), 5)
 TREE = Segments(
@@ -125,3 +125,15 @@ def test_a_model_that_drops_the_layout_is_refused() -> None:
 def test_attention_with_another_term_is_refused(terms: dict[str, object]) -> None:
     with pytest.raises(ModelError, match="not known to merged layouts"):
         attend(*qkv(TREE), TREE, **terms)
+
+
+def test_several_rows_of_one_segment_attend_each_to_itself() -> None:
+    """Padded rows of which several ranks have heads; the accelerator's way is taken on the CPU here."""
+    segments = Segments((Segment(0, 9, 9),), 9)
+    rows = [tuple(each.detach() for each in qkv(segments)), tuple(each.detach() + 0.5 for each in qkv(segments))]
+    together = [torch.cat(pair) for pair in zip(*rows)]
+    expected = torch.cat([dense(*row, dense_mask(segments), 0.3) for row in rows])
+    torch.testing.assert_close(attend(*together, segments), expected)
+    torch.testing.assert_close(_attend_on_cuda(*together, segments, scale=0.3), expected)
+    half = _attend_on_cuda(*(each.bfloat16() for each in together), segments, scale=0.3)
+    torch.testing.assert_close(half.double(), expected, rtol=0, atol=0.03)
