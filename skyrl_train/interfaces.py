@@ -125,14 +125,6 @@ class Learner(Protocol):
         """Model, config and tokenizer for `from_pretrained`."""
         ...
 
-    def offload(self) -> None:
-        """Leaves the device to others: parameters, gradients and optimizer state go to the host. Idempotent."""
-        ...
-
-    def onload(self, optimizer: bool = True) -> None:
-        """Undoes `offload`, the optimizer's state where asked for; nothing else works before. Idempotent."""
-        ...
-
     def close(self) -> None: ...
 
 

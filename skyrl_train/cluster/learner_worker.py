@@ -123,6 +123,16 @@ class LearnerWorker:
         return getattr(self._learner, method)(*args)
 
     @answering
+    def offload(self) -> None:
+        """See `Residence.offload`."""
+        self._learner.engine.residence.offload()
+
+    @answering
+    def onload(self, optimizer: bool) -> None:
+        """See `Residence.onload`."""
+        self._learner.engine.residence.onload(optimizer=optimizer)
+
+    @answering
     def weights(self, method: str, *args: Any) -> Any:
         """`method` of this rank's `WeightSender`."""
         return getattr(self._sender, method)(*args)

@@ -120,14 +120,6 @@ class RayLearner:
         self._take_turn()
         self.group.learner("export_hf", "export", folder.absolute())
 
-    def offload(self) -> None:
-        """On all ranks."""
-        self.group.learner("offload", "generate")
-
-    def onload(self, optimizer: bool = True) -> None:
-        """On all ranks."""
-        self.group.learner("onload", "score", optimizer)
-
     def close(self) -> None:
         """Ends the workers."""
         self.group.close()

@@ -133,13 +133,13 @@ class DeviceTurns:
         for role in roles:
             if role not in self._on_device or (optimizer and not self._on_device[role]):
                 started = time.monotonic()
-                self._groups[role].learner("onload", "score", optimizer)
+                self._groups[role].call("onload", "score", args=(optimizer,))
                 self._on_device[role] = optimizer
                 self._record(f"{role} on" + (", with optimizer" if optimizer else ""), started)
 
     def _put_off(self, role: str) -> None:
         started = time.monotonic()
-        self._groups[role].learner("offload", "generate")
+        self._groups[role].call("offload", "generate")
         del self._on_device[role]
         self._record(f"{role} off", started)
 

@@ -133,7 +133,13 @@ class VLLMCore:
 
     def update(self, bucket: Bucket) -> None:
         """Takes some of the weights."""
-        self._guarded(lambda: self._receive(bucket))
+
+        def receive() -> None:
+            with _for_workers(bucket, separate=self._settings.separate_workers) as sent:
+                self._engine.collective_rpc("update_weights", kwargs={"update_info": sent.fields()})
+            self._num_received += len(bucket.names)
+
+        self._guarded(receive)
 
     def finish_update(self, version: int, num_tensors: int) -> int:
         """Serves with the new weights, under `version`, which it returns. `num_tensors` were sent in all."""
@@ -157,11 +163,6 @@ class VLLMCore:
             self._updating = False
             self.fail_all(EngineError(self._broken))
             raise EngineError(self._broken) from error
-
-    def _receive(self, bucket: Bucket) -> None:
-        with _for_workers(bucket, separate=self._settings.separate_workers) as sent:
-            self._engine.collective_rpc("update_weights", kwargs={"update_info": sent.fields()})
-        self._num_received += len(bucket.names)
 
     def _finish(self, version: int, num_tensors: int) -> int:
         if not self._updating:

@@ -90,14 +90,6 @@ class CriticLearner:
         except OSError as error:
             raise ModelError(f"{folder}: the critic could not be exported: {error}") from error
 
-    def offload(self) -> None:
-        """See `Residence.offload`."""
-        self.engine.residence.offload()
-
-    def onload(self, optimizer: bool = True) -> None:
-        """See `Residence.onload`."""
-        self.engine.residence.onload(optimizer=optimizer)
-
     def close(self) -> None:
         """Nothing to release: memory goes with the object."""
 

@@ -8,7 +8,7 @@ sum and nothing here divides: how rows are split changes speed and memory, never
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,7 +90,7 @@ class ModelEngine:
             name=name,
             device=self.passes.device,
             held=self.held_tensors,
-            optimizer=self._moments,
+            optimizer=lambda: _moments(self._optimizer, self.parameters),
         )
 
     @property
@@ -112,7 +112,7 @@ class ModelEngine:
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 yield parameter.grad
-        yield from self._moments()
+        yield from _moments(self._optimizer, self.parameters)
 
     def forward(self, batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
         """`[num_tokens]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
@@ -235,9 +235,6 @@ class ModelEngine:
         buffers = {name: value for name, value in self.model.named_buffers() if name in persistent}
         return {**self.parameters, **buffers}
 
-    def _moments(self) -> Iterable[Tensor]:
-        return () if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters).values()
-
     def _is_finite(self, gradient: Tensor) -> bool:
         return bool(self.strategy.full(gradient).isfinite().all())
 
@@ -256,3 +253,7 @@ class ModelEngine:
             f"{self.name}, optimizer step {self.num_optimizer_steps}: {reason}. No weight was changed. "
             "A smaller trainer.policy.optimizer.lr or max_grad_norm may help; so may model.dtype=float32"
         )
+
+
+def _moments(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> Iterable[Tensor]:
+    return () if optimizer is None else optimizer_tensors(optimizer, parameters).values()

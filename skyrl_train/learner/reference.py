@@ -68,12 +68,6 @@ class BaseOfAdapter:
         """Raises ModelError: the policy needs the base model as it is."""
         raise ModelError("the reference is the policy's model with the adapter off and cannot take other weights")
 
-    def offload(self) -> None:
-        """The model is the policy's."""
-
-    def onload(self, optimizer: bool = True) -> None:
-        """The model is the policy's."""
-
     def close(self) -> None:
         """The model is the policy's."""
 

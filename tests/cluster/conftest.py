@@ -17,7 +17,7 @@ from tests.learner_cases import save_tiny_model
 
 @pytest.fixture(scope="session")
 def session() -> Iterator[RaySession]:
-    opened = RaySession(PlacementConfig(start_timeout_s=180.0), num_cpus=8, name="tests")
+    opened = RaySession(PlacementConfig(start_timeout_s=600.0), num_cpus=8, name="tests")
     yield opened
     opened.close()
 

@@ -52,7 +52,7 @@ def make_config(model_folder: Path, *, strategy: str = "single", silence_timeout
         ),
         strategy=StrategyConfig(name=strategy),  # type: ignore[arg-type]
         placement=PlacementConfig(
-            backend="ray", start_timeout_s=180.0, call_timeout_s=120.0, silence_timeout_s=silence_timeout_s
+            backend="ray", start_timeout_s=600.0, call_timeout_s=300.0, silence_timeout_s=silence_timeout_s
         ),
     )
 

@@ -39,13 +39,14 @@ Move = Callable[[PolicyLearner], None]
 
 
 def leave_and_return(learner: PolicyLearner) -> None:
-    learner.offload()
-    learner.offload()
+    residence = learner.engine.residence
+    residence.offload()
+    residence.offload()
     held = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in learner.engine.held_tensors()]
     assert all(storage.nbytes() == 0 or not storage.resizable() for storage in held)
     assert sum(not storage.resizable() for storage in held) == 0
-    learner.onload(optimizer=False)
-    learner.onload()
+    residence.onload(optimizer=False)
+    residence.onload(optimizer=True)
 
 
 def stay(learner: PolicyLearner) -> None:
@@ -190,7 +191,7 @@ def test_a_model_in_the_host_refuses_to_be_used(tmp_path: Path) -> None:
         platform=PlatformConfig(),
     )
     learner = build_policy_learner(config, make_plan(config), role="policy")
-    learner.offload()
+    learner.engine.residence.offload()
     for use in (
         lambda: learner.forward(make_batch(LENGTHS)),
         lambda: learner.forward_backward(mini_batch(0)),

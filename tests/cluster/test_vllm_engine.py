@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +14,15 @@ from torch import Tensor
 
 from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
 from skyrl_train.config.schema import Config
+from skyrl_train.distributed.process_group import Rendezvous
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.inference.vllm_settings import engine_settings
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
-from skyrl_train.weight_sync.buckets import Bucket, in_buckets, pack_bucket
+from skyrl_train.weight_sync.broadcast import WeightGroup
+from skyrl_train.weight_sync.buckets import Bucket, in_buckets, pack, pack_bucket
+from skyrl_train.weight_sync.lending import Loan
 
 pytestmark = pytest.mark.cluster
 
@@ -169,3 +174,36 @@ def test_chunked_prefill_is_off_on_a_cpu_and_a_prompt_fits_one_step() -> None:
     assert arguments["enable_chunked_prefill"] is False
     assert arguments["max_num_batched_tokens"] >= arguments["max_model_len"]
     assert arguments["dtype"] == "float32"
+
+
+def test_workers_in_processes_of_their_own_take_buckets_and_broadcasts(tmp_path: Path) -> None:
+    """As on a GPU: the engine's core and its worker are apart from this process, which no array crosses by itself."""
+    settings = engine_settings(CONFIG)
+    apart = replace(settings, environment={**settings.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    engine = VLLMEngine(apart)
+    try:
+        carried, sent = trained_weights(6), trained_weights(7)
+        assert sync(engine, carried, 1) == 1
+        output = engine.generate(request("carried")).result(60)
+        assert largest_difference(output, expected_logprobs(carried, LONG_PROMPT, output)) < 1e-4
+
+        place = {"num_ranks": 2, "init_method": f"file://{tmp_path}/meet", "timeout_s": 60.0}
+        with ThreadPoolExecutor(1) as beside:
+            group = beside.submit(WeightGroup, Rendezvous(rank=0, **place), torch.device("cpu"))  # type: ignore[arg-type]
+            engine.meet(Rendezvous(rank=1, **place))  # type: ignore[arg-type]
+            bucket, flat = pack(sent.items(), torch.device("cpu"))
+            engine.begin_update()
+            sending = beside.submit(group.result(60).send, flat)
+            engine.update(replace(bucket, checksum=None))
+            sending.result(60)
+        assert engine.finish_update(2, len(sent)) == 2
+        output = engine.generate(request("sent")).result(60)
+        assert largest_difference(output, expected_logprobs(sent, LONG_PROMPT, output)) < 1e-4
+
+        loan = Loan(flat)
+        engine.begin_update()
+        engine.update(replace(bucket, handles=loan.handles))
+        loan.close()
+        assert engine.finish_update(3, len(sent)) == 3
+    finally:
+        engine.close()
