@@ -243,25 +243,30 @@ def _attend_on_cuda(query: Tensor, key: Tensor, value: Tensor, segments: Segment
             query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
     if not segments.is_tree and half:
-        from torch.nn.attention.varlen import varlen_attn
-
-        offsets, longest = segments.offsets(query.device)
-        q, k, v = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
-        found: Any = varlen_attn(
-            q,
-            k,
-            v,
-            offsets,
-            offsets,
-            longest,
-            longest,
-            scale=scale,
-            window_size=(-1, 0),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        packed: Tensor = found.transpose(0, 1).unsqueeze(0)
-        return packed
+        return varlen(query, key, value, segments, scale=scale)
     return flex(query, key, value, segments, scale=scale, compiled=True)
+
+
+def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float) -> Tensor:
+    """torch's flash attention over packed rows; on CUDA, in half precision."""
+    from torch.nn.attention import varlen as library
+
+    offsets, longest = segments.offsets(query.device)
+    q, k, v = (each.squeeze(0).transpose(0, 1) for each in (query, key, value))
+    function: Any = library.varlen_attn
+    found: Tensor = function(
+        q,
+        k,
+        v,
+        offsets,
+        offsets,
+        longest,
+        longest,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return found.transpose(0, 1).unsqueeze(0)
 
 
 def flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float, compiled: bool) -> Tensor:
@@ -333,9 +338,24 @@ _TERMS = ("s_aux", "position_bias", "head_mask", "cache")
 """Arguments that change what attention computes, in models that merged layouts do not know."""
 
 
+_registered: dict[str, Any] = {ATTENTION: segment_attention}
+
+
+def leave_uncompiled() -> None:
+    """From now on layers that torch compiles call attention over segments as it is: traced, it would be compiled anew
+    for each set of segments."""
+    if _registered[ATTENTION] is segment_attention:
+        disable: Any = torch.compiler.disable
+        _registered[ATTENTION] = disable(segment_attention)
+
+
 def register() -> None:
     """Makes `ATTENTION` known to transformers, with no mask."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(ATTENTION, segment_attention)
-    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+    AttentionInterface.register(ATTENTION, _registered[ATTENTION])
+    AttentionMaskInterface.register(ATTENTION, _no_mask)
+
+
+def _no_mask(*_: Any, **__: Any) -> None:
+    return None

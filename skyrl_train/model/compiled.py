@@ -47,5 +47,5 @@ def _why_not(device: torch.device) -> str:
     try:
         find()
     except Exception as error:
-        return f"torch finds no C++ compiler ({type(error).__name__}: {error}). Install one (g++), or name it in CXX"
+        return f"torch finds no C++ compiler ({type(error).__name__}). Install one (g++), or name it in CXX"
     return ""

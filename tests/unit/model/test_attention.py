@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from skyrl_train.batch.prefix_tree import Segment, prefix_order, tree_segments
 from skyrl_train.errors import ModelError
+from skyrl_train.model import attention
 from skyrl_train.model.attention import Segments, _attend_on_cuda, flex, masked_attention, segment_attention
 
 PACKED = Segments((Segment(0, 3, 3), Segment(3, 4, 4), Segment(4, 9, 9)), 5)
@@ -107,13 +112,93 @@ def test_bfloat16_is_as_near_as_its_rounding_and_accepts_queries_in_float32() ->
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
 
 
-def test_the_block_mask_of_flex_attention_is_that_of_the_tree() -> None:
+def long_tree(seed: int) -> Segments:
+    """Rows of up to 200 tokens with common beginnings: several of flex attention's blocks of 128."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(0, 9, 150).astype(np.int32)
+    rows = [np.append(prompt[: rng.integers(1, 151)], rng.integers(0, 2, rng.integers(1, 50))) for _ in range(8)]
+    order = prefix_order([row.astype(np.int32) for row in rows])
+    return Segments(tree_segments(order), max(order.lengths))
+
+
+@pytest.mark.parametrize("segments", [PACKED, TREE, random_tree(0), long_tree(0), long_tree(1)])
+def test_flex_attention_with_the_block_mask_of_a_tree(segments: Segments) -> None:
     """Forward only, uncompiled: what can be checked of it without a device."""
-    inputs = [each.detach().float() for each in qkv(TREE)]
+    query, key, value = (each.detach().float() for each in qkv(segments))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = flex(inputs[0], inputs[1], inputs[2], TREE, scale=0.3, compiled=False)
-    torch.testing.assert_close(found, masked_attention(inputs[0], inputs[1], inputs[2], TREE, scale=0.3))
+        found = flex(query, key, value, segments, scale=0.3, compiled=False)
+    torch.testing.assert_close(found, masked_attention(query, key, value, segments, scale=0.3))
+
+
+def test_blocks_that_nobody_attends_to_are_left_out() -> None:
+    """Two packed rows of 256: of 16 pairs of blocks each row has the 3 that are causal, 2 of them in part."""
+    rows = Segments((Segment(0, 256, 256), Segment(256, 512, 512)), 256)
+    mask = rows.block_mask(torch.device("cpu"))
+    computed = mask.to_dense()[0, 0] > 0
+    assert computed.tolist() == [
+        [True, False, False, False],
+        [True, True, False, False],
+        [False, False, True, False],
+        [False, False, True, True],
+    ]
+
+
+class OnCuda:
+    """Stands for attention's inputs on a device, where there is none."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.dtype, self.shape = tensor, tensor.dtype, tensor.shape
+        self.device = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("segments", "dtype", "backend"),
+    [
+        (PACKED, torch.bfloat16, "varlen"),
+        (PACKED, torch.float16, "varlen"),
+        (PACKED, torch.float32, "flex"),
+        (TREE, torch.bfloat16, "flex"),
+        (TREE, torch.float32, "flex"),
+    ],
+)
+def test_what_runs_on_cuda(
+    segments: Segments, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention, "varlen", lambda *_, **__: "varlen")
+    monkeypatch.setattr(attention, "flex", lambda *_, **__: "flex")
+    inputs = [OnCuda(each.detach()) for each in qkv(segments, dtype)]
+    found = attention._attend(*inputs, segments, scale=0.3, window=None, softcap=None)  # type: ignore[arg-type]
+    assert found == backend
+
+
+def test_packed_rows_are_handed_to_the_variable_length_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel itself runs on CUDA alone: here a function of its signature computes what it promises."""
+    from torch.nn.attention import varlen as library
+
+    signature = inspect.signature(library.varlen_attn)
+
+    def computed(*args: Any, **kwargs: Any) -> Tensor:
+        given = signature.bind(*args, **kwargs).arguments
+        assert (given["window_size"], given["max_q"], given["max_k"]) == ((-1, 0), 5, 5)
+        assert given["cu_seq_q"].tolist() == given["cu_seq_k"].tolist() == [0, 3, 4, 9]
+        assert given["cu_seq_q"].dtype == torch.int32
+        query, key, value = (given[name].transpose(0, 1)[None] for name in ("query", "key", "value"))
+        rows = [
+            functional.scaled_dot_product_attention(
+                *(each[:, :, start:stop] for each in (query, key, value)),
+                is_causal=True,
+                scale=given["scale"],
+                enable_gqa=given["enable_gqa"],
+            )
+            for start, stop in pairwise(given["cu_seq_q"].tolist())
+        ]
+        return torch.cat(rows, dim=2)[0].transpose(0, 1)
+
+    monkeypatch.setattr(library, "varlen_attn", computed)
+    query, key, value = (each.detach().float() for each in qkv(PACKED))
+    found = attention.varlen(query, key, value, PACKED, scale=0.3)
+    torch.testing.assert_close(found, masked_attention(query, key, value, PACKED, scale=0.3))
 
 
 def test_a_model_that_drops_the_layout_is_refused() -> None:

@@ -1,0 +1,61 @@
+"""Layers that torch compiles: the same gradient, one set of graphs for all sizes, or a refusal that says what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from skyrl_train.errors import ModelError
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.model import attention
+from skyrl_train.model.compiled import compile_layers
+from tests.layout_cases import close, distance, flat_gradient, tree_batch, use_layout
+from tests.learner_cases import make_learner, save_tiny_model
+
+
+@pytest.fixture
+def learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PolicyLearner:
+    monkeypatch.setattr(attention, "_registered", dict(attention._registered))
+    return make_learner(save_tiny_model(tmp_path), double=True)
+
+
+def test_without_a_compiler_it_is_refused(learner: PolicyLearner) -> None:
+    from torch._inductor import config
+
+    missing = r"model.compile=true, but torch finds no C\+\+ compiler .* Install one \(g\+\+\)"
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}), pytest.raises(ModelError, match=missing):
+        compile_layers(learner.engine.model, name="some/model")
+
+
+def test_a_model_without_decoder_layers_is_refused() -> None:
+    class Other(nn.Linear):
+        device = torch.device("cpu")
+
+    with pytest.raises(ModelError, match=r"Other declares no decoder layers to compile. Set model.compile=false"):
+        compile_layers(Other(2, 2), name="some/model")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_the_gradient_is_the_same_and_no_micro_batch_is_compiled_anew(learner: PolicyLearner) -> None:
+    from torch._dynamo.utils import counters
+
+    def gradient(layout: str, seed: int) -> torch.Tensor:
+        use_layout(learner, layout, rows=5)  # type: ignore[arg-type]
+        learner.forward_backward(close(tree_batch(seed)))
+        return flat_gradient(learner)
+
+    layouts = ("packed", "prefix_shared", "padded")
+    expected = {(layout, seed): gradient(layout, seed) for layout in layouts for seed in range(4)}
+    names = list(dict(learner.engine.model.named_parameters()))
+    counters.clear()
+    compile_layers(learner.engine.model, name="tiny")
+    assert list(dict(learner.engine.model.named_parameters())) == names
+    for layout in layouts:
+        assert distance(gradient(layout, 0), expected[layout, 0]) < 1e-10
+        graphs = counters["stats"]["unique_graphs"]
+        for seed in range(1, 4):
+            assert distance(gradient(layout, seed), expected[layout, seed]) < 1e-10
+        assert counters["stats"]["unique_graphs"] == graphs, layout
