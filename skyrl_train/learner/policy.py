@@ -37,6 +37,7 @@ from skyrl_train.model.causal_lm import (
     output_head,
     quiet_transformers,
 )
+from skyrl_train.model.compiled import compile_layers
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.logprobs import LossOfTokens, TokenScores, score_tokens
 from skyrl_train.model.lora import adapter_off, adapter_tensors, add_adapter, merged_weights, write_adapter
@@ -314,6 +315,8 @@ def build_policy_learner(
         )
     if role == "policy" and config.model.lora.rank:
         add_adapter(model, config.model.lora, seed=config.seed)
+    if model_config.compile:
+        compile_layers(model, name=model_config.path)
     trainer = replace(config.trainer, layout=spread.of_rank_0(layout))
     merge_turns = config.generator.merge_stepwise == "auto"
     engine = ModelEngine(
