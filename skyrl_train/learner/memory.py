@@ -189,7 +189,8 @@ def _training(facts: MemoryFacts, rows: int, longest: int, positions: int) -> It
         "attention": attention,
     }
     hidden = stream * model.hidden_size * positions
-    copies = _weight_copies(facts)
+    dropped = settings.checkpointing and settings.trained == "adapter"
+    copies = _largest_copy(facts) if dropped else _weight_copies(facts)
     head = _head_in_training(facts, positions)
     yield (
         "in the head",
@@ -313,7 +314,8 @@ def _embedding_gradient(facts: MemoryFacts) -> float:
 
 
 def _weight_copies(facts: MemoryFacts) -> int:
-    """What autocast keeps of the layers' weights; the head makes its own."""
+    """What autocast keeps of the layers' weights: of trained ones to the end of the forward, of any that the backward
+    pass reads to that. The head makes its own."""
     if not facts.settings.precision.casts:
         return 0
     return facts.settings.precision.compute * facts.model.num_layers * facts.model.block_linear_parameters
