@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 RAY = ("placement.backend=ray", "placement.start_timeout_s=180", "placement.call_timeout_s=120")
-TIMEOUT_S = 400.0
+TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,94 @@
+"""Where the time goes from the command to the first rollout.
+
+    python scripts/bench_startup.py                                              # the quickstart, in one process
+    python scripts/bench_startup.py placement=cpu_2 strategy=fsdp2 generator=vllm
+
+Runs one step of `+experiment=gsm8k_multiturn` with these overrides and prints a row per stage, in seconds since the
+command was typed. A stage ends where the function that it is named after returns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+OVERRIDES = ("+experiment=gsm8k_multiturn", "data.validation=[]", "trainer.total_steps=1")
+TIMEOUT_S = 600.0
+
+
+def run_child(folder: Path, overrides: list[str]) -> None:
+    """The trainer, with the time noted at the end of each stage."""
+    marks: list[tuple[str, float]] = []
+
+    def mark(name: str) -> None:
+        if name not in {known for known, _ in marks}:
+            marks.append((name, time.time()))
+            (folder / "marks.json").write_text(json.dumps(marks), encoding="utf-8")
+
+    mark("Python started")
+    from skyrl_train import main as entry
+
+    mark("imports of the command")
+    import skyrl_train.run as run
+    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.trainers import steps
+
+    def note_end(owner: Any, name: str, stage: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            mark(stage)
+            return result
+
+        setattr(owner, name, wrapped)
+
+    note_end(run, "validate_config", "command line checked, configuration composed")
+    note_end(run, "load_data", "torch imported, prompts read and measured")
+    note_end(run, "build_cluster", "Ray up, room reserved")
+    note_end(run, "build_rollouts", "engines begin to load")
+    note_end(run, "build_learners", "models and engines loaded")
+    note_end(steps, "sync", "first weight sync")
+    note_end(RunConsole, "on_progress", "first rollout")
+    note_end(steps, "generate", "all rollouts of the first step")
+    sys.argv = ["skyrl-train", *OVERRIDES, *overrides, f"hydra.run.dir={folder / 'run'}"]
+    entry.main()
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--child"]:
+        run_child(Path(sys.argv[2]), sys.argv[3:])
+        return 0
+    with tempfile.TemporaryDirectory(prefix="bench-startup-") as scratch:
+        command = [sys.executable, str(Path(__file__).resolve()), "--child", scratch, *sys.argv[1:]]
+        started = time.time()
+        child = subprocess.run(
+            command,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        if child.returncode:
+            print(child.stdout[-4000:], file=sys.stderr)
+            return child.returncode
+        marks = json.loads((Path(scratch) / "marks.json").read_text(encoding="utf-8"))
+    print("| stage | seconds | since the command |\n|---|---|---|")
+    before = started
+    for name, at in marks:
+        print(f"| {name} | {at - before:.1f} | {at - started:.1f} |")
+        before = at
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""`generator=http` against a real vLLM server, started by the command of docs/distributed.md."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from skyrl_train.model.causal_lm import resolve_model_path
+from tests.command_runs import records, start_command, unaccounted_share, wait_for
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a-token-of-this-test"
+START_TIMEOUT_S = 900.0
+"""A server is three processes that each import vLLM: on a busy machine that takes minutes."""
+SIZES = (
+    "+experiment=gsm8k_multiturn",
+    "platform=cpu",
+    "generator=http",
+    "data.validation=[]",
+    "generator.n_samples_per_prompt=4",
+    "trainer.train_batch_size=8",
+    "trainer.policy_mini_batch_size=4",
+    "trainer.critic_mini_batch_size=4",
+    "trainer.policy.optimizer.lr=1e-3",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server that answers."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+
+    def kill(self) -> None:
+        """All of its processes, at once."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+def documented_command(model: str, port: int) -> tuple[dict[str, str], list[str]]:
+    """Variables and words of the first command under "A server instead"."""
+    text = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8").partition("## A server instead")[2]
+    block = re.search(r"```sh\n(.*?)```", text, flags=re.DOTALL)
+    assert block is not None
+    words = shlex.split(block[1].replace("\\\n", " ").splitlines()[0])
+    assert {"FOLDER", "SECRET"} <= set(words)
+    variables = dict(word.split("=", 1) for word in words[: words.index("python")])
+    named = {"python": sys.executable, "FOLDER": model, "SECRET": TOKEN}
+    return variables, [*(named.get(word, word) for word in words[words.index("python") :]), "--port", str(port)]
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    variables, command = documented_command(str(resolve_model_path("builtin:tiny_qwen2")), port)
+    log = tmp_path / "server.log"
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
+            start_new_session=True,
+        )
+    opened = Server(process=process, url=f"http://127.0.0.1:{port}")
+    try:
+        _wait_until_it_answers(opened, log)
+        yield opened
+    finally:
+        if process.poll() is None:
+            opened.kill()
+
+
+def _wait_until_it_answers(server: Server, log: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        assert server.process.poll() is None, log.read_text(encoding="utf-8")[-6000:]
+        try:
+            if httpx.get(f"{server.url}/health", timeout=5.0).status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.5)
+    raise AssertionError(f"no answer within {START_TIMEOUT_S:g} s\n{log.read_text(encoding='utf-8')[-6000:]}")
+
+
+def test_a_run_learns_by_a_server_that_gets_its_weights_as_files_and_ends_with_it(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"generator.http.url={server.url}"
+    monkeypatch.setenv("SKYRL_TRAIN_API_KEY", "wrong")
+    status, said = wait_for(start_command(tmp_path / "refused", *SIZES, url, "trainer.total_steps=2"))
+    assert (status, "SKYRL_TRAIN_API_KEY" in said) == (2, True), said
+
+    monkeypatch.setenv("SKYRL_TRAIN_API_KEY", TOKEN)
+    status, said = wait_for(start_command(tmp_path / "run", *SIZES, url, "trainer.total_steps=3"))
+    assert status == 0, said
+    steps = records(tmp_path / "run")
+    difference = max(record["mismatch/logprob_diff_max"] for record in steps)
+    print(f"\nlargest difference of a log-probability over three steps by HTTP: {difference:.1e}")
+    assert difference < 1e-3, "the third step was generated with the weights of the second"
+    assert max(unaccounted_share(record) for record in steps) < 0.05
+    assert list((tmp_path / "run" / "weights").iterdir()) == []
+
+    running = start_command(tmp_path / "killed", *SIZES, url, "trainer.total_steps=1000")
+    while running.process.poll() is None and not (tmp_path / "killed" / "metrics.jsonl").exists():
+        time.sleep(0.2)
+    server.kill()
+    killed = time.monotonic()
+    status, said = wait_for(running)
+    print(f"a killed server ends the run after {time.monotonic() - killed:.1f} s:\n{said[-600:]}")
+    assert status == 2, said
+    assert server.url in said
