@@ -137,14 +137,6 @@ class PolicyLearner:
                 f"the {self.engine.name} model has {len(self.engine.parameters)} parameters and got {count}"
             )
 
-    def offload(self) -> None:
-        """See `Residence.offload`."""
-        self.engine.residence.offload()
-
-    def onload(self, optimizer: bool = True) -> None:
-        """See `Residence.onload`."""
-        self.engine.residence.onload(optimizer=optimizer)
-
     def close(self) -> None:
         """Nothing to release: memory goes with the object."""
 
