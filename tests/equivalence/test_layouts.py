@@ -83,6 +83,23 @@ def test_random_trees_have_one_gradient(
 
 
 @pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
+def test_recomputed_activations_give_the_same_gradient(learner: PolicyLearner, layout: str, merge: bool) -> None:
+    batch = tree_batch(9)
+    plain(learner)
+    expected = gradient(learner, batch)
+    use_layout(learner, layout, merge=merge, rows=5)  # type: ignore[arg-type]
+    model = learner.engine.model
+    model.train()
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+    )
+    assert model.is_gradient_checkpointing
+    found = gradient(learner, batch)
+    model.gradient_checkpointing_disable()
+    assert distance(found, expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
 def test_metrics_are_those_of_the_rows(learner: PolicyLearner, layout: str, merge: bool) -> None:
     def metrics() -> dict[str, float]:
         values = to_values(learner.forward_backward(close(tree_batch(3))))
