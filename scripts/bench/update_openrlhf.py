@@ -42,6 +42,9 @@ def run(
     num_scored = float(sum(len(ids) - prompt for ids, prompt, _ in rows))
     actor = Actor(build_model(size))
     actor.packing_samples = packed
+    actor.model.config.use_cache = (
+        False  # as it does where it loads a model itself; with a cache, packed rows are not told apart
+    )
     actor.train()
     optimizer = torch.optim.AdamW(actor.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     loss_of = PolicyLoss()
