@@ -97,12 +97,14 @@ def close_mini_batch(
     Raises ConfigError for an unknown reduction, BatchError for a missing column.
     """
     reduction = resolve(loss_reduction, LOSS_REDUCTIONS, field="trainer.algorithm.loss_reduction")
-    trained = batch["loss_mask"] & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
-    counts = _count(batch, trained, max_sequence_length_for_norm)
+    trained = batch["loss_mask"]
+    if bool(batch["is_padding"].any()):
+        trained = trained & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
+    row_tokens = _trained_tokens(batch, trained)
+    counts = _count(batch, row_tokens, max_sequence_length_for_norm)
     weights = torch.zeros(batch.num_tokens, dtype=torch.float64, device=trained.device)
     if counts.denominators.num_tokens:
-        per_token = torch.repeat_interleave(reduction(counts), batch.lengths)
-        weights = torch.where(trained, per_token, weights)
+        weights[trained] = torch.repeat_interleave(reduction(counts), row_tokens)
     closed = batch.with_columns(loss_weights=weights)
     if normalize_advantages:
         closed = closed.with_columns(advantages=whiten(batch["advantages"], trained))
@@ -127,10 +129,15 @@ def mini_batches(
         )
 
 
-def _count(batch: TrainingInputBatch, trained: Tensor, max_sequence_length_for_norm: int) -> RowCounts:
+def _trained_tokens(batch: TrainingInputBatch, trained: Tensor) -> Tensor:
+    """int64 `[num_rows]`."""
     before = torch.zeros(batch.num_tokens + 1, dtype=torch.int64, device=trained.device)
     torch.cumsum(trained, dim=0, out=before[1:])
-    row_tokens = before[batch.row_offsets].diff().double()
+    return before[batch.row_offsets].diff()
+
+
+def _count(batch: TrainingInputBatch, row_tokens: Tensor, max_sequence_length_for_norm: int) -> RowCounts:
+    row_tokens = row_tokens.double()
     has_loss = row_tokens > 0
 
     def over(group: Tensor) -> tuple[int, Tensor]:
@@ -143,7 +150,7 @@ def _count(batch: TrainingInputBatch, trained: Tensor, max_sequence_length_for_n
     num_prompts, prompt_tokens = over(batch["prompt_index"])
     return RowCounts(
         denominators=LossDenominators(
-            num_tokens=int(trained.sum()),
+            num_tokens=int(row_tokens.sum()),
             num_sequences=num_sequences,
             num_rows=int((~batch["is_padding"]).sum()),
             num_prompts=num_prompts,
