@@ -88,7 +88,10 @@ def _train(
         learner_config(config),
         [policy],
         folder.memory_file,
-        longest=config.data.max_length,
+        # packed rows are filled before the budget is known
+        longest=config.trainer.max_tokens_per_microbatch
+        if config.trainer.layout == "packed"
+        else config.data.max_length,
         max_rows=max(config.trainer.batch_size, config.trainer.eval_batch_size),
     )
     if lines:
