@@ -265,10 +265,12 @@ def load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
     checkpoint = FolderCheckpointStore(Path(config.trainer.resume_path), keep=1).find(Path(config.trainer.resume_path))
     step = checkpoint_step(checkpoint)
     weights = iter(read_model(checkpoint / "policy").items())
-    if config.model.lora.rank and not ships_adapter(config.generator):
-        from skyrl_train.model.lora import merge_into_base
+    if config.model.lora.rank:
+        from skyrl_train.model.lora import adapter_tensors, base_with_adapter, merged_weights
 
-        weights = merge_into_base(config.model, dict(weights))
+        model = base_with_adapter(config.model, dict(weights))
+        adapter = ((name, parameter.detach()) for name, parameter in adapter_tensors(model).items())
+        weights = adapter if ships_adapter(config.generator) else merged_weights(model, lambda tensor: tensor)
     transport.sync(weights, step)
     return step
 

@@ -139,8 +139,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if is_adapter(name)}
 
 
-def merge_into_base(model: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`merged_weights` of the base model at `model.path` with the adapter `tensors` (names of `adapter_tensors`).
+def base_with_adapter(model: ModelConfig, tensors: Mapping[str, Tensor]) -> PreTrainedModel:
+    """The base model at `model.path` with the adapter `tensors` (names of `adapter_tensors`).
 
     Raises CheckpointError where they are not those of the adapter that `model.lora` describes.
     """
@@ -155,7 +155,7 @@ def merge_into_base(model: ModelConfig, tensors: Mapping[str, Tensor]) -> Iterat
     with torch.no_grad():
         for name, tensor in tensors.items():
             own[name].copy_(tensor)
-    return merged_weights(base, lambda tensor: tensor)
+    return base
 
 
 def write_adapter(folder: Path, tensors: dict[str, Tensor], lora: LoraConfig, *, base: str) -> None:

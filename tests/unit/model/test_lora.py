@@ -21,8 +21,8 @@ from skyrl_train.model.lora import (
     adapter_off,
     adapter_tensors,
     add_adapter,
+    base_with_adapter,
     has_adapter,
-    merge_into_base,
     merged_weights,
     write_adapter,
 )
@@ -128,14 +128,15 @@ def test_peft_loads_a_written_adapter(folder: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-6)
 
 
-def test_a_checkpointed_adapter_is_merged_into_its_base(folder: Path) -> None:
+def test_a_checkpointed_adapter_is_put_on_its_base(folder: Path) -> None:
     model = adapted(folder)
     config = ModelConfig(path=str(folder), lora=LORA)
-    found = dict(merge_into_base(config, dict(adapter_tensors(model))))
+    found = base_with_adapter(config, dict(adapter_tensors(model)))
+    merged = dict(merged_weights(found, lambda tensor: tensor))
     for name, tensor in merged_weights(model, lambda tensor: tensor):
-        assert torch.equal(found[name], tensor)
+        assert torch.equal(merged[name], tensor)
     with pytest.raises(CheckpointError, match="as it was in that run"):
-        merge_into_base(replace(config, lora=replace(LORA, rank=4)), dict(adapter_tensors(model)))
+        base_with_adapter(replace(config, lora=replace(LORA, rank=4)), dict(adapter_tensors(model)))
 
 
 def layouts(rows: TrainingInputBatch) -> list[Layout]:
