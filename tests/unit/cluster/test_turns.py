@@ -1,0 +1,121 @@
+"""Who has the devices when: the moves between engines and models that share them, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.cluster.turns import DeviceTurns
+
+
+class FakeFleet:
+    """Engines that say what they were told."""
+
+    def __init__(self, moves: list[str]) -> None:
+        self._moves = moves
+
+    def wait_ready(self) -> None:
+        """At once."""
+
+    def call(self, method: str, phase: str, *args: Any, engines: Sequence[Any] | None = None) -> list[Any]:
+        who = "" if engines is None else "one engine: "
+        self._moves.append(" ".join([who + method, *args]))
+        return []
+
+
+class FakeGroup:
+    """The ranks of a model."""
+
+    def __init__(self, role: str, moves: list[str]) -> None:
+        self.role, self._moves = role, moves
+
+    def call(self, method: str, phase: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
+        self._moves.append(f"{self.role} {method}" + (" with optimizer" if args == (True,) else ""))
+        return []
+
+
+class Shared:
+    """Engines, a policy and a reference on the same devices."""
+
+    def __init__(self, folder: Path, *, shared: bool = True) -> None:
+        self.moves: list[str] = []
+        self.record = folder / "turns.jsonl"
+        self.turns = DeviceTurns(FakeFleet(self.moves), shared=shared, record_file=self.record)  # type: ignore[arg-type]
+        self.turns.models()
+        for role in ("policy", "reference"):
+            self.turns.add(FakeGroup(role, self.moves))  # type: ignore[arg-type]
+
+    def told(self) -> list[str]:
+        """Since the last call."""
+        told = list(self.moves)
+        self.moves.clear()
+        return told
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Shared:
+    return Shared(tmp_path)
+
+
+def test_engines_sleep_before_a_model_is_loaded_and_each_model_leaves_when_it_is(shared: Shared) -> None:
+    assert shared.told() == ["sleep", "policy offload", "reference offload"]
+
+
+def test_a_step_moves_each_in_its_turn(shared: Shared) -> None:
+    turns = shared.turns
+    with turns.syncing():
+        assert shared.told()[3:] == ["policy onload", "wake_up weights"]
+    assert not turns.engines_serve
+    turns.engines()
+    assert shared.told() == ["policy offload", "wake_up kv_cache"]
+    assert turns.engines_serve
+    turns.engines()
+    assert shared.told() == []
+    turns.models("policy")
+    assert shared.told() == ["sleep", "policy onload"]
+    turns.models("reference")
+    assert shared.told() == ["policy offload", "reference onload"]
+    turns.models("policy", optimizer=True, trains=True)
+    turns.models("policy", optimizer=True, trains=True)
+    assert shared.told() == ["reference offload", "policy onload with optimizer"]
+    with turns.syncing():
+        assert shared.told() == ["wake_up weights"], "the policy is there already"
+    assert len(shared.record.read_text().splitlines()) == 14, "one line each"
+
+
+def test_two_models_are_there_together_where_one_takes_the_others_weights(shared: Shared) -> None:
+    shared.told()
+    shared.turns.models("reference", "policy")
+    assert shared.told() == ["reference onload", "policy onload"]
+
+
+def test_an_engine_started_anew_catches_up_beside_the_others_unless_the_policy_has_trained(shared: Shared) -> None:
+    turns, engine = shared.turns, object()
+    with turns.syncing():
+        pass
+    turns.engines()
+    shared.told()
+    with turns.catching_up(engine) as possible:  # type: ignore[arg-type]
+        assert possible
+        assert shared.told() == ["policy onload"]
+    assert shared.told() == ["policy offload"]
+    turns.models("policy", optimizer=True, trains=True)
+    shared.told()
+    with turns.catching_up(engine) as possible:  # type: ignore[arg-type]
+        assert not possible
+    assert shared.told() == ["one engine: sleep"], "as the others"
+
+
+def test_who_shares_nothing_never_moves(tmp_path: Path) -> None:
+    alone = Shared(tmp_path, shared=False)
+    with alone.turns.syncing():
+        pass
+    alone.turns.engines()
+    alone.turns.models("policy", optimizer=True, trains=True)
+    assert alone.told() == []
+    assert alone.turns.weights_moved
+    assert alone.turns.engines_serve
+    assert not alone.record.exists()
