@@ -1,0 +1,132 @@
+"""Memory asked of a compiler. The search is tested without one; the probe itself on a small causal model in plain JAX."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from skyrl_train.batch.memory_model import MemoryProbe, fit_memory_model
+from skyrl_train.errors import BatchError, MemoryLimitError, SkyrlTrainError
+from skyrl_train.learner.compiled_probe import CompiledProbe, compiled_probes
+
+
+class CountedProbe:
+    """1,000 bytes, 2 for a position, 1 for a pair of them."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def __call__(self, rows: int, length: int) -> MemoryProbe:
+        self.asked.append((rows, length))
+        peak = 1000 + 2 * rows * length + rows * length**2
+        return MemoryProbe(rows=rows, longest=length, positions=rows * length, training=True, peak_bytes=peak)
+
+
+def test_each_length_is_probed_at_the_border_of_what_fits() -> None:
+    found = compiled_probes(CountedProbe(), [8, 16], limit_bytes=2000)
+    assert [(probe.rows, probe.longest) for probe in found] == [(3, 16), (4, 16), (12, 8), (13, 8)]
+
+
+def test_short_lengths_start_where_long_ones_ended() -> None:
+    probe = CountedProbe()
+    compiled_probes(probe, [8, 16], limit_bytes=2000)
+    assert min(rows for rows, length in probe.asked if length == 8) >= 3
+
+
+def test_a_fit_of_the_probes_gives_a_budget() -> None:
+    model = fit_memory_model(compiled_probes(CountedProbe(), [4, 8, 16], limit_bytes=2000), margin=0.0)
+    assert model.bytes_per_position_and_length == pytest.approx(1.0)
+    assert model.peak_bytes(3, 16, 48) <= 2000
+
+
+def test_rows_are_never_more_than_asked_for() -> None:
+    probe = CountedProbe()
+    found = compiled_probes(probe, [8], limit_bytes=10**9, max_rows=5)
+    assert max(rows for rows, _ in probe.asked) == 5
+    assert found[0].rows == 5
+
+
+def test_a_row_that_does_not_fit_alone_is_named() -> None:
+    with pytest.raises(MemoryLimitError, match="one row of 16 tokens takes 1288 bytes as compiled; 1200 bytes"):
+        compiled_probes(CountedProbe(), [8, 16], limit_bytes=1200)
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 4]])
+def test_lengths_are_positive(lengths: list[int]) -> None:
+    with pytest.raises(BatchError, match="positive numbers of tokens"):
+        compiled_probes(CountedProbe(), lengths, limit_bytes=1200)
+
+
+def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(SkyrlTrainError, match=r"pip install 'skyrl_train\[jax\]'"):
+        CompiledProbe(lambda x: x, lambda rows, length: (), training=True)
+
+
+# With JAX
+
+HIDDEN, LAYERS, VOCABULARY = 32, 1, 64
+
+
+def causal_lm_loss(parameters: dict[str, Any], tokens: Any) -> Any:
+    """Mean cross-entropy of the next token, of a causal model of single-head attention and a gated product."""
+    import jax
+    import jax.numpy as jnp
+
+    hidden = parameters["embedding"][tokens]
+    mask = jnp.tril(jnp.ones((tokens.shape[1], tokens.shape[1]), dtype=bool))
+    for layer in range(LAYERS):
+        query, key, value = (hidden @ parameters[f"{name}{layer}"] for name in ("query", "key", "value"))
+        scores = jnp.where(mask, jnp.einsum("bqh,bkh->bqk", query, key) / HIDDEN**0.5, -jnp.inf)
+        hidden = hidden + jax.nn.softmax(scores) @ value
+        hidden = hidden + jax.nn.silu(hidden @ parameters[f"up{layer}"]) @ parameters[f"down{layer}"]
+    log_p = jax.nn.log_softmax(hidden[:, :-1] @ parameters["embedding"].T)
+    return -jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1).mean()
+
+
+def shapes(rows: int, length: int) -> tuple[Any, ...]:
+    import jax
+    import jax.numpy as jnp
+
+    sizes = {"embedding": (VOCABULARY, HIDDEN)}
+    for layer in range(LAYERS):
+        sizes |= {f"{name}{layer}": (HIDDEN, HIDDEN) for name in ("query", "key", "value")}
+        sizes |= {f"up{layer}": (HIDDEN, 4 * HIDDEN), f"down{layer}": (4 * HIDDEN, HIDDEN)}
+    parameters = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    return parameters, jax.ShapeDtypeStruct((rows, length), jnp.int32)
+
+
+def jax_probe(*, training: bool) -> CompiledProbe:
+    jax = pytest.importorskip("jax", reason="the extra `jax` is not installed")
+    function = jax.value_and_grad(causal_lm_loss) if training else causal_lm_loss
+    return CompiledProbe(function, shapes, training=training)
+
+
+def test_a_compiled_backward_pass_takes_more_than_a_forward() -> None:
+    assert jax_probe(training=True)(2, 64).peak_bytes > jax_probe(training=False)(2, 64).peak_bytes
+
+
+def test_compiled_memory_grows_with_rows_and_faster_than_linearly_with_length() -> None:
+    probe = jax_probe(training=True)
+    small = probe(2, 128).peak_bytes
+    assert probe(4, 128).peak_bytes > 1.5 * small
+    assert probe(2, 256).peak_bytes > 2 * small
+
+
+def test_what_is_resident_is_added() -> None:
+    jax = pytest.importorskip("jax", reason="the extra `jax` is not installed")
+    plain = jax_probe(training=True)(1, 16).peak_bytes
+    with_state = CompiledProbe(jax.value_and_grad(causal_lm_loss), shapes, training=True, resident_bytes=12_345)
+    assert with_state(1, 16).peak_bytes == plain + 12_345
+
+
+@pytest.mark.slow
+def test_micro_batches_under_the_budget_of_compiled_probes_fit() -> None:
+    probe = jax_probe(training=True)
+    limit = probe(3, 128).peak_bytes
+    model = fit_memory_model(compiled_probes(probe, [64, 128], limit), margin=0.02)
+    budget = model.token_budget(limit, 128)
+    for length in (64, 100, 128):
+        assert probe(max(1, budget // length), length).peak_bytes <= limit
