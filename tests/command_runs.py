@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 RAY = ("placement.backend=ray", "placement.start_timeout_s=180", "placement.call_timeout_s=120")
-TIMEOUT_S = 900.0
+TIMEOUT_S = 800.0
+"""Less than what ends a test run as hung (`faulthandler_timeout`), so that nothing is left behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
