@@ -62,3 +62,31 @@ def test_neither_torch_nor_ray_is_imported() -> None:
         "sys.exit(3 if {'torch', 'ray', 'transformers'} & set(sys.modules) else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+MEMORY = (*EXPERIMENT, "plan.device_memory_gb=80", "plan.architecture=Qwen2.5-7B", "model.dtype=bfloat16")
+
+
+def test_memory_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    sharded = ("strategy=fsdp2", "placement=ray", "placement.policy_num_workers=8", "model.gradient_checkpointing=true")
+    assert main((*MEMORY, *sharded, "generator.max_context_length=8192")) == 0
+    printed = capsys.readouterr().out
+    assert "Memory of a device of 80 GB, 4 GB of it left free (predicted)" in printed
+    assert "optimizer state 7.62 GB" in printed
+    assert "rows of 8,192)" in printed
+    assert max(len(line) for line in printed.split("Memory of a device")[1].split("Notes")[0].splitlines()) <= 120
+
+
+def test_a_model_that_is_too_large_for_its_device_is_a_violation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*MEMORY, "--format", "json")) == 2
+    report = json.loads(capsys.readouterr().out)
+    (violation,) = report["violations"]
+    assert violation["field"] == "generator.max_context_length"
+    assert "strategy=fsdp2 over more ranks" in violation["remedy"]
+    assert report["memory"]["passes"][0]["budget"] == 0
+    assert report["memory"]["passes"][0]["kinds"]["optimizer state"] == 8 * 7_615_616_512
+
+
+def test_an_unknown_model_says_how_its_sizes_can_be_stated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*EXPERIMENT, "plan.device_memory_gb=80", "model.path=nobody/nothing")) == 2
+    assert "Set plan.architecture to a folder that holds its config.json" in capsys.readouterr().err
