@@ -47,6 +47,20 @@ def test_the_defaults_break_no_rule() -> None:
         ({"trainer__algorithm__advantage_estimator": "grop"}, "trainer.algorithm.advantage_estimator"),
         ({"trainer__algorithm__policy_loss": "no_such_module:loss"}, "trainer.algorithm.policy_loss"),
         ({"trainer__micro_batching": "fixd"}, "trainer.micro_batching"),
+        ({"trainer__micro_batching": "auto"}, "trainer.memory_budget_gb"),
+        ({"trainer__auto_micro_batch_size": True}, "trainer.memory_budget_gb"),
+        ({"trainer__memory_budget_gb": 1.0}, "trainer.memory_budget_gb"),
+        (
+            {
+                "trainer__micro_batching": "token_budget",
+                "trainer__auto_micro_batch_size": True,
+            },
+            "trainer.auto_micro_batch_size",
+        ),
+        (
+            {"trainer__micro_batching": "auto", "trainer__memory_budget_gb": 1.0, "trainer__docs_per_step": 8},
+            "trainer.docs_per_step",
+        ),
         ({"generator__n_samples_per_prompt": 1}, "generator.n_samples_per_prompt"),
         ({"generator__sampling__temperature": 0.0}, "generator.sampling.temperature"),
         ({"generator__sampling__top_k": 1}, "generator.sampling.top_k"),
