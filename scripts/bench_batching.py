@@ -225,7 +225,7 @@ def broken_promises(results: list[Result], dealings: list[Dealing]) -> list[str]
             found.append(
                 f"{each.what}: by groups the busiest rank has {1 / each.busiest:.3f} times what it has by rows"
             )
-        if each.num_rows >= 100_000 and each.deal_s > 0.2:
+        if each.num_rows >= 100_000 and each.deal_s > 0.5:
             found.append(f"{each.what}: dealing groups took {each.deal_s:.2f} s")
     for result in results:
         size = f"{result.num_sequences} sequences"
