@@ -14,13 +14,14 @@ from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.batch.stage import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
+from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded, SingleProcess
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
+from skyrl_train.model.lora import adapter_tensors, add_adapter
 from skyrl_train.model.value_model import load_value_model
 from tests.layout_cases import close, tree_batch, use_layout
 from tests.learner_cases import fixed_rows, make_double
@@ -50,6 +51,8 @@ class Case:
     rows: int = 3
     """In a micro-batch."""
     checkpointing: bool = False
+    adapter: bool = False
+    """Trained in place of all weights, with dropout."""
 
     @property
     def name(self) -> str:
@@ -62,6 +65,7 @@ CASES = [
     *(Case(layout="prefix_shared", policy_loss=loss) for loss in sorted(POLICY_LOSSES)),
     Case(layout="packed", rows=1),
     Case(layout="prefix_shared", checkpointing=True),
+    *(Case(layout=layout, adapter=True) for layout in ("padded", "prefix_shared")),
 ]
 
 
@@ -118,6 +122,12 @@ def make_learner(folder: Path, case: Case, strategy: ModelStrategy) -> PolicyLea
     if case.role == "critic":
         head: Any = model.score
         torch.nn.init.normal_(head.weight, std=0.2, generator=torch.Generator().manual_seed(1))
+    if case.adapter:
+        add_adapter(model, LoraConfig(rank=4, alpha=8.0, dropout=0.3), seed=3)
+        generator = torch.Generator().manual_seed(2)
+        for name, parameter in adapter_tensors(model).items():
+            if ".lora_B." in name:  # which starts at 0, and A without a gradient
+                torch.nn.init.normal_(parameter, std=0.2, generator=generator)
     make_double(model)
     engine = ModelEngine(
         model, name=case.role, micro_batching=fixed_rows(4), optimizer=OptimizerConfig(), strategy=strategy
