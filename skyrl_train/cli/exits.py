@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
@@ -21,10 +24,15 @@ STATUS_USER_ERROR = 2
 
 @contextmanager
 def exit_on_known_errors(node: DictConfig) -> Iterator[None]:
-    """Turns the project's own errors into a message and an exit status. Anything else is a defect and keeps its
-    traceback, which Hydra prints."""
+    """Turns the project's own errors, Ctrl-C and SIGTERM into a message and an exit status. Anything else is a defect and
+    keeps its traceback, which Hydra prints."""
     try:
-        yield
+        with _unwinding_on_sigterm():
+            yield
+    except KeyboardInterrupt:
+        # In the steps `trainers/stop.py` answers it; here is what comes before them and after.
+        sys.stderr.write("SIGINT outside of the training steps: stopped at once\n")
+        raise SystemExit(128 + signal.SIGINT) from None
     except StopRequested as stop:
         sys.stderr.write(f"{stop}. To go on:\n  {resume_command(str(node.output_dir))}\n")
         raise SystemExit(128 + signal.Signals[stop.signal_name]) from None
@@ -32,6 +40,25 @@ def exit_on_known_errors(node: DictConfig) -> Iterator[None]:
         logger.debug("the run ended", exc_info=error)
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         raise SystemExit(STATUS_USER_ERROR) from None
+
+
+@contextmanager
+def _unwinding_on_sigterm() -> Iterator[None]:
+    """SIGTERM ends the process by an exception, so that actors, servers and folders go with it, as they do on Ctrl-C."""
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, _exit_on_sigterm)
+    try:
+        yield
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
+    del frame
+    os.write(2, b"SIGTERM outside of the training steps: stopped at once\n")
+    raise SystemExit(128 + signum)
 
 
 def resume_command(output_dir: str) -> str:

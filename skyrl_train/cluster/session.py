@@ -67,9 +67,9 @@ class RaySession:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             self._start(options, placement)
-        except Exception as error:
+        except BaseException as error:
             self.close()
-            if isinstance(error, SkyrlTrainError):
+            if isinstance(error, SkyrlTrainError) or not isinstance(error, Exception):
                 raise
             raise SkyrlTrainError(f"Ray did not start: {type(error).__name__}: {error}") from error
         context = ray.get_runtime_context()

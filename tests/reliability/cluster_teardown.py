@@ -36,7 +36,7 @@ OVERRIDES = (
 )
 ACTORS_START = 12
 """So many processes there are when Ray is up and its first workers load."""
-TIMEOUT_S = 300.0
+TIMEOUT_S = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
