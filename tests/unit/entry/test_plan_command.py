@@ -80,7 +80,7 @@ def test_memory_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str
 def test_a_model_that_is_too_large_for_its_device_is_a_violation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main((*MEMORY, "--format", "json")) == 2
     report = json.loads(capsys.readouterr().out)
-    (violation,) = report["violations"]
+    violation = report["violations"][0]
     assert violation["field"] == "generator.max_context_length"
     assert "strategy=fsdp2 over more ranks" in violation["remedy"]
     assert report["memory"]["passes"][0]["budget"] == 0

@@ -134,12 +134,13 @@ def test_checkpointing_keeps_one_hidden_state_a_layer():
 
 def test_qwen_7b_sharded_over_eight_devices():
     sharded = MemorySettings(strategy="fsdp2", num_ranks=8, dtype="bfloat16", checkpointing=True)
-    found = predict(memory_facts(model_facts(B7), sharded), "training", 1, 8192, 8192)
+    found = predict(memory_facts(model_facts(B7), sharded), "training", 8, 8192, 65_536)
     assert found.kinds["parameters"] == pytest.approx(4 * 7_615_616_512 / 8, abs=1)
     assert found.kinds["optimizer state"] == pytest.approx(8 * 7_615_616_512 / 8, abs=1)
     # embedding and head of 152,064 x 3,584, in bfloat16, and up to two layers of 233,057,792
     assert found.kinds["gathered parameters"] == 2 * (2 * 152_064 * 3584 + 3584 + 2 * 233_057_792)
-    assert 20e9 < found.peak_bytes < 40e9
+    assert found.moment == "in the topmost layer's backward"
+    assert 40e9 < found.peak_bytes < 60e9
 
 
 def test_kinds_add_up_to_the_peak():
@@ -205,7 +206,7 @@ def test_predictions_are_within_a_few_percent_of_what_the_engine_holds(monkeypat
 
     tiny = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "inner": 176, "vocabulary": 500}
     for case in VARIANTS:
-        for found in measure(replace(case, size=replace(case.size, **tiny), lengths=(60, 50, 20))):
+        for found in measure(replace(case, size=replace(case.size, **tiny), lengths=(60, 60, 60))):
             assert abs(found.error) < 0.1, (case.name, found)
 
 
