@@ -30,8 +30,6 @@ Kinds = Mapping[str, int]
 
 TOKENS_PER_TILE, ELEMENTS_PER_TILE, ELEMENTS_PER_TILE_ACCELERATOR = 128, 1 << 21, 1 << 26
 """Of the output head: those of `model/logprobs.py`, which a test keeps equal. That module imports torch."""
-BUCKET_BYTES = 64 * 2**20
-"""Gradients that replicas sum in one collective: that of `distributed/strategy.py`."""
 _MAX_BUDGET = 1 << 32
 """Positions: more than any batch has."""
 _INPUT_BYTES = 75

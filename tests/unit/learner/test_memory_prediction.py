@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import skyrl_train.distributed.strategy as strategy
 import skyrl_train.model.logprobs as logprobs
 from skyrl_train.errors import MemoryLimitError, ModelError
 from skyrl_train.learner import memory
@@ -154,7 +153,6 @@ def test_constants_are_those_of_the_modules_that_have_them():
     assert memory.TOKENS_PER_TILE == logprobs.TOKENS_PER_TILE
     assert memory.ELEMENTS_PER_TILE == logprobs.ELEMENTS_PER_TILE
     assert memory.ELEMENTS_PER_TILE_ACCELERATOR == logprobs.ELEMENTS_PER_TILE_ACCELERATOR
-    assert memory.BUCKET_BYTES == strategy._BUCKET_BYTES
 
 
 @pytest.mark.parametrize("module", ["memory", "memory_blocks", "memory_facts", "architectures"])
