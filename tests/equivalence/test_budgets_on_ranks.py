@@ -26,7 +26,7 @@ from tests.memory_cases import MIB, FailingMeter, on_two_ranks, spread
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
 LENGTHS = [9, 14, 7, 32, 16, 8, 10, 11, 28, 9, 15, 6] * 4
-BUDGETS = (6 * MIB, 4 * MIB)
+BUDGETS = (3 * MIB, 2 * MIB)
 """Of rank 0 and rank 1."""
 
 
@@ -80,7 +80,7 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
         allocations = allocations or meter.num_allocations
     used = [use(learner, rank) for learner in learners]
     disturbed: list[int] = []
-    for point in range(1, allocations, allocations // 6):
+    for point in range(1, allocations, allocations // 3):
         meter.refuse(*([point] if rank == 1 else []))
         try:
             disturbed.append(size_micro_batches(learners[0], meter, limits(rank)).budgets.training)
@@ -110,5 +110,5 @@ def test_two_ranks_with_unequal_memory(tmp_path: Path, name: str, monkeypatch: p
     assert first[2] == second[2], "the same budgets wherever memory ran out in a probe"
     undisturbed = first[0][0].budgets.training
     assert max(first[2]) < 1.05 * undisturbed
-    assert sum(budget > 0 for budget in first[2]) >= 4
+    assert sum(budget > 0 for budget in first[2]) >= 2
     assert first[3] == second[3]
