@@ -125,9 +125,7 @@ class MeetingAllGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         self._together.before_collective()
-        handle: dist.Work | None = dist.all_gather_into_tensor(
-            output_tensor, input_tensor, group=group, async_op=async_op
-        )
+        handle: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         return handle
 
 
@@ -150,7 +148,7 @@ class MeetingReduceScatter:
         async_op: bool = False,
     ) -> dist.Work | None:
         self._together.before_collective()
-        handle: dist.Work | None = dist.reduce_scatter_tensor(
+        handle: dist.Work | None = dist.reduce_scatter_single(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
         return handle
