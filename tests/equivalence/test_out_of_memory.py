@@ -77,8 +77,8 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
     total = learner.engine.strategy.agree(meter.num_allocations)
     points = [1 + (total - 1) * index // (POINTS - 1) for index in range(POINTS)]
     disturbed = [one_step(learner, meter, rank, [point] if rank == 1 else []) for point in points]
-    twice = one_step(learner, meter, rank, [points[2 + rank], points[8 + rank]])
-    torch.save((calm, [*disturbed, twice]), folder / f"rank{rank}.pt")
+    both = one_step(learner, meter, rank, [points[8 + 2 * rank]])
+    torch.save((calm, [*disturbed, both]), folder / f"rank{rank}.pt")
 
 
 @pytest.mark.slow
