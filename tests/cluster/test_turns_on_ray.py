@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.session import RaySession
@@ -30,46 +31,64 @@ pytestmark = pytest.mark.cluster
 
 @dataclass(frozen=True, kw_only=True)
 class Colocated:
-    """A policy and a reference on the engines' devices, and a policy that has its own."""
+    """A policy and a reference on the engines' devices."""
 
     policy: RayLearner
     reference: RayLearner
-    apart: RayLearner
     turns: DeviceTurns
     record: Path
 
 
 @pytest.fixture(scope="module")
-def colocated(session: RaySession, model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Colocated]:
+def apart(session: RaySession, model_folder: Path) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """Scores before and weights after each of two steps, of a policy that has its devices for itself."""
+    config = make_config(model_folder, strategy="fsdp2")
+    learner = start_learner(config, make_plan(config), session, [SLOT] * 2, role="policy")()
+    found = [step(learner, seed) for seed in range(2)]
+    learner.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def colocated(
+    session: RaySession,
+    model_folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    apart: list[tuple[Tensor, dict[str, Tensor]]],  # its actors have the same names and must be gone
+) -> Iterator[Colocated]:
     record = tmp_path_factory.mktemp("turns") / "device_turns.jsonl"
     turns = DeviceTurns(FakeFleet([]), shared=True, record_file=record)  # type: ignore[arg-type]
     turns.models()
     config = make_config(model_folder, strategy="fsdp2")
     policy = start_learner(config, make_plan(config), session, [SLOT] * 2, role="policy", turns=turns)()
     reference = start_learner(config, make_plan(config), session, [SLOT], role="reference", turns=turns)()
-    apart = start_learner(config, make_plan(config), session, [SLOT] * 2, role="policy")()
-    yield Colocated(policy=policy, reference=reference, apart=apart, turns=turns, record=record)
-    for learner in (policy, reference, apart):
-        learner.close()
+    yield Colocated(policy=policy, reference=reference, turns=turns, record=record)
+    policy.close()
+    reference.close()
+
+
+def step(policy: RayLearner, seed: int, *, reference: RayLearner | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    scores = policy.forward(make_batch(LENGTHS))
+    if reference is not None:
+        reference.forward(make_batch(LENGTHS))
+    policy.forward_backward(mini_batch(seed))
+    policy.optim_step()
+    return scores, weights_of(policy)
 
 
 def test_models_that_share_devices_in_turns_train_bit_for_bit_as_one_that_has_its_own(
-    colocated: Colocated, tmp_path: Path
+    colocated: Colocated, apart: list[tuple[Tensor, dict[str, Tensor]]], tmp_path: Path
 ) -> None:
-    batch = make_batch(LENGTHS)
     for seed in range(2):
         colocated.turns.engines()
-        found = [learner.forward(batch) for learner in (colocated.policy, colocated.reference, colocated.apart)]
-        assert torch.equal(found[0], found[2])
-        for learner in (colocated.policy, colocated.apart):
-            learner.forward_backward(mini_batch(seed))
-            learner.optim_step()
+        scores, weights = step(colocated.policy, seed, reference=colocated.reference)
+        assert torch.equal(scores, apart[seed][0])
+        assert relative_difference(weights, apart[seed][1]) == 0.0
         colocated.policy.save(tmp_path / f"step{seed}")
         with colocated.turns.syncing():
-            ours = weights_of(colocated.policy)
-        assert relative_difference(ours, weights_of(colocated.apart)) == 0.0
+            assert relative_difference(weights_of(colocated.policy), weights) == 0.0
     moves = [json.loads(line)["move"] for line in colocated.record.read_text(encoding="utf-8").splitlines()]
-    step = [
+    one_step = [
         "engines wake: kv_cache",
         "engines sleep",
         "policy on",
@@ -80,7 +99,7 @@ def test_models_that_share_devices_in_turns_train_bit_for_bit_as_one_that_has_it
         "engines wake: weights",
     ]
     assert moves[:4] == ["engines sleep", "policy off", "reference off", "engines wake: weights"]
-    assert moves[4:] == [*step, "policy off", *step]
+    assert moves[4:] == [*one_step, "policy off", *one_step]
 
 
 def test_the_reference_takes_the_policys_weights_while_both_are_there(colocated: Colocated) -> None:
