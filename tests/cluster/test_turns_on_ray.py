@@ -24,7 +24,7 @@ from tests.cluster.test_learners import (
     weights_of,
 )
 from tests.learner_cases import make_batch
-from tests.unit.cluster.test_turns import FakeFleet
+from tests.unit.cluster.test_engine_turns import FakeFleet
 
 pytestmark = pytest.mark.cluster
 
