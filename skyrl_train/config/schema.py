@@ -327,12 +327,6 @@ class PlanConfig:
     architecture: str = ""
     """A model whose sizes stand for those of `model.path` where its config.json is not on this machine: a folder with
     one, or the name of a well-known model, e.g. `Qwen2.5-7B`."""
-    device_memory_gb: NonNegativeFloat = 0.0
-    """Memory of one device in GB (10^9 bytes): the plan then shows what each pass holds and the largest micro-batch that
-    fits. 0 leaves memory out."""
-    architecture: str = ""
-    """A model whose sizes stand for those of `model.path` where its config.json is not on this machine: a folder with
-    one, or the name of a well-known model, e.g. `Qwen2.5-7B`."""
 
 
 @dataclass(frozen=True, kw_only=True)
