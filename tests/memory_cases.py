@@ -55,11 +55,11 @@ def size_itself(
     return batches
 
 
-def spread(name: str) -> ModelStrategy:
-    """Over the ranks of the default group, in float64 but for FSDP2's sums."""
+def spread(name: str, dtype: torch.dtype = torch.float64) -> ModelStrategy:
+    """Over the ranks of the default group, with sums of gradients in `dtype`."""
     if name == "ddp":
         return Replicated()
-    return Sharded(device=torch.device("cpu"), dtype=torch.float64, cpu_offload=False)
+    return Sharded(device=torch.device("cpu"), dtype=dtype, cpu_offload=False)
 
 
 def on_two_ranks(body: Callable[..., None], folder: Path, *args: Any) -> list[Any]:

@@ -94,11 +94,6 @@ class ModelEngine:
         )
 
     @property
-    def layout(self) -> LayoutChoice:
-        """As it was given: exact for the model."""
-        return self.passes.layout
-
-    @property
     def optimizer(self) -> torch.optim.Optimizer:
         """Raises SkyrlTrainError for a model that is only scored."""
         if self._optimizer is None:
@@ -235,16 +230,15 @@ class ModelEngine:
         buffers = {name: value for name, value in self.model.named_buffers() if name in persistent}
         return {**self.parameters, **buffers}
 
-    def _is_finite(self, gradient: Tensor) -> bool:
-        return bool(self.strategy.full(gradient).isfinite().all())
-
     def _require_finite(self, grad_norm: float) -> None:
         """Raises NonFiniteError, with the gradients zeroed, naming the loss or the first parameters concerned."""
         reason = self.strategy.first_reason(self._non_finite_loss)
         if grad_norm < float("inf") and not reason:
             return
         if not reason:
-            bad = [n for n, p in self.parameters.items() if p.grad is not None and not self._is_finite(p.grad)]
+            gradients = {name: parameter.grad for name, parameter in self.parameters.items()}
+            full = self.strategy.full
+            bad = [name for name, grad in gradients.items() if grad is not None and not full(grad).isfinite().all()]
             reason = f"gradient norm {grad_norm}"
             if bad:
                 reason += f"; not finite in {len(bad)} of {len(self.parameters)} parameters, first {bad[0]}"

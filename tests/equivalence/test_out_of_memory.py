@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from skyrl_train.batch.memory_model import MemoryProbe
 from skyrl_train.batch.stage import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.learner.probe import Prober
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, make_double, save_tiny_model
@@ -22,8 +28,9 @@ from tests.memory_cases import FailingMeter, full_weights, on_two_ranks, size_it
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
 LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11, 13, 9, 15, 6]
 TOKENS = 64
-POINTS = 16
-"""Places in a step at which memory runs out, spread over all of its allocations."""
+CASES = {"ddp": torch.float64, "fsdp2": torch.float64, "fsdp2 in float32": torch.float32}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-6}
+RANDOM_POINTS = 6
 
 
 @dataclass(frozen=True)
@@ -35,15 +42,29 @@ class Found:
     budgets: tuple[int, int]
 
 
-def build(folder: Path, name: str) -> tuple[PolicyLearner, FailingMeter]:
+@dataclass(frozen=True)
+class Ran:
+    """One rank's part of a case."""
+
+    num_meetings: int
+    calm: Found
+    disturbed: list[Found]
+    probes: list[list[MemoryProbe]]
+    """Of an undisturbed sizing, then with memory running out in one probe after another."""
+    around_probes: tuple[Tensor, Tensor]
+    """Weights before the probes, and after them."""
+
+
+def build(folder: Path, case: str) -> tuple[PolicyLearner, FailingMeter]:
     model = load_causal_lm(ModelConfig(path=str(folder)), "cpu")
-    make_double(model)
+    if CASES[case] == torch.float64:
+        make_double(model)
     engine = ModelEngine(
         model,
         name="policy",
         micro_batching=None,  # type: ignore[arg-type]
         optimizer=OptimizerConfig(name="sgd", lr=0.1),
-        strategy=spread(name),
+        strategy=spread(case.split()[0], CASES[case]),
     )
     return PolicyLearner(engine, model=ModelConfig(), algorithm=ALGORITHM, temperature=1.0), FailingMeter()
 
@@ -52,7 +73,7 @@ def one_step(learner: PolicyLearner, meter: FailingMeter, rank: int, refused: li
     """A scoring and an update from the weights as they are, which come back afterwards."""
     engine = learner.engine
     batches = size_itself(engine, meter, tokens=TOKENS)
-    closed = close(make_batch(LENGTHS))
+    closed = close(make_batch(LENGTHS, dtype=engine.model.dtype))
     shard = stage(closed.batch, 2).shards[rank]
     before = [parameter.detach().clone() for parameter in engine.parameters.values()]
     meter.refuse(*refused)
@@ -70,31 +91,108 @@ def one_step(learner: PolicyLearner, meter: FailingMeter, rank: int, refused: li
     return found
 
 
-def run_rank(rank: int, folder: Path, name: str) -> None:
-    """The undisturbed step, then the same one with memory running out on rank 1 at one point after another."""
-    learner, meter = build(folder, name)
-    calm = one_step(learner, meter, rank, [])
-    total = learner.engine.strategy.agree(meter.num_allocations)
-    points = [1 + (total - 1) * index // (POINTS - 1) for index in range(POINTS)]
+@contextmanager
+def noting_meetings(learner: PolicyLearner, meter: FailingMeter) -> Iterator[list[int]]:
+    """How many allocations there were before each meeting of ranks."""
+    strategy: Any = learner.engine.strategy
+    together = strategy._together
+    meet: Callable[[int], int] = together._meet
+    noted: list[int] = []
+
+    def noting(code: int) -> int:
+        noted.append(meter.num_allocations)
+        return meet(code)
+
+    together._meet = noting
+    try:
+        yield noted
+    finally:
+        together._meet = meet
+
+
+def points_between(marks: list[int]) -> list[int]:
+    """One allocation between each two marks, the first, one in the middle and the last in turns."""
+    spans = [(before + 1, after) for before, after in pairwise([0, *marks]) if after > before]
+    return [(first, (first + last) // 2, last)[index % 3] for index, (first, last) in enumerate(spans)]
+
+
+def run_case(rank: int, folder: Path, case: str) -> Ran:
+    """The undisturbed step, then the same one with memory running out on rank 1 ahead of one meeting after another, at
+    random points, and on both ranks at once; then probes."""
+    learner, meter = build(folder, case)
+    strategy = learner.engine.strategy
+    with noting_meetings(learner, meter) as meetings:
+        calm = one_step(learner, meter, rank, [])
+    points = points_between(meetings)
+    generator = torch.Generator().manual_seed(len(case))
+    points += torch.randint(1, meter.num_allocations + 1, (RANDOM_POINTS,), generator=generator).tolist()
+    if CASES[case] == torch.float32:
+        points = points[::4]
+    points = [strategy.agree(point * rank) for point in points]  # those of rank 1
     disturbed = [one_step(learner, meter, rank, [point] if rank == 1 else []) for point in points]
-    both = one_step(learner, meter, rank, [points[8 + 2 * rank]])
-    torch.save((calm, [*disturbed, both]), folder / f"rank{rank}.pt")
+    disturbed.append(one_step(learner, meter, rank, [points[0]]))
+    before = full_weights(learner.engine)
+    probes = run_probes(learner, meter, rank)
+    return Ran(len(meetings), calm, disturbed, probes, (before, full_weights(learner.engine)))
+
+
+def run_probes(learner: PolicyLearner, meter: FailingMeter, rank: int) -> list[list[MemoryProbe]]:
+    """Probes of 1, 2 and 4 rows and of shorter ones, undisturbed and with memory running out in each."""
+    prober, strategy, found = Prober(learner=learner, meter=meter), learner.engine.strategy, list[list[MemoryProbe]]()
+    for training in (True, False):
+        meter.refuse()
+        marks = list[int]()
+        for rows in (1, 2, 4, 4, 4):
+            prober.probe(rows, 16, training=training)
+            marks.append(meter.num_allocations)
+        for point in [0, *(strategy.agree(point * rank) for point in points_between(marks))]:
+            meter.refuse(*([point] if rank == 1 else []))
+            found.append(prober.grow([16, 8, 4], max_positions=64, training=training))
+            assert all(parameter.grad is None for parameter in learner.engine.parameters.values())
+    return found
+
+
+def run_rank(rank: int, folder: Path) -> None:
+    torch.save({case: run_case(rank, folder, case) for case in CASES}, folder / f"rank{rank}.pt")
+
+
+def apart(mine: Tensor, other: Tensor) -> float:
+    """The largest difference, as a share of the largest value."""
+    return float((mine - other).abs().max() / other.abs().max())
+
+
+def sizes(probes: list[MemoryProbe]) -> list[tuple[int, int]]:
+    return [(probe.rows, probe.longest) for probe in probes]
+
+
+def check_steps(run: Ran, tolerance: float) -> None:
+    for found in run.disturbed:
+        training, forward = found.budgets
+        assert min(training, forward) < TOKENS, "memory did run out"
+        assert apart(found.weights, run.calm.weights) <= tolerance
+        assert apart(found.scores, run.calm.scores) <= tolerance
+        if training == TOKENS:
+            assert torch.equal(found.weights, run.calm.weights)
+        if forward == TOKENS:
+            assert torch.equal(found.scores, run.calm.scores)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tolerance"), [("ddp", 1e-12), ("fsdp2", 1e-6)])
-def test_memory_that_runs_out_on_one_rank_changes_no_step(
-    tmp_path: Path, name: str, tolerance: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """fsdp2 sums gradients in float32, whatever the model's type."""
+def test_memory_that_runs_out_on_one_rank_changes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A phase whose micro-batches were not cut smaller is the same bit for bit."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     save_tiny_model(tmp_path)
-    results = on_two_ranks(run_rank, tmp_path, name)
-    for calm, disturbed in results:
-        assert len(disturbed) == POINTS + 1
-        for found in disturbed:
-            assert float((found.weights - calm.weights).abs().max()) <= tolerance * float(calm.weights.abs().max())
-            assert float((found.scores - calm.scores).abs().max()) <= 1e-6
-            assert min(found.budgets) < TOKENS
-    budgets = [[found.budgets for found in disturbed] for _, disturbed in results]
-    assert budgets[0] == budgets[1]
+    ranks: list[dict[str, Ran]] = on_two_ranks(run_rank, tmp_path)
+    for case, dtype in CASES.items():
+        runs = [rank[case] for rank in ranks]
+        assert runs[0].num_meetings == runs[1].num_meetings
+        assert runs[0].num_meetings >= (2 if case == "ddp" else 20)
+        for run in runs:
+            check_steps(run, TOLERANCES[dtype])
+            assert torch.equal(*run.around_probes)
+        first, second = runs
+        assert [found.budgets for found in first.disturbed] == [found.budgets for found in second.disturbed]
+        assert [sizes(probes) for probes in first.probes] == [sizes(probes) for probes in second.probes]
+        undisturbed = sizes(first.probes[0])
+        assert undisturbed == [(1, 16), (2, 16), (4, 16), (8, 8), (16, 4)]
+        assert any(len(probes) < len(undisturbed) for probes in first.probes), "none was refused"
