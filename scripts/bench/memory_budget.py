@@ -143,7 +143,7 @@ def random_step(seed: int) -> MiniBatch:
     """Rows with log-normal lengths: median 40, sigma 0.9, 8 to 256."""
     drawn = np.random.default_rng(seed).lognormal(np.log(40), 0.9, ROWS_PER_STEP)
     lengths = np.clip(drawn, 8, LONGEST).astype(np.int64)
-    wide = probe_rows(ROWS_PER_STEP, LONGEST, vocabulary=VOCABULARY)
+    wide = probe_rows([LONGEST] * ROWS_PER_STEP, vocabulary=VOCABULARY)
     places = np.concatenate([np.arange(length) + row * LONGEST for row, length in enumerate(lengths)])
     taken = torch.from_numpy(places)
     batch = TrainingInputBatch(

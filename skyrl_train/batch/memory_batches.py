@@ -2,6 +2,9 @@
 
 The budgets are positions that a forward computes, one for training and one for scoring (see `batch/memory_model.py`).
 They are the same on all ranks and may be lowered on the way, on all ranks alike.
+
+Losses pad their columns to rows times the longest, whatever the model computes. Where rows are packed, one long row and
+many short ones make that the larger of the two, so that each such cell counts as a share of a position.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ class TokenBudgets:
 
     training: int
     forward: int
+    cell_shares: tuple[float, float] = (0.0, 0.0)
+    """In training and in scoring: what a cell of `[rows, longest]` beyond the positions takes of memory, in positions."""
 
     def of(self, *, training: bool) -> int:
         """Of one phase."""
@@ -62,7 +67,11 @@ class MemoryAwareBatchIterator:
 
     def split(self, batch: TrainingInputBatch, *, training: bool) -> list[Tensor]:
         """Row numbers of each micro-batch: as few as the budget allows, then level ones."""
-        return self._strategy().split(batch, training=training)
+        parts = self._strategy().split(batch, training=training)
+        if not self.budgets.cell_shares[0 if training else 1]:
+            return parts
+        name = self.layout_of(batch, training=training)
+        return [piece for part in parts for piece in self._narrow(batch, part, name, training=training)]
 
     def layout_of(self, batch: TrainingInputBatch, *, training: bool) -> LayoutName:
         """The layout, or for `auto` the one that is predicted to be cheapest under the budget."""
@@ -72,6 +81,21 @@ class MemoryAwareBatchIterator:
         """From now on at most so many; never more than before, and at least one."""
         lowered = max(1, min(positions, self.budgets.of(training=training)))
         self.budgets = replace(self.budgets, training=lowered) if training else replace(self.budgets, forward=lowered)
+
+    def _narrow(self, batch: TrainingInputBatch, part: Tensor, name: LayoutName, *, training: bool) -> list[Tensor]:
+        """The part, halved, long rows from short ones, until cells and positions fit together."""
+        lengths = batch.lengths[part]
+        cells, budget = len(part) * int(lengths.max()), self.budgets.of(training=training)
+        if len(part) == 1 or cells <= budget or name == "padded":
+            return [part]
+        from skyrl_train.batch.layout import make_layout
+
+        positions = make_layout(batch.take(part), name, merge=self._merge_turns).num_positions
+        if positions + self.budgets.cell_shares[0 if training else 1] * max(0, cells - positions) <= budget:
+            return [part]
+        ordered, middle = part[lengths.argsort(descending=True, stable=True)], len(part) // 2
+        halves = ordered[:middle], ordered[middle:]
+        return [piece for half in halves for piece in self._narrow(batch, half, name, training=training)]
 
     def _strategy(self) -> ByLength:
         planner = TokenBudget(

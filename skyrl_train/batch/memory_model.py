@@ -69,6 +69,16 @@ class MemoryModel:
         growing = self._growing(np.float64(positions), np.float64(longest))
         return int(np.ceil(self.base_bytes + self.slack_bytes + growing))
 
+    def cell_share(self, probe: MemoryProbe) -> float:
+        """What each cell of `[rows, longest]` beyond the positions of `probe` took, in positions; at most 1, which is
+        what it takes where cells are positions, and at least 0."""
+        cells = probe.rows * probe.longest - probe.positions
+        each = self.bytes_per_position + self.bytes_per_position_and_length * probe.longest
+        above = probe.peak_bytes - self.base_bytes - each * probe.positions
+        if cells < 1 or above <= 0:
+            return 0.0
+        return min(1.0, above / (cells * self.bytes_per_position)) if self.bytes_per_position else 1.0
+
     def token_budget(self, limit_bytes: int, longest: int, *, padded: bool = True) -> int:
         """The largest C so that every micro-batch with at most C computed positions fits `limit_bytes`, whatever the
         lengths of its rows up to `longest`. A single row goes alone, even over C, and fits too.

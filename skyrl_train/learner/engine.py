@@ -191,6 +191,7 @@ class ModelEngine:
             optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
             steps=self.num_optimizer_steps,
             documents=self.num_documents,
+            budgets=self.healing.budgets(),
             sharded=self.strategy.sharded,
             rank=self.strategy.rank,
         )
@@ -205,6 +206,7 @@ class ModelEngine:
             for name, tensor in self._tensors().items():
                 tensor.copy_(stored.model[name])
         self.num_optimizer_steps, self.num_documents = stored.num_optimizer_steps, stored.num_documents
+        self.healing.restore(stored.budgets)
         self.zero_grad()
 
     def whole_state_dict(self) -> dict[str, Tensor]:

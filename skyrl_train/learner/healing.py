@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, OneForward
+from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, OneForward, TokenBudgets
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.distributed.together import RankOutOfMemory
 from skyrl_train.errors import MemoryLimitError
@@ -40,6 +40,7 @@ class Healing:
         self._passes = passes
         self._drop_gradients = drop_gradients
         self._batches: MemoryAwareBatchIterator | None = None
+        self._found: TokenBudgets | None = None
         self._held: Callable[[], Iterable[Tensor]] = lambda: ()
         self._retries = 0
         self._num_redone = 0
@@ -56,6 +57,7 @@ class Healing:
         """From now on passes are cut by `batches`, counted by `meter` and healed, up to `retries` times each. `held` are
         the tensors that are there between passes."""
         self._batches, self._retries, self._held = batches, retries, held
+        self._found = batches.budgets
         self._passes.micro_batching, self._passes.meter = batches, meter
 
     def begin_probing(self, meter: MemoryMeter, *, held: Callable[[], Iterable[Tensor]]) -> None:
@@ -112,6 +114,20 @@ class Healing:
             f"{prefix}_tokens_per_micro_batch": Last(float(self._batches.budgets.training)),
             f"{prefix}_redone": Sum(float(redone if self._passes.strategy.rank == 0 else 0)),
         }
+
+    def budgets(self) -> tuple[int, ...]:
+        """For a checkpoint: those that were found, training and forward, and what they were lowered to; or none."""
+        if self._batches is None or self._found is None:
+            return ()
+        found, now = self._found, self._batches.budgets
+        return found.training, found.forward, now.training, now.forward
+
+    def restore(self, budgets: tuple[int, ...]) -> None:
+        """Lowers budgets as they were lowered when the checkpoint was written: a run that goes on cuts its micro-batches
+        where the uninterrupted one does. Nothing where others were found, as on other devices."""
+        if self._batches is not None and budgets[:2] == self.budgets()[:2] and len(budgets) == 4:
+            self._batches.lower(budgets[2], training=True)
+            self._batches.lower(budgets[3], training=False)
 
     def _lower(
         self, batches: MemoryAwareBatchIterator, meter: MemoryMeter, reason: str, *, training: bool, give_up: bool

@@ -11,6 +11,7 @@ generator of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +30,8 @@ from skyrl_train.telemetry.metrics import StepMetrics
 
 NUM_LENGTHS = 3
 """Lengths that are probed: the longest, and each time half of it."""
+SHORT_ROW_LENGTH = 3
+"""Tokens of rows that are short beside the longest."""
 _NOTHING_COUNTED = LossDenominators(num_tokens=0, num_sequences=0, num_rows=0, num_prompts=0)
 """A probe is no step: nothing is added to what the schedule counts."""
 
@@ -56,8 +59,12 @@ class Prober:
 
     def probe(self, num_rows: int, length: int, *, training: bool) -> MemoryProbe | None:
         """The peak on this rank; None where memory ran out on any. Called by all ranks between optimizer steps."""
-        engine = self.learner.engine
-        batch = probe_rows(num_rows, length, vocabulary=engine.model.config.get_text_config().vocab_size)
+        return self.probe_lengths([length] * num_rows, training=training)
+
+    def probe_lengths(self, lengths: Sequence[int], *, training: bool) -> MemoryProbe | None:
+        """The same of rows that differ; where they are padded, positions are rows times the longest."""
+        engine, length, num_rows = self.learner.engine, max(lengths), len(lengths)
+        batch = probe_rows(lengths, vocabulary=engine.model.config.get_text_config().vocab_size)
         engine.healing.begin_probing(self.meter, held=engine.held_tensors)
         try:
             if training:
@@ -76,10 +83,25 @@ class Prober:
         return MemoryProbe(
             rows=num_rows,
             longest=length,
-            positions=num_rows * length,
+            positions=engine.passes.current.positions,
             training=training,
             peak_bytes=engine.healing.take_peak(),
         )
+
+    def grow_uneven(self, longest: int, *, max_positions: int, max_rows: int, training: bool) -> list[MemoryProbe]:
+        """One row of `longest` with many of three tokens, doubled as in `grow`: what packed rows take that losses pad."""
+        found: list[MemoryProbe] = []
+        short = 8
+        while short < max_rows and longest + SHORT_ROW_LENGTH * short <= max_positions:
+            probe = self.probe_lengths([longest, *[SHORT_ROW_LENGTH] * short], training=training)
+            if probe is None:
+                break
+            found.append(probe)
+            growing = max(0, probe.peak_bytes - self.meter.in_use_bytes())
+            if self.learner.engine.strategy.agree(int(probe.peak_bytes + growing > self.meter.limit_bytes)):
+                break
+            short *= 2
+        return found
 
     def grow(self, lengths: list[int], *, max_positions: int, training: bool) -> list[MemoryProbe]:
         """Rows of the first length, doubled until the next would not fit on some rank, or would be more than a pass has;
@@ -107,10 +129,10 @@ def lengths_to_probe(longest: int) -> list[int]:
     return [length for length in lengths if length >= DUMMY_ROW_LENGTH] or [DUMMY_ROW_LENGTH]
 
 
-def probe_rows(num_rows: int, length: int, *, vocabulary: int) -> TrainingInputBatch:
+def probe_rows(lengths: Sequence[int], *, vocabulary: int) -> TrainingInputBatch:
     """Rows that take the most: no two share anything, every token but the first has loss, every column is there."""
-    generator = torch.Generator().manual_seed(derive_seed(0, "memory_probe", num_rows, length))
-    batch = batch_of_lengths([length] * num_rows)
+    generator = torch.Generator().manual_seed(derive_seed(0, "memory_probe", len(lengths), max(lengths)))
+    batch = batch_of_lengths(lengths)
     mask = torch.ones(batch.num_tokens, dtype=torch.bool)
     mask[batch.row_offsets[:-1]] = False
     ids = torch.randint(0, vocabulary, (batch.num_tokens,), generator=generator)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -28,6 +29,8 @@ SHRINK = 0.9
 """Of a budget that did not hold when it was tried out, so much is tried next."""
 WORTH_A_TRIAL = 1.02
 """A budget that has held is replaced by one that is larger by this factor at least."""
+_PARTS = 1_000_000
+"""Ranks agree on whole numbers: a share is told in millionths."""
 _TRIALS = 8
 """Budgets that are tried out before it is given up."""
 
@@ -55,6 +58,8 @@ class PhaseReport:
     own_tokens: int
     """What this rank's memory would allow."""
     limit_bytes: int
+    cell_share: float
+    """Of all ranks; 0 where rows are padded (`TokenBudgets.cell_shares`)."""
     model: MemoryModel
     probes: tuple[MemoryProbe, ...]
 
@@ -74,7 +79,11 @@ class SizingReport:
     @property
     def budgets(self) -> TokenBudgets:
         training = self.training or self.forward
-        return TokenBudgets(training=training.tokens, forward=self.forward.tokens)
+        return TokenBudgets(
+            training=training.tokens,
+            forward=self.forward.tokens,
+            cell_shares=(training.cell_share, self.forward.cell_share),
+        )
 
     def line(self) -> str:
         """For the run's first lines."""
@@ -173,12 +182,28 @@ def _size_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> Phas
         else:
             tokens = min(tokens, held)
             return PhaseReport(
-                tokens=tokens, own_tokens=own, limit_bytes=meter.limit_bytes, model=model, probes=tuple(probes)
+                tokens=tokens,
+                own_tokens=own,
+                limit_bytes=meter.limit_bytes,
+                cell_share=_cell_share(prober, model, limits, tokens, training=training),
+                model=model,
+                probes=tuple(probes),
             )
     raise MemoryLimitError(
         f"{prober.learner.engine.name}: no token budget held in {_TRIALS} trials, the last of {tokens} positions; does "
         "something else use the device? Set trainer.memory_budget_gb, or trainer.memory_margin higher"
     )
+
+
+def _cell_share(prober: Prober, model: MemoryModel, limits: SizingLimits, tokens: int, *, training: bool) -> float:
+    """What a cell that only losses pad takes on any rank, in positions. A peak is convex in cells, so that the share found
+    near the limit holds below it; where nothing could be probed, a cell is a position, which all probes had."""
+    strategy = prober.learner.engine.strategy
+    if prober.learner.engine.passes.layout == "padded" or limits.max_rows < 2:
+        return 0.0
+    found = prober.grow_uneven(limits.longest, max_positions=tokens, max_rows=limits.max_rows, training=training)
+    share = max((model.cell_share(probe) for probe in found), default=1.0)
+    return strategy.agree(math.ceil((1 + limits.margin) * share * _PARTS)) / _PARTS
 
 
 def _near_the_limit(probes: Sequence[MemoryProbe]) -> list[MemoryProbe]:

@@ -1,6 +1,7 @@
 """A learner's state as files.
 
-state.json               format, role, optimizer steps and documents so far (the schedule follows from them), types
+state.json               format, role, optimizer steps and documents so far (the schedule follows from them), types, and
+                         where micro-batches size themselves their budgets: found and lowered
 model.safetensors        parameters under their Hugging Face names, tied ones once
 optimizer.safetensors    e.g. `exp_avg.model.norm.weight`; absent for a model without an optimizer
 
@@ -48,6 +49,8 @@ class StoredState:
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
     num_optimizer_steps: int
     num_documents: int
+    budgets: tuple[int, ...]
+    """As `Healing.budgets`; empty where none were stored."""
 
 
 def write(
@@ -58,6 +61,7 @@ def write(
     optimizer: Mapping[str, Tensor] | None,
     steps: int,
     documents: int,
+    budgets: tuple[int, ...] = (),
     sharded: bool = False,
     rank: int = 0,
 ) -> None:
@@ -68,6 +72,7 @@ def write(
         "role": role,
         "num_optimizer_steps": steps,
         "num_documents": documents,
+        "memory_budgets": budgets,
         "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model.values()}),
     }
     try:
@@ -92,6 +97,7 @@ def read(folder: Path, *, role: str, model: Mapping[str, Tensor], with_optimizer
     try:
         content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         steps, documents = int(content["num_optimizer_steps"]), int(content["num_documents"])
+        budgets = tuple(int(tokens) for tokens in content.get("memory_budgets", ()))
         found = (int(content["format"]), str(content["role"]))
         if found != (FORMAT, role):
             raise CheckpointError(f"{folder}: holds format {found[0]}, role {found[1]!r}; expected {FORMAT}, {role!r}")
@@ -108,6 +114,7 @@ def read(folder: Path, *, role: str, model: Mapping[str, Tensor], with_optimizer
         optimizer={key: _moment_like(value, key, model) for key, value in moments.items()},
         num_optimizer_steps=steps,
         num_documents=documents,
+        budgets=budgets,
     )
 
 

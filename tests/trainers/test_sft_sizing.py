@@ -1,0 +1,42 @@
+"""A supervised run whose micro-batches size themselves, killed and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from skyrl_train.run_sft import train
+from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.trainers import sft
+from tests.sft_runs import Killed
+from tests.trainers.test_sft_main import make_config
+
+
+def test_a_killed_run_goes_on_with_its_budget_to_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"micro_batching": "auto", "memory_budget_gb": 0.3, "num_steps": 3, "ckpt_interval": 1}
+    train(make_config(tmp_path / "alone", **settings))
+    update = sft.update
+
+    def killed_at_third(policy: Any, batch: Any) -> dict[str, float]:
+        if batch.step == 3:
+            raise Killed
+        return update(policy, batch)
+
+    monkeypatch.setattr(sft, "update", killed_at_third)
+    with pytest.raises(Killed):
+        train(make_config(tmp_path / "run", **settings))
+    monkeypatch.undo()
+    first = json.loads((tmp_path / "run" / "memory.json").read_text(encoding="utf-8"))["policy"][0]
+    train(make_config(tmp_path / "run", **settings))
+    again = json.loads((tmp_path / "run" / "memory.json").read_text(encoding="utf-8"))["policy"][0]
+    assert not first["is_reused"]
+    assert again == {**first, "is_reused": True}
+    assert read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]["memory/policy_redone"] == 0
+    alone, run = (load_file(tmp_path / name / "export" / "model.safetensors") for name in ("alone", "run"))
+    assert all(bool((alone[name] == run[name]).all()) for name in alone)

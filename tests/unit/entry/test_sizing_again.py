@@ -1,0 +1,77 @@
+"""Budgets of micro-batches that outlive a run: found once, kept in `memory.json`, lowered in checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.build_memory import read_reports, size_micro_batches
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import Config, OptimizerConfig
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.learner.probe import Prober
+from tests.layout_cases import close
+from tests.learner_cases import make_batch, make_learner, save_tiny_model
+from tests.memory_cases import FailingMeter, size_itself
+
+LENGTHS = [9, 14, 7, 12, 16, 8]
+TRAINER = replace(Config().trainer, micro_batching="auto", memory_budget_gb=0.002)
+CONFIG = replace(Config(), trainer=TRAINER)
+
+
+def learner_of(folder: Path) -> PolicyLearner:
+    optimizer = OptimizerConfig(lr=1e-2)
+    return make_learner(folder, role="policy", algorithm=AlgorithmConfig(), double=False, optimizer=optimizer)
+
+
+def start(folder: Path, file: Path, *, longest: int) -> str:
+    return size_micro_batches(CONFIG, [learner_of(folder)], file, longest=longest, max_rows=16)[0]
+
+
+def test_a_second_start_does_not_probe_and_another_context_length_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = save_tiny_model(tmp_path / "model"), tmp_path / "memory.json"
+    probed: list[int] = []
+    probe = Prober.probe_lengths
+    monkeypatch.setattr(
+        Prober,
+        "probe_lengths",
+        lambda self, lengths, *, training: (probed.append(max(lengths)), probe(self, lengths, training=training))[1],
+    )
+    start(model, file, longest=16)
+    assert max(probed) == 16
+    first = read_reports(file)["policy"][0]
+    probed.clear()
+    assert "of the run that is resumed" in start(model, file, longest=16)
+    assert not probed
+    assert read_reports(file)["policy"][0] == replace(first, is_reused=True)
+    assert "probes" in start(model, file, longest=24)
+    assert max(probed) == 24
+
+
+def test_a_file_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
+    model, file = save_tiny_model(tmp_path / "model"), tmp_path / "memory.json"
+    file.write_text('{"policy": [{"name": "policy"}]}', encoding="utf-8")
+    assert "probes" in start(model, file, longest=16)
+    assert read_reports(file)["policy"][0].name == "policy"
+
+
+@pytest.mark.parametrize(("found_again", "expected_lower"), [(64, True), (48, False)])
+def test_a_lowered_budget_is_part_of_a_checkpoint(tmp_path: Path, found_again: int, expected_lower: bool) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    learner, meter = learner_of(model), FailingMeter()
+    batches = size_itself(learner.engine, meter, tokens=64)
+    meter.refuse(60)
+    learner.forward_backward(close(make_batch(LENGTHS)))
+    learner.optim_step()
+    lowered = batches.budgets
+    assert lowered.training < 64
+    learner.save(tmp_path / "checkpoint")
+    again = learner_of(model)
+    restored = size_itself(again.engine, FailingMeter(), tokens=found_again)
+    again.load(tmp_path / "checkpoint")
+    assert (restored.budgets == lowered) is expected_lower
+    assert expected_lower or restored.budgets.training == found_again

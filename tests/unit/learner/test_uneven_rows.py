@@ -1,0 +1,48 @@
+"""Packed rows of which one is long and many are short: losses pad them, and that is part of the budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.rules import LayoutChoice
+from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.learner.memory_meter import CountingMeter
+from skyrl_train.learner.sizing import SizingLimits, size_micro_batches
+from tests.layout_cases import close
+from tests.learner_cases import make_batch, make_learner, save_tiny_model
+from tests.memory_cases import MIB
+
+LIMITS = SizingLimits(longest=64, max_rows=600, limit_bytes=4 * MIB, margin=0.05, retries=3)
+ADVERSARIAL = [64] + [3] * 400
+
+
+@pytest.mark.parametrize("layout", ["packed", "prefix_shared"])
+def test_one_long_row_with_hundreds_of_short_ones_stays_within_the_budget(tmp_path: Path, layout: LayoutChoice) -> None:
+    learner = make_learner(
+        save_tiny_model(tmp_path),
+        role="policy",
+        algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02),
+        double=False,
+        optimizer=OptimizerConfig(lr=1e-2),
+    )
+    passes = learner.engine.passes
+    passes.layout = layout
+    meter = CountingMeter(LIMITS.limit_bytes)
+    report = size_micro_batches(learner, meter, LIMITS)
+    assert 0 < report.budgets.cell_shares[0] < 1
+    closed = close(make_batch(ADVERSARIAL, prompt_length=1))
+    metrics = learner.forward_backward(closed)
+    assert metrics["memory/policy_redone"].value == 0
+    assert 0.3 * LIMITS.limit_bytes < metrics["memory/policy_peak_gib"].value * (1 << 30) <= LIMITS.limit_bytes
+    learner.forward(closed.batch)
+    assert learner.engine.healing.metrics()["memory/policy_redone"].value == 0
+    if layout == "packed":
+        batches = passes.micro_batching
+        assert isinstance(batches, MemoryAwareBatchIterator)
+        batches.budgets = replace(report.budgets, cell_shares=(0.0, 0.0))
+        assert learner.forward_backward(closed)["memory/policy_redone"].value > 0, "which it would have left otherwise"
