@@ -249,4 +249,5 @@ def test_the_budget_is_not_needlessly_small(model, longest, room):
     limit = model.peak_bytes(1, longest, longest) + room
     room_for_growth = (limit - model.base_bytes - model.slack_bytes) / (1 + model.margin)
     worst = model.bytes_per_position + model.bytes_per_position_and_length * longest
-    assert model.token_budget(limit, longest) >= room_for_growth / worst * (1 - 1e-6) - 1
+    expected = min(room_for_growth / worst * (1 - 1e-6), 1 << 40)  # more is as good as no limit
+    assert model.token_budget(limit, longest) >= expected - 1
