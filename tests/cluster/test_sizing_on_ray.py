@@ -32,9 +32,7 @@ def make_config(model_folder: Path, strategy: str) -> Config:
     config = Config(model=ModelConfig(path=str(model_folder)), strategy=StrategyConfig(name=strategy))  # type: ignore[arg-type]
     policy = replace(config.trainer.policy, optimizer=OptimizerConfig(name="sgd", lr=0.1))
     algorithm = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
-    trainer = replace(
-        config.trainer, policy=policy, algorithm=algorithm, micro_batching="auto", memory_budget_gb=0.001
-    )
+    trainer = replace(config.trainer, policy=policy, algorithm=algorithm, micro_batching="auto", memory_budget_gb=0.001)
     placement = replace(
         config.placement, backend="ray", policy_num_workers=2, start_timeout_s=180.0, call_timeout_s=120.0
     )
