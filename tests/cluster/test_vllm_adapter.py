@@ -1,4 +1,4 @@
-"""An adapter by itself in a real vLLM engine on the CPU: it computes what the merged model does, and no older one is left."""
+"""An adapter by itself in a real vLLM engine on the CPU: it computes what the merged model does; no older one is left."""
 
 from __future__ import annotations
 
