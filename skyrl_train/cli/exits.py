@@ -57,6 +57,7 @@ def _unwinding_on_sigterm() -> Iterator[None]:
 
 def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
     del frame
+    signal.alarm(0)  # by which Ray, while it starts, aborts a process that takes longer than three seconds to end
     os.write(2, b"SIGTERM outside of the training steps: stopped at once\n")
     raise SystemExit(128 + signum)
 

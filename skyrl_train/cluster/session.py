@@ -7,6 +7,7 @@ import os
 import queue
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -31,6 +32,14 @@ _OBJECT_STORE_BYTES = 1 << 30
 _TOO_SLOW = "timed out during startup"
 """What Ray says when a process of its own did not answer in time."""
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+
+
+def _take_back_sigterm() -> None:
+    """Ray's library puts a handler of its own below Python's, which aborts the process after three seconds: too soon for
+    actors to be ended. Python's comes first again."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is threading.main_thread() and callable(handler):
+        signal.signal(signal.SIGTERM, handler)
 
 
 class RaySession:
@@ -89,6 +98,7 @@ class RaySession:
                     timeout_s=max(_POLL_S, deadline - time.monotonic()),
                     remedy="Is the cluster up? See placement.ray_address and placement.start_timeout_s",
                 )
+                _take_back_sigterm()
                 return
             except Exception as error:
                 if not self.is_local or _TOO_SLOW not in str(error) or time.monotonic() > deadline:
