@@ -45,21 +45,27 @@ def exit_on_known_errors(node: DictConfig) -> Iterator[None]:
 @contextmanager
 def _unwinding_on_sigterm() -> Iterator[None]:
     """SIGTERM ends the process by an exception, so that actors, servers and folders go with it, as they do on Ctrl-C."""
+    received: list[int] = []
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        del frame
+        received.append(signum)
+        signal.alarm(0)  # by which Ray, while it starts, aborts a process that takes longer than three seconds to end
+        os.write(2, b"SIGTERM outside of the training steps: stopped at once\n")
+        raise SystemExit(128 + signum)
+
     ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     if ours:
-        signal.signal(signal.SIGTERM, _exit_on_sigterm)
+        signal.signal(signal.SIGTERM, end)
     try:
         yield
+    except SystemExit:
+        if received:  # a call of Ray's that was waiting makes a status of its own of it
+            raise SystemExit(128 + signal.SIGTERM) from None
+        raise
     finally:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _exit_on_sigterm(signum: int, frame: FrameType | None) -> None:
-    del frame
-    signal.alarm(0)  # by which Ray, while it starts, aborts a process that takes longer than three seconds to end
-    os.write(2, b"SIGTERM outside of the training steps: stopped at once\n")
-    raise SystemExit(128 + signum)
 
 
 def resume_command(output_dir: str) -> str:

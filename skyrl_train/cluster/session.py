@@ -74,6 +74,8 @@ class RaySession:
         else:
             options["address"] = placement.ray_address
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        self._is_starting = True
+        """Whether Ray may still be starting on its thread: until that ended one way or the other."""
         try:
             self._start(options, placement)
         except BaseException as error:
@@ -98,11 +100,14 @@ class RaySession:
                     timeout_s=max(_POLL_S, deadline - time.monotonic()),
                     remedy="Is the cluster up? See placement.ray_address and placement.start_timeout_s",
                 )
+                self._is_starting = False
                 _take_back_sigterm()
                 return
             except Exception as error:
+                self._is_starting = False
                 if not self.is_local or _TOO_SLOW not in str(error) or time.monotonic() > deadline:
                     raise
+                self._is_starting = True
                 logging.getLogger(__name__).warning("Ray did not start within its own half a minute: once more")
                 self._thread.end()  # and with it what it started
 
@@ -133,7 +138,9 @@ class RaySession:
 
     def close(self) -> None:
         """Ends the actors and, of a session of this machine, every process of it. Idempotent and bounded."""
-        if ray.is_initialized():
+        if ray.is_initialized() or self._is_starting:
+            # Behind a start that a signal cut short: Ray would end the process by a status of its own in the middle of it.
+            self._is_starting = False
             try:
                 self._thread.run(ray.shutdown, what="ray.shutdown", timeout_s=_STOP_TIMEOUT_S)
             except DeadlineError:

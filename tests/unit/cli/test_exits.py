@@ -24,13 +24,25 @@ def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+def terminate_in_a_call_that_changes_the_status() -> None:
+    try:
+        terminate()
+    except SystemExit:
+        raise SystemExit(1) from None
+
+
 def refuse() -> None:
     raise EngineError("the server is not up")
 
 
 @pytest.mark.parametrize(
     ("ends", "status", "says"),
-    [(interrupt, 130, "SIGINT"), (terminate, 143, "SIGTERM"), (refuse, 2, "EngineError: the server is not up")],
+    [
+        (interrupt, 130, "SIGINT"),
+        (terminate, 143, "SIGTERM"),
+        (terminate_in_a_call_that_changes_the_status, 143, "SIGTERM"),
+        (refuse, 2, "EngineError: the server is not up"),
+    ],
 )
 def test_the_way_a_run_ends_is_a_status_and_what_it_opened_is_closed(
     ends: Callable[[], None], status: int, says: str, capfd: pytest.CaptureFixture[str]
