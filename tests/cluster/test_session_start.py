@@ -45,4 +45,5 @@ def test_what_ray_did_not_start_in_time_is_started_once_more_and_nothing_is_left
     assert child.returncode == 0, said
     assert "nodes: 1, alive: True" in said
     assert "once more" in said
-    assert family.left(within_s=5.0) == []
+    # Of a start that was given up, an agent of Ray's looks for its node only now and then before it ends by itself.
+    assert family.left(within_s=45.0) == []
