@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import distributed, multiprocessing
@@ -19,28 +21,54 @@ END_S = 900.0
 """Of all of it."""
 
 
-def on_two_ranks(body: Callable[..., None], folder: Path, *args: Any) -> None:
-    """Runs `body(rank, folder, *args)` as ranks 0 and 1. Fails as soon as one of them does."""
+def on_ranks(
+    body: Callable[..., Any], folder: Path, *args: Any, num_ranks: int = 2, deadline_s: float = DEADLINE_S
+) -> list[Any]:
+    """What `body(rank, folder, *args)` returned on each rank, in order. Fails as soon as one of them does, or where one
+    waits for another for longer than `deadline_s`."""
+    meeting = folder / f"meeting-{uuid4().hex}"
     context = multiprocessing.start_processes(
-        _rank, args=(body, folder, args), nprocs=2, join=False, start_method="spawn"
+        _rank,
+        args=(body, folder, args, meeting, num_ranks, deadline_s),
+        nprocs=num_ranks,
+        join=False,
+        start_method="spawn",
     )
     assert context is not None
     ends = time.monotonic() + END_S
     try:
         while not context.join(timeout=1.0):
-            assert time.monotonic() < ends, f"two ranks did not come to an end within {END_S:g} s"
+            assert time.monotonic() < ends, f"{num_ranks} ranks did not come to an end within {END_S:g} s"
     finally:
         for process in context.processes:
             process.kill()
+    return [torch.load(_returned(meeting, rank), weights_only=False) for rank in range(num_ranks)]
 
 
-def _rank(rank: int, body: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:
+def _returned(meeting: Path, rank: int) -> Path:
+    return meeting.with_suffix(f".rank{rank}")
+
+
+def _rank(
+    rank: int,
+    body: Callable[..., Any],
+    folder: Path,
+    args: tuple[Any, ...],
+    meeting: Path,
+    num_ranks: int,
+    deadline_s: float,
+) -> None:
     torch.set_num_threads(1)
-    meeting = f"file://{folder}/{body.__name__}-{'-'.join(map(str, args))}"
-    join(Rendezvous(rank=rank, num_ranks=2, init_method=meeting, timeout_s=DEADLINE_S), torch.device("cpu"))
+    join(
+        Rendezvous(rank=rank, num_ranks=num_ranks, init_method=f"file://{meeting}", timeout_s=deadline_s),
+        torch.device("cpu"),
+    )
     try:
-        body(rank, folder, *args)
+        torch.save(body(rank, folder, *args), _returned(meeting, rank))
         # A rank that leaves closes its connections, over which another may still be receiving.
         distributed.barrier()
     finally:
         leave()
+    # Gloo's own thread may still be releasing tensors of the last collective, for which it takes Python's lock: in an
+    # interpreter that is being torn down that aborts the process.
+    os._exit(0)

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from skyrl_train.batch.microbatch import MicroBatchStrategy, make_micro_batch_strategy
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
@@ -101,6 +103,27 @@ def make_learner(
         total_documents=total_documents,
     )
     return PolicyLearner(engine, model=model_config, algorithm=algorithm or AlgorithmConfig(), temperature=temperature)
+
+
+def supervised_learner(
+    model: PreTrainedModel, config: ModelConfig, *, layout: LayoutChoice, tokens: int
+) -> PolicyLearner:
+    """Cross-entropy, micro-batches of at most `tokens` computed positions."""
+    trainer = TrainerConfig(
+        micro_batching="token_budget",
+        max_tokens_per_microbatch=tokens,
+        max_tokens_per_forward_microbatch=tokens,
+        layout=layout,
+    )
+    engine = ModelEngine(
+        model,
+        name="policy",
+        micro_batching=make_micro_batch_strategy(trainer),
+        layout=layout,
+        optimizer=OptimizerConfig(lr=1e-2),
+        total_optimizer_steps=10,
+    )
+    return PolicyLearner(engine, model=config, algorithm=AlgorithmConfig(policy_loss="cross_entropy"), temperature=1.0)
 
 
 def make_batch(

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
-
 import torch
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor
 
 from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded
@@ -18,8 +12,6 @@ from skyrl_train.learner.memory_meter import CountingMeter
 
 DEADLINE_S = 60.0
 """Of each collective: a rank that is left waiting for another fails after so long."""
-_END_S = 600.0
-"""Of a whole test, on however busy a machine."""
 MIB = 1 << 20
 
 
@@ -60,36 +52,6 @@ def spread(name: str, dtype: torch.dtype = torch.float64) -> ModelStrategy:
     if name == "ddp":
         return Replicated()
     return Sharded(device=torch.device("cpu"), dtype=dtype, cpu_offload=False)
-
-
-def on_two_ranks(body: Callable[..., None], folder: Path, *args: Any) -> list[Any]:
-    """What `body(rank, folder, *args)` saved to `rank{rank}.pt`, run in two processes that share a gloo group.
-
-    Fails where one waits for the other for longer than `DEADLINE_S`.
-    """
-    context = multiprocessing.start_processes(
-        _rank, args=(body, folder, args), nprocs=2, join=False, start_method="spawn"
-    )
-    assert context is not None
-    ends = time.monotonic() + _END_S
-    try:
-        while not context.join(timeout=1.0):
-            assert time.monotonic() < ends, f"two ranks did not come to an end within {_END_S:g} s"
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
-
-
-def _rank(rank: int, body: Callable[..., None], folder: Path, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    store = distributed.FileStore(str(folder / "store"), 2)
-    distributed.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=DEADLINE_S))
-    try:
-        body(rank, folder, *args)
-    finally:
-        distributed.destroy_process_group()
 
 
 def full_weights(engine: ModelEngine) -> Tensor:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor
 
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.batch.stage import stage
@@ -23,6 +22,7 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.model.lora import adapter_tensors, add_adapter
 from skyrl_train.model.value_model import load_value_model
+from tests.gloo_ranks import on_ranks
 from tests.layout_cases import close, tree_batch, use_layout
 from tests.learner_cases import fixed_rows, make_double
 
@@ -161,39 +161,27 @@ def alone(folder: Path, case: Case) -> Outcome:
 
 def run_ranks(folder: Path, ranks: Ranks, cases: list[Case]) -> dict[str, Outcome]:
     """What rank 0 has of each case, after checking that every rank of its group scored the same."""
-    multiprocessing.start_processes(
-        _run_rank, args=(folder, ranks, cases), nprocs=ranks.num_ranks, start_method="spawn"
-    )
-    found: dict[str, Outcome] = torch.load(folder / f"{ranks.name}.pt", weights_only=False)
+    found: dict[str, Outcome] = on_ranks(
+        _run_rank, folder, ranks, cases, num_ranks=ranks.num_ranks, deadline_s=TIMEOUT_S
+    )[0]
     return found
 
 
-def join(rank: int, folder: Path, ranks: Ranks) -> ModelStrategy:
-    """This process as a rank; `distributed.destroy_process_group` ends it."""
-    store = distributed.FileStore(str(folder / f"store_{ranks.name}"), ranks.num_ranks)
-    distributed.init_process_group(
-        "gloo", rank=rank, world_size=ranks.num_ranks, store=store, timeout=timedelta(seconds=TIMEOUT_S)
-    )
-    torch.set_num_threads(1)
+def make_strategy(ranks: Ranks) -> ModelStrategy:
+    """Of this process, which has joined the others."""
     group = SequenceGroup(ranks.sequence_parallel_size, timeout_s=TIMEOUT_S)
     if ranks.strategy == "ddp":
         return Replicated(group)
     return Sharded(device=torch.device("cpu"), dtype=torch.float64, cpu_offload=False, group=group)
 
 
-def _run_rank(rank: int, folder: Path, ranks: Ranks, cases: list[Case]) -> None:
-    strategy = join(rank, folder, ranks)
-    try:
-        found = {}
-        for case in cases:
-            size = ranks.sequence_parallel_size
-            found[case.name] = outcome(
-                make_learner(folder, case, strategy), dp_rank=rank // size, dp_size=ranks.num_ranks // size
-            )
-            first = strategy.of_rank_0(found[case.name].scores)
-            if not torch.equal(first, found[case.name].scores):
-                raise ValueError(f"rank {rank} scores otherwise than rank 0: {case}")
-        if rank == 0:
-            torch.save(found, folder / f"{ranks.name}.pt")
-    finally:
-        distributed.destroy_process_group()
+def _run_rank(rank: int, folder: Path, ranks: Ranks, cases: list[Case]) -> dict[str, Outcome]:
+    strategy, size = make_strategy(ranks), ranks.sequence_parallel_size
+    found = {}
+    for case in cases:
+        learner = make_learner(folder, case, strategy)
+        found[case.name] = outcome(learner, dp_rank=rank // size, dp_size=ranks.num_ranks // size)
+        first = strategy.of_rank_0(found[case.name].scores)
+        if not torch.equal(first, found[case.name].scores):
+            raise ValueError(f"rank {rank} scores otherwise than rank 0: {case}")
+    return found

@@ -6,27 +6,23 @@ loss = sum over tokens of loss_weight * max((V - R)^2, (clip(V, V_old - c, V_old
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_train.algorithms.critic_losses import ValueLossInputs, value_loss
 from skyrl_train.batch.layout import Layout
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
-from skyrl_train.distributed.strategy import SingleProcess
 from skyrl_train.errors import BatchError, ModelError
+from skyrl_train.learner.build import build_engine
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.model.causal_lm import load_tokenizer, model_at
-from skyrl_train.model.compiled import compile_layers
-from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.lora import add_adapter, merged_weights
 from skyrl_train.model.value_model import HEAD, empty_value_model, load_value_model, token_values
 from skyrl_train.seeding import derive_seed
@@ -114,34 +110,19 @@ def build_critic_learner(config: Config, plan: BatchPlan, *, strategy: ModelStra
     """Loads `critic.model.path` and makes the learner for this process, or this process's part of it where a `strategy`
     is given. Raises ModelError, ConfigError."""
     model_config = model_at(config.critic.model.path, config.model)
-    spread = strategy or SingleProcess()
-    if spread.rank and spread.sharded:
-        model, layout = empty_value_model(model_config), config.trainer.layout
-    else:
-        model = load_value_model(model_config, "cpu" if spread.sharded else config.platform.device)
-        layout = supported_layout(
-            model,
-            config.trainer.layout,
-            name=model_config.path,
-            sequence_parallel_size=config.strategy.sequence_parallel_size,
-        )
-    if config.critic.model.lora.rank:
-        add_adapter(model, config.critic.model.lora, seed=derive_seed(config.seed, "critic"), head=HEAD)
-    if model_config.compile:
-        compile_layers(model, name=model_config.path)
-    trainer = replace(config.trainer, layout=spread.of_rank_0(layout))
-    merge_turns = config.generator.merge_stepwise == "auto"
-    documents = plan.total_steps * plan.num_samples_per_batch * trainer.update_epochs_per_batch
-    engine = ModelEngine(
-        model,
-        strategy=spread,
+    adapter = config.critic.model.lora
+    add = partial(add_adapter, lora=adapter, seed=derive_seed(config.seed, "critic"), head=HEAD)
+    engine = build_engine(
+        config,
+        plan,
         name="critic",
-        micro_batching=make_micro_batch_strategy(trainer, merge_turns=merge_turns),
-        layout=trainer.layout,
-        merge_turns=merge_turns,
-        dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
+        model=model_config,
+        load=load_value_model,
+        empty=empty_value_model,
+        adapt=add if adapter.rank else None,
         optimizer=config.critic.optimizer,
         total_optimizer_steps=plan.critic_total_optimizer_steps,
-        total_documents=documents if plan.docs_per_step else 0,
+        total_documents=plan.total_steps * plan.num_samples_per_batch * config.trainer.update_epochs_per_batch,
+        strategy=strategy,
     )
-    return CriticLearner(engine, model=config.model, algorithm=trainer.algorithm)
+    return CriticLearner(engine, model=config.model, algorithm=config.trainer.algorithm)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,14 +20,13 @@ from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.losses import POLICY_LOSSES, is_tokenwise, policy_loss
 from skyrl_train.algorithms.off_policy import log_ratio_ledger
 from skyrl_train.batch.layout import Layout
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import LIKELIHOOD_LOSSES, ROLLOUT_LOSSES, AlgorithmConfig
 from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import ModelConfig
-from skyrl_train.distributed.strategy import SingleProcess
 from skyrl_train.errors import BatchError, ModelError
+from skyrl_train.learner.build import build_engine
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.state import take_weights
 from skyrl_train.model.causal_lm import (
@@ -37,8 +37,6 @@ from skyrl_train.model.causal_lm import (
     output_head,
     quiet_transformers,
 )
-from skyrl_train.model.compiled import compile_layers
-from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.logprobs import LossOfTokens, TokenScores, score_tokens
 from skyrl_train.model.lora import adapter_off, adapter_tensors, add_adapter, merged_weights, write_adapter
 from skyrl_train.registry import resolve
@@ -294,34 +292,20 @@ def build_policy_learner(
     """
     model_config = config.model if role == "policy" else model_at(config.reference.model.path, config.model)
     _require_same_tokenizer(model_config, config.model)
-    spread = strategy or SingleProcess()
-    if spread.rank and spread.sharded:
-        model, layout = empty_causal_lm(model_config), config.trainer.layout
-    else:
-        model = load_causal_lm(model_config, "cpu" if spread.sharded else config.platform.device)
-        layout = supported_layout(
-            model,
-            config.trainer.layout,
-            name=model_config.path,
-            sequence_parallel_size=config.strategy.sequence_parallel_size,
-        )
-    if role == "policy" and config.model.lora.rank:
-        add_adapter(model, config.model.lora, seed=config.seed)
-    if model_config.compile:
-        compile_layers(model, name=model_config.path)
-    trainer = replace(config.trainer, layout=spread.of_rank_0(layout))
-    merge_turns = config.generator.merge_stepwise == "auto"
-    engine = ModelEngine(
-        model,
-        strategy=spread,
+    is_policy = role == "policy"
+    adapter = config.model.lora
+    engine = build_engine(
+        config,
+        plan,
         name=role,
-        micro_batching=make_micro_batch_strategy(trainer, merge_turns=merge_turns),
-        layout=trainer.layout,
-        merge_turns=merge_turns,
-        dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
-        optimizer=config.trainer.policy.optimizer if role == "policy" else None,
+        model=model_config,
+        load=load_causal_lm,
+        empty=empty_causal_lm,
+        adapt=partial(add_adapter, lora=adapter, seed=config.seed) if is_policy and adapter.rank else None,
+        optimizer=config.trainer.policy.optimizer if is_policy else None,
         total_optimizer_steps=plan.total_optimizer_steps,
-        total_documents=plan.total_documents if plan.docs_per_step else 0,
+        total_documents=plan.total_documents,
+        strategy=strategy,
     )
     return PolicyLearner(
         engine,

@@ -88,6 +88,22 @@ def relative_difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -
     return (difference / size) ** 0.5
 
 
+def require_refusal_of_non_finite_losses(learner: Learner) -> None:
+    """A step with an infinite advantage moves no weight, and the next one goes on."""
+    before = weights_of(learner)
+    bad = mini_batch(0)
+    advantages = bad.batch["advantages"].clone()
+    advantages[-1] = float("inf")
+    learner.forward_backward(
+        MiniBatch(batch=bad.batch.with_columns(advantages=advantages), denominators=bad.denominators)
+    )
+    with pytest.raises(NonFiniteError, match="No weight was changed"):
+        learner.optim_step()
+    assert relative_difference(weights_of(learner), before) == 0.0
+    learner.forward_backward(mini_batch(0))
+    learner.optim_step()
+
+
 @contextmanager
 def ray_learner(session: RaySession, config: Config, num_ranks: int) -> Iterator[RayLearner]:
     learner = start_learner(config, make_plan(config), session, [SLOT] * num_ranks, role="policy")()
@@ -163,18 +179,7 @@ def test_one_rank_with_a_gradient_that_is_not_finite_stops_all_before_a_weight_m
     session: RaySession, model_folder: Path
 ) -> None:
     with ray_learner(session, make_config(model_folder, strategy="fsdp2"), 2) as learner:
-        before = weights_of(learner)
-        bad = mini_batch(0)
-        advantages = bad.batch["advantages"].clone()
-        advantages[-1] = float("inf")
-        learner.forward_backward(
-            MiniBatch(batch=bad.batch.with_columns(advantages=advantages), denominators=bad.denominators)
-        )
-        with pytest.raises(NonFiniteError, match="No weight was changed"):
-            learner.optim_step()
-        assert relative_difference(weights_of(learner), before) == 0.0
-        learner.forward_backward(mini_batch(0))
-        learner.optim_step()
+        require_refusal_of_non_finite_losses(learner)
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor
 
 from skyrl_train.batch.stage import stage
 from skyrl_train.config.schema import (
@@ -29,6 +28,7 @@ from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
 from skyrl_train.model import causal_lm, value_model
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.cluster.test_learners import make_config, make_plan, mini_batch, relative_difference, weights_of
+from tests.gloo_ranks import on_ranks
 from tests.learner_cases import make_batch, save_tiny_model
 
 pytestmark = pytest.mark.cluster
@@ -67,57 +67,42 @@ def train(learner: PolicyLearner, shard_of: Callable[[int], object], between: Mo
     return weights_of(learner), torch.cat(scores)
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    store = distributed.FileStore(str(folder / "store"), 2)
-    distributed.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=120))
-    try:
-        torch.set_num_threads(1)
-        results = {}
-        for name, config, between in variants(folder):
-            dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-            spread = Sharded(device=CPU, dtype=dtype, cpu_offload=config.strategy.cpu_offload)
+def run_rank(rank: int, folder: Path) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
+    results = {}
+    for name, config, between in variants(folder):
+        dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+        spread = Sharded(device=CPU, dtype=dtype, cpu_offload=config.strategy.cpu_offload)
+        learner = build_policy_learner(config, make_plan(config), role="policy", strategy=spread)
+        assert learner.engine.passes.device == CPU
+
+        def shard_of(seed: int) -> object:
+            closed = mini_batch(seed)
+            return replace(closed, batch=stage(closed.batch, 2).shards[rank])
+
+        results[name] = train(learner, shard_of, between)
+    return results
+
+
+def build_on_rank(rank: int, folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Rank 1 cannot read weights: whoever tries on it ends the test. What the shards add up to."""
+    if rank == 1:
+
+        def refuse(*arguments: object, **options: object) -> object:
+            raise AssertionError("a rank that receives its part read weights from the disk")
+
+        safetensors.safe_open = safetensors.torch.load_file = refuse  # type: ignore[assignment]
+        causal_lm.read_causal_lm = value_model.read_causal_lm = value_model.safe_open = refuse  # type: ignore[assignment]
+    config = replace(make_config(folder, strategy="fsdp2"), critic=CriticConfig(model=CriticModelConfig(path="policy")))
+    found = {}
+    for role in ("policy", "critic"):
+        spread = Sharded(device=CPU, dtype=torch.float32, cpu_offload=False)
+        learner: PolicyLearner | CriticLearner
+        if role == "critic":
+            learner = build_critic_learner(config, make_plan(config), strategy=spread)
+        else:
             learner = build_policy_learner(config, make_plan(config), role="policy", strategy=spread)
-            assert learner.engine.passes.device == CPU
-
-            def shard_of(seed: int) -> object:
-                closed = mini_batch(seed)
-                return replace(closed, batch=stage(closed.batch, 2).shards[rank])
-
-            results[name] = train(learner, shard_of, between)
-        if rank == 0:
-            torch.save(results, folder / "results.pt")
-    finally:
-        distributed.destroy_process_group()
-
-
-def build_on_rank(rank: int, folder: Path) -> None:
-    """Rank 1 cannot read weights: whoever tries on it ends the test. Rank 0 says what its shards add up to."""
-    store = distributed.FileStore(str(folder / "reading"), 2)
-    distributed.init_process_group("gloo", rank=rank, world_size=2, store=store, timeout=timedelta(seconds=120))
-    try:
-        torch.set_num_threads(1)
-        if rank == 1:
-
-            def refuse(*arguments: object, **options: object) -> object:
-                raise AssertionError("a rank that receives its part read weights from the disk")
-
-            safetensors.safe_open = safetensors.torch.load_file = refuse  # type: ignore[assignment]
-            causal_lm.read_causal_lm = value_model.read_causal_lm = value_model.safe_open = refuse  # type: ignore[assignment]
-        config = replace(
-            make_config(folder, strategy="fsdp2"), critic=CriticConfig(model=CriticModelConfig(path="policy"))
-        )
-        found = {}
-        for role in ("policy", "critic"):
-            spread = Sharded(device=CPU, dtype=torch.float32, cpu_offload=False)
-            learner: PolicyLearner | CriticLearner
-            if role == "critic":
-                learner = build_critic_learner(config, make_plan(config), strategy=spread)
-            else:
-                learner = build_policy_learner(config, make_plan(config), role="policy", strategy=spread)
-            found[role] = dict(learner.weights())
-        torch.save(found, folder / f"read{rank}.pt")
-    finally:
-        distributed.destroy_process_group()
+        found[role] = dict(learner.weights())
+    return found
 
 
 def variants(folder: Path) -> list[tuple[str, Config, Move]]:
@@ -135,8 +120,7 @@ def variants(folder: Path) -> list[tuple[str, Config, Move]]:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
     folder = save_tiny_model(tmp_path_factory.mktemp("residence"), tokenizer=True)
-    multiprocessing.start_processes(run_rank, args=(folder,), nprocs=2, start_method="spawn")
-    found: dict[str, tuple[dict[str, Tensor], Tensor]] = torch.load(folder / "results.pt")
+    found: dict[str, tuple[dict[str, Tensor], Tensor]] = on_ranks(run_rank, folder)[0]
     for name, config, _ in variants(folder):
         if name in ("plain", "bfloat16"):
             alone = build_policy_learner(config, make_plan(config), role="policy")
@@ -175,8 +159,7 @@ def test_offload_checkpointing_and_bfloat16_give_the_weights_of_one_process(
 
 def test_only_rank_0_reads_the_weights_of_a_sharded_policy_or_critic(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path, tokenizer=True)
-    multiprocessing.start_processes(build_on_rank, args=(folder,), nprocs=2, start_method="spawn")
-    found = [torch.load(folder / f"read{rank}.pt") for rank in range(2)]
+    found = on_ranks(build_on_rank, folder)
     whole = load_causal_lm(ModelConfig(path=str(folder)), "cpu").state_dict()
     for role in ("policy", "critic"):
         for name, tensor in found[1][role].items():

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import ModelError, NonFiniteError
+from skyrl_train.errors import ModelError
 from skyrl_train.learner.policy import build_policy_learner
 from tests.cluster.test_learners import (
     LENGTHS,
@@ -21,6 +20,7 @@ from tests.cluster.test_learners import (
     mini_batch,
     ray_learner,
     relative_difference,
+    require_refusal_of_non_finite_losses,
     three_steps,
     weights_of,
 )
@@ -103,18 +103,7 @@ def test_a_checkpoint_goes_on_with_ranks_of_their_own_and_back(
 
 def test_a_loss_that_is_not_finite_stops_all_before_a_weight_moves(session: RaySession, model_folder: Path) -> None:
     with ray_learner(session, shared_config(model_folder), 2) as learner:
-        before = weights_of(learner)
-        bad = mini_batch(0)
-        advantages = bad.batch["advantages"].clone()
-        advantages[-1] = float("inf")
-        learner.forward_backward(
-            MiniBatch(batch=bad.batch.with_columns(advantages=advantages), denominators=bad.denominators)
-        )
-        with pytest.raises(NonFiniteError, match="No weight was changed"):
-            learner.optim_step()
-        assert relative_difference(weights_of(learner), before) == 0.0
-        learner.forward_backward(mini_batch(0))
-        learner.optim_step()
+        require_refusal_of_non_finite_losses(learner)
 
 
 def test_heads_that_the_ranks_do_not_divide_are_refused(session: RaySession, model_folder: Path) -> None:

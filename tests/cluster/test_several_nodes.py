@@ -15,18 +15,18 @@ from tests.cluster.test_learners import make_config, make_plan, three_steps, wei
 
 pytestmark = pytest.mark.cluster
 
-SCRIPT = Path(__file__).parent / "several_nodes.py"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def found(model_folder: Path) -> dict[str, Any]:
     result = subprocess.run(
-        [sys.executable, str(SCRIPT), str(model_folder)],
+        [sys.executable, "-m", "tests.cluster.several_nodes", str(model_folder)],
         capture_output=True,
         text=True,
         timeout=400,
         check=False,
-        cwd=SCRIPT.parents[2],
+        cwd=ROOT,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     seats: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])

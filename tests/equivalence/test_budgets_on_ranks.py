@@ -17,12 +17,20 @@ from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.probe import Probed
-from skyrl_train.learner.sizing import SizingLimits, SizingReport, hold_everything, size_micro_batches
+from skyrl_train.learner.sizing import (
+    WORTH_A_TRIAL,
+    PhaseReport,
+    SizingLimits,
+    SizingReport,
+    hold_everything,
+    size_micro_batches,
+)
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.value_model import load_value_model
+from tests.gloo_ranks import on_ranks
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, save_tiny_model
-from tests.memory_cases import MIB, FailingMeter, on_two_ranks, spread
+from tests.memory_cases import DEADLINE_S, MIB, FailingMeter, spread
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
 LENGTHS = [9, 14, 7, 32, 16, 8, 10, 11, 28, 9, 15, 6] * 4
@@ -65,7 +73,9 @@ def use(learner: Probed, rank: int) -> tuple[int, int]:
     return int(metrics[f"layout/{name}_forwards_padded"].value), int(metrics[f"memory/{name}_redone"].value)
 
 
-def run_rank(rank: int, folder: Path, name: str) -> None:
+def run_rank(
+    rank: int, folder: Path, name: str
+) -> tuple[list[SizingReport], list[tuple[int, int]], list[int], tuple[int, int]]:
     """Sizes and uses all three models in one process's memory, then sizes the policy with memory running out on rank 1 at
     one point of the probes after another."""
     meter = FailingMeter(BUDGETS[rank])
@@ -88,7 +98,13 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
             disturbed.append(0)
     meter.refuse()
     after = use(learners[0], rank)
-    torch.save((reports, used, disturbed, after), folder / f"rank{rank}.pt")
+    return reports, used, disturbed, after
+
+
+def require_smaller_one_decides(mine: PhaseReport, other: PhaseReport) -> None:
+    """`other` is of the rank with less memory. The last fit may admit a little more than what was tried out and kept."""
+    assert mine.tokens <= other.own_tokens <= mine.tokens * WORTH_A_TRIAL
+    assert mine.own_tokens > other.own_tokens
 
 
 @pytest.mark.slow
@@ -96,14 +112,14 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
 def test_two_ranks_with_unequal_memory(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     save_tiny_model(tmp_path)
-    first, second = on_two_ranks(run_rank, tmp_path, name)
+    first, second = on_ranks(run_rank, tmp_path, name, deadline_s=DEADLINE_S)
     for mine, other in zip(first[0], second[0]):
         assert mine.budgets == other.budgets
         assert [(p.rows, p.longest) for p in mine.forward.probes] == [(p.rows, p.longest) for p in other.forward.probes]
         assert (mine.forward.limit_bytes, other.forward.limit_bytes) == BUDGETS
-        assert mine.forward.tokens == other.forward.own_tokens, "the rank with less memory decides"
+        require_smaller_one_decides(mine.forward, other.forward)
         if mine.training is not None and other.training is not None:
-            assert mine.training.tokens == other.training.own_tokens
+            require_smaller_one_decides(mine.training, other.training)
     assert first[1] == second[1], "as many forwards on each, none computed anew"
     assert [redone for _, redone in first[1]] == [0, 0, 0]
     assert first[1][0][0] > 1

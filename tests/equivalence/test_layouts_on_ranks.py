@@ -16,7 +16,7 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.equivalence.test_layouts import ALGORITHM, flat_gradient, plain
-from tests.gloo_ranks import on_two_ranks
+from tests.gloo_ranks import on_ranks
 from tests.layout_cases import close, distance, tree_batch, use_layout
 from tests.learner_cases import make_double, make_learner, save_tiny_model
 
@@ -27,8 +27,8 @@ def strategy(name: str) -> ModelStrategy:
     return Sharded(device=torch.device("cpu"), dtype=torch.float64, cpu_offload=False)
 
 
-def run_rank(rank: int, folder: Path, name: str) -> None:
-    """The gradient after one mini-batch of which this rank computes its shard, whole, from rank 0."""
+def run_rank(rank: int, folder: Path, name: str) -> Tensor:
+    """The gradient after one mini-batch of which this rank computes its shard, whole."""
     model = load_causal_lm(ModelConfig(path=str(folder)), "cpu")
     make_double(model)
     spread = strategy(name)
@@ -44,9 +44,7 @@ def run_rank(rank: int, folder: Path, name: str) -> None:
     closed = close(tree_batch(12))
     learner.forward_backward(replace(closed, batch=stage(closed.batch, 2, together="prompt").shards[rank]))
     spread.reduce_gradients(engine.parameters.values())
-    found = [spread.full(p.grad).flatten() for p in engine.parameters.values() if p.grad is not None]
-    if rank == 0:
-        torch.save(torch.cat(found), folder / f"{name}.pt")
+    return torch.cat([spread.full(p.grad).flatten() for p in engine.parameters.values() if p.grad is not None])
 
 
 @pytest.mark.slow
@@ -57,9 +55,10 @@ def test_two_ranks_have_the_gradient_of_one(
     """fsdp2 sums gradients in float32, whatever the model's type."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     save_tiny_model(tmp_path)
-    on_two_ranks(run_rank, tmp_path, name)
+    gradients = on_ranks(run_rank, tmp_path, name)
     learner = make_learner(tmp_path, double=True, algorithm=ALGORITHM)
     plain(learner)
     learner.forward_backward(close(tree_batch(12)))
-    found: Tensor = torch.load(tmp_path / f"{name}.pt")
-    assert distance(found, flat_gradient(learner)) < tolerance
+    expected = flat_gradient(learner)
+    for found in gradients:
+        assert distance(found, expected) < tolerance

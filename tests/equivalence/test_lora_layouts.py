@@ -10,18 +10,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from skyrl_train.config.schema import LoraConfig, ModelConfig
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.reference import BaseOfAdapter
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.lora import adapter_tensors, add_adapter
-from tests.learner_cases import make_batch, save_tiny_model
+from tests.learner_cases import make_batch, save_tiny_model, supervised_learner
 
 LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.3)
 
@@ -39,17 +36,7 @@ def learner_of(
     add_adapter(model, lora, seed=0)
     if double:
         model.double()
-    trainer = TrainerConfig(micro_batching="token_budget", max_tokens_per_microbatch=tokens, layout=layout)
-    engine = ModelEngine(
-        model,
-        name="policy",
-        micro_batching=make_micro_batch_strategy(trainer),
-        layout=layout,
-        optimizer=OptimizerConfig(lr=1e-2),
-        total_optimizer_steps=10,
-    )
-    algorithm = AlgorithmConfig(policy_loss="cross_entropy")
-    return PolicyLearner(engine, model=model_config, algorithm=algorithm, temperature=1.0)
+    return supervised_learner(model, model_config, layout=layout, tokens=tokens)
 
 
 def mini_batch() -> MiniBatch:

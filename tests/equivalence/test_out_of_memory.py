@@ -21,9 +21,10 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.probe import Prober
 from skyrl_train.model.causal_lm import load_causal_lm
+from tests.gloo_ranks import on_ranks
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, make_double, save_tiny_model
-from tests.memory_cases import FailingMeter, full_weights, on_two_ranks, size_itself, spread
+from tests.memory_cases import DEADLINE_S, FailingMeter, full_weights, size_itself, spread
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
 LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11, 13, 9, 15, 6]
@@ -152,8 +153,8 @@ def run_probes(learner: PolicyLearner, meter: FailingMeter, rank: int) -> list[l
     return found
 
 
-def run_rank(rank: int, folder: Path) -> None:
-    torch.save({case: run_case(rank, folder, case) for case in CASES}, folder / f"rank{rank}.pt")
+def run_rank(rank: int, folder: Path) -> dict[str, Ran]:
+    return {case: run_case(rank, folder, case) for case in CASES}
 
 
 def apart(mine: Tensor, other: Tensor) -> float:
@@ -182,7 +183,7 @@ def test_memory_that_runs_out_on_one_rank_changes_no_step(tmp_path: Path, monkey
     """A phase whose micro-batches were not cut smaller is the same bit for bit."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     save_tiny_model(tmp_path)
-    ranks: list[dict[str, Ran]] = on_two_ranks(run_rank, tmp_path)
+    ranks: list[dict[str, Ran]] = on_ranks(run_rank, tmp_path, deadline_s=DEADLINE_S)
     for case, dtype in CASES.items():
         runs = [rank[case] for rank in ranks]
         assert runs[0].num_meetings == runs[1].num_meetings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from skyrl_train.batch.stage import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.gloo_ranks import on_two_ranks
+from tests.gloo_ranks import on_ranks
 from tests.learner_cases import make_double, save_tiny_model
 
 STEP = Step(algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, loss_reduction="sequence_mean"))
@@ -45,7 +46,7 @@ def largest_anywhere(count: int) -> int:
     return int(agreed)
 
 
-def run_rank(rank: int, folder: Path) -> None:
+def run_rank(rank: int, folder: Path) -> dict[str, Any]:
     """One rank's micro-batches, dummies included; gradients are reduced after the last of them."""
     model = load(folder)
     shard = stage(closed(STEP, fixed_rollouts(), UNEVEN).batch, 2).shards[rank]
@@ -56,14 +57,13 @@ def run_rank(rank: int, folder: Path) -> None:
         if reduces:
             for parameter in model.parameters():
                 distributed.all_reduce(parameter.grad)
-    torch.save({"gradient": flat_gradient(model), "own": own, "ran": len(parts)}, folder / f"rank{rank}.pt")
+    return {"gradient": flat_gradient(model), "own": own, "ran": len(parts)}
 
 
 @pytest.mark.slow
 def test_two_gloo_ranks_have_the_gradient_of_one_process(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
-    on_two_ranks(run_rank, tmp_path)
-    results = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2)]
+    results = on_ranks(run_rank, tmp_path)
     expected = plain_gradient(load(tmp_path), STEP, fixed_rollouts())
     for result in results:
         assert_same_gradient(result["gradient"], expected)

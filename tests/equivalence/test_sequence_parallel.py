@@ -15,8 +15,9 @@ from skyrl_train.batch.stage import stage
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.strategy import Replicated, Sharded
 from skyrl_train.model.layouts import hidden_states
+from tests.gloo_ranks import on_ranks
 from tests.layout_cases import close, distance, tree_batch
-from tests.memory_cases import FailingMeter, on_two_ranks, size_itself
+from tests.memory_cases import DEADLINE_S, FailingMeter, size_itself
 from tests.sequence_cases import CASES, TIMEOUT_S, Case, Ranks, alone, make_learner, run_ranks, save_models
 from tests.unit.model.test_model_layouts import EXACT, build, states_and_gradient, tree
 
@@ -57,7 +58,7 @@ def test_ranks_that_share_micro_batches_have_the_gradient_of_one(folder: Path, r
         assert distance(found[case.name].gradient, expected.gradient) < TOLERANCE, case
 
 
-def compare_families(rank: int, folder: Path) -> None:
+def compare_families(rank: int, folder: Path) -> dict[tuple[int, str, str], tuple[float, float]]:
     """The largest differences of this rank's hidden states, and of the summed gradient, to those of one process."""
     group = SequenceGroup(2, timeout_s=TIMEOUT_S)
     found = {}
@@ -75,17 +76,17 @@ def compare_families(rank: int, folder: Path) -> None:
             distributed.all_reduce(gradient)
             difference = float((states.detach() - expected[own >= 0]).abs().max() / expected.abs().max())
             found[number, kind, name] = difference, distance(gradient, expected_gradient)
-    torch.save(found, folder / f"rank{rank}.pt")
+    return found
 
 
 def test_every_supported_family_is_exact(tmp_path: Path) -> None:
     """Sliding windows, capped scores and scaled positions among them."""
-    for found in on_two_ranks(compare_families, tmp_path):
+    for found in on_ranks(compare_families, tmp_path, deadline_s=DEADLINE_S):
         assert len(found) == 2 * len(EXACT)
         assert {case: pair for case, pair in found.items() if max(pair) > 1e-5} == {}
 
 
-def run_out_of_memory(rank: int, folder: Path, models: Path, strategy: str) -> None:
+def run_out_of_memory(rank: int, folder: Path, models: Path, strategy: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Gradients of a step, and of the same one with memory running out on rank 1 at one point after another."""
     group = SequenceGroup(2, timeout_s=TIMEOUT_S)
     sharded = Sharded(device=torch.device("cpu"), dtype=torch.float64, cpu_offload=False, group=group)
@@ -104,14 +105,14 @@ def run_out_of_memory(rank: int, folder: Path, models: Path, strategy: str) -> N
     calm = gradient()
     total = engine.strategy.agree(meter.num_allocations)
     points = [1 + (total - 1) * index // (POINTS - 1) for index in range(POINTS)]
-    torch.save((calm, [gradient(*([point] if rank else [])) for point in points]), folder / f"rank{rank}.pt")
+    return calm, [gradient(*([point] if rank else [])) for point in points]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_memory_that_runs_out_on_one_of_two_ranks_changes_no_gradient(
     folder: Path, tmp_path: Path, strategy: str
 ) -> None:
-    for calm, disturbed in on_two_ranks(run_out_of_memory, tmp_path, folder, strategy):
+    for calm, disturbed in on_ranks(run_out_of_memory, tmp_path, folder, strategy, deadline_s=DEADLINE_S):
         assert len(disturbed) == POINTS
         for found in disturbed:
             assert distance(found, calm) < TOLERANCE

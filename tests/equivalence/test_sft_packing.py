@@ -9,17 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
+from skyrl_train.config.schema import ModelConfig
 from skyrl_train.data.collate import Collator, DefaultCollator, PackedDataCollator
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
-from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.learner_cases import VOCABULARY, save_tiny_model
+from tests.learner_cases import VOCABULARY, save_tiny_model, supervised_learner
 
 LENGTHS = (7, 19, 3, 12, 2, 30, 5, 11)
 
@@ -43,22 +40,7 @@ def examples() -> ExampleSet:
 def learner_of(folder: Path, layout: LayoutChoice, tokens: int) -> PolicyLearner:
     model_config = ModelConfig(path=str(folder))
     model = load_causal_lm(model_config, "cpu").double()
-    trainer = TrainerConfig(
-        micro_batching="token_budget",
-        max_tokens_per_microbatch=tokens,
-        max_tokens_per_forward_microbatch=tokens,
-        layout=layout,
-    )
-    engine = ModelEngine(
-        model,
-        name="policy",
-        micro_batching=make_micro_batch_strategy(trainer),
-        layout=layout,
-        optimizer=OptimizerConfig(lr=1e-2),
-        total_optimizer_steps=10,
-    )
-    algorithm = AlgorithmConfig(policy_loss="cross_entropy")
-    return PolicyLearner(engine, model=model_config, algorithm=algorithm, temperature=1.0)
+    return supervised_learner(model, model_config, layout=layout, tokens=tokens)
 
 
 def loss_and_gradient(learner: PolicyLearner, mini_batch: MiniBatch) -> tuple[float, dict[str, Tensor]]:
