@@ -109,7 +109,7 @@ class MemoryModel:
     def _most(self, limit_bytes: int, size: Floats, longest: Floats) -> Floats:
         """For each length, how many pieces of `size` positions fit: exactly those that `peak_bytes` lets pass."""
         fixed, each = self.base_bytes + self.slack_bytes, self._growing(size, longest)
-        count = np.full_like(size, _MAX_POSITIONS)
+        count: Floats = np.full_like(size, _MAX_POSITIONS)
         with np.errstate(over="ignore"):
             np.divide(limit_bytes - fixed, each, out=count, where=each > 0)
         count = np.floor(np.minimum(count, _MAX_POSITIONS / size)) + 1

@@ -27,6 +27,7 @@ from skyrl_train.learner.healing import Healing
 from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
 from skyrl_train.learner.residence import Residence
+from skyrl_train.model.last_layer import narrow_last_layer
 from skyrl_train.model.lora import has_adapter, merged_weights
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
 
@@ -54,6 +55,7 @@ class ModelEngine:
         """`strategy` says how the model is spread over ranks; alone in its process unless given. `layout` must be exact
         for the model (`model/layouts.py`); with `merge_turns`, turns that extend one another are computed together."""
         self.strategy = strategy or SingleProcess()
+        narrow_last_layer(model)
         self.strategy.prepare(model)
         self.model = model
         self.name = name

@@ -23,6 +23,7 @@ from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.distributed.strategy import ModelStrategy
 from skyrl_train.errors import BatchError
 from skyrl_train.learner.memory_meter import MemoryMeter
+from skyrl_train.model.last_layer import reading
 from skyrl_train.model.layouts import hidden_states
 from skyrl_train.model.lora import forget_dropout_keys, set_dropout_keys
 from skyrl_train.telemetry.metrics import Metric, StepMetrics, Sum, merge_metrics
@@ -142,7 +143,9 @@ class Passes:
             layout = make_layout(part.batch, part.layout, merge=self.merge_turns, group=self.strategy.group)
             ranks = 1 if self.strategy.group is None else self.strategy.group.size
             self.current = Size(num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions * ranks)
-            yield part.batch.to(self.device), layout.to(self.device)
+            rows, layout = part.batch.to(self.device), layout.to(self.device)
+            with reading(self.model, rows, layout):
+                yield rows, layout
 
     def _compute(
         self, function: Callable[[Tensor, TrainingInputBatch, Layout], T], rows: TrainingInputBatch, layout: Layout

@@ -7,14 +7,11 @@ one slice, and all of it attends to the segment in one call:
     for every segment s       out[s] = causal attention of s over itself                  (rows, or parts of them)
     for every segment s       out[below s] joined with full attention of below(s) over s  (a shared prefix)
 
-Two partial results over different keys, each with its log-sum-exp, join exactly: with `l = logaddexp(l1, l2)` the
-output is `exp(l1 - l) * o1 + exp(l2 - l) * o2`. The backward of a part is the kernel's own, given the joined output and
-log-sum-exp in place of the part's: the probabilities `exp(score - l)` and the row sums of `grad * out` that it forms
-from them are those of the whole. No mask is ever built.
+Two partial results over different keys join exactly (`joined_attention.py`). No mask is ever built.
 
-Back ends: on a CPU the fused kernel of torch, per segment. On CUDA the variable-length flash kernel of torch for packed
-rows in bfloat16 or float16, and flex attention with a block mask for trees and for float32. Where a sliding window is
-shorter than a row, or scores are capped, plain products with a mask per segment: exact, slower.
+Back ends: on a CPU the fused kernel of torch, per segment, joined. On CUDA the variable-length flash kernel of torch for
+packed rows in bfloat16 or float16, and flex attention with a block mask for trees and for float32. Where a sliding window
+is shorter than a row, or scores are capped, plain products with a mask per segment: exact, slower.
 
 Where ranks share a forward (`distributed/sequence_parallel.py`), each exchanges the other heads of its positions for the
 other positions of its heads before, and back after; in between all of the above holds.
@@ -22,7 +19,6 @@ other positions of its heads before, and back after; in between all of the above
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -33,6 +29,7 @@ from torch import Tensor
 from skyrl_train.batch.layout import PositionGroup
 from skyrl_train.batch.prefix_tree import Segment
 from skyrl_train.errors import ModelError
+from skyrl_train.model.joined_attention import Parts, accumulator, all_parts, joined_attention, parts_of_queries
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -40,8 +37,8 @@ if TYPE_CHECKING:
 ATTENTION = "skyrl_segments"
 """The name under which transformers finds `segment_attention`."""
 
-_flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+READ = "skyrl_read_positions"
+"""Attribute of an attention module of which fewer queries may be asked (`model/last_layer.py`)."""
 
 
 @dataclass
@@ -82,6 +79,13 @@ class Segments:
         found: Tensor = self._derived["reach"]
         return found
 
+    def parts(self) -> Parts:
+        """For the CPU's kernel."""
+        if "parts" not in self._derived:
+            self._derived["parts"] = all_parts(self.segments)
+        found: Parts = self._derived["parts"]
+        return found
+
     def block_mask(self, device: torch.device) -> BlockMask:
         """For flex attention."""
         if "block_mask" not in self._derived:
@@ -95,84 +99,6 @@ class Segments:
             self._derived["block_mask"] = create_block_mask(above, None, None, size, size, device=str(device))
         found: BlockMask = self._derived["block_mask"]
         return found
-
-
-class _JoinedAttention(torch.autograd.Function):
-    """Attention over segments with the fused CPU kernel.
-
-    q `[rows, heads, positions, size]`, k and v with as many heads or a divisor of them; all of one dtype. All rows have
-    the same segments.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment], scale: float
-    ) -> Tensor:
-        rows, heads, positions, size = query.shape
-        out = query.new_empty(rows, positions, heads, size).transpose(1, 2)
-        sums = torch.empty(rows, heads, positions, dtype=_accumulator(query.dtype), device=query.device)
-        for start, stop, _ in segments:
-            part, part_sums = _flash(*_slices(query, key, value, start, stop, start, stop), 0.0, True, scale=scale)
-            out[:, :, start:stop] = part
-            sums[:, :, start:stop] = part_sums
-        for start, stop, end in segments:
-            if end > stop:
-                part, part_sums = _flash(*_slices(query, key, value, stop, end, start, stop), 0.0, False, scale=scale)
-                _join(out[:, :, stop:end], sums[:, :, stop:end], part, part_sums)
-        ctx.save_for_backward(query, key, value, out, sums)
-        ctx.segments, ctx.scale = segments, scale
-        return out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, out, sums = ctx.saved_tensors
-        grads = tuple(torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value))
-
-        def part_of_gradient(low: int, high: int, start: int, stop: int, causal: bool) -> tuple[Tensor, ...]:
-            at = slice(low, high)
-            found: tuple[Tensor, ...] = _flash_backward(
-                grad_out[:, :, at],
-                *_slices(query, key, value, low, high, start, stop),
-                out[:, :, at],
-                sums[:, :, at],
-                0.0,
-                causal,
-                scale=ctx.scale,
-            )
-            return found
-
-        for start, stop, _ in ctx.segments:
-            for grad, part in zip(grads, part_of_gradient(start, stop, start, stop, True)):
-                grad[:, :, start:stop] = part
-        for start, stop, end in ctx.segments:
-            if end > stop:
-                by_query, by_key, by_value = part_of_gradient(stop, end, start, stop, False)
-                grads[0][:, :, stop:end] += by_query
-                grads[1][:, :, start:stop] += by_key
-                grads[2][:, :, start:stop] += by_value
-        return grads[0], grads[1], grads[2], None, None
-
-
-def _slices(
-    query: Tensor, key: Tensor, value: Tensor, low: int, high: int, start: int, stop: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return query[:, :, low:high], key[:, :, start:stop], value[:, :, start:stop]
-
-
-def _join(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
-    """Adds a part over other keys to `out` `[1, heads, n, size]` and its log-sum-exps `[1, heads, n]`, in place."""
-    joined = torch.logaddexp(sums, part_sums)
-    mine, its = ((each - joined).exp_().unsqueeze(-1) for each in (sums, part_sums))
-    if out.dtype == joined.dtype:
-        out.mul_(mine).addcmul_(part, its)
-    else:  # half precision is added up in float32
-        out.copy_(out * mine + part * its)
-    sums.copy_(joined)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def masked_attention(
@@ -201,7 +127,7 @@ def masked_attention(
         seen = torch.cat([torch.arange(each.start, each.stop, device=query.device) for each in path])
         own = segment.stop - segment.start
         scores = (query[:, :, segment.start : segment.stop] * scale) @ keys[:, :, seen].transpose(2, 3)
-        scores = scores.to(_accumulator(scores.dtype))
+        scores = scores.to(accumulator(scores.dtype))
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         depth = torch.arange(len(seen), device=query.device)
@@ -221,14 +147,19 @@ def _attend(
     scale: float,
     window: int | None,
     softcap: float | None,
+    read: Tensor | None,
 ) -> Tensor:
+    """With `read`, other positions than these may be left 0."""
     if window is not None and window >= segments.longest_path:
         window = None
     if window is not None or softcap is not None or key.shape[-1] != value.shape[-1]:
         return masked_attention(query, key, value, segments, scale=scale, window=window, softcap=softcap)
     if query.device.type == "cpu":
-        joined: Tensor = _JoinedAttention.apply(query, key, value, segments.segments, scale)  # type: ignore[no-untyped-call]
-        return joined
+        parts = None if read is None else parts_of_queries(segments.segments, read.tolist())
+        if read is None or parts is None:
+            return joined_attention(query, key, value, segments.parts(), scale=scale)
+        found = joined_attention(query.index_select(2, read), key, value, parts, scale=scale)
+        return torch.zeros_like(query).index_copy(2, read, found)
     return _attend_on_cuda(query, key, value, segments, scale=scale)
 
 
@@ -330,6 +261,7 @@ def segment_attention(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
         softcap=softcap,
+        read=getattr(module, READ).value if group is None and hasattr(module, READ) else None,
     )
     return (out if group is None else group.to_positions(out)).transpose(1, 2), None
 

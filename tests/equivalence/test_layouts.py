@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.model import joined_attention
 from skyrl_train.telemetry.metrics import StepMetrics, to_values
 from tests.layout_cases import close, distance, flat_gradient, tree_batch, use_layout
 from tests.learner_cases import make_learner, save_tiny_model
@@ -26,6 +28,14 @@ TOLERANCE = 1e-10
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, clip_cov_share=0.3, clip_cov_low=0.0, kl_cov_share=0.3)
 LAYOUTS = [("padded", True), ("packed", False), ("packed", True), ("prefix_shared", False), ("auto", True)]
 """With and without turns merged."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _short_runs() -> Iterator[None]:
+    """The last layer's attention leaves out queries of rows as short as these, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(joined_attention, "_SHORTEST_RUN", 1)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -168,7 +168,7 @@ def test_what_runs_on_cuda(
     monkeypatch.setattr(attention, "varlen", lambda *_, **__: "varlen")
     monkeypatch.setattr(attention, "flex", lambda *_, **__: "flex")
     inputs = [OnCuda(each.detach()) for each in qkv(segments, dtype)]
-    found = attention._attend(*inputs, segments, scale=0.3, window=None, softcap=None)  # type: ignore[arg-type]
+    found = attention._attend(*inputs, segments, scale=0.3, window=None, softcap=None, read=None)  # type: ignore[arg-type]
     assert found == backend
 
 

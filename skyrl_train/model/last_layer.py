@@ -1,0 +1,100 @@
+"""The last decoder layer, computed for the positions that are read.
+
+What follows the last layer's attention is read before the tokens that carry loss, and nowhere else; keys and values are
+needed of every position. Its query and output projections and its feed-forward block work on each position by itself,
+so that they take the positions that are read, and give 0 for the others; so does attention over segments on a CPU. What
+the layer adds up for the others is never read and no gradient comes from there: nothing changes but what it costs.
+
+In a conversation of several turns most positions are prompt or observation. A model of few layers gains most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from skyrl_train.batch.layout import Layout
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.distributed.fsdp import decoder_layers
+from skyrl_train.model.attention import READ
+from skyrl_train.model.logprobs import loss_tokens, states_before
+from skyrl_train.model.lora import KeyedDropout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ATTENTION = "self_attn"
+_BY_POSITION = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
+"""Blocks of a layer that compute each position by itself."""
+_WORTH_IT = 0.9
+"""Where a larger share of the positions is read, picking them costs more than it saves."""
+
+
+class ReadPositions:
+    """int64 `[read]`: positions of the running forward; None for all."""
+
+    value: Tensor | None = None
+
+
+def narrow_last_layer(model: PreTrainedModel) -> None:
+    """Has `reading` take effect on `model`, whose adapter is there and whose layers are not sharded yet. Idempotent.
+
+    Leaves out a layer that is compiled, which would be traced for each set of positions, and blocks of other than linear
+    layers.
+    """
+    layers = decoder_layers(model)
+    if not layers or hasattr(model, READ) or layers[-1]._compiled_call_impl is not None:
+        return
+    read = ReadPositions()
+    setattr(model, READ, read)
+    parts = dict(layers[-1].named_modules())
+    if _ATTENTION in parts:
+        setattr(parts[_ATTENTION], READ, read)
+    for name in _BY_POSITION:
+        if name in parts and _is_linear(parts[name]):
+            _narrow(parts[name], read)
+
+
+@contextmanager
+def reading(model: PreTrainedModel, rows: TrainingInputBatch, layout: Layout) -> Iterator[None]:
+    """Forwards and backwards inside may compute the last layer only where tokens that `loss_mask` marks are predicted
+    from it. Raises BatchError for a row whose first token is marked."""
+    read: ReadPositions | None = getattr(model, READ, None)
+    if read is None:
+        yield
+        return
+    positions = torch.unique(states_before(loss_tokens(rows), layout)[1])
+    if len(positions) <= _WORTH_IT * layout.num_positions:
+        read.value = positions
+    try:
+        yield
+    finally:
+        read.value = None
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """All parameters are of linear layers (a router of experts is a layer of its own kind), and nothing drops features
+    by the position of a forward that has them all."""
+    parts = list(module.modules())
+    own = [part for part in parts if any(True for _ in part.parameters(recurse=False))]
+    if any(isinstance(part, KeyedDropout) for part in parts):
+        return False
+    return bool(own) and all(isinstance(part, nn.Linear) for part in own)
+
+
+def _narrow(module: nn.Module, read: ReadPositions) -> None:
+    compute: Callable[[Tensor], Tensor] = module.forward
+
+    def forward(inputs: Tensor) -> Tensor:
+        if read.value is None:
+            return compute(inputs)
+        flat = inputs.flatten(0, 1)
+        found = compute(flat.index_select(0, read.value))
+        whole = found.new_zeros(len(flat), found.shape[-1]).index_copy(0, read.value, found)
+        return whole.view(*inputs.shape[:2], -1)
+
+    module.forward = forward
