@@ -27,7 +27,7 @@ def run(
 ) -> dict[str, Any]:
     """`cpu_s` of each timed update, `positions` computed, and `gradients` of the first where asked for."""
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     entries: dict[int, list[tuple[list[int], list[int], list[int], float]]] = {}
     for conversation in conversations:
@@ -62,28 +62,12 @@ def run(
     trainer = GRPOTrainer(
         model=build_model(size),
         reward_funcs=reward,
-        args=GRPOConfig(
-            output_dir=tempfile.mkdtemp(prefix="bench_trl"),
-            use_cpu=True,
+        args=_settings(
             bf16=bf16,
-            gradient_checkpointing=False,
             per_device_train_batch_size=rows_per_micro_batch,
             gradient_accumulation_steps=num_rows // rows_per_micro_batch,
             num_generations=len(next(iter(entries.values()))),
-            beta=0.0,
-            temperature=1.0,
-            scale_rewards="none",
-            loss_type="dapo",
-            shuffle_dataset=False,
-            learning_rate=1e-6,
-            max_grad_norm=1.0,
-            lr_scheduler_type="constant",
             max_steps=untimed + steps,
-            save_strategy="no",
-            report_to=[],
-            logging_steps=1000,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
         ),
         train_dataset=Dataset.from_list([{"prompt": texts[prompt]} for prompt in sorted(texts)]),
         processing_class=tokenizer(size),
@@ -97,6 +81,31 @@ def run(
         "positions": probe.positions,
         "gradients": probe.gradients,
     }
+
+
+def _settings(**sizes: Any) -> Any:
+    """The loss that all variants compute, and nothing beside the update."""
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=tempfile.mkdtemp(prefix="bench_trl"),
+        use_cpu=True,
+        gradient_checkpointing=False,
+        beta=0.0,
+        temperature=1.0,
+        scale_rewards="none",
+        loss_type="dapo",
+        shuffle_dataset=False,
+        learning_rate=1e-6,
+        max_grad_norm=1.0,
+        lr_scheduler_type="constant",
+        save_strategy="no",
+        report_to=[],
+        logging_steps=1000,
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        **sizes,
+    )
 
 
 class _Probe:

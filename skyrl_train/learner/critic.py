@@ -5,7 +5,6 @@ loss = sum over tokens of loss_weight * max((V - R)^2, (clip(V, V_old - c, V_old
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +21,9 @@ from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.build import build_engine
 from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.held import HoldsModel
 from skyrl_train.model.causal_lm import load_tokenizer, model_at
-from skyrl_train.model.lora import add_adapter, merged_weights
+from skyrl_train.model.lora import add_adapter
 from skyrl_train.model.value_model import HEAD, empty_value_model, load_value_model, token_values
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.metrics import Mean, StepMetrics
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from skyrl_train.distributed.strategy import ModelStrategy
 
 
-class CriticLearner:
+class CriticLearner(HoldsModel):
     """A `Learner` for the value model."""
 
     def __init__(self, engine: ModelEngine, *, model: ModelConfig, algorithm: AlgorithmConfig):
-        self.engine = engine
+        super().__init__(engine)
         self._model_config = model
         self._algorithm = algorithm
 
@@ -57,22 +57,6 @@ class CriticLearner:
             num_documents=mini_batch.denominators.num_sequences,
         )
 
-    def optim_step(self) -> StepMetrics:
-        """Clips, steps, zeroes the gradients, advances the schedule. Raises NonFiniteError before any weight moves."""
-        return self.engine.optim_step()
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters, the head's among them, an adapter merged; detached."""
-        yield from merged_weights(self.engine.model, self.engine.strategy.full)
-
-    def save(self, folder: Path) -> None:
-        """Model, optimizer and schedule. Raises CheckpointError."""
-        self.engine.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Exact inverse of `save`. Raises CheckpointError."""
-        self.engine.load(folder)
-
     def export_hf(self, folder: Path) -> None:
         """Weights, config and tokenizer, for another run's `critic.model.path`. Raises ModelError."""
         tensors = self.engine.whole_state_dict()
@@ -85,9 +69,6 @@ class CriticLearner:
             load_tokenizer(self._model_config).save_pretrained(folder)
         except OSError as error:
             raise ModelError(f"{folder}: the critic could not be exported: {error}") from error
-
-    def close(self) -> None:
-        """Nothing to release: memory goes with the object."""
 
     def _values(self, hidden: Tensor, rows: TrainingInputBatch, layout: Layout) -> Tensor:
         return token_values(hidden, rows, layout, self.engine.model)

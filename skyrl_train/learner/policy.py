@@ -28,6 +28,7 @@ from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.build import build_engine
 from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.held import HoldsModel
 from skyrl_train.learner.state import take_weights
 from skyrl_train.model.causal_lm import (
     empty_causal_lm,
@@ -38,7 +39,7 @@ from skyrl_train.model.causal_lm import (
     quiet_transformers,
 )
 from skyrl_train.model.logprobs import LossOfTokens, TokenScores, score_tokens
-from skyrl_train.model.lora import adapter_off, adapter_tensors, add_adapter, merged_weights, write_adapter
+from skyrl_train.model.lora import adapter_off, adapter_tensors, add_adapter, write_adapter
 from skyrl_train.registry import resolve
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics
 
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     from skyrl_train.distributed.strategy import ModelStrategy
 
 
-class PolicyLearner:
+class PolicyLearner(HoldsModel):
     """A `Learner` for the policy, or for a reference where the engine has no optimizer."""
 
     def __init__(
@@ -61,7 +62,7 @@ class PolicyLearner:
         on_policy: bool = False,
     ):
         """`on_policy`: `old_logprobs` may be missing, since the policy that is differentiated is the old one."""
-        self.engine = engine
+        super().__init__(engine)
         self._model_config = model
         self._algorithm = algorithm
         resolve(
@@ -92,22 +93,6 @@ class PolicyLearner:
             num_documents=mini_batch.denominators.num_sequences,
         )
 
-    def optim_step(self) -> StepMetrics:
-        """Clips, steps, zeroes the gradients, advances the schedule. Raises NonFiniteError before any weight moves."""
-        return self.engine.optim_step()
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters under their Hugging Face names, tied ones once, an adapter merged; detached."""
-        yield from merged_weights(self.engine.model, self.engine.strategy.full)
-
-    def save(self, folder: Path) -> None:
-        """Model, optimizer and schedule. Raises CheckpointError."""
-        self.engine.save(folder)
-
-    def load(self, folder: Path) -> None:
-        """Exact inverse of `save`. Raises CheckpointError."""
-        self.engine.load(folder)
-
     def export_hf(self, folder: Path) -> None:
         """Model, generation config and tokenizer for `from_pretrained`, in float32; an adapter merged, and by itself in
         `adapter/`. Raises ModelError."""
@@ -134,9 +119,6 @@ class PolicyLearner:
             raise ModelError(
                 f"the {self.engine.name} model has {len(self.engine.parameters)} parameters and got {count}"
             )
-
-    def close(self) -> None:
-        """Nothing to release: memory goes with the object."""
 
     def _scores(
         self,
