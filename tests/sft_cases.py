@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from skyrl_train.data.rows import Row
-from skyrl_train.data.token_store import TokenStore
+from skyrl_train.data.token_store import ExampleSet, SourcePart, TokenStore, store_of
 
 SPECIAL = [
     "<pad>",
@@ -211,3 +212,16 @@ def trained_texts(tokenizer: Any, ids: Sequence[int], mask: Sequence[bool]) -> l
 def example(store: TokenStore, index: int) -> tuple[list[int], list[bool]]:
     start, stop = store.offsets[index], store.offsets[index + 1]
     return store.input_ids[start:stop].tolist(), store.loss_mask[start:stop].tolist()
+
+
+def examples(*lengths: int) -> ExampleSet:
+    """Example i holds the tokens `10 * i + 1, 10 * i + 2, ...`, all but the first trained."""
+    store = store_of(
+        ([10 * index + 1 + offset for offset in range(length)], [False] + [True] * (length - 1))
+        for index, length in enumerate(lengths)
+    )
+    return ExampleSet([SourcePart(name="train", store=store, rows=np.arange(len(lengths)), max_length=1000)])
+
+
+def indices(*numbers: int) -> np.ndarray:
+    return np.array(numbers, dtype=np.int64)

@@ -6,13 +6,14 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,13 +21,15 @@ from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.build_sft import SFTData, build_feed, build_sft_evaluator, plan_sft
 from skyrl_train.config.sft import SFTConfig
-from skyrl_train.data.feed import BatchFeed
+from skyrl_train.data.feed import BatchFeed, SFTBatch
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
+from skyrl_train.interfaces import Learner
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.tracker import build_trackers
+from skyrl_train.trainers import sft
 from skyrl_train.trainers.resume import find_start, prepare_run_folder
 from skyrl_train.trainers.sft import SFTResult, SFTTrainer
 from skyrl_train.trainers.state import DataFingerprint
@@ -38,6 +41,22 @@ LENGTHS = (7, 3, 9, 4, 12, 5, 8, 3, 6, 10)
 
 class Killed(BaseException):
     """Stands for kill -9: nothing of ours may catch it."""
+
+
+@contextmanager
+def killed_at(step: int) -> Iterator[None]:
+    """A supervised run inside ends as by kill -9 where its update of that step would begin."""
+    update = sft.update
+
+    def killed(policy: Learner, batch: SFTBatch) -> dict[str, float]:
+        if batch.step == step:
+            raise Killed
+        return update(policy, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sft, "update", killed)
+        with pytest.raises(Killed):
+            yield
 
 
 def make_examples(lengths: tuple[int, ...] = LENGTHS, name: str = "train") -> ExampleSet:

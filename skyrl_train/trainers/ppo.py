@@ -22,6 +22,7 @@ from skyrl_train.interfaces import CheckpointStore, Generator, Learner, Tracker,
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.learning_curve import draw_learning_curve
 from skyrl_train.telemetry.metrics import to_values
+from skyrl_train.telemetry.pictures import draw_or_warn
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.timing import StepTimer
 from skyrl_train.trainers import steps
@@ -258,11 +259,7 @@ class PPOTrainer:
             yield "reference", self.learners.reference
 
     def _draw(self) -> None:
-        """A picture that cannot be drawn is no reason to end a run."""
-        try:
-            draw_learning_curve(self.folder.metrics_file, self.folder.learning_curve_file, title=self.config.run_name)
-        except Exception as error:  # matplotlib, its fonts and its caches fail in many ways
-            self.console.warn(f"learning_curve.png could not be drawn: {type(error).__name__}: {error}")
+        draw_or_warn(draw_learning_curve, self.folder, self.console, title=self.config.run_name)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

@@ -24,6 +24,7 @@ from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.loss_curve import draw_loss_curve
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics, to_values
 from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry.pictures import draw_or_warn
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.timing import StepTimer
 from skyrl_train.trainers.loop_parts import export_whole, is_due, naming_last_checkpoint
@@ -223,11 +224,7 @@ class SFTTrainer:
         export_whole(self.policy, self.folder.export)
 
     def _draw(self) -> None:
-        """A picture that cannot be drawn is no reason to end a run."""
-        try:
-            draw_loss_curve(self.folder.metrics_file, self.folder.learning_curve_file, title=self.config.run_name)
-        except Exception as error:  # matplotlib, its fonts and its caches fail in many ways
-            self.console.warn(f"learning_curve.png could not be drawn: {type(error).__name__}: {error}")
+        draw_or_warn(draw_loss_curve, self.folder, self.console, title=self.config.run_name)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:

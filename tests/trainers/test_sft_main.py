@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.run_sft import train
 from skyrl_train.telemetry.metrics_log import read_metrics
-from tests.sft_runs import Killed, records_without_timings
+from tests.sft_runs import killed_at, records_without_timings
 
 
 def make_config(root: Path, **trainer: Any) -> SFTConfig:
@@ -61,21 +61,10 @@ def test_packed_and_padded_runs_learn_the_same(tmp_path: Path) -> None:
     assert losses["packed"] == pytest.approx(losses["padded"], rel=1e-4)
 
 
-def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     train(make_config(tmp_path / "alone"))
-    from skyrl_train.trainers import sft
-
-    update = sft.update
-
-    def killed_at_third(policy: Any, batch: Any) -> dict[str, float]:
-        if batch.step == 3:
-            raise Killed
-        return update(policy, batch)
-
-    monkeypatch.setattr(sft, "update", killed_at_third)
-    with pytest.raises(Killed):
+    with killed_at(3):
         train(make_config(tmp_path / "run"))
-    monkeypatch.undo()
     train(make_config(tmp_path / "run"))
     assert records_without_timings(tmp_path / "run" / "metrics.jsonl") == records_without_timings(
         tmp_path / "alone" / "metrics.jsonl"

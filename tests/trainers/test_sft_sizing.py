@@ -4,34 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import pytest
 from safetensors.torch import load_file
 
 from skyrl_train.run_sft import train
 from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.trainers import sft
-from tests.sft_runs import Killed
+from tests.sft_runs import killed_at
 from tests.trainers.test_sft_main import make_config
 
 
-def test_a_killed_run_goes_on_with_its_budget_to_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_goes_on_with_its_budget_to_the_same_weights(tmp_path: Path) -> None:
     settings = {"micro_batching": "auto", "memory_budget_gb": 0.3, "num_steps": 3, "ckpt_interval": 1}
     train(make_config(tmp_path / "alone", **settings))
-    update = sft.update
-
-    def killed_at_third(policy: Any, batch: Any) -> dict[str, float]:
-        if batch.step == 3:
-            raise Killed
-        return update(policy, batch)
-
-    monkeypatch.setattr(sft, "update", killed_at_third)
-    with pytest.raises(Killed):
+    with killed_at(3):
         train(make_config(tmp_path / "run", **settings))
-    monkeypatch.undo()
     first = json.loads((tmp_path / "run" / "memory.json").read_text(encoding="utf-8"))["policy"][0]
     train(make_config(tmp_path / "run", **settings))
     again = json.loads((tmp_path / "run" / "memory.json").read_text(encoding="utf-8"))["policy"][0]

@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from skyrl_train.batch.stage import stage
 from skyrl_train.data.collate import DefaultCollator, PackedDataCollator
-from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
-
-
-def examples(*lengths: int) -> ExampleSet:
-    """Example i holds the tokens `10 * i + 1, 10 * i + 2, ...`, all but the first trained."""
-    store = store_of(
-        ([10 * index + 1 + offset for offset in range(length)], [False] + [True] * (length - 1))
-        for index, length in enumerate(lengths)
-    )
-    return ExampleSet([SourcePart(name="train", store=store, rows=np.arange(len(lengths)), max_length=1000)])
-
-
-def indices(*numbers: int) -> np.ndarray:
-    return np.array(numbers, dtype=np.int64)
+from tests.sft_cases import examples, indices
 
 
 def test_collators_take_the_examples_that_they_are_asked_for() -> None:

@@ -9,21 +9,8 @@ from hypothesis import strategies as st
 
 from skyrl_train.data.collate import close_examples
 from skyrl_train.data.packing import align_rows, pack, plan_packing
-from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import BatchError
-
-
-def examples(*lengths: int) -> ExampleSet:
-    """Example i holds the tokens `10 * i + 1, 10 * i + 2, ...`, all but the first trained."""
-    store = store_of(
-        ([10 * index + 1 + offset for offset in range(length)], [False] + [True] * (length - 1))
-        for index, length in enumerate(lengths)
-    )
-    return ExampleSet([SourcePart(name="train", store=store, rows=np.arange(len(lengths)), max_length=1000)])
-
-
-def indices(*numbers: int) -> np.ndarray:
-    return np.array(numbers, dtype=np.int64)
+from tests.sft_cases import examples, indices
 
 
 def test_longest_first_each_where_it_first_fits() -> None:
