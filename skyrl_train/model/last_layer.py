@@ -77,11 +77,11 @@ def reading(model: PreTrainedModel, rows: TrainingInputBatch, layout: Layout) ->
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """All parameters are of linear layers (a router of experts is a layer of its own kind), and nothing drops features
-    by the position of a forward that has them all."""
+    """All parameters are of linear layers, there is no list of experts, and nothing drops features by the position of a
+    forward that has them all."""
     parts = list(module.modules())
     own = [part for part in parts if any(True for _ in part.parameters(recurse=False))]
-    if any(isinstance(part, KeyedDropout) for part in parts):
+    if any(isinstance(part, (KeyedDropout, nn.ModuleList)) for part in parts):
         return False
     return bool(own) and all(isinstance(part, nn.Linear) for part in own)
 
@@ -93,7 +93,7 @@ def _narrow(module: nn.Module, read: ReadPositions) -> None:
         if read.value is None:
             return compute(inputs)
         flat = inputs.flatten(0, 1)
-        found = compute(flat.index_select(0, read.value))
+        found = compute(flat.index_select(0, read.value).unsqueeze(0)).squeeze(0)
         whole = found.new_zeros(len(flat), found.shape[-1]).index_copy(0, read.value, found)
         return whole.view(*inputs.shape[:2], -1)
 

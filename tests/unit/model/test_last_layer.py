@@ -83,7 +83,9 @@ def counted(block: nn.Module) -> Iterator[dict[str, list[int]]]:
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "prefix_shared"])
 @pytest.mark.parametrize(
-    ("kind", "extra"), [*EXACT, ("qwen3_moe", MOE)], ids=lambda value: value if isinstance(value, str) else ""
+    ("kind", "extra"),
+    [*EXACT, ("qwen3_moe", MOE), ("mixtral", {"num_local_experts": 4})],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_every_family_reads_the_same(kind: str, extra: dict[str, Any], layout: str) -> None:
     require_equal(build(kind, extra), layout)
