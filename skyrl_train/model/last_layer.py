@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _ATTENTION = "self_attn"
 _BY_POSITION = ("self_attn.q_proj", "self_attn.o_proj", "mlp")
 """Blocks of a layer that compute each position by itself."""
-_WORTH_IT = 0.9
-"""Where a larger share of the positions is read, picking them costs more than it saves."""
+_WORTH_IT = 0.6
+"""Where a larger share of the positions is read, picking them costs more time and memory than it saves."""
 
 
 class ReadPositions:
