@@ -2,9 +2,10 @@
 
     python tests/reliability/cluster_teardown.py OUTPUT_FOLDER [CASE ...]
 
-Prints a table: exit status, seconds from the signal to the end, processes that were seen and that are left. A signal goes
-to the trainer as a terminal (INT: the whole process group) or a scheduler (TERM: the trainer alone) sends it, once in a
-step and once while actors start.
+Prints a table: exit status, seconds from the signal to the end, processes that were seen, seconds from then on until the
+last of them was gone, and how many are left. Where nothing could be closed any more, Ray's agents look for their raylet
+five times before they end themselves. A signal goes to the trainer as a terminal (INT: the whole process group) or a
+scheduler (TERM: the trainer alone) sends it, once in a step and once while actors start.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ OVERRIDES = (
 ACTORS_START = 12
 """So many processes there are when Ray is up and its first workers load."""
 TIMEOUT_S = 900.0
+GONE_WITHIN_S = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,8 @@ class Ending:
     seconds: float
     """From the first signal, or from the start."""
     num_seen: int
+    gone_s: float
+    """From the end until the last process was gone, or until the looking ended."""
     left: list[str]
     """Command lines of processes that still run."""
     log: str
@@ -107,8 +111,16 @@ def run_case(case: Case, folder: Path) -> Ending:
     if status is None:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()
-    left = family.left(within_s=5.0)
-    return Ending(status=status, seconds=seconds, num_seen=len(family), left=left, log=log.read_text(encoding="utf-8"))
+    ended = time.monotonic()
+    left = family.left(within_s=GONE_WITHIN_S)
+    return Ending(
+        status=status,
+        seconds=seconds,
+        num_seen=len(family),
+        gone_s=time.monotonic() - ended,
+        left=left,
+        log=log.read_text(encoding="utf-8"),
+    )
 
 
 def _wait_until(reached: Callable[[], bool], child: subprocess.Popen[bytes]) -> int | None:
@@ -123,15 +135,14 @@ def main() -> int:
     root = Path(sys.argv[1])
     wrong = 0
     print(
-        "| run | exit status | seconds to the end | processes seen | processes left |\n|---|---|---|---|---|",
+        "| run | exit status | seconds to the end | processes seen | gone after, s | left |\n|---|---|---|---|---|---|",
         flush=True,
     )
     for name in sys.argv[2:] or CASES:
         ending = run_case(CASES[name], root / name.replace(" ", "_"))
         wrong += ending.status != CASES[name].status or bool(ending.left)
-        print(
-            f"| {name} | {ending.status} | {ending.seconds:.1f} | {ending.num_seen} | {len(ending.left)} |", flush=True
-        )
+        seconds = f"{ending.seconds:.1f} | {ending.num_seen} | {ending.gone_s:.1f}"
+        print(f"| {name} | {ending.status} | {seconds} | {len(ending.left)} |", flush=True)
         for line in ending.left:
             print(f"left by {name}: {line}", file=sys.stderr)
     return 1 if wrong else 0
