@@ -48,7 +48,7 @@ def settings(installer: str) -> dict[str, str]:
     """Where packages come from, as this machine has it; for uv, pip's configuration in uv's words."""
     kept = {name: value for name, value in os.environ.items() if name.startswith(_PACKAGES)}
     if installer == "uv":
-        script = [sys.executable, str(ROOT / "scripts" / "_package_index.py")]
+        script = [_base_python(), str(ROOT / "scripts" / "_package_index.py")]
         lines = subprocess.run(script, capture_output=True, text=True, check=True).stdout.splitlines()
         kept |= dict(line.split("=", 1) for line in lines)
     return kept
