@@ -26,6 +26,8 @@ HEALTH = "health"
 _POLL_S = 0.5
 _SETTLE_S = 2.0
 """After a first failure: how long others may take to say that they failed before it."""
+_ASKED_S = 2.0
+"""An actor that was asked to end has so long."""
 _TAIL_LINES = 20
 
 
@@ -98,12 +100,16 @@ def node_address() -> str:
 
 def kill(actors: Sequence[RemoteActor]) -> None:
     """Ends them at once, whatever they do. Ray only asks, which a stopped process does not hear: where it is on this
-    machine the kernel tells it."""
+    machine and still there a little later, the kernel tells it. Told sooner, Ray would report a crash."""
     for actor in actors:
         ray.kill(actor.handle, no_restart=True)
-        if actor.log_folder is not None and actor.identity is not None and _is_ray_worker(actor.identity.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(actor.identity.pid, signal.SIGKILL)
+    here = {actor.identity.pid for actor in actors if actor.log_folder is not None and actor.identity is not None}
+    ends = time.monotonic() + _ASKED_S
+    while (left := [pid for pid in here if _is_ray_worker(pid)]) and time.monotonic() < ends:
+        time.sleep(0.02)
+    for pid in left:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _is_ray_worker(pid: int) -> bool:
