@@ -29,6 +29,10 @@ class Family:
         """Processes that were ever seen."""
         return len(self._members)
 
+    def commands(self) -> list[str]:
+        """Command lines of those that run now."""
+        return [_command_line(pid) for pid in sorted(self._alive())]
+
     def left(self, *, within_s: float) -> list[str]:
         """Ends the looking; the command lines of those that still run `within_s` later (sooner where none does)."""
         self._stop.set()

@@ -35,8 +35,6 @@ OVERRIDES = (
     "trainer.policy_mini_batch_size=16",
     "trainer.critic_mini_batch_size=16",
 )
-ACTORS_START = 12
-"""So many processes there are when Ray is up and its first workers load."""
 TIMEOUT_S = 900.0
 GONE_WITHIN_S = 90.0
 
@@ -99,7 +97,7 @@ def run_case(case: Case, folder: Path) -> Ending:
     started = time.monotonic()
     if case.signals:
         metrics = folder / "run" / "metrics.jsonl"
-        reached: Callable[[], bool] = lambda: len(family) >= ACTORS_START if case.when_starting else metrics.exists()  # noqa: E731
+        reached: Callable[[], bool] = lambda: _has_workers(family) if case.when_starting else metrics.exists()  # noqa: E731
         _wait_until(reached, child)
         started = time.monotonic()
         for number, sent in enumerate(case.signals):
@@ -123,6 +121,11 @@ def run_case(case: Case, folder: Path) -> Ending:
     )
 
 
+def _has_workers(family: Family) -> bool:
+    """Ray is up, and the first of its workers loads what it needs."""
+    return any(command.startswith("ray::") and "Agent" not in command for command in family.commands())
+
+
 def _wait_until(reached: Callable[[], bool], child: subprocess.Popen[bytes]) -> int | None:
     """The exit status where the child ended first; None once `reached`, or where neither came within TIMEOUT_S."""
     deadline = time.monotonic() + TIMEOUT_S
@@ -133,6 +136,8 @@ def _wait_until(reached: Callable[[], bool], child: subprocess.Popen[bytes]) -> 
 
 def main() -> int:
     root = Path(sys.argv[1])
+    # A shell has what it starts in the background ignore SIGINT, and what that starts in turn.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     wrong = 0
     print(
         "| run | exit status | seconds to the end | processes seen | gone after, s | left |\n|---|---|---|---|---|---|",
