@@ -16,6 +16,7 @@ from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfi
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
+from skyrl_train.model.compiled import compile_layers
 
 VOCABULARY = 50
 
@@ -88,12 +89,15 @@ def make_learner(
     temperature: float = 1.0,
     total_optimizer_steps: int = 10,
     total_documents: int = 0,
+    compiled: bool = False,
 ) -> PolicyLearner:
     """A learner on the model in `folder`; `double` computes in float64."""
     model_config = ModelConfig(path=str(folder))
     model = load_causal_lm(model_config, "cpu")
     if double:
         make_double(model)
+    if compiled:
+        compile_layers(model, name=str(folder))
     engine = ModelEngine(
         model,
         name=role,

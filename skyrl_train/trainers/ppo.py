@@ -227,23 +227,23 @@ class PPOTrainer:
 
     def _save(self, step: int) -> None:
         """A checkpoint: each model that learns, and the state of the loop."""
-        state = TrainerState(
-            global_step=step,
-            data_position=self.data_position,
-            weight_version=step,
-            kl_controller=self.kl,
-            totals=self.totals,
-            config=flat_config(self.config),
-            data=self.data,
-            versions=library_versions(),
-        )
-
-        def write(folder: Path) -> None:
-            for name, learner in self._changing_models():
-                learner.save(folder / name)
-            state.write(folder)
-
         with self._phase("checkpoint"):
+            state = TrainerState(
+                global_step=step,
+                data_position=self.data_position,
+                weight_version=step,
+                kl_controller=self.kl,
+                totals=self.totals,
+                config=flat_config(self.config),
+                data=self.data,
+                versions=library_versions(),
+            )
+
+            def write(folder: Path) -> None:
+                for name, learner in self._changing_models():
+                    learner.save(folder / name)
+                state.write(folder)
+
             self._last_checkpoint = self.checkpoints.write(step, write)
 
     def _load(self, checkpoint: Path) -> None:

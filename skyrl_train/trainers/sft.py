@@ -106,8 +106,8 @@ class SFTTrainer:
                 step += 1
                 with self._phase("collate"):
                     batch = self.feed.get(step)
-                if step < self.total_steps:
-                    self.feed.prefetch(step + 1)
+                    if step < self.total_steps:
+                        self.feed.prefetch(step + 1)
                 with self._phase("update"):
                     metrics = update(self.policy, batch)
                 self._finish_step(step, batch, metrics, stop)
@@ -191,22 +191,22 @@ class SFTTrainer:
 
     def _write(self, store: CheckpointStore, step: int) -> Path:
         """The model, and the state of the loop."""
-        state = TrainerState(
-            global_step=step,
-            data_position=self.data_position,
-            weight_version=step,
-            kl_controller=KLControllerState(coef=0.0),
-            totals=self.totals,
-            config=flat_config(self.config),
-            data=self.data,
-            versions=library_versions(),
-        )
-
-        def write(folder: Path) -> None:
-            self.policy.save(folder / "policy")
-            state.write(folder)
-
         with self._phase("checkpoint"):
+            state = TrainerState(
+                global_step=step,
+                data_position=self.data_position,
+                weight_version=step,
+                kl_controller=KLControllerState(coef=0.0),
+                totals=self.totals,
+                config=flat_config(self.config),
+                data=self.data,
+                versions=library_versions(),
+            )
+
+            def write(folder: Path) -> None:
+                self.policy.save(folder / "policy")
+                state.write(folder)
+
             return store.write(step, write)
 
     def _export(self) -> None:

@@ -136,7 +136,8 @@ def test_three_steps_give_the_weights_of_one_process(
         assert three_steps(learner) == pytest.approx(norms, rel=1e-5)
         difference = relative_difference(weights_of(learner), weights)
     print(f"\nrelative difference of the weights, {strategy} x {num_ranks}: {difference:.2e}")
-    assert difference < 1e-6
+    # AdamW moves an entry whose gradient is rounding alone, as that of a key's bias is, as far as any other.
+    assert difference < 3e-6
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_in_this_process(

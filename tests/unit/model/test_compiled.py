@@ -16,9 +16,14 @@ from tests.layout_cases import close, distance, flat_gradient, tree_batch, use_l
 from tests.learner_cases import make_learner, save_tiny_model
 
 
-@pytest.fixture
-def learner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PolicyLearner:
+@pytest.fixture(autouse=True)
+def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling changes what is registered."""
     monkeypatch.setattr(attention, "_registered", dict(attention._registered))
+
+
+@pytest.fixture
+def learner(tmp_path: Path) -> PolicyLearner:
     return make_learner(save_tiny_model(tmp_path), double=True)
 
 
@@ -39,23 +44,22 @@ def test_a_model_without_decoder_layers_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_the_gradient_is_the_same_and_no_micro_batch_is_compiled_anew(learner: PolicyLearner) -> None:
+def test_the_gradient_is_the_same_and_no_micro_batch_is_compiled_anew(learner: PolicyLearner, tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
 
-    def gradient(layout: str, seed: int) -> torch.Tensor:
-        use_layout(learner, layout, rows=5)  # type: ignore[arg-type]
-        learner.forward_backward(close(tree_batch(seed)))
-        return flat_gradient(learner)
+    def gradient(of: PolicyLearner, layout: str, seed: int) -> torch.Tensor:
+        use_layout(of, layout, rows=5)  # type: ignore[arg-type]
+        of.forward_backward(close(tree_batch(seed)))
+        return flat_gradient(of)
 
     layouts = ("packed", "prefix_shared", "padded")
-    expected = {(layout, seed): gradient(layout, seed) for layout in layouts for seed in range(4)}
-    names = list(dict(learner.engine.model.named_parameters()))
+    expected = {(layout, seed): gradient(learner, layout, seed) for layout in layouts for seed in range(4)}
     counters.clear()
-    compile_layers(learner.engine.model, name="tiny")
-    assert list(dict(learner.engine.model.named_parameters())) == names
+    compiled = make_learner(tmp_path, double=True, compiled=True)
+    assert list(compiled.engine.parameters) == list(learner.engine.parameters)
     for layout in layouts:
-        assert distance(gradient(layout, 0), expected[layout, 0]) < 1e-10
+        assert distance(gradient(compiled, layout, 0), expected[layout, 0]) < 1e-10
         graphs = counters["stats"]["unique_graphs"]
         for seed in range(1, 4):
-            assert distance(gradient(layout, seed), expected[layout, seed]) < 1e-10
+            assert distance(gradient(compiled, layout, seed), expected[layout, seed]) < 1e-10
         assert counters["stats"]["unique_graphs"] == graphs, layout
