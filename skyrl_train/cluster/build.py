@@ -12,16 +12,15 @@ from skyrl_train.cluster.calls import RemoteActor
 from skyrl_train.cluster.carriers import make_carrier
 from skyrl_train.cluster.engines import EnginePool
 from skyrl_train.cluster.fleet import EngineFleet
-from skyrl_train.cluster.learner_worker import Role
 from skyrl_train.cluster.learners import RayLearner, start_learner
-from skyrl_train.cluster.placement import Placement, num_cpus, plan_layout
+from skyrl_train.cluster.placement import Placement
 from skyrl_train.cluster.probe import WeightSyncProbe
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.transport import RayTransport
 from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.algorithm import needs_reference
+from skyrl_train.config.bundles import Role, count_engines, num_cpus, plan_layout, roles_of
 from skyrl_train.config.generation import ships_adapter
-from skyrl_train.config.passes import reference_is_base
 from skyrl_train.learner.reference import BaseOfAdapter
 from skyrl_train.model.causal_lm import load_tokenizer
 
@@ -38,13 +37,8 @@ class Cluster:
     def __init__(self, config: Config, stack: ExitStack) -> None:
         self.config = config
         self._has_reference = needs_reference(config.trainer.algorithm)
-        self.roles: tuple[Role, ...] = (
-            "policy",
-            *(("reference",) if self._has_reference and not reference_is_base(config) else ()),
-            *(("critic",) if config.critic.model.path else ()),
-        )
-        num_engines = config.generator.vllm.num_engines if config.generator.backend == "vllm" else 0
-        layout = plan_layout(config, roles=self.roles, num_engines=num_engines)
+        self.roles = roles_of(config)
+        layout = plan_layout(config, roles=self.roles, num_engines=count_engines(config))
         self.session = RaySession(config.placement, num_cpus=num_cpus(layout), name=config.run_name)
         stack.callback(self.session.close)
         self.placement = Placement(layout, timeout_s=config.placement.start_timeout_s)

@@ -9,7 +9,7 @@ import functools
 import os
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.cluster.calls import Answer, Identity, node_address
 from skyrl_train.cluster.dispatch import Shipped, unpack, unpack_mini_batch
@@ -20,12 +20,11 @@ if TYPE_CHECKING:
     import torch
 
     from skyrl_train.batch.plan import BatchPlan
+    from skyrl_train.config.bundles import Role
     from skyrl_train.config.schema import Config
     from skyrl_train.distributed.process_group import Rendezvous
     from skyrl_train.distributed.strategy import ModelStrategy
     from skyrl_train.learner.sizing import SizingLimits, SizingReport
-
-Role = Literal["policy", "reference", "critic"]
 
 
 def answering(method: Callable[..., Any]) -> Callable[..., Answer]:

@@ -19,7 +19,7 @@ from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor
 from skyrl_train.cluster.dispatch import Shipped, pack
-from skyrl_train.cluster.learner_worker import LearnerWorker, Role
+from skyrl_train.cluster.learner_worker import LearnerWorker
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.turns import DeviceTurns
@@ -30,6 +30,7 @@ from skyrl_train.cluster.workers import (
     meeting_point,
     planned_buckets,
 )
+from skyrl_train.config.bundles import Role
 from skyrl_train.config.sequence_parallel import data_parallel_size
 from skyrl_train.distributed.process_group import Rendezvous
 from skyrl_train.errors import ModelError, SkyrlTrainError

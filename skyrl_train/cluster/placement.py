@@ -8,7 +8,7 @@ it), then the bundles are reserved there.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +21,12 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skyrl_train.config.placement import PlacementConfig
-from skyrl_train.config.schema import Config
+from skyrl_train.config.bundles import Bundle, Layout
 from skyrl_train.errors import SkyrlTrainError
 
 _SHARED_GPU = 0.2
 """Of a GPU that policy, reference, critic and engine share; Ray only counts, so it need not add up to one exactly."""
 _NODE_ID = "ray.io/node-id"
-_SETTINGS = {"policy": "policy", "reference": "ref", "critic": "critic"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,101 +34,6 @@ class Slot:
     """Where one actor goes: options for `ray.remote(...).options`."""
 
     options: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bundle:
-    """What is reserved together: the share of one device, or of one node."""
-
-    cpus: float
-    gpus: float
-    node: int | None = None
-    """Which of the layout's nodes it must lie on; None is any."""
-
-    @property
-    def resources(self) -> dict[str, float]:
-        return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """The groups of a run, before they are reserved. Roles that share devices share a group."""
-
-    groups: Mapping[str, tuple[Bundle, ...]]
-    """Group name to its bundles, one per device (or CPU worker)."""
-    seats: Mapping[str, tuple[str, tuple[int, ...]]]
-    """Role to its group and the bundle of each of its slots."""
-
-    @property
-    def nodes(self) -> tuple[Bundle, ...]:
-        """What must be free on nodes that differ, for the bundles that are bound to one."""
-        bound = [bundle for bundles in self.groups.values() for bundle in bundles if bundle.node is not None]
-        return tuple(
-            Bundle(
-                cpus=sum(bundle.cpus for bundle in bound if bundle.node == node),
-                gpus=sum(bundle.gpus for bundle in bound if bundle.node == node),
-                node=node,
-            )
-            for node in sorted({bundle.node for bundle in bound if bundle.node is not None})
-        )
-
-
-def plan_layout(config: Config, *, roles: Sequence[str], num_engines: int) -> Layout:
-    """One bundle per rank of the models in `roles` (`policy`, `reference`, `critic`). With `colocate_all` all models and
-    engines share bundles; with `colocate_policy_ref` policy and reference do; else each role has devices of its own.
-
-    Models whose nodes are stated lie there, node by node in the order of ranks; different models may share a node.
-    Engines for which `inference_num_nodes` asks have nodes on which nothing else is.
-    """
-    placement, gpu = config.placement, config.platform.name == "gpu"
-    sizes = {role: getattr(placement, f"{_SETTINGS[role]}_num_workers") for role in roles}
-    if num_engines:
-        sizes["engine"] = num_engines
-    members: dict[str, dict[str, int]] = {}
-    for role, count in sizes.items():
-        members.setdefault("shared" if role in _sharing(placement) else role, {})[role] = count
-    num_model_nodes = max((_nodes_of(placement, group) for group in members if group != "engine"), default=0)
-    groups, seats = {}, {}
-    for group, counts in members.items():
-        nodes = _nodes_of(placement, group)
-        first = num_model_nodes if group == "engine" else 0
-        gpus = config.generator.vllm.tensor_parallel_size if group == "engine" else 1
-        per_node = max(counts.values()) // max(1, nodes)
-        taken = {role: tuple(_spread(count, max(1, nodes), per_node)) for role, count in counts.items()}
-        seats.update({role: (group, places) for role, places in taken.items()})
-        groups[group] = tuple(
-            Bundle(
-                cpus=float(sum(index in places for places in taken.values())),
-                gpus=float(gpus) if gpu else 0.0,
-                node=first + index // per_node if nodes else None,
-            )
-            for index in range(max(1, nodes) * per_node)
-        )
-    return Layout(groups=groups, seats=seats)
-
-
-def _sharing(placement: PlacementConfig) -> set[str]:
-    if placement.colocate_all:
-        return {"policy", "reference", "critic", "engine"}
-    return {"policy", "reference"} if placement.colocate_policy_ref else {"policy"}
-
-
-def _nodes_of(placement: PlacementConfig, group: str) -> int:
-    """How many nodes a group is bound to; 0 where it goes wherever there is room."""
-    if group == "engine":
-        return placement.inference_num_nodes
-    setting = "policy" if group == "shared" else _SETTINGS[group]
-    nodes: int = getattr(placement, f"{setting}_num_nodes")
-    stated = nodes > 1 or getattr(placement, f"{setting}_num_gpus_per_node") or placement.inference_num_nodes
-    return nodes if stated else 0
-
-
-def _spread(count: int, nodes: int, per_node: int) -> Iterable[int]:
-    """The bundle of each of `count` slots: equally many on each node, the first bundles of it."""
-    share = max(1, count // nodes)
-    for slot in range(count):
-        node, place = divmod(slot, share)
-        yield node * per_node + place
 
 
 class Placement:
@@ -177,11 +80,6 @@ class Placement:
         for group in self._groups.values():
             remove_placement_group(group)
         self._groups = {}
-
-
-def num_cpus(layout: Layout) -> int:
-    """CPUs that a session of one machine must offer for the layout."""
-    return int(sum(bundle.cpus for bundles in layout.groups.values() for bundle in bundles))
 
 
 def _find_nodes(nodes: Sequence[Bundle], deadline: float) -> dict[int, str]:

@@ -21,8 +21,9 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from skyrl_train.cluster.learners import start_learner
-from skyrl_train.cluster.placement import Placement, Slot, plan_layout
+from skyrl_train.cluster.placement import Placement, Slot
 from skyrl_train.cluster.session import RaySession
+from skyrl_train.config.bundles import plan_layout
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig
 from skyrl_train.errors import SkyrlTrainError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_train.cluster.placement import Bundle, Layout, plan_layout
+from skyrl_train.config.bundles import Bundle, Layout, plan_layout
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig
 

@@ -1,0 +1,134 @@
+"""Which devices a run reserves: bundles of them, and the seat of each rank and engine. No Ray: a plan shows the same.
+
+A device is a bundle of its own, so that what shares it shares all of it. `cluster/placement.py` reserves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from skyrl_train.config.algorithm import needs_reference
+from skyrl_train.config.passes import reference_is_base
+from skyrl_train.config.placement import PlacementConfig
+from skyrl_train.config.schema import Config
+
+Role = Literal["policy", "reference", "critic"]
+_SETTINGS = {"policy": "policy", "reference": "ref", "critic": "critic"}
+"""Role to the first part of its settings' names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """What is reserved together: the share of one device, or of one node."""
+
+    cpus: float
+    gpus: float
+    node: int | None = None
+    """Which of the layout's nodes it must lie on; None is any."""
+
+    @property
+    def resources(self) -> dict[str, float]:
+        return {"CPU": self.cpus, **({"GPU": self.gpus} if self.gpus else {})}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The groups of a run, before they are reserved. Roles that share devices share a group."""
+
+    groups: Mapping[str, tuple[Bundle, ...]]
+    """Group name to its bundles, one per device (or CPU worker)."""
+    seats: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Role to its group and the bundle of each of its slots."""
+
+    @property
+    def nodes(self) -> tuple[Bundle, ...]:
+        """What must be free on nodes that differ, for the bundles that are bound to one."""
+        bound = [bundle for bundles in self.groups.values() for bundle in bundles if bundle.node is not None]
+        return tuple(
+            Bundle(
+                cpus=sum(bundle.cpus for bundle in bound if bundle.node == node),
+                gpus=sum(bundle.gpus for bundle in bound if bundle.node == node),
+                node=node,
+            )
+            for node in sorted({bundle.node for bundle in bound if bundle.node is not None})
+        )
+
+
+def plan_layout(config: Config, *, roles: Sequence[str], num_engines: int) -> Layout:
+    """One bundle per rank of the models in `roles` (`policy`, `reference`, `critic`). With `colocate_all` all models and
+    engines share bundles; with `colocate_policy_ref` policy and reference do; else each role has devices of its own.
+
+    Models whose nodes are stated lie there, node by node in the order of ranks; different models may share a node.
+    Engines for which `inference_num_nodes` asks have nodes on which nothing else is.
+    """
+    placement, gpu = config.placement, config.platform.name == "gpu"
+    sizes = {role: getattr(placement, f"{_SETTINGS[role]}_num_workers") for role in roles}
+    if num_engines:
+        sizes["engine"] = num_engines
+    members: dict[str, dict[str, int]] = {}
+    for role, count in sizes.items():
+        members.setdefault("shared" if role in _sharing(placement) else role, {})[role] = count
+    num_model_nodes = max((_nodes_of(placement, group) for group in members if group != "engine"), default=0)
+    groups, seats = {}, {}
+    for group, counts in members.items():
+        nodes = _nodes_of(placement, group)
+        first = num_model_nodes if group == "engine" else 0
+        gpus = config.generator.vllm.tensor_parallel_size if group == "engine" else 1
+        per_node = max(counts.values()) // max(1, nodes)
+        taken = {role: tuple(_spread(count, max(1, nodes), per_node)) for role, count in counts.items()}
+        seats.update({role: (group, places) for role, places in taken.items()})
+        groups[group] = tuple(
+            Bundle(
+                cpus=float(sum(index in places for places in taken.values())),
+                gpus=float(gpus) if gpu else 0.0,
+                node=first + index // per_node if nodes else None,
+            )
+            for index in range(max(1, nodes) * per_node)
+        )
+    return Layout(groups=groups, seats=seats)
+
+
+def _sharing(placement: PlacementConfig) -> set[str]:
+    if placement.colocate_all:
+        return {"policy", "reference", "critic", "engine"}
+    return {"policy", "reference"} if placement.colocate_policy_ref else {"policy"}
+
+
+def _nodes_of(placement: PlacementConfig, group: str) -> int:
+    """How many nodes a group is bound to; 0 where it goes wherever there is room."""
+    if group == "engine":
+        return placement.inference_num_nodes
+    setting = "policy" if group == "shared" else _SETTINGS[group]
+    nodes: int = getattr(placement, f"{setting}_num_nodes")
+    stated = nodes > 1 or getattr(placement, f"{setting}_num_gpus_per_node") or placement.inference_num_nodes
+    return nodes if stated else 0
+
+
+def _spread(count: int, nodes: int, per_node: int) -> Iterable[int]:
+    """The bundle of each of `count` slots: equally many on each node, the first bundles of it."""
+    share = max(1, count // nodes)
+    for slot in range(count):
+        node, place = divmod(slot, share)
+        yield node * per_node + place
+
+
+def roles_of(config: Config) -> tuple[Role, ...]:
+    """The models that the run holds: `policy`, and `reference` and `critic` where there are such."""
+    has_reference = needs_reference(config.trainer.algorithm) and not reference_is_base(config)
+    return (
+        "policy",
+        *(("reference",) if has_reference else ()),
+        *(("critic",) if config.critic.model.path else ()),
+    )
+
+
+def count_engines(config: Config) -> int:
+    """Engines that the run starts on devices that it reserves; 0 for every other generator."""
+    return config.generator.vllm.num_engines if config.generator.backend == "vllm" else 0
+
+
+def num_cpus(layout: Layout) -> int:
+    """CPUs that a session of one machine must offer for the layout."""
+    return int(sum(bundle.cpus for bundles in layout.groups.values() for bundle in bundles))
