@@ -57,14 +57,18 @@ class RolloutParts:
     transport: WeightTransport
 
 
-def set_threads(config: AnyConfig) -> None:
-    """Call before anything computes: idle OpenMP threads spin on busy cores and make all of it several times slower."""
+def prepare_process(config: AnyConfig) -> None:
+    """Settles threads and kernels; call before anything computes. Idle OpenMP threads spin on busy cores and make all of it
+    several times slower."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.platform.num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     import torch
 
     if config.platform.name == "cpu":
         torch.set_num_threads(config.platform.num_threads)
+    from skyrl_train.model.numerics import set_numerics
+
+    set_numerics(deterministic=config.deterministic)
 
 
 def load_data(config: Config) -> Data:

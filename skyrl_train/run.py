@@ -13,8 +13,8 @@ from skyrl_train.build import (
     build_rollouts,
     load_checkpoint_weights,
     load_data,
+    prepare_process,
     replay_violation,
-    set_threads,
 )
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
@@ -39,7 +39,7 @@ def train(config: Config) -> None:
     """
     if violations := validate_config(config):
         raise ConfigError(violations)
-    set_threads(config)
+    prepare_process(config)
     from skyrl_train.batch.plan import plan_batches
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
     from skyrl_train.telemetry.console import RunConsole
@@ -129,7 +129,7 @@ def evaluate(config: Config) -> None:
     """
     if violations := validate_config(config):
         raise ConfigError(violations)
-    set_threads(config)
+    prepare_process(config)
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.trainers.evaluation_report import evaluation_line, figures_table, write_evaluation
     from skyrl_train.trainers.rollout_sink import RolloutLog

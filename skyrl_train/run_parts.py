@@ -39,8 +39,16 @@ def first_lines(config: AnyConfig, *own: str) -> list[str]:
         f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
         f"data        {', '.join(config.data.train)}",
         *own,
+        *([_resume_line(config)] if config.platform.name == "gpu" else []),
         f"output      {config.output_dir}",
     ]
+
+
+def _resume_line(config: AnyConfig) -> str:
+    """What a resumed run has in common with one that was not interrupted; on a CPU, always everything."""
+    if config.deterministic:
+        return "resume      identical (deterministic=true)"
+    return "resume      identical in data, prompts and seeds, not in rounding (deterministic=false)"
 
 
 def begin(

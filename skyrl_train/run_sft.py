@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from skyrl_train.build import set_threads
+from skyrl_train.build import prepare_process
 from skyrl_train.build_memory import size_micro_batches
 from skyrl_train.build_sft import (
     SFTData,
@@ -39,7 +39,7 @@ def train(config: SFTConfig) -> SFTResult | None:
     """
     if violations := validate_sft(config):
         raise ConfigError(violations)
-    set_threads(config)
+    prepare_process(config)
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.trainers.sft_samples import cut_samples_after

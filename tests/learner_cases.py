@@ -60,10 +60,10 @@ def save_tiny_tokenizer(folder: Path) -> None:
     )
 
 
-def fixed_rows(rows: int) -> MicroBatchStrategy:
+def fixed_rows(rows: int, layout: LayoutChoice = "padded") -> MicroBatchStrategy:
     """Micro-batches of at most so many rows, for training as for scoring."""
     return make_micro_batch_strategy(
-        TrainerConfig(micro_train_batch_size_per_gpu=rows, micro_forward_batch_size_per_gpu=rows)
+        TrainerConfig(micro_train_batch_size_per_gpu=rows, micro_forward_batch_size_per_gpu=rows, layout=layout)
     )
 
 
@@ -90,10 +90,14 @@ def make_learner(
     total_optimizer_steps: int = 10,
     total_documents: int = 0,
     compiled: bool = False,
+    layout: LayoutChoice = "padded",
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    gradient_checkpointing: bool = False,
 ) -> PolicyLearner:
-    """A learner on the model in `folder`; `double` computes in float64."""
-    model_config = ModelConfig(path=str(folder))
-    model = load_causal_lm(model_config, "cpu")
+    """A learner on the model in `folder`; `double` computes in float64, `dtype` is that of the forward pass else."""
+    model_config = ModelConfig(path=str(folder), gradient_checkpointing=gradient_checkpointing)
+    model = load_causal_lm(model_config, device)
     if double:
         make_double(model)
     if compiled:
@@ -101,7 +105,9 @@ def make_learner(
     engine = ModelEngine(
         model,
         name=role,
-        micro_batching=fixed_rows(rows_per_micro_batch),
+        micro_batching=fixed_rows(rows_per_micro_batch, layout),
+        layout=layout,
+        dtype=dtype,
         optimizer=(optimizer or OptimizerConfig(lr=1e-2)) if role == "policy" else None,
         total_optimizer_steps=total_optimizer_steps,
         total_documents=total_documents,

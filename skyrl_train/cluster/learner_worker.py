@@ -70,9 +70,11 @@ class LearnerWorker:
         from skyrl_train.distributed.process_group import join
         from skyrl_train.learner.critic import CriticLearner, build_critic_learner
         from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
+        from skyrl_train.model.numerics import set_numerics
         from skyrl_train.weight_sync.sender import WeightSender
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        set_numerics(deterministic=self._config.deterministic)
         device = torch.device("cuda:0" if self._config.platform.name == "gpu" else "cpu")
         if self._config.strategy.name != "single":
             join(rendezvous, device)

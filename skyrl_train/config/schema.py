@@ -337,6 +337,9 @@ class Config:
     """Shown by trackers and in the output folder's name."""
     seed: NonNegativeInt = 0
     """Every random choice is derived from it."""
+    deterministic: bool = False
+    """On GPUs, take only kernels whose result does not vary from call to call, in training and in vLLM: a resumed run is
+    then identical, as it always is on a CPU. Slower; without it rounding may differ, but not data, prompts and seeds."""
     output_dir: str = "outputs"
     """Where the run writes; Hydra's run folder unless stated (`hydra.run.dir=...` moves it)."""
     platform: PlatformConfig = field(default_factory=PlatformConfig)

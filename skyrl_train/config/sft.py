@@ -148,6 +148,9 @@ class SFTConfig:
     """Shown by trackers and in the output folder's name."""
     seed: NonNegativeInt = 0
     """Every random choice is derived from it."""
+    deterministic: bool = False
+    """On GPUs, take only kernels whose result does not vary from call to call: a resumed run is then identical, as it always
+    is on a CPU. Slower; without it rounding may differ, while the data do not."""
     output_dir: str = "outputs"
     """Where the run writes; Hydra's run folder unless stated (`hydra.run.dir=...` moves it)."""
     platform: PlatformConfig = field(default_factory=PlatformConfig)
@@ -180,6 +183,7 @@ def learner_config(config: SFTConfig, *, total_steps: int = 0) -> Config:
     return Config(
         run_name=config.run_name,
         seed=config.seed,
+        deterministic=config.deterministic,
         output_dir=config.output_dir,
         platform=config.platform,
         model=config.model,

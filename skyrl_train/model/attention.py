@@ -30,6 +30,7 @@ from skyrl_train.batch.layout import PositionGroup
 from skyrl_train.batch.prefix_tree import Segment
 from skyrl_train.errors import ModelError
 from skyrl_train.model.joined_attention import Parts, accumulator, all_parts, joined_attention, parts_of_queries
+from skyrl_train.model.numerics import is_deterministic
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -196,6 +197,7 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
         scale=scale,
         window_size=(-1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
+        num_splits=1 if is_deterministic() else None,
     )
     return found.transpose(0, 1).unsqueeze(0)
 

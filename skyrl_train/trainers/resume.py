@@ -71,6 +71,7 @@ FREE = (
 """A name that ends in a dot stands for all settings below it."""
 
 LAYOUT = (
+    "deterministic",
     "platform.",
     "placement.",
     "strategy.",
