@@ -23,6 +23,7 @@ is open, that is, where micro-batches size themselves.
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -37,8 +38,17 @@ T = TypeVar("T")
 FINE, OUT_OF_MEMORY, BROKEN = 0, 1, 2
 """What a rank says at a meeting."""
 
-_ALLOCATION_FAILURES = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDA out of memory")
-"""In messages of plain RuntimeErrors which mean the same as torch.OutOfMemoryError."""
+_ALLOCATION_FAILURE = re.compile(
+    r"out of memory"  # CUDA's runtime and driver, torch's allocators, Triton's launcher, NCCL ("Cuda failure 2 '...'")
+    r"|_ALLOC(ATION)?_FAILED"  # cuBLAS, cuSOLVER, cuFFT, cuDNN (9 says INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED)
+    r"|CUSPARSE_STATUS_INSUFFICIENT_RESOURCES"
+    r"|CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+    r"|failed to (CUDA )?(host alloc|calloc|malloc)"  # NCCL
+    r"|can('t|not) allocate memory"  # torch's CPU allocator, and the kernel
+    r"|out of resource: ",  # Triton: a kernel's shared memory
+    re.IGNORECASE,
+)
+"""In messages of errors which mean the same as torch.OutOfMemoryError."""
 
 
 class RankOutOfMemory(SkyrlTrainError):
@@ -51,10 +61,11 @@ class RankOutOfMemory(SkyrlTrainError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: torch says so in several ways."""
+    """Whether memory ran out: torch and the libraries below it say so in many ways, Triton in an error of its own."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _ALLOCATION_FAILURES)
+    is_of_triton = type(error).__module__.partition(".")[0] == "triton"
+    return (isinstance(error, RuntimeError) or is_of_triton) and bool(_ALLOCATION_FAILURE.search(str(error)))
 
 
 class _Elsewhere(Exception):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from skyrl_train.distributed.together import is_out_of_memory
 from skyrl_train.learner.memory_meter import CountingMeter
@@ -80,13 +81,33 @@ def test_nothing_counts_outside_and_the_peak_begins_anew() -> None:
     assert held.numel() == FLOATS
 
 
+TRITON_MESSAGE = "out of resource: shared memory, Required: 262144, Hardware limit: 232448. Reducing block sizes ..."
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
         (torch.OutOfMemoryError("CUDA out of memory"), True),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"), True),
         (MemoryError(), True),
+        (torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation' ..."), True),
+        (RuntimeError("CUDA driver error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"), True),
+        (
+            dist.DistBackendError("NCCL error: unhandled cuda error. Last error:\nFailed to CUDA calloc 4096 bytes"),
+            True,
+        ),
+        (dist.DistBackendError("NCCL error: unhandled cuda error. Last error:\nCuda failure 2 'out of memory'"), True),
+        (dist.DistBackendError("NCCL error: unhandled system error. Last error:\nCannot allocate memory"), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (type("OutOfResources", (Exception,), {"__module__": "triton.runtime.errors"})(TRITON_MESSAGE), True),
         (RuntimeError("shapes do not match"), False),
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), False),
+        (dist.DistBackendError("NCCL error: remote process exited or there was a network error"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
         (ValueError("can't allocate memory"), False),
     ],
 )
