@@ -134,9 +134,7 @@ def try_bug(bug: Bug, folder: Path, first: str) -> Outcome:
         note = "every test passed"
     elif status != 1 or not found:
         note = f"pytest ended with status {status}: {output.strip().splitlines()[-1] if output.strip() else ''}"
-    return Outcome(
-        bug=bug, test=found[1] if found and not note else "", note=note, seconds=time.monotonic() - began
-    )
+    return Outcome(bug=bug, test=found[1] if found and not note else "", note=note, seconds=time.monotonic() - began)
 
 
 def try_all(bugs: Sequence[Bug], recorded: Mapping[str, str], jobs: int) -> list[Outcome]:
@@ -168,9 +166,9 @@ def page_of(outcomes: Sequence[Outcome]) -> str:
     lines = [
         "# Planted bugs",
         "",
-        "Bugs that trainers of language models have shipped, planted in a copy of this code one at a time, and the test of the",
-        f"default suite that notices each: {caught} of {len(outcomes)}. Written by",
-        "`python scripts/plant_bugs.py --write docs/planted_bugs.md`; the changes themselves are in `scripts/planted_bugs.yaml`.",
+        "Bugs that trainers of language models have shipped, planted in a copy of this code one at a time, and the test of",
+        f"the default suite that notices each: {caught} of {len(outcomes)}. Written by",
+        "`python scripts/plant_bugs.py --write docs/planted_bugs.md`; the changes are in `scripts/planted_bugs.yaml`.",
         "",
         "| bug | what goes wrong | where | first test that fails |",
         "|---|---|---|---|",

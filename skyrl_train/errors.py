@@ -7,20 +7,37 @@ SkyrlTrainError
 ├── ModelError                   a model folder or name cannot be used
 ├── BatchError (ValueError)      rows, boundaries or shapes that contradict each other
 ├── MemoryLimitError             rows that do not fit the memory of a device
+├── RankOutOfMemory              memory ran out on one of the ranks; caught where passes are computed anew
 ├── NonFiniteError               a loss or gradient is NaN or infinite; no weight was changed
 ├── DeadlineError                something did not answer in time; the name says what
 ├── EngineError                  the inference engine refused or broke
+├── ActorError                   a process of the run died or raised what nobody expected
 └── StopRequested                SIGTERM or SIGINT, raised at the next safe point
+
+All of them, subclasses of a user's own included, can be pickled and come out of another process as they went in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 class SkyrlTrainError(Exception):
     """Base of all errors below. `main` prints them without a traceback and exits with status 2."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The class with its message and attributes: Python would call the constructor with the message alone, which is
+        not what those of several errors take."""
+        return _rebuilt, (type(self), self.args, dict(self.__dict__))
+
+
+def _rebuilt(kind: type[SkyrlTrainError], args: tuple[Any, ...], attributes: dict[str, Any]) -> SkyrlTrainError:
+    error = kind.__new__(kind, *args)
+    error.args = args  # an OSError's are set by its constructor alone
+    error.__dict__.update(attributes)
+    return error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +87,15 @@ class MemoryLimitError(SkyrlTrainError):
     """What is to be computed does not fit the memory of its device; names the row's length and what to change."""
 
 
+class RankOutOfMemory(SkyrlTrainError):
+    """Memory ran out on this rank or another; raised on all of them. What was computed is of no use."""
+
+    def __init__(self, reason: str):
+        """`reason`: what this rank was told, empty where it happened elsewhere."""
+        super().__init__(reason or "memory ran out on another rank")
+        self.reason = reason
+
+
 class NonFiniteError(SkyrlTrainError):
     """A loss or a gradient is not finite. Raised before any weight moves."""
 
@@ -85,6 +111,10 @@ class DeadlineError(SkyrlTrainError, TimeoutError):
 
 class EngineError(SkyrlTrainError):
     """The inference engine refused a request or died."""
+
+
+class ActorError(SkyrlTrainError):
+    """An actor died or raised what nobody expected; says which, where, in which phase, and what it wrote last."""
 
 
 class StopRequested(SkyrlTrainError):

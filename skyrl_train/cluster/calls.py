@@ -18,8 +18,7 @@ from typing import Any
 import ray
 import ray.util
 
-import skyrl_train.errors as known_errors
-from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.errors import ActorError, DeadlineError, SkyrlTrainError
 
 HEALTH = "health"
 """The concurrency group in which every actor answers `ping`."""
@@ -31,28 +30,19 @@ _ASKED_S = 2.0
 _TAIL_LINES = 20
 
 
-class ActorError(SkyrlTrainError):
-    """An actor died or raised what nobody expected; says which, where, in which phase, and what it wrote last."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a call came to. Errors that the project raises on purpose travel as data, since not all can be pickled."""
+    """What a call came to. An error that the project raises on purpose is part of the answer: Ray would wrap it in one of
+    its own, with a traceback for a message."""
 
     value: Any = None
-    error: str = ""
-    """Name of a class in `skyrl_train/errors.py`; empty where the call succeeded."""
-    message: str = ""
+    error: SkyrlTrainError | None = None
 
     def unwrap(self) -> Any:
         """The value. Raises the error."""
-        if not self.error:
-            return self.value
-        kind = getattr(known_errors, self.error, SkyrlTrainError)
-        try:
-            raise kind(self.message)
-        except TypeError:
-            raise SkyrlTrainError(self.message) from None
+        if self.error is not None:
+            raise self.error
+        return self.value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +189,7 @@ def reason_of(error: Exception) -> str:
 
 def _has_failed(ref: Any) -> bool:
     try:
-        return bool(ray.get(ref).error)
+        return ray.get(ref).error is not None
     except ray.exceptions.RayError:
         return True
 

@@ -86,4 +86,4 @@ async def _answer(result: Any) -> Answer:
     try:
         return Answer(value=await result)
     except SkyrlTrainError as error:
-        return Answer(error=type(error).__name__, message=str(error))
+        return Answer(error=error)

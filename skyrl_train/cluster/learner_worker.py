@@ -35,7 +35,7 @@ def answering(method: Callable[..., Any]) -> Callable[..., Answer]:
         try:
             return Answer(value=method(*args, **kwargs))
         except SkyrlTrainError as error:
-            return Answer(error=type(error).__name__, message=str(error))
+            return Answer(error=error)
 
     return wrapped
 

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from skyrl_train.batch.layout import PositionGroup
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
-from skyrl_train.distributed.together import RankOutOfMemory, Together
+from skyrl_train.distributed.together import Together
+from skyrl_train.errors import RankOutOfMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

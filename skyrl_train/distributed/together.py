@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.errors import RankOutOfMemory, SkyrlTrainError
 
 T = TypeVar("T")
 
@@ -49,15 +49,6 @@ _ALLOCATION_FAILURE = re.compile(
     re.IGNORECASE,
 )
 """In messages of errors which mean the same as torch.OutOfMemoryError."""
-
-
-class RankOutOfMemory(SkyrlTrainError):
-    """Memory ran out on this rank or another; raised on all of them. What was computed is of no use."""
-
-    def __init__(self, reason: str):
-        """`reason`: what this rank was told, empty where it happened elsewhere."""
-        super().__init__(reason or "memory ran out on another rank")
-        self.reason = reason
 
 
 def is_out_of_memory(error: BaseException) -> bool:

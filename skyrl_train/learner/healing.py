@@ -18,8 +18,7 @@ from torch import Tensor
 
 from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, OneForward, TokenBudgets
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.distributed.together import RankOutOfMemory
-from skyrl_train.errors import MemoryLimitError
+from skyrl_train.errors import MemoryLimitError, RankOutOfMemory
 from skyrl_train.learner.memory_meter import GIB, MemoryMeter
 from skyrl_train.learner.passes import Passes, Planned
 from skyrl_train.telemetry.metrics import Last, Max, StepMetrics, Sum

@@ -22,7 +22,7 @@ from skyrl_train.batch.memory_model import MemoryProbe
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.batch.training_batch import SCHEMA, TrainingInputBatch, batch_of_lengths
-from skyrl_train.distributed.together import RankOutOfMemory
+from skyrl_train.errors import RankOutOfMemory
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.memory_meter import MemoryMeter
 from skyrl_train.seeding import derive_seed

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.plan import BatchPlan, plan_batches
-from skyrl_train.cluster.calls import ActorError
 from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
@@ -30,7 +29,7 @@ from skyrl_train.config.schema import (
     StrategyConfig,
     TrainerConfig,
 )
-from skyrl_train.errors import DeadlineError, NonFiniteError
+from skyrl_train.errors import ActorError, DeadlineError, NonFiniteError
 from skyrl_train.interfaces import Learner
 from skyrl_train.learner.policy import build_policy_learner
 from tests.learner_cases import make_batch

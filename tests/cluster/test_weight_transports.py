@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cluster.calls import ActorError
 from skyrl_train.cluster.carriers import ByLending, Carrier, make_carrier
 from skyrl_train.cluster.engines import EnginePool
 from skyrl_train.cluster.fleet import EngineFleet
@@ -22,7 +21,7 @@ from skyrl_train.cluster.transport import RayTransport
 from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, ModelConfig
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import ActorError, EngineError
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.cluster.test_learners import SLOT, make_config, make_plan, mini_batch

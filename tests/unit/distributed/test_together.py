@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from skyrl_train.distributed.together import RankOutOfMemory, Together
-from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.distributed.together import Together
+from skyrl_train.errors import RankOutOfMemory, SkyrlTrainError
 
 NUM_COLLECTIVES = 6
 DEADLINE_S = 20.0

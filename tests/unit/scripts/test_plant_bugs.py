@@ -67,7 +67,12 @@ def test_a_bug_that_no_test_notices_is_not_caught(plant: ModuleType, small_proje
 
 def test_code_that_does_not_import_is_no_caught_bug(plant: ModuleType, small_project: Path) -> None:
     bug = plant.Bug(
-        name="broken", story="x", file="arithmetic.py", old="def double", new="def (", tests=("tests/test_arithmetic.py",)
+        name="broken",
+        story="x",
+        file="arithmetic.py",
+        old="def double",
+        new="def (",
+        tests=("tests/test_arithmetic.py",),
     )
 
     assert plant.try_bug(bug, small_project, "").test == ""
