@@ -16,7 +16,11 @@ def test_a_typo_in_a_custom_loss_prints_the_lines_that_it_prints_inline(
 ) -> None:
     (tmp_path / "my_losses.py").write_text("def unclipped(inputs, config):\n    raise AssertionError\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    common = ("+experiment=gsm8k_multiturn", "trainer.total_steps=1", "trainer.algorithm.policy_loss=my_losses:uncliped")
+    common = (
+        "+experiment=gsm8k_multiturn",
+        "trainer.total_steps=1",
+        "trainer.algorithm.policy_loss=my_losses:uncliped",
+    )
 
     inline = wait_for(start_command(tmp_path / "inline", *common))
     on_ray = wait_for(start_command(tmp_path / "ray", *common, *RAY, "generator=hf"))
