@@ -7,15 +7,15 @@ from torch import Tensor
 
 from skyrl_train.algorithms.checks import check_policy_loss_inputs
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
-from skyrl_train.algorithms.kl import MAX_LOG_RATIO
-from skyrl_train.algorithms.ratios import Turns, log_ratio_of, masked, ratio_metrics, turns_of
+from skyrl_train.algorithms.kl import MAX_LOG_RATIO, absolute_value, logprob_rounding
+from skyrl_train.algorithms.ratios import Turns, clip_range, log_ratio_of, masked, ratio_metrics, turns_of
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
     """Token losses, and where the clipped side won."""
     plain = -ratio * advantages
-    clipped = -ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high) * advantages
+    clipped = -ratio.clamp(*clip_range(config, ratio.dtype)) * advantages
     return torch.maximum(plain, clipped), clipped > plain
 
 
@@ -78,11 +78,14 @@ def _covariance(inputs: PolicyLossInputs, turns: Turns) -> Tensor:
     The paper centres both factors over the whole batch, which would make a token's loss depend on which rows share its
     micro-batch. Here log-probabilities are centred over the turn, and advantages are taken as they are, since
     estimators centre them already (centring over a turn would make them 0 wherever they are the same for all its
-    tokens).
+    tokens). A log-probability that differs from the mean by rounding alone, as all of a turn of certain tokens do, counts
+    as the mean, so that neither a bound of 0 nor the order of tokens is decided by rounding.
     """
     with torch.no_grad():
         logprobs = masked(inputs.logprobs, inputs.loss_mask)
-        return masked(inputs.advantages, inputs.loss_mask) * (logprobs - turns.mean(logprobs))
+        centred = logprobs - turns.mean(logprobs)
+        rounding = logprob_rounding(inputs.compute_dtype or logprobs.dtype)
+        return masked(inputs.advantages, inputs.loss_mask) * torch.where(centred.abs() > rounding, centred, 0.0)
 
 
 def _quota(turns: Turns, share: float) -> Tensor:
@@ -116,7 +119,8 @@ def kl_cov(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutpu
     """`-ratio * A`, plus `kl_cov_coef * |logprob - old_logprob|` for the tokens of highest covariance.
 
     KL-Cov of arXiv:2505.22617. `kl_cov_share` of a turn's tokens, at least one, get the penalty; covariances per turn
-    as in `clip_cov`, where the paper ranks over the batch. Raises BatchError for malformed inputs.
+    as in `clip_cov`, where the paper ranks over the batch. Where `logprob` is `old_logprob` but for rounding, the penalty
+    has slope 0 (`kl.absolute_value`). Raises BatchError for malformed inputs.
     """
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask
@@ -124,7 +128,7 @@ def kl_cov(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutpu
     turns = turns_of(mask)
     chosen = turns.largest(_covariance(inputs, turns), mask, _quota(turns, config.kl_cov_share))
     losses = -log_ratio.exp() * masked(inputs.advantages, mask)
-    losses = losses + masked(config.kl_cov_coef * log_ratio.abs(), chosen)
+    losses = losses + masked(config.kl_cov_coef * absolute_value(log_ratio, inputs.compute_dtype), chosen)
     return PolicyLossOutput(
         token_losses=masked(losses, mask), metrics=ratio_metrics(mask, log_ratio, covariance_fraction=chosen)
     )

@@ -49,7 +49,8 @@ def value_loss(inputs: ValueLossInputs, config: AlgorithmConfig) -> PolicyLossOu
     if config.value_clip > 0:
         near = old_values + (values - old_values).clamp(-config.value_clip, config.value_clip)
         clipped_losses = (near - returns).square()
-        was_clipped = clipped_losses > losses
+        # Within the range the clipped value is the value but for rounding, which is no clipping.
+        was_clipped = (clipped_losses > losses) & ((values - old_values).abs() > config.value_clip)
         losses = torch.maximum(losses, clipped_losses)
     losses = masked(0.5 * losses, mask)
     with torch.no_grad():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from skyrl_train.telemetry.metrics import Metric
@@ -61,6 +62,8 @@ class PolicyLossInputs:
     """`[rows, len]` bool."""
     rollout_logprobs: Tensor | None = None
     """`[rows, len]` float: as the inference engine reported them while sampling."""
+    compute_dtype: torch.dtype | None = None
+    """In which the model computed `logprobs`, so that it is known what of them is rounding; None: the type they have."""
 
 
 @dataclass(frozen=True, kw_only=True)

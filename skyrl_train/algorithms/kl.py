@@ -3,6 +3,9 @@
 With `d = logprobs - ref_logprobs` (Schulman, "Approximating KL Divergence", 2020, joschu.net/blog/kl-approx.html):
 k1 = d, unbiased, high variance, may be negative; k2 = d^2 / 2, biased, low variance, its gradient is that of the KL on
 samples of the current policy; k3 = exp(-d) - 1 + d, unbiased and never negative; abs = |d|, a distance, no estimator.
+
+In the first update after scoring, and while the reference still equals the policy, each d is rounding noise. A slope that
+jumps there would take its sign from that noise, so every such jump lies `logprob_rounding` away from 0.
 """
 
 from __future__ import annotations
@@ -16,6 +19,27 @@ from skyrl_train.algorithms.checks import require_bool, require_float
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before `exp`, so that one absurd token gives a large number and not infinity."""
+
+
+_LOGPROB_ROUNDING = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""By the type in which the model computes: the largest difference found between layouts of the same tokens, rounded up
+generously (3e-14 in float64, 2e-6 in float32 for models of two layers, 3e-5 in float32 between engine and trainer, 0.04 in
+bfloat16; float16 has eight times the precision of bfloat16)."""
+
+
+def logprob_rounding(dtype: torch.dtype) -> float:
+    """Return how far apart two evaluations of one token's log-probability may be when the model computes in `dtype`."""
+    return _LOGPROB_ROUNDING[dtype]
+
+
+def absolute_value(difference: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
+    """Return `|difference|` of two log-probabilities, whose slope is 0 where the difference is rounding, else +-1.
+
+    The value is exact everywhere. `compute_dtype` is the type in which the model computed them; None: their own type.
+    """
+    size = difference.abs()
+    flat = size.detach() <= logprob_rounding(compute_dtype or difference.dtype)
+    return torch.where(flat, size.detach(), size)
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
@@ -34,9 +58,9 @@ def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return torch.expm1(difference) - difference
 
 
-def absolute(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`|d|`."""
-    return (logprobs - ref_logprobs).abs()
+def absolute(logprobs: Tensor, ref_logprobs: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
+    """`|d|`, flat at 0 as `absolute_value` is."""
+    return absolute_value(logprobs - ref_logprobs, compute_dtype)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
@@ -44,13 +68,19 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 Mask before calling (`token_kl` does): a NaN that is masked afterwards still reaches the gradient."""
 
 
-def token_kl(name: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+def token_kl(
+    name: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, compute_dtype: torch.dtype | None = None
+) -> Tensor:
     """The named estimator at the tokens of `mask` (bool), exactly 0 elsewhere; all of one shape.
 
+    `compute_dtype` is the type in which the model computed the log-probabilities; None: the type that they have.
     Raises BatchError for other shapes or dtypes.
     """
     require_float("logprobs", logprobs, logprobs.shape)
     require_float("ref_logprobs", ref_logprobs, logprobs.shape)
     require_bool("mask", mask, logprobs.shape)
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
-    return KL_ESTIMATORS[name](torch.where(mask, logprobs, zero), torch.where(mask, ref_logprobs.to(logprobs), zero))
+    kept, reference = torch.where(mask, logprobs, zero), torch.where(mask, ref_logprobs.to(logprobs), zero)
+    if name == "abs":
+        return absolute(kept, reference, compute_dtype)
+    return KL_ESTIMATORS[name](kept, reference)

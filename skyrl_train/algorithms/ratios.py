@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.kl import MAX_LOG_RATIO
-from skyrl_train.telemetry.metrics import Mean, Metric
+from skyrl_train.algorithms.kl import MAX_LOG_RATIO, logprob_rounding
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.telemetry.metrics import Max, Mean, Metric, Min
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
@@ -19,6 +20,16 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
 def log_ratio_of(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> Tensor:
     """`logprobs - base_logprobs` where `mask`, clamped to +-20, 0 elsewhere. Carries the gradient of `logprobs`."""
     return masked(logprobs - base_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def clip_range(config: AlgorithmConfig, dtype: torch.dtype) -> tuple[float, float]:
+    """Return `1 - eps_clip_low` and `1 + eps_clip_high` for ratios of this type.
+
+    An edge at 1 itself moves to where rounding ends: in the first update after scoring all ratios are 1 but for rounding,
+    which must not decide what is clipped.
+    """
+    rounding = logprob_rounding(dtype)
+    return 1 - max(config.eps_clip_low, rounding), 1 + max(config.eps_clip_high, rounding)
 
 
 @dataclass(frozen=True)
@@ -85,3 +96,12 @@ def ratio_metrics(mask: Tensor, log_ratio: Tensor, **columns: Tensor) -> dict[st
     """Mean ratio and `k3` estimate of KL(old || new) beside the loss's own columns."""
     detached = log_ratio.detach()
     return token_means(mask, ratio=detached.exp(), approx_kl=torch.expm1(detached) - detached, **columns)
+
+
+def ratio_extremes(mask: Tensor, log_ratio: Tensor) -> dict[str, Metric]:
+    """`policy/ratio_min` and `policy/ratio_max` over the masked tokens; nothing where there are none."""
+    kept = log_ratio.detach()[mask]
+    if not kept.numel():
+        return {}
+    low, high = torch.stack(kept.aminmax()).exp().tolist()
+    return {"policy/ratio_min": Min(low), "policy/ratio_max": Max(high)}

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from skyrl_train.algorithms.checks import check_policy_loss_inputs, needed
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
-from skyrl_train.algorithms.ratios import log_ratio_of, masked, ratio_metrics, token_means
+from skyrl_train.algorithms.kl import logprob_rounding
+from skyrl_train.algorithms.ratios import clip_range, log_ratio_of, masked, ratio_extremes, ratio_metrics, token_means
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.telemetry.metrics import Metric
 
@@ -45,8 +46,15 @@ def cispo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput
     mask = inputs.loss_mask
     log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask).detach()
     ratio = log_ratio.exp()
-    weight = ratio.clamp(1 - config.eps_clip_low, 1 + config.eps_clip_high)
-    return _weighted(inputs, weight, ratio_metrics(mask, log_ratio, clip_fraction=weight != ratio))
+    low, high = 1 - config.eps_clip_low, 1 + config.eps_clip_high
+    metrics = ratio_metrics(
+        mask,
+        log_ratio,
+        clip_fraction=(ratio < low) | (ratio > high),
+        ratio_clamped_low_fraction=ratio < low,
+        ratio_clamped_high_fraction=ratio > high,
+    )
+    return _weighted(inputs, ratio.clamp(low, high), {**metrics, **ratio_extremes(mask, log_ratio)})
 
 
 def rollout_is(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
@@ -61,7 +69,8 @@ def rollout_is(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossO
     mask = inputs.loss_mask
     log_ratio = log_ratio_of(inputs.logprobs, needed("rollout_logprobs", inputs.rollout_logprobs), mask).detach()
     ratio = log_ratio.exp()
-    outside = (ratio <= 1 - config.eps_clip_low) | (ratio >= 1 + config.eps_clip_high)
+    low, high = clip_range(config, ratio.dtype)
+    outside = (ratio <= low) | (ratio >= high)
     return _weighted(inputs, torch.where(outside, 0.0, ratio), ratio_metrics(mask, log_ratio, clip_fraction=outside))
 
 
@@ -82,8 +91,9 @@ def dppo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     log_ratio = log_ratio_of(logprobs, rollout, mask)
     old, new = rollout.exp(), logprobs.exp()
     divergence = (old - new).abs() if config.dppo_divergence == "tv" else _binary_kl(rollout, logprobs)
-    rising = (inputs.advantages > 0) & (new > old) & (divergence > config.eps_clip_high)
-    falling = (inputs.advantages < 0) & (new < old) & (divergence > config.eps_clip_low)
+    rounding = logprob_rounding(logprobs.dtype)
+    rising = (inputs.advantages > 0) & (new > old) & (divergence > max(config.eps_clip_high, rounding))
+    falling = (inputs.advantages < 0) & (new < old) & (divergence > max(config.eps_clip_low, rounding))
     left = rising | falling
     weight = torch.where(left, 0.0, log_ratio.exp().clamp(max=config.dppo_max_ratio))
     return _weighted(inputs, weight, ratio_metrics(mask, log_ratio, clip_fraction=left, divergence=divergence))

@@ -120,6 +120,11 @@ class PolicyLearner(HoldsModel):
                 f"the {self.engine.name} model has {len(self.engine.parameters)} parameters and got {count}"
             )
 
+    @property
+    def _compute_dtype(self) -> torch.dtype | None:
+        """The type that forwards are cast to; None where they have that of the parameters."""
+        return None if self.engine.passes.dtype == torch.float32 else self.engine.passes.dtype
+
     def _scores(
         self,
         hidden: Tensor,
@@ -136,7 +141,7 @@ class PolicyLearner(HoldsModel):
             output_head(self.engine.model),
             temperature=self._temperature,
             with_entropy=with_entropy,
-            compute_dtype=None if self.engine.passes.dtype == torch.float32 else self.engine.passes.dtype,
+            compute_dtype=self._compute_dtype,
             loss_of_tokens=loss_of_tokens,
         )
 
@@ -182,12 +187,15 @@ class PolicyLearner(HoldsModel):
             advantages=_column(columns, "advantages", torch.zeros_like(logprobs)),
             loss_mask=mask,
             rollout_logprobs=columns["rollout_logprobs"].to(logprobs.dtype) if "rollout_logprobs" in columns else None,
+            compute_dtype=self._compute_dtype,
         )
         output = policy_loss(_with_rollout_as_old(inputs) if algorithm.use_rollout_logprobs else inputs, algorithm)
         parts = {"policy": (weights * output.token_losses).sum()}
         total = parts["policy"]
         if algorithm.kl_loss_coef:
-            token_kls = token_kl(algorithm.kl_estimator, logprobs, columns["ref_logprobs"], mask)
+            token_kls = token_kl(
+                algorithm.kl_estimator, logprobs, columns["ref_logprobs"], mask, compute_dtype=self._compute_dtype
+            )
             parts["kl"] = (weights * token_kls).sum()
             total = total + algorithm.kl_loss_coef * parts["kl"]
         if algorithm.entropy_coef:

@@ -101,7 +101,9 @@ def test_reinforce_pp_is_verls(verl: Any) -> None:
 def finite(inputs: PolicyLossInputs) -> PolicyLossInputs:
     """verl multiplies by the mask, so junk outside it must be finite; and its rows all have trained tokens."""
     kept = {
-        name: torch.where(inputs.loss_mask, c, -1.0)[:-1] for name, c in vars(inputs).items() if name != "loss_mask"
+        name: torch.where(inputs.loss_mask, c, -1.0)[:-1]
+        for name, c in vars(inputs).items()
+        if name != "loss_mask" and c is not None
     }
     return PolicyLossInputs(**kept, loss_mask=inputs.loss_mask[:-1])
 

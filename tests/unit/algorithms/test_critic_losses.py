@@ -57,6 +57,27 @@ def test_metrics_are_means_over_trained_tokens() -> None:
     }
 
 
+@pytest.mark.parametrize(("dtype", "noise", "tolerance"), [(torch.float64, 1e-15, 1e-13), (torch.float32, 1e-6, 1e-5)])
+def test_values_that_are_the_old_ones_but_for_rounding_are_not_clipped_and_have_one_gradient(
+    dtype: torch.dtype, noise: float, tolerance: float
+) -> None:
+    """As in the first optimizer step of each update; also where the returns are those values."""
+    drawn, found = inputs(5), []
+    generator = torch.Generator().manual_seed(0)
+    old = drawn.old_values.to(dtype)
+    returns = torch.where(torch.arange(7) % 2 == 0, old, drawn.returns.to(dtype))
+    for size in (0.0, noise, noise):
+        moved = old + (size * torch.randn(4, 7, generator=generator, dtype=torch.float64)).to(dtype)
+        batch = ValueLossInputs(
+            values=moved.requires_grad_(), old_values=old, returns=returns, loss_mask=drawn.loss_mask
+        )
+        output = value_loss(batch, AlgorithmConfig(value_clip=0.2))
+        assert output.metrics["critic/clip_fraction"].value == 0
+        found.append(torch.autograd.grad(output.token_losses.sum(), batch.values)[0])
+    for gradient in found[1:]:
+        assert float((gradient - found[0]).norm() / found[0].norm()) < tolerance
+
+
 class TestExplainedVariance:
     RETURNS = torch.tensor([1.0, 2.0, 3.0, math.nan])
     MASK = torch.tensor([True, True, True, False])

@@ -55,6 +55,34 @@ def test_junk_outside_the_mask_reaches_neither_value_nor_gradient(name: str) -> 
     assert float(logprobs.grad[0, 0]) != 0.0
 
 
+@pytest.mark.parametrize(("dtype", "noise", "tolerance"), [(torch.float64, 1e-14, 1e-13), (torch.float32, 2e-6, 5e-6)])
+@pytest.mark.parametrize("name", sorted(KL_ESTIMATORS))
+def test_a_reference_that_is_the_policy_but_for_rounding_gives_one_gradient(
+    name: str, dtype: torch.dtype, noise: float, tolerance: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scored = -torch.rand(1, 50, generator=generator, dtype=torch.float64).to(dtype)
+    found = []
+    for size in (0.0, noise, noise):
+        moved = scored + (size * torch.randn(1, 50, generator=generator, dtype=torch.float64)).to(dtype)
+        logprobs = scored.clone().requires_grad_()
+        token_kl(name, logprobs, moved, torch.ones(1, 50, dtype=torch.bool)).sum().backward()
+        assert logprobs.grad is not None
+        found.append(logprobs.grad)
+    for gradient in found[1:]:
+        torch.testing.assert_close(gradient, found[0], rtol=0, atol=5 * tolerance)
+
+
+def test_the_distance_is_flat_within_the_rounding_of_the_type_that_computed_and_its_value_is_exact() -> None:
+    for difference, dtype, expected in ((-0.01, None, -1.0), (-0.01, torch.bfloat16, 0.0), (0.2, torch.bfloat16, 1.0)):
+        logprobs = torch.tensor([[difference - 1.0]], dtype=torch.float64, requires_grad=True)
+        value = token_kl("abs", logprobs, torch.tensor([[-1.0]]), torch.tensor([[True]]), compute_dtype=dtype)
+        value.sum().backward()
+        assert logprobs.grad is not None
+        assert float(logprobs.grad) == expected
+        assert float(value.detach()) == pytest.approx(abs(difference))
+
+
 def test_shapes_that_differ_are_named() -> None:
     with pytest.raises(BatchError, match=r"ref_logprobs has shape \[1, 3\]; expected \[1, 2\]"):
         token_kl("k3", torch.zeros(1, 2), torch.zeros(1, 3), torch.ones(1, 2, dtype=torch.bool))

@@ -10,7 +10,7 @@ from torch import Tensor
 from skyrl_train.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, PolicyLossOutput, policy_loss
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.errors import BatchError, ConfigError
-from skyrl_train.telemetry.metrics import merge_metrics
+from skyrl_train.telemetry.metrics import Max, Min, merge_metrics
 from tests.loss_oracles import LOSS_ORACLES, loss_error, random_loss_inputs
 
 CONFIGS = [
@@ -37,6 +37,72 @@ def one_token(ratio: float, advantage: float, old: float = -1.0) -> PolicyLossIn
 
 def loss_of(name: str, inputs: PolicyLossInputs, config: AlgorithmConfig | None = None) -> float:
     return float(POLICY_LOSSES[name](inputs, config or AlgorithmConfig()).token_losses.detach().sum())
+
+
+def columns_of(inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """Its tensors by name."""
+    return {name: column for name, column in vars(inputs).items() if isinstance(column, Tensor)}
+
+
+def gradient_on_policy(
+    name: str, config: AlgorithmConfig, dtype: torch.dtype, noise: float, seed: int | None
+) -> Tensor:
+    """The gradient where old and rollout log-probabilities are the policy's but for random noise (None: exactly).
+
+    One turn in three consists of tokens that the policy is certain of, whose log-probabilities are all 0 but for noise.
+    """
+    drawn = random_loss_inputs(9, num_rows=6)
+    generator = torch.Generator().manual_seed(seed or 0)
+    certain = torch.arange(6).unsqueeze(1) % 3 == 1
+
+    def near(column: Tensor) -> Tensor:
+        size = 0.0 if seed is None else noise
+        moved = column.detach() + size * torch.randn(column.shape, generator=generator, dtype=torch.float64)
+        return moved.clamp(max=0).to(dtype)
+
+    scored = torch.where(certain, torch.zeros_like(drawn.logprobs), drawn.old_logprobs)
+    inputs = PolicyLossInputs(
+        logprobs=near(scored).requires_grad_(),
+        old_logprobs=near(scored),
+        rollout_logprobs=near(scored),
+        advantages=drawn.advantages.to(dtype),
+        loss_mask=drawn.loss_mask,
+    )
+    (gradient,) = torch.autograd.grad(POLICY_LOSSES[name](inputs, config).token_losses.sum(), inputs.logprobs)
+    return gradient
+
+
+def test_the_penalty_of_kl_cov_is_flat_within_the_rounding_of_the_type_that_computed() -> None:
+    config = AlgorithmConfig(kl_cov_share=1.0, kl_cov_coef=1.0)
+    for ratio, dtype, expected in ((1.01, None, 1.0), (1.01, torch.bfloat16, 0.0), (1.2, torch.bfloat16, 1.0)):
+        inputs = replace(one_token(ratio, 0.0), compute_dtype=dtype)
+        losses = POLICY_LOSSES["kl_cov"](inputs, config).token_losses
+        (slope,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
+        assert float(slope) == expected
+        assert float(losses.detach()) == pytest.approx(math.log(ratio)), "the value is exact everywhere"
+
+
+def test_cispo_tells_the_range_of_its_ratio_and_how_much_is_clamped_on_either_side() -> None:
+    ratios = torch.tensor([[0.5, 1.0, 1.1, 3.0, 4.0]], dtype=torch.float64)
+    inputs = PolicyLossInputs(
+        logprobs=ratios.log(),
+        old_logprobs=torch.zeros_like(ratios),
+        advantages=torch.ones_like(ratios),
+        loss_mask=torch.tensor([[True, True, True, True, False]]),
+    )
+    metrics = POLICY_LOSSES["cispo"](inputs, AlgorithmConfig()).metrics
+    values = {name.removeprefix("policy/"): metric.value for name, metric in metrics.items()}
+    assert values == pytest.approx(
+        {
+            "ratio": 1.4,
+            "approx_kl": (5.6 - 4 - math.log(0.5 * 1.1 * 3)) / 4,
+            "ratio_min": 0.5,
+            "ratio_max": 3.0,
+            "clip_fraction": 0.5,
+            "ratio_clamped_low_fraction": 0.25,
+            "ratio_clamped_high_fraction": 0.25,
+        }
+    )
 
 
 def test_every_registered_loss_has_an_oracle() -> None:
@@ -144,7 +210,7 @@ class TestEveryLoss:
     def test_a_wider_padding_changes_nothing(self, name: str) -> None:
         inputs = random_loss_inputs(5)
         wide = PolicyLossInputs(
-            **{key: torch.nn.functional.pad(column, (0, 4)) for key, column in vars(inputs).items()}  # type: ignore[arg-type]
+            **{key: torch.nn.functional.pad(column, (0, 4)) for key, column in columns_of(inputs).items()}  # type: ignore[arg-type]
         )
         width = inputs.loss_mask.shape[1]
         narrow_losses, wide_losses = (POLICY_LOSSES[name](one, CONFIGS[2]).token_losses for one in (inputs, wide))
@@ -153,11 +219,11 @@ class TestEveryLoss:
     def test_works_in_the_dtype_of_its_inputs_and_leaves_them_alone(self, name: str) -> None:
         inputs = random_loss_inputs(6)
         single = PolicyLossInputs(
-            **{k: c if c.dtype == torch.bool else c.detach().float() for k, c in vars(inputs).items()}
+            **{k: c if c.dtype == torch.bool else c.detach().float() for k, c in columns_of(inputs).items()}  # type: ignore[arg-type]
         )
-        before = {key: column.clone() for key, column in vars(single).items()}
+        before = {key: column.clone() for key, column in columns_of(single).items()}
         assert POLICY_LOSSES[name](single, AlgorithmConfig()).token_losses.dtype == torch.float32
-        assert all(torch.equal(before[k].nan_to_num(), column.nan_to_num()) for k, column in vars(single).items())
+        assert all(torch.equal(before[k].nan_to_num(), column.nan_to_num()) for k, column in columns_of(single).items())
 
     def test_a_batch_without_trained_tokens_gives_zeros(self, name: str) -> None:
         inputs = random_loss_inputs(7)
@@ -172,10 +238,25 @@ class TestEveryLoss:
         assert torch.isfinite(losses).all()
         assert torch.isfinite(gradient).all()
 
-    def test_metrics_are_means_over_trained_tokens(self, name: str) -> None:
+    def test_metrics_are_means_over_trained_tokens_or_extremes_of_them(self, name: str) -> None:
         inputs = random_loss_inputs(8)
         for metric in POLICY_LOSSES[name](inputs, AlgorithmConfig()).metrics.values():
-            assert getattr(metric, "weight", None) == float(inputs.loss_mask.sum())
+            assert isinstance(metric, Min | Max) or getattr(metric, "weight", None) == float(inputs.loss_mask.sum())
+
+    @pytest.mark.parametrize(
+        "config", [*CONFIGS, AlgorithmConfig(eps_clip_low=0.0, eps_clip_high=0.0, clip_cov_low=0.0)]
+    )
+    @pytest.mark.parametrize(
+        ("dtype", "noise", "tolerance"), [(torch.float64, 1e-14, 1e-11), (torch.float32, 2e-6, 1e-4)]
+    )
+    def test_rounding_between_scoring_and_training_decides_nothing(
+        self, name: str, config: AlgorithmConfig, dtype: torch.dtype, noise: float, tolerance: float
+    ) -> None:
+        """Before the first optimizer step the policy's log-probabilities are the old ones but for rounding."""
+        expected, *found = (gradient_on_policy(name, config, dtype, noise, seed) for seed in (None, 0, 1, 2))
+        assert float(expected.norm()) > 0
+        for gradient in found:
+            assert float((gradient - expected).norm() / expected.norm()) < tolerance
 
 
 def double_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
