@@ -2,7 +2,7 @@
 
     shared_memory   rank 0 --object store--> every engine: shared memory within a node, the network between nodes
     broadcast       rank 0 --gloo or NCCL--> every worker of every engine, from device to device
-    cuda_ipc        every rank lends the bucket to the engine that shares its device, which copies it there
+    cuda_ipc        ranks whose device a worker of an engine shares lend it the bucket, which it copies there
     files           rank 0 writes a file, every engine reads it: for whatever nothing else works between
 
 Each carries bucket by bucket; what begins and ends an update is `cluster/transport.py`.
@@ -21,7 +21,8 @@ import ray
 
 from skyrl_train.cluster.calls import Answer, RemoteActor
 from skyrl_train.cluster.workers import WorkerGroup, carried_buckets, meeting_point, watch
-from skyrl_train.weight_sync.buckets import Bucket
+from skyrl_train.weight_sync.buckets import Bucket, Receiver
+from skyrl_train.weight_sync.lending import require_lenders
 
 if TYPE_CHECKING:
     from skyrl_train.config.schema import Config
@@ -30,8 +31,8 @@ if TYPE_CHECKING:
 class Carrier(Protocol):
     """One of the ways."""
 
-    def prepare(self, group: WorkerGroup, engines: Sequence[RemoteActor]) -> None:
-        """Before an update begins: whatever must be agreed on with these engines."""
+    def prepare(self, group: WorkerGroup, engines: Sequence[RemoteActor], receivers: Sequence[Receiver]) -> None:
+        """Before an update begins: whatever must be agreed on with these engines. `receivers`: all their workers."""
         ...
 
     def carry(self, group: WorkerGroup, buckets: Sequence[Bucket], engines: Sequence[RemoteActor]) -> None:
@@ -45,7 +46,7 @@ class ThroughObjectStore:
     def __init__(self, config: Config) -> None:
         self._placement = config.placement
 
-    def prepare(self, group: WorkerGroup, engines: Sequence[RemoteActor]) -> None:
+    def prepare(self, group: WorkerGroup, engines: Sequence[RemoteActor], receivers: Sequence[Receiver]) -> None:
         """Nothing to agree on."""
 
     def carry(self, group: WorkerGroup, buckets: Sequence[Bucket], engines: Sequence[RemoteActor]) -> None:
@@ -61,7 +62,12 @@ class ThroughFiles:
         self._placement = config.placement
         self._folder = Path(config.output_dir).absolute() / "weights"
 
-    def prepare(self, group: WorkerGroup, engines: Sequence[RemoteActor]) -> None:  # noqa: ARG002
+    def prepare(
+        self,
+        group: WorkerGroup,  # noqa: ARG002
+        engines: Sequence[RemoteActor],  # noqa: ARG002
+        receivers: Sequence[Receiver],  # noqa: ARG002
+    ) -> None:
         """The folder must be on a file system that all nodes share."""
         self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -70,7 +76,7 @@ class ThroughFiles:
         try:
             for number, bucket in enumerate(buckets):
                 path = self._folder / f"{number:04d}.bin"
-                refs = group.begin("write", bucket.names, path)
+                refs = group.begin("write", bucket, path)
                 group.wait("write", "sync", refs)
                 watch(self._placement, "sync", "update").wait(engines, _updates(engines, refs[0]))
                 path.unlink()
@@ -84,26 +90,25 @@ class ByBroadcast:
     def __init__(self, config: Config, folder: Path) -> None:
         """`folder`: of this machine, for a file to meet at."""
         self._placement = config.placement
-        self._workers_per_engine = config.generator.vllm.tensor_parallel_size
         self._folder = folder
         self._met: list[Any] = []
 
-    def prepare(self, group: WorkerGroup, engines: Sequence[RemoteActor]) -> None:
-        """Rank 0 and all workers of these engines meet."""
+    def prepare(self, group: WorkerGroup, engines: Sequence[RemoteActor], receivers: Sequence[Receiver]) -> None:
+        """Rank 0 and all workers of these engines meet; engines have equally many."""
         handles = [group.actors[0].handle, *(engine.handle for engine in engines)]
         if handles == self._met:
             return
         self._met = []
         together = [*group.actors, *engines]
         place = meeting_point(group.actors[0], together, folder=self._folder, timeout_s=self._placement.call_timeout_s)
-        num_ranks = 1 + self._workers_per_engine * len(engines)
+        num_ranks, workers_per_engine = 1 + len(receivers), len(receivers) // max(1, len(engines))
         refs = [
             *(
                 actor.handle.weights.remote("meet", place.rendezvous(0, num_ranks) if rank == 0 else None)
                 for rank, actor in enumerate(group.actors)
             ),
             *(
-                engine.handle.meet.remote(place.rendezvous(1 + self._workers_per_engine * index, num_ranks))
+                engine.handle.meet.remote(place.rendezvous(1 + workers_per_engine * index, num_ranks))
                 for index, engine in enumerate(engines)
             ),
         ]
@@ -114,7 +119,7 @@ class ByBroadcast:
         """Ranks send while engines receive, so that both are waited for together."""
         for bucket in buckets:
             announced = ray.put(Answer(value=bucket))
-            refs = [*group.begin("broadcast", bucket.names), *_updates(engines, announced)]
+            refs = [*group.begin("broadcast", bucket), *_updates(engines, announced)]
             watch(self._placement, "sync", "broadcast").wait([*group.actors, *engines], refs)
 
 
@@ -123,14 +128,24 @@ class ByLending:
 
     def __init__(self, config: Config) -> None:
         self._placement = config.placement
+        self._borrowers: frozenset[str] = frozenset()
 
-    def prepare(self, group: WorkerGroup, engines: Sequence[RemoteActor]) -> None:
-        """Nothing to agree on: a handle says where the memory is."""
+    def prepare(
+        self,
+        group: WorkerGroup,
+        engines: Sequence[RemoteActor],  # noqa: ARG002
+        receivers: Sequence[Receiver],
+    ) -> None:
+        """A handle says where the memory is; what must be known is on which devices anybody opens one. Raises EngineError
+        where a worker of an engine is on a device of no rank."""
+        self._borrowers = frozenset(receiver.device for receiver in receivers)
+        require_lenders(self._borrowers, group.wait("device", "sync", group.begin("device")))
 
     def carry(self, group: WorkerGroup, buckets: Sequence[Bucket], engines: Sequence[RemoteActor]) -> None:
-        """Each engine is told of all loans and takes the one on its device."""
+        """Each worker of an engine is told of all loans and takes the one on its device, whole."""
         for bucket in buckets:
-            lent: list[Bucket] = group.wait("lend", "sync", group.begin("lend", bucket.names))
+            answers: list[Bucket | None] = group.wait("lend", "sync", group.begin("lend", bucket, self._borrowers))
+            lent = [part for part in answers if part is not None]
             handles = {device: handle for part in lent for device, handle in part.handles.items()}
             announced = ray.put(Answer(value=replace(lent[0], handles=handles)))
             watch(self._placement, "sync", "update").wait(engines, _updates(engines, announced))

@@ -51,6 +51,10 @@ class EngineWorker:
         self._started.abort(request_id)
         return Answer()
 
+    async def receivers(self) -> Answer:
+        """See `VLLMEngine.receivers`."""
+        return await _answer(asyncio.to_thread(self._started.receivers))
+
     async def meet(self, rendezvous: Rendezvous) -> Answer:
         """See `VLLMEngine.meet`."""
         return await _answer(asyncio.to_thread(self._started.meet, rendezvous))

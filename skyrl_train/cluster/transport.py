@@ -18,13 +18,13 @@ from skyrl_train.cluster.engines import EnginePool
 from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.cluster.workers import WorkerGroup, WorkerWeights, carried_buckets, planned_buckets
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync.buckets import Bucket, in_buckets
+from skyrl_train.weight_sync.buckets import Bucket, Receiver, in_buckets, wire_dtype
 
 logger = logging.getLogger(__name__)
 
 Verify = Callable[[int], float]
 """Compares engines with the trainer after a sync to that version: the largest difference found."""
-Send = Callable[[Sequence[RemoteActor]], "list[Bucket]"]
+Send = Callable[[Sequence[RemoteActor]], list[Bucket]]
 """Brings all weights to these engines, whose update has begun; the buckets that they were."""
 
 
@@ -76,10 +76,11 @@ class RayTransport:
             self._late.clear()
             engines = fleet.living
             if isinstance(weights, WorkerWeights):
-                group = weights.group
-                self._carrier.prepare(group, engines)
-                self._again = lambda chosen: self._through_object_store(group, chosen)
-                buckets = self._update(engines, version, lambda chosen: self._carried(group, chosen))
+                group, receivers = weights.group, self._receivers(engines)
+                dtype = wire_dtype(receivers)
+                self._carrier.prepare(group, engines, receivers)
+                self._again = lambda chosen: self._through_object_store(group, chosen, dtype)
+                buckets = self._update(engines, version, lambda chosen: self._carried(group, chosen, dtype))
             else:
                 held = list(in_buckets(weights))
                 self._again = lambda chosen: self._sent(held, chosen)
@@ -120,14 +121,20 @@ class RayTransport:
                 raise EngineError(f"{engine} serves weights of version {found} after a sync to version {version}")
         return buckets
 
-    def _carried(self, group: WorkerGroup, engines: Sequence[RemoteActor]) -> list[Bucket]:
-        buckets = planned_buckets(group, adapter_only=self._adapter_only)
+    def _receivers(self, engines: Sequence[RemoteActor]) -> list[Receiver]:
+        """The workers of these engines."""
+        return [
+            receiver for workers in self.pool.fleet.call("receivers", "sync", engines=engines) for receiver in workers
+        ]
+
+    def _carried(self, group: WorkerGroup, engines: Sequence[RemoteActor], dtype: str) -> list[Bucket]:
+        buckets = planned_buckets(group, adapter_only=self._adapter_only, dtype=dtype)
         self._carrier.carry(group, buckets, engines)
         return buckets
 
-    def _through_object_store(self, group: WorkerGroup, engines: Sequence[RemoteActor]) -> list[Bucket]:
+    def _through_object_store(self, group: WorkerGroup, engines: Sequence[RemoteActor], dtype: str) -> list[Bucket]:
         """Whatever the carrier: for one engine, beside others that go on serving."""
-        buckets = planned_buckets(group, adapter_only=self._adapter_only)
+        buckets = planned_buckets(group, adapter_only=self._adapter_only, dtype=dtype)
         for ref in carried_buckets(group, buckets):
             self.pool.fleet.call("update", "sync", ref, engines=engines)
         return buckets

@@ -98,15 +98,23 @@ class WorkerWeights:
             yield from unpack_bucket(ray.get(ref).unwrap())
 
 
-def planned_buckets(group: WorkerGroup, *, adapter_only: bool = False) -> list[Bucket]:
-    """All weights of the group, or its adapter, in the model's order, in buckets that say what they will hold."""
+def planned_buckets(group: WorkerGroup, *, adapter_only: bool = False, dtype: str = "") -> list[Bucket]:
+    """All weights of the group, or its adapter, in the model's order, in buckets that say what they will hold.
+
+    `dtype`: what float32 matrices are rounded to on their way; empty leaves them. Vectors travel as they are: they are
+    few bytes, and engines keep some of them in float32 whatever their matrices are in.
+    """
     method = "describe_adapter" if adapter_only else "describe"
     facts: dict[str, ParameterFact] = {fact.name: fact for fact in group.wait(method, "sync", group.begin(method))[0]}
-    sizes = [(name, size_of(fact.dtype, fact.shape)) for name, fact in facts.items()]
+    types = {
+        name: dtype if dtype and not adapter_only and fact.dtype == "float32" and len(fact.shape) > 1 else fact.dtype
+        for name, fact in facts.items()
+    }
+    sizes = [(name, size_of(types[name], fact.shape)) for name, fact in facts.items()]
     return [
         Bucket(
             names=names,
-            dtypes=tuple(facts[name].dtype for name in names),
+            dtypes=tuple(types[name] for name in names),
             shapes=tuple(facts[name].shape for name in names),
         )
         for names in bucket_names(sizes)
@@ -116,12 +124,12 @@ def planned_buckets(group: WorkerGroup, *, adapter_only: bool = False) -> list[B
 def carried_buckets(group: WorkerGroup, buckets: Sequence[Bucket]) -> Iterator[Any]:
     """References to the answers of rank 0, each a bucket that carries its bytes, in the object store. While the caller
     uses one the ranks gather the next."""
-    pending = group.begin("carry", buckets[0].names) if buckets else []
+    pending = group.begin("carry", buckets[0]) if buckets else []
     for index in range(len(buckets)):
         group.wait("carry", "sync", pending)
         ref = pending[0]
         if index + 1 < len(buckets):
-            pending = group.begin("carry", buckets[index + 1].names)
+            pending = group.begin("carry", buckets[index + 1])
         yield ref
 
 

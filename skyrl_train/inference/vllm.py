@@ -20,7 +20,7 @@ from skyrl_train.types import GenerationOutput, GenerationRequest
 
 if TYPE_CHECKING:
     from skyrl_train.distributed.process_group import Rendezvous
-    from skyrl_train.weight_sync.buckets import Bucket
+    from skyrl_train.weight_sync.buckets import Bucket, Receiver
 
 T = TypeVar("T")
 
@@ -47,6 +47,10 @@ class VLLMEngine:
     def abort(self, request_id: str) -> None:
         """Gives a request up; it ends with nothing, and stop reason `abort`."""
         self._commands.put(lambda core: core.abort(request_id))
+
+    def receivers(self) -> list[Receiver]:
+        """Its workers, one per device, by rank. Raises EngineError."""
+        return self._call(lambda core: core.receivers())
 
     def meet(self, rendezvous: Rendezvous) -> None:
         """Joins a trainer that broadcasts its weights. Raises EngineError."""

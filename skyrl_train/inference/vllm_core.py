@@ -17,7 +17,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm_adapter import with_adapter
 from skyrl_train.inference.vllm_settings import EngineSettings, sampling_arguments
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
-from skyrl_train.weight_sync.buckets import Bucket, in_file
+from skyrl_train.weight_sync.buckets import Bucket, Receiver, in_file
 
 if TYPE_CHECKING:
     from skyrl_train.config.schema import LoraConfig
@@ -116,6 +116,14 @@ class VLLMCore:
                 future.set_exception(error)
         self._requests.clear()
         self._held.clear()
+
+    def receivers(self) -> list[Receiver]:
+        """The workers, by rank. Raises EngineError."""
+        try:
+            found = self._engine.collective_rpc("receiver")
+        except Exception as error:
+            raise EngineError(f"the engine's workers do not answer: {type(error).__name__}: {error}") from error
+        return [Receiver(device=device, dtype=dtype) for device, dtype in found]
 
     def meet(self, rendezvous: Rendezvous) -> None:
         """All workers join the trainer's group; `rendezvous.rank` is that of the first. Raises EngineError."""

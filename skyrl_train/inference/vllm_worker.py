@@ -19,7 +19,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm_adapter import load_adapter
 from skyrl_train.weight_sync.broadcast import WeightGroup
 from skyrl_train.weight_sync.buckets import Bucket, copied, unpack
-from skyrl_train.weight_sync.lending import borrow
+from skyrl_train.weight_sync.lending import borrow, device_name
 
 BACKEND = "skyrl_train_buckets"
 
@@ -160,6 +160,12 @@ class WorkerExtension:
     """Mixed into vLLM's worker. Being imported registers the backend."""
 
     weight_transfer_engine: BucketEngine
+
+    def receiver(self) -> tuple[str, str]:
+        """The fields of a `Receiver`."""
+        engine = self.weight_transfer_engine
+        types = {parameter.dtype for parameter in engine.model.parameters() if parameter.ndim > 1}
+        return device_name(engine.device), str(types.pop()).removeprefix("torch.") if len(types) == 1 else ""
 
     def load_adapter(self, rank: int, alpha: float) -> bool:
         """After an update: its adapter is the one that answers. Returns whether vLLM took it."""

@@ -107,10 +107,14 @@ class Weight:
     """Its type and shape are the weight's."""
     layer: Any | None
 
-    def whole(self, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """The weight, detached. `gather` makes a parameter whole that is sharded over ranks; all ranks call it."""
-        tensor = gather(self.parameter.detach())
-        return tensor if self.layer is None else tensor + _delta(self.layer, gather).to(tensor.dtype)
+    def whole(self, gather: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Tensor:
+        """The weight, detached, in its own type or in `dtype`. `gather` makes a parameter whole that is sharded over
+        ranks; all ranks call it. What has no adapter is rounded first, so that fewer bytes are gathered."""
+        tensor = self.parameter.detach()
+        if self.layer is None:
+            return gather(tensor if dtype is None else tensor.to(dtype))
+        merged = gather(tensor) + _delta(self.layer, gather).to(tensor.dtype)
+        return merged if dtype is None else merged.to(dtype)
 
 
 def weights_by_name(model: nn.Module) -> dict[str, Weight]:

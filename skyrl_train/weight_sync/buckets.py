@@ -58,6 +58,23 @@ class Bucket:
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Receiver:
+    """One worker of an engine, as far as weights on their way to it are concerned."""
+
+    device: str
+    """Where it computes (`device_name` of `weight_sync/lending.py`)."""
+    dtype: str
+    """Type of all its matrices, e.g. `bfloat16`; empty where they differ, as where some are quantized."""
+
+
+def wire_dtype(receivers: Iterable[Receiver]) -> str:
+    """The type that matrices travel in: `bfloat16` or `float16` where all receivers keep theirs in it, which would
+    round them on arrival just the same; else empty, for that of each parameter."""
+    found = {receiver.dtype for receiver in receivers}
+    return found.pop() if found in ({"bfloat16"}, {"float16"}) else ""
+
+
 def pack(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> tuple[Bucket, Tensor]:
     """Copies tensors, from wherever they are, into one flat uint8 tensor on `device`; the bucket describes it."""
     named = [(name, tensor.detach()) for name, tensor in tensors]

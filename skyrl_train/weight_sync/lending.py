@@ -7,8 +7,9 @@ CPU it is the name of a file in shared memory: the same calls in the same order,
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ _SHARED_MEMORY = Path("/dev/shm")
 _HANDLE_PARTS = slice(7, 10)
 _COUNTER_PARTS = slice(11, 15)
 """Of what torch takes a shared CUDA tensor apart into; the rest follows from its being flat bytes."""
+_COUNTER = slice(4, 6)
+"""Of a handle: what names the count of those who still have to open it."""
 
 
 class Loan:
@@ -29,8 +32,11 @@ class Loan:
     def __init__(self, flat: Tensor) -> None:
         self._flat: Tensor | None = flat
         self._file: Path | None = None
+        self._count: _OpenCount | None = None
         if flat.device.type == "cuda":
-            self.handles: Mapping[str, Any] = {device_name(flat.device): _cuda_handle(flat)}
+            handle = _cuda_handle(flat)
+            self._count = _OpenCount(*handle[_COUNTER], device_index=flat.device.index)
+            self.handles: Mapping[str, Any] = {device_name(flat.device): handle}
             return
         folder = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
         descriptor, name = tempfile.mkstemp(prefix="skyrl-weights-", dir=folder)
@@ -40,25 +46,64 @@ class Loan:
         self.handles = {device_name(flat.device): [name]}
 
     def close(self) -> None:
-        """Takes the memory back: borrowers must have copied what they need. Idempotent."""
+        """Takes the memory back, borrowed or not: borrowers must have copied what they need. Idempotent."""
+        if self._count is not None:
+            self._count.release()
+            self._count = None
         self._flat = None
         if self._file is not None:
             self._file.unlink(missing_ok=True)
             self._file = None
 
 
+class _OpenCount:
+    """How many still have to open an exported CUDA block: 1 at first. Its borrower counts it down on letting go, and torch
+    frees the block only at 0, so that one which nobody opened would stay for ever unless its owner counts for them.
+
+    Counted down twice the number would wrap around, which torch takes for many, so that it is read first: torch keeps the
+    counts in a file in shared memory, 64-bit numbers behind a header.
+    """
+
+    _HEADER_BYTES = 64
+
+    def __init__(self, handle: bytes, index: int, *, device_index: int) -> None:
+        self._handle, self._index, self._device_index = handle, index, device_index
+        self._is_readable = self._read() == 1
+        """False under a torch that keeps its counts elsewhere: then every loan is taken for one that was borrowed."""
+
+    def release(self) -> None:
+        """Counts down for a borrower that never came."""
+        if self._is_readable and self._read() == 1:
+            release: Any = torch.UntypedStorage._release_ipc_counter
+            release(self._handle, self._index, device=self._device_index)
+
+    def _read(self) -> int | None:
+        try:
+            with (_SHARED_MEMORY / self._handle.decode().lstrip("/")).open("rb") as file:
+                file.seek(self._HEADER_BYTES + 8 * self._index)
+                return int.from_bytes(file.read(8), sys.byteorder)
+        except OSError:
+            return None
+
+
 def borrow(handles: Mapping[str, Any], device: torch.device, num_bytes: int) -> Tensor:
     """A copy of what the owner on `device` lends. Raises EngineError where nobody there does."""
     name = device_name(device)
-    if name not in handles:
-        raise EngineError(
-            f"weights are lent on {', '.join(sorted(handles))}, but this engine computes on {name}. Engines that share "
-            "the trainer's devices need a rank of the policy on each; or set generator.vllm.weight_transport=broadcast"
-        )
+    require_lenders([name], handles)
     handle = handles[name]
     if device.type == "cuda":
         return _open_cuda_handle(handle, device, num_bytes).clone()
     return torch.from_file(handle[0], shared=True, size=num_bytes, dtype=torch.uint8).clone()
+
+
+def require_lenders(borrowers: Iterable[str], lenders: Iterable[str]) -> None:
+    """Raises EngineError where a device on which weights are to be borrowed is not one on which they are lent."""
+    if alone := sorted(set(borrowers) - set(lenders)):
+        raise EngineError(
+            f"weights are lent on {', '.join(sorted(set(lenders)))}, but an engine computes on {', '.join(alone)}. Engines "
+            "that share the trainer's devices need a rank of the policy on each; or set "
+            "generator.vllm.weight_transport=shared_memory"
+        )
 
 
 def device_name(device: torch.device) -> str:

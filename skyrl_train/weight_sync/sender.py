@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from skyrl_train.distributed.process_group import Rendezvous
 from skyrl_train.model.lora import adapter_tensors, weights_by_name
 from skyrl_train.weight_sync.broadcast import WeightGroup
 from skyrl_train.weight_sync.buckets import Bucket, in_file, pack, pack_bucket
-from skyrl_train.weight_sync.lending import Loan
+from skyrl_train.weight_sync.lending import Loan, device_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,13 +57,18 @@ class WeightSender:
         """The parameters of the adapter by themselves, under names of their own; none where there is no adapter."""
         return _facts(adapter_tensors(self._model))
 
-    def carry(self, names: tuple[str, ...]) -> Bucket | None:
-        """A bucket that carries these parameters, on rank 0; None elsewhere."""
-        return pack_bucket(self._whole(names)) if self._leads(names) else None
+    def device(self) -> str:
+        """Name of the device on which this rank computes."""
+        return device_name(self._device)
 
-    def write(self, names: tuple[str, ...], path: Path) -> Bucket | None:
+    def carry(self, planned: Bucket) -> Bucket | None:
+        """A bucket that carries the parameters of `planned`, in its types, on rank 0; None elsewhere."""
+        return pack_bucket(self._whole(planned)) if self._takes_part(planned, self._strategy.rank == 0) else None
+
+    def write(self, planned: Bucket, path: Path) -> Bucket | None:
         """The same in a file. Raises OSError where the disk refuses."""
-        return in_file(pack_bucket(self._whole(names)), path) if self._leads(names) else None
+        bucket = self.carry(planned)
+        return None if bucket is None else in_file(bucket, path)
 
     def meet(self, rendezvous: Rendezvous | None) -> None:
         """Rank 0 joins the engines' workers, in place of any group that it was in; the other ranks are given None."""
@@ -73,17 +78,20 @@ class WeightSender:
         if rendezvous is not None:
             self._group = WeightGroup(rendezvous, self._device)
 
-    def broadcast(self, names: tuple[str, ...]) -> None:
+    def broadcast(self, planned: Bucket) -> None:
         """Sends these parameters to those whom `meet` met, who must be waiting for them."""
-        if self._leads(names):
+        if self._takes_part(planned, self._strategy.rank == 0):
             if self._group is None:
                 raise RuntimeError("rank 0 was not told to meet the engines")
-            self._group.send(pack(self._whole(names), self._device)[1])
+            self._group.send(pack(self._whole(planned), self._device)[1])
 
-    def lend(self, names: tuple[str, ...]) -> Bucket:
-        """Each rank lends these parameters to whoever computes on its device, until the next `lend` or `reclaim`."""
+    def lend(self, planned: Bucket, borrowers: Collection[str]) -> Bucket | None:
+        """A rank on whose device somebody borrows lends these parameters, until the next `lend` or `reclaim`; None on the
+        others, whose copy nobody would ever open."""
         self.reclaim()
-        bucket, flat = pack(self._whole(names), self._device)
+        if not self._takes_part(planned, self.device() in borrowers):
+            return None
+        bucket, flat = pack(self._whole(planned), self._device)
         self._loan = Loan(flat)
         return replace(bucket, handles=self._loan.handles)
 
@@ -93,20 +101,20 @@ class WeightSender:
             self._loan.close()
             self._loan = None
 
-    def _leads(self, names: Iterable[str]) -> bool:
-        """Whether this is rank 0; another rank takes part in the gathering of `names` and is done."""
-        if self._strategy.rank == 0:
-            return True
-        for _ in self._whole(names):
-            pass
-        return False
+    def _takes_part(self, planned: Bucket, hands_over: bool) -> bool:
+        """`hands_over`; a rank that does not takes part in the gathering and is done."""
+        if not hands_over:
+            for _ in self._whole(planned):
+                pass
+        return hands_over
 
-    def _whole(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    def _whole(self, planned: Bucket) -> Iterator[tuple[str, Tensor]]:
         self._require_there()
         weights, adapter, full = weights_by_name(self._model), adapter_tensors(self._model), self._strategy.full
-        return (
-            (name, full(adapter[name].detach()) if name in adapter else weights[name].whole(full)) for name in names
-        )
+        for name, dtype in zip(planned.names, planned.dtypes):
+            type_ = getattr(torch, dtype)
+            is_adapter = name in adapter
+            yield name, full(adapter[name].detach().to(type_)) if is_adapter else weights[name].whole(full, type_)
 
 
 def _facts(parameters: Mapping[str, Tensor]) -> tuple[ParameterFact, ...]:

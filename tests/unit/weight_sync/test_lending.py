@@ -27,7 +27,7 @@ def test_a_borrower_has_a_copy_that_outlives_the_loan() -> None:
 
 
 def test_a_borrower_on_a_device_on_which_nobody_lends_is_told_where_they_do() -> None:
-    with pytest.raises(EngineError, match=r"lent on GPU-1, GPU-7, but this engine computes on cpu.*=broadcast"):
+    with pytest.raises(EngineError, match=r"lent on GPU-1, GPU-7, but an engine computes on cpu.*=shared_memory"):
         borrow({"GPU-7": [], "GPU-1": []}, CPU, 8)
 
 
