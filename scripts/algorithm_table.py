@@ -66,7 +66,9 @@ ESTIMATORS = (
 LOSSES = (
     Entry("regular", "arXiv:1707.06347, 2503.14476", "`−min(ρA, clip(ρ)A)`", "", "TRL"),
     Entry("dual_clip", "arXiv:1912.09729", "`regular`, at most `−cA` where `A < 0`", "", "verl"),
-    Entry("gspo", "arXiv:2507.18071", "`regular` with `ρ = exp(mean_turn log ρ_t)`", "", "verl, TRL"),
+    Entry("gspo", "arXiv:2507.18071", "`regular` with `ρ = exp(mean_seq log ρ_t)`", "", "verl, TRL"),
+    Entry("gmpo", "arXiv:2507.20673", "`−A exp(mean_seq min(log ρ, clip))`", "", "verl"),
+    Entry("vespo", "arXiv:2602.10693", "`−sg(w^k e^(λ(1−w))) A log π`, `w = Π_seq ρ_t`", "", "TRL"),
     Entry("cispo", "arXiv:2506.13585", "`−sg(clip(ρ)) A log π`", "", "verl, TRL"),
     Entry("sapo", "arXiv:2511.20347", "`−A (4/τ) σ(τ(ρ − 1))`", "", "verl, TRL"),
     Entry("clip_cov", "arXiv:2505.22617", "`regular`, 0 for tokens of high covariance", "", ""),
@@ -86,6 +88,7 @@ LOSS_CONFIGS = (
     AlgorithmConfig(),
     AlgorithmConfig(clip_cov_low=0.1, clip_cov_share=0.3, kl_cov_share=0.3, eps_clip_low=0.1, eps_clip_high=0.4),
     AlgorithmConfig(dppo_divergence="kl", eps_clip_low=0.02, eps_clip_high=0.03, dppo_max_ratio=1.5),
+    AlgorithmConfig(sequence_unit="trajectory"),
 )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.algorithms.sequence_losses import SEQUENCE_STATISTICS
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 
@@ -74,6 +75,16 @@ def turns_in(inputs: PolicyLossInputs) -> list[tuple[int, list[int], Turn]]:
     return found
 
 
+def rows_in(inputs: PolicyLossInputs) -> list[tuple[int, list[int], Turn]]:
+    """The same with all turns of a row as one sequence: a trajectory of one row."""
+    joined: dict[int, tuple[int, list[int], Turn]] = {}
+    for row, positions, turn in turns_in(inputs):
+        _, so_far, tokens = joined.setdefault(row, (row, [], []))
+        so_far += positions
+        tokens += turn
+    return list(joined.values())
+
+
 def _clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
 
@@ -103,6 +114,28 @@ def dual_clip_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[f
 
 def gspo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
     return _ppo(math.exp(statistics.fmean(t.new - t.old for t in turn)), turn[index].advantage, config)
+
+
+def gmpo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    def clipped(token: Token) -> tuple[float, float]:
+        difference = token.new - token.old
+        sign = (token.advantage > 0) - (token.advantage < 0)
+        bounded = _clip(difference, -config.eps_clip_low, config.eps_clip_high)
+        return (bounded, 0.0) if sign * bounded < sign * difference else (difference, 1.0)
+
+    ratio = math.exp(statistics.fmean(clipped(token)[0] for token in turn))
+    loss = -turn[index].advantage * ratio
+    return loss, loss * clipped(turn[index])[1]
+
+
+def vespo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    token = turn[index]
+    rises = token.advantage >= 0
+    k = config.vespo_k_pos if rises else config.vespo_k_neg
+    rate = config.vespo_lambda_pos if rises else config.vespo_lambda_neg
+    weight = math.prod(math.exp(other.new - other.old) for other in turn)
+    phi = weight**k * math.exp(rate * (1 - weight))
+    return -phi * token.advantage * token.new, -phi * token.advantage
 
 
 def cispo_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
@@ -188,6 +221,8 @@ LOSS_ORACLES: dict[str, LossOracle] = {
     "regular": regular_oracle,
     "dual_clip": dual_clip_oracle,
     "gspo": gspo_oracle,
+    "gmpo": gmpo_oracle,
+    "vespo": vespo_oracle,
     "cispo": cispo_oracle,
     "sapo": sapo_oracle,
     "clip_cov": clip_cov_oracle,
@@ -202,10 +237,12 @@ LOSS_ORACLES: dict[str, LossOracle] = {
 def loss_error(name: str, seed: int, config: AlgorithmConfig) -> float:
     """Largest difference between loss, or gradient, and the oracle over one random input."""
     inputs = random_loss_inputs(seed)
+    whole = config.sequence_unit == "trajectory" and name in SEQUENCE_STATISTICS
+    turns = rows_in(inputs) if whole else turns_in(inputs)
     losses = POLICY_LOSSES[name](inputs, config).token_losses
     (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs)
     expected, slopes = torch.zeros_like(losses), torch.zeros_like(losses)
-    for row, positions, turn in turns_in(inputs):
+    for row, positions, turn in turns:
         for index, position in enumerate(positions):
             loss, slope = LOSS_ORACLES[name](turn, index, config)
             expected[row, position], slopes[row, position] = loss, slope

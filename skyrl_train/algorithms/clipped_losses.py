@@ -7,16 +7,9 @@ from torch import Tensor
 
 from skyrl_train.algorithms.checks import check_policy_loss_inputs
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
-from skyrl_train.algorithms.kl import MAX_LOG_RATIO, absolute_value, logprob_rounding
-from skyrl_train.algorithms.ratios import Turns, clip_range, log_ratio_of, masked, ratio_metrics, turns_of
+from skyrl_train.algorithms.kl import absolute_value, logprob_rounding
+from skyrl_train.algorithms.ratios import Turns, clipped_losses, log_ratio_of, masked, ratio_metrics, turns_of
 from skyrl_train.config.algorithm import AlgorithmConfig
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Token losses, and where the clipped side won."""
-    plain = -ratio * advantages
-    clipped = -ratio.clamp(*clip_range(config, ratio.dtype)) * advantages
-    return torch.maximum(plain, clipped), clipped > plain
 
 
 def regular(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
@@ -28,7 +21,7 @@ def regular(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutp
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask
     log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
-    losses, was_clipped = _clipped(log_ratio.exp(), masked(inputs.advantages, mask), config)
+    losses, was_clipped = clipped_losses(log_ratio.exp(), masked(inputs.advantages, mask), config)
     return PolicyLossOutput(
         token_losses=masked(losses, mask), metrics=ratio_metrics(mask, log_ratio, clip_fraction=was_clipped)
     )
@@ -44,32 +37,11 @@ def dual_clip(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOu
     mask = inputs.loss_mask
     log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
     advantages = masked(inputs.advantages, mask)
-    losses, was_clipped = _clipped(log_ratio.exp(), advantages, config)
+    losses, was_clipped = clipped_losses(log_ratio.exp(), advantages, config)
     ceiling = -config.clip_ratio_c * advantages
     capped = (advantages < 0) & (losses > ceiling)
     metrics = ratio_metrics(mask, log_ratio, clip_fraction=was_clipped, dual_clip_fraction=capped)
     return PolicyLossOutput(token_losses=masked(torch.where(capped, ceiling, losses), mask), metrics=metrics)
-
-
-def gspo(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
-    """`regular` with the turn's ratio `s = exp(mean_t(logprob_t - old_logprob_t))` in place of the token's.
-
-    Group Sequence Policy Optimization, arXiv:2507.18071, in its form GSPO-token (equations 14 to 16): the value is `s`,
-    the gradient `s * grad logprob_t`, so that advantages may differ between tokens; with equal ones it is GSPO. The
-    mean runs over a turn, whether its trajectory is one row or one row per turn; of a single turn that is the paper's
-    sequence. The paper averages losses per sequence: `loss_reduction=sequence_mean`. Raises BatchError for malformed
-    inputs.
-    """
-    check_policy_loss_inputs(inputs)
-    mask = inputs.loss_mask
-    logprobs = masked(inputs.logprobs, mask)
-    difference = (logprobs - masked(inputs.old_logprobs, mask)).detach()
-    sequence = turns_of(mask).mean(difference).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = (sequence + logprobs - logprobs.detach()).exp()
-    losses, was_clipped = _clipped(ratio, masked(inputs.advantages, mask), config)
-    return PolicyLossOutput(
-        token_losses=masked(losses, mask), metrics=ratio_metrics(mask, sequence, clip_fraction=was_clipped)
-    )
 
 
 def _covariance(inputs: PolicyLossInputs, turns: Turns) -> Tensor:
@@ -106,7 +78,7 @@ def clip_cov(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOut
     check_policy_loss_inputs(inputs)
     mask = inputs.loss_mask
     log_ratio = log_ratio_of(inputs.logprobs, inputs.old_logprobs, mask)
-    losses, was_clipped = _clipped(log_ratio.exp(), masked(inputs.advantages, mask), config)
+    losses, was_clipped = clipped_losses(log_ratio.exp(), masked(inputs.advantages, mask), config)
     turns = turns_of(mask)
     covariance = _covariance(inputs, turns)
     candidates = mask & ~was_clipped & (covariance > config.clip_cov_low) & (covariance < config.clip_cov_high)

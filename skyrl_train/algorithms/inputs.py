@@ -64,6 +64,8 @@ class PolicyLossInputs:
     """`[rows, len]` float: as the inference engine reported them while sampling."""
     compute_dtype: torch.dtype | None = None
     """In which the model computed `logprobs`, so that it is known what of them is rounding; None: the type they have."""
+    sequence_log_ratio: Tensor | None = None
+    """`[rows, len]` float: what a loss of whole sequences reads of its sequence, where that lies in several rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from skyrl_train.algorithms.checks import needed, require_float
-from skyrl_train.algorithms.clipped_losses import clip_cov, dual_clip, gspo, kl_cov, regular
+from skyrl_train.algorithms.clipped_losses import clip_cov, dual_clip, kl_cov, regular
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from skyrl_train.algorithms.off_policy import off_policy_weights
+from skyrl_train.algorithms.sequence_losses import SEQUENCE_STATISTICS, gmpo, gspo, vespo
 from skyrl_train.algorithms.weighted_losses import cispo, cross_entropy, dppo, importance_sampling, rollout_is, sapo
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.registry import resolve
@@ -25,6 +26,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "regular": regular,
     "dual_clip": dual_clip,
     "gspo": gspo,
+    "gmpo": gmpo,
+    "vespo": vespo,
     "cispo": cispo,
     "sapo": sapo,
     "clip_cov": clip_cov,
@@ -36,7 +39,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 }
 
 
-TOKENWISE_LOSSES = frozenset(POLICY_LOSSES) - {"gspo", "clip_cov", "kl_cov"}
+TOKENWISE_LOSSES = frozenset(POLICY_LOSSES) - {*SEQUENCE_STATISTICS, "clip_cov", "kl_cov"}
 """Losses in which a token's loss reads nothing of its row's other tokens."""
 
 

@@ -32,9 +32,18 @@ def clip_range(config: AlgorithmConfig, dtype: torch.dtype) -> tuple[float, floa
     return 1 - max(config.eps_clip_low, rounding), 1 + max(config.eps_clip_high, rounding)
 
 
+def clipped_losses(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> tuple[Tensor, Tensor]:
+    """PPO's token losses `[rows, len]`, and where the clipped side won."""
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(*clip_range(config, ratio.dtype)) * advantages
+    return torch.maximum(plain, clipped), clipped > plain
+
+
 @dataclass(frozen=True)
 class Turns:
-    """The turns of a micro-batch: maximal runs of trained tokens within a row.
+    """The turns of a micro-batch, or other sequences of its trained tokens: whole rows, whole trajectories.
+
+    A turn is a maximal run of trained tokens within a row.
 
     A trajectory in one row and the same trajectory with one row per turn have the same turns, so what is taken over a
     turn depends neither on that choice nor on micro-batches. No method waits for the device.
@@ -82,6 +91,27 @@ def turns_of(mask: Tensor) -> Turns:
     starts[:, 1:] &= ~mask[:, :-1]
     number = starts.flatten().cumsum(0).view_as(mask)
     return Turns(mask=mask, starts=starts, number=torch.where(mask, number, 0))
+
+
+def rows_of(mask: Tensor) -> Turns:
+    """Each row's trained tokens as one sequence: a trajectory, where it has one row."""
+    starts = mask & (mask.cumsum(1) == 1)
+    number = torch.arange(1, len(mask) + 1, device=mask.device).unsqueeze(1).expand(mask.shape)
+    return Turns(mask=mask, starts=starts, number=torch.where(mask, number, 0))
+
+
+def sequences_of_flat(mask: Tensor, owner: Tensor) -> Turns:
+    """Sequences of a flat column: the tokens of `mask` `[tokens]` bool with equal `owner` `[tokens]`, wherever they are.
+
+    As `[1, tokens]`. A trajectory's tokens may lie in several rows.
+    """
+    number = torch.zeros_like(owner, dtype=torch.int64)
+    number[mask] = torch.unique(owner[mask], return_inverse=True)[1] + 1
+    first = torch.full((int(number.max()) + 1 if len(number) else 1,), len(number), device=mask.device)
+    place = torch.arange(len(number), device=mask.device)
+    first = first.scatter_reduce(0, number, place, "amin")
+    starts = mask & (first[number] == place)
+    return Turns(mask=mask.unsqueeze(0), starts=starts.unsqueeze(0), number=number.unsqueeze(0))
 
 
 def token_means(mask: Tensor, **columns: Tensor) -> dict[str, Metric]:

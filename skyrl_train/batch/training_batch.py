@@ -47,6 +47,7 @@ SCHEMA: dict[str, ColumnSpec] = {
     "advantages": ColumnSpec(torch.float32, 0.0, True, "token"),
     "returns": ColumnSpec(torch.float32, 0.0, True, "token"),
     "loss_weights": ColumnSpec(torch.float64, 0.0, True, "token"),
+    "sequence_log_ratio": ColumnSpec(torch.float64, 0.0, True, "token"),
     "position_ids": ColumnSpec(torch.int32, 0, True, "token"),
     "prompt_index": ColumnSpec(torch.int32, -1, False, "row"),
     "trajectory_index": ColumnSpec(torch.int32, -1, False, "row"),
@@ -58,7 +59,8 @@ SCHEMA: dict[str, ColumnSpec] = {
 """Token columns (position t belongs to token t of `input_ids`), then row columns.
 
 `loss_mask`: the policy sampled this token and is trained on it. `rewards`: a turn's reward sits on its last response
-token. `loss_weights`: set when a mini-batch is closed. `position_ids`: where rows were packed of several sequences,
+token. `loss_weights`: set when a mini-batch is closed; so are those of
+`algorithms/step_columns.py`. `position_ids`: where rows were packed of several sequences,
 the position within each; absent where a row is one sequence. `trajectory_index`: unique in the batch; the rows of one
 trajectory share it. `is_padding`: the row stands for a failed trajectory or fills up a shard; never counted.
 `is_stale`: a turn of it was sampled by older weights than the update starts from.

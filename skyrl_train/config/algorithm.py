@@ -91,8 +91,12 @@ class AlgorithmConfig:
     """How token losses become one number. Denominators are counted over the whole optimizer step."""
     max_sequence_length_for_norm: Annotated[int, Range(1)] = 512
     """Constant divisor of `seq_mean_token_sum_norm` (tokens)."""
+    sequence_unit: Literal["turn", "trajectory"] = "turn"
+    """What a sequence is to gspo, gmpo, vespo and the sequence-level weights and masks of `off_policy`: one response, or
+    all responses of a trajectory together, as trainers that keep a trajectory in one row count."""
     eps_clip_low: Annotated[float, Range(0.0)] = 0.2
-    """The ratio is clipped below 1 minus this. dppo: threshold of the divergence for falling probabilities."""
+    """The ratio is clipped below 1 minus this. gmpo: the log-ratio below minus this. dppo: threshold of the divergence for
+    falling probabilities."""
     eps_clip_high: Annotated[float, Range(0.0)] = 0.2
     """The ratio is clipped above 1 plus this (clip-higher: DAPO). dppo: threshold for rising probabilities."""
     clip_ratio_c: Annotated[float, Range(1.0, exclusive_min=True)] = 3.0
@@ -101,6 +105,14 @@ class AlgorithmConfig:
     """sapo: temperature of the gate for positive advantages."""
     sapo_tau_neg: Positive = 1.05
     """sapo: temperature of the gate for the others; larger fades faster."""
+    vespo_k_pos: NonNegative = 2.0
+    """vespo: power of the sequence's weight for advantages of at least 0."""
+    vespo_lambda_pos: NonNegative = 3.0
+    """vespo: rate at which larger weights are damped, for the same."""
+    vespo_k_neg: NonNegative = 3.0
+    """vespo: power of the sequence's weight for negative advantages."""
+    vespo_lambda_neg: NonNegative = 2.0
+    """vespo: rate at which larger weights are damped, for the same."""
     clip_cov_share: Share = 0.0002
     """clip_cov: share of a turn's tokens whose gradient is stopped, at least one where any qualifies."""
     clip_cov_low: float = 1.0

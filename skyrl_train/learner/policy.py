@@ -19,6 +19,7 @@ from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.losses import POLICY_LOSSES, is_tokenwise, policy_loss
 from skyrl_train.algorithms.off_policy import log_ratio_ledger
+from skyrl_train.algorithms.step_columns import lacks_sequence_column
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
@@ -188,6 +189,7 @@ class PolicyLearner(HoldsModel):
             loss_mask=mask,
             rollout_logprobs=columns["rollout_logprobs"].to(logprobs.dtype) if "rollout_logprobs" in columns else None,
             compute_dtype=self._compute_dtype,
+            sequence_log_ratio=columns.get("sequence_log_ratio"),
         )
         output = policy_loss(_with_rollout_as_old(inputs) if algorithm.use_rollout_logprobs else inputs, algorithm)
         parts = {"policy": (weights * output.token_losses).sum()}
@@ -267,6 +269,11 @@ def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig, *, o
     for name in names:
         if name not in batch:
             raise BatchError(f"the mini-batch has no column {name!r}, which the policy's loss needs")
+    if lacks_sequence_column(batch, algorithm):
+        raise BatchError(
+            f"policy_loss={algorithm.policy_loss} with sequence_unit=trajectory reads trajectories of several rows and the"
+            " mini-batch has no column 'sequence_log_ratio': complete it with step_columns.with_step_columns first"
+        )
 
 
 def build_policy_learner(

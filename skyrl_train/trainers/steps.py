@@ -14,8 +14,9 @@ from torch import Tensor
 from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynamically
 from skyrl_train.algorithms.estimate import estimate_advantages
 from skyrl_train.algorithms.filters import mask_rows, shape_rewards
+from skyrl_train.algorithms.step_columns import with_step_columns
 from skyrl_train.batch import assemble as assembly
-from skyrl_train.batch.minibatch import mini_batches
+from skyrl_train.batch.minibatch import MiniBatch, mini_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import FilterConfig
 from skyrl_train.config.generation import SamplingConfig
@@ -156,7 +157,7 @@ def update(batch: TrainingInputBatch, learners: Learners, config: Config, *, on_
     if learners.critic is None or batch.metadata.global_step > config.trainer.algorithm.critic_warmup_steps:
         boundaries = _known(batch.metadata.policy_mini_batch_boundaries, "policy_mini_batch_boundaries")
         policy_parts = update_learner(
-            learners.policy, batch, boundaries, config, name="policy", on_progress=on_progress
+            learners.policy, batch, boundaries, config, name="policy", on_progress=on_progress, prepare=_step_columns
         )
     return Update(metrics=merge_metrics([*parts, *policy_parts]), num_optimizer_steps=len(policy_parts))
 
@@ -169,8 +170,12 @@ def update_learner(
     *,
     name: str,
     on_progress: Progress,
+    prepare: Callable[[MiniBatch, Learner, Config], tuple[MiniBatch, StepMetrics]] | None = None,
 ) -> list[StepMetrics]:
-    """Close, accumulate, step: once for each mini-batch of each epoch. The metrics of each optimizer step."""
+    """Close, accumulate, step: once for each mini-batch of each epoch. The metrics of each optimizer step.
+
+    `prepare` completes each closed mini-batch with what its loss reads across rows, and says what it found.
+    """
     algorithm = config.trainer.algorithm
     epochs = config.trainer.update_epochs_per_batch
     total = epochs * len(boundaries)
@@ -185,7 +190,8 @@ def update_learner(
         )
         for number, mini_batch in enumerate(closed, start=1):
             try:
-                parts.append(merge_metrics([learner.forward_backward(mini_batch), learner.optim_step()]))
+                ready, found = (mini_batch, {}) if prepare is None else prepare(mini_batch, learner, config)
+                parts.append(merge_metrics([found, learner.forward_backward(ready), learner.optim_step()]))
             except NonFiniteError as error:
                 raise NonFiniteError(
                     f"training step {batch.metadata.global_step}, {name}: optimizer step {len(parts) + 1} of {total} "
@@ -193,6 +199,14 @@ def update_learner(
                 ) from error
             on_progress(len(parts), total)
     return parts
+
+
+def _step_columns(mini_batch: MiniBatch, policy: Learner, config: Config) -> tuple[MiniBatch, StepMetrics]:
+    """The policy's mini-batch with the columns that its loss reads across rows."""
+    rows, metrics = with_step_columns(
+        mini_batch.batch, config.trainer.algorithm, lambda _, batch: policy.forward(batch)
+    )
+    return replace(mini_batch, batch=rows), metrics
 
 
 def sync(policy: Learner, transport: WeightTransport, *, version: int) -> None:

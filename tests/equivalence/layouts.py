@@ -18,6 +18,7 @@ from skyrl_train.algorithms.critic_losses import ValueLossInputs, value_loss
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.losses import policy_loss
+from skyrl_train.algorithms.step_columns import with_step_columns
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.batch.microbatch import MicroBatchStrategy, make_micro_batch_strategy, micro_batches
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
@@ -218,7 +219,8 @@ def learner_gradient(model: nn.Module, step: Step, batch_of: RolloutBatch, layou
     )
     learner = PolicyLearner(engine, model=ModelConfig(), algorithm=step.algorithm, temperature=1.0)
     engine.zero_grad()
-    for shard in stage(mini_batch.batch, layout.dp_size).shards:
+    rows, _ = with_step_columns(mini_batch.batch, step.algorithm, lambda _, batch: learner.forward(batch))
+    for shard in stage(rows, layout.dp_size).shards:
         learner.forward_backward(replace(mini_batch, batch=shard))
     return flat_gradient(model)
 

@@ -18,6 +18,7 @@ CONFIGS = [
     AlgorithmConfig(eps_clip_low=0.1, eps_clip_high=0.6, clip_ratio_c=1.3, sapo_tau_neg=2.0, dppo_max_ratio=1.2),
     AlgorithmConfig(clip_cov_low=0.1, clip_cov_share=0.3, kl_cov_share=0.3, kl_cov_coef=0.5),
     AlgorithmConfig(eps_clip_low=0.02, eps_clip_high=0.03, dppo_divergence="kl"),
+    AlgorithmConfig(sequence_unit="trajectory", vespo_k_pos=1.0, vespo_lambda_neg=0.5),
 ]
 ALL = sorted(POLICY_LOSSES)
 
@@ -157,6 +158,27 @@ def test_gspo_gives_all_tokens_of_a_turn_the_same_ratio() -> None:
     config = AlgorithmConfig(eps_clip_high=1.0)
     expected = -math.exp(0.3)
     assert POLICY_LOSSES["gspo"](inputs, config).token_losses[0].tolist() == pytest.approx([expected, expected, 0.0])
+
+
+def test_gmpo_bounds_each_token_before_the_mean_and_only_on_the_side_its_advantage_would_push_it() -> None:
+    inputs = PolicyLossInputs(
+        logprobs=torch.tensor([[-1.0, -3.0]], dtype=torch.float64, requires_grad=True),
+        old_logprobs=torch.tensor([[-2.0, -2.0]], dtype=torch.float64),
+        advantages=torch.ones((1, 2), dtype=torch.float64),
+        loss_mask=torch.ones((1, 2), dtype=torch.bool),
+    )
+    losses = POLICY_LOSSES["gmpo"](inputs, AlgorithmConfig(eps_clip_low=0.4, eps_clip_high=0.4)).token_losses
+    (gradient,) = torch.autograd.grad(losses.mean(), inputs.logprobs)
+    ratio = math.exp(
+        (0.4 - 1.0) / 2
+    )  # log-ratios 1 and -1: the first is bounded, the second, which A > 0 pulls up, is not
+    assert losses[0].tolist() == pytest.approx([-ratio, -ratio])
+    assert gradient[0].tolist() == pytest.approx([0.0, -ratio / 2])
+
+
+def test_vespo_weighs_a_sequence_of_ratio_one_by_one_and_fades_to_both_sides() -> None:
+    for ratio, phi in ((1.0, 1.0), (3.0, 9 * math.exp(-6)), (0.3, 0.09 * math.exp(2.1))):
+        assert loss_of("vespo", one_token(ratio, 1.0)) == pytest.approx(phi * (1 - math.log(ratio)))
 
 
 def test_dppo_stops_a_step_out_of_the_region_but_not_one_back_into_it() -> None:

@@ -1,0 +1,62 @@
+"""What a loss reads of other rows and other tokens of its step is the same however the step is laid out.
+
+The old log-probabilities lie near the model's own, as they do in training, so that ratios are near 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from layouts import (
+    ALL_DIFFERENT,
+    Layout,
+    Step,
+    assert_same_gradient,
+    closed,
+    fixed_rollouts,
+    learner_gradient,
+)
+from torch import nn
+
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import ModelConfig
+from skyrl_train.errors import BatchError
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.model.causal_lm import load_causal_lm
+from tests.learner_cases import make_double, make_learner, save_tiny_model
+
+TRAJECTORY = AlgorithmConfig(sequence_unit="trajectory", loss_reduction="sequence_mean", eps_clip_high=0.4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    """Two layers in float64."""
+    model = load_causal_lm(ModelConfig(path=str(save_tiny_model(tmp_path_factory.mktemp("model")))), "cpu")
+    make_double(model)
+    return model
+
+
+CASES = {loss: replace(TRAJECTORY, policy_loss=loss) for loss in ("gspo", "gmpo", "vespo")}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_trajectory_in_several_rows_has_the_gradient_of_one_row(model: nn.Module, name: str) -> None:
+    step = Step(algorithm=CASES[name])
+    expected = learner_gradient(model, step, fixed_rollouts())
+    for layout in ALL_DIFFERENT:
+        assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout), expected)
+
+
+@pytest.mark.parametrize("name", ["gspo", "gmpo", "vespo"])
+def test_turns_and_trajectories_are_different_sequences(model: nn.Module, name: str) -> None:
+    whole = learner_gradient(model, Step(algorithm=CASES[name]), fixed_rollouts())
+    turns = learner_gradient(model, Step(algorithm=replace(CASES[name], sequence_unit="turn")), fixed_rollouts())
+    assert float((whole - turns).norm() / turns.norm()) > 1e-3
+
+
+def test_split_trajectories_without_their_statistic_are_refused(tmp_path) -> None:
+    learner: PolicyLearner = make_learner(save_tiny_model(tmp_path), algorithm=CASES["gspo"])
+    mini_batch = closed(Step(algorithm=CASES["gspo"]), fixed_rollouts(), Layout(step_wise=True))
+    with pytest.raises(BatchError, match="no column 'sequence_log_ratio': complete it"):
+        learner.forward_backward(mini_batch)
