@@ -13,20 +13,25 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
 
 from skyrl_train.batch.plan_estimate import RowLengths, recorded_lengths
+from skyrl_train.batch.plan_memory import DeviceMemory
+from skyrl_train.batch.plan_placement import PlacementReport, placement_report
 from skyrl_train.batch.plan_report import make_plan_report, render_text, to_json
 from skyrl_train.cli import HYDRA_VERSION_BASE, preflight, register_resolvers
+from skyrl_train.cli.auto_placement import ASSUMED_MEMORY_GB, can_predict, find_devices, place
 from skyrl_train.cli.plan_memory import plan_memory
 from skyrl_train.config.load import load_config
 from skyrl_train.config.paths import conf_dir
+from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.data.prompts import load_prompts
-from skyrl_train.errors import DataError, SkyrlTrainError
+from skyrl_train.errors import ConfigError, DataError, SkyrlTrainError
 from skyrl_train.telemetry.rollout_log import read_rollouts
 
 CONFIG_NAME = "config"
@@ -54,18 +59,59 @@ def _compose(overrides: Sequence[str]) -> Config:
 
 def _print_plan(config: Config, *, as_json: bool) -> int:
     num_train_prompts, note = count_train_prompts(config)
-    memory = plan_memory(config)
+    notes = [note] if note else []
+    placement, memory = None, None
+    try:
+        config, placement, memory, more = _placed(config)
+        notes += more
+        violations = [*validate_config(config), *(memory.violations() if memory else ())]
+    except ConfigError as error:  # no placement can be chosen: the rules are those of all else
+        violations = [*error.violations, *validate_config(config, refused=["placement"])]
     report = make_plan_report(
         config,
         num_train_prompts=num_train_prompts,
         lengths=_lengths(config),
         num_parameters=count_parameters(config.model.path),
-        violations=[*validate_config(config), *(memory.violations() if memory else ())],
+        violations=violations,
         memory=memory,
+        placement=placement,
     )
-    text = to_json(report) if as_json else "\n".join([*([f"note: {note}"] if note else []), render_text(report)])
+    text = to_json(report) if as_json else "\n".join([*(f"note: {each}" for each in notes), render_text(report)])
     sys.stdout.write(text.rstrip("\n") + "\n")
     return 2 if report.violations else 0
+
+
+def _placed(config: Config) -> tuple[Config, PlacementReport, DeviceMemory | None, list[str]]:
+    """The config with its placement chosen, what it reserves, what passes hold, and notes on what had to be assumed.
+
+    Raises ConfigError where no placement can be chosen.
+    """
+    notes: list[str] = []
+    if config.platform.name == "cpu":
+        config = place(config)
+        return config, placement_report(config, Devices()), plan_memory(config), notes
+    auto, stated_gb = config.placement.auto, config.placement.gpu_memory_gb or config.plan.device_memory_gb
+    devices = replace(found := find_devices(config.placement), memory_gb=stated_gb or found.memory_gb)
+    if auto:
+        if not devices.num_gpus:
+            notes.append(
+                f"{devices.source}. Planning for one GPU; placement.num_gpus=N placement.num_nodes=M state how many"
+            )
+            devices = replace(devices, gpus_per_node=(1,))
+        if not devices.memory_gb:
+            notes.append(
+                f"Planning for GPUs of {ASSUMED_MEMORY_GB:g} GB; placement.gpu_memory_gb=G states what they have"
+            )
+            devices = replace(devices, memory_gb=ASSUMED_MEMORY_GB)
+        if not can_predict(config):
+            notes.append(
+                f"The memory of {config.model.path} is not predicted here, so that engines have one GPU each unless "
+                "generator.vllm.tensor_parallel_size says more; plan.architecture names a model of the same sizes"
+            )
+    config = place(config, devices)
+    if auto and can_predict(config):
+        config = replace(config, plan=replace(config.plan, device_memory_gb=devices.memory_gb))
+    return config, placement_report(config, found), plan_memory(config), notes
 
 
 def count_train_prompts(config: Config) -> tuple[int, str]:

@@ -16,6 +16,7 @@ from skyrl_train.build import (
     prepare_process,
     replay_violation,
 )
+from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError, DataError
@@ -37,6 +38,7 @@ def train(config: Config) -> None:
     Raises SkyrlTrainError for whatever the user can mend, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
     """
+    config = place(config)
     if violations := validate_config(config):
         raise ConfigError(violations)
     prepare_process(config)
@@ -127,6 +129,7 @@ def evaluate(config: Config) -> None:
 
     Writes `evaluation.json` and, with `trainer.dump_rollouts`, `rollouts/`. Raises SkyrlTrainError.
     """
+    config = place(config)
     if violations := validate_config(config):
         raise ConfigError(violations)
     prepare_process(config)

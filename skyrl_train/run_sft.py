@@ -17,6 +17,7 @@ from skyrl_train.build_sft import (
     load_sft_data,
     plan_sft,
 )
+from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.sft import SFTConfig, learner_config, validate_sft
 from skyrl_train.errors import ConfigError
 from skyrl_train.run_parts import begin, first_lines, open_folder, say_goodbye
@@ -37,6 +38,7 @@ def train(config: SFTConfig) -> SFTResult | None:
     Raises SkyrlTrainError for whatever the user can mend, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
     """
+    config = place(config)
     if violations := validate_sft(config):
         raise ConfigError(violations)
     prepare_process(config)

@@ -10,6 +10,7 @@ from skyrl_train.batch.plan import BatchPlan, ceil_div, plan_batches
 from skyrl_train.batch.plan_estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
 from skyrl_train.batch.plan_memory import DeviceMemory, gigabytes, memory_lines
 from skyrl_train.batch.plan_notes import PlanNote, estimate_notes, percent, plan_notes
+from skyrl_train.batch.plan_placement import PlacementReport, placement_lines
 from skyrl_train.batch.schedule import learning_rate
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.schema import Config, OptimizerConfig
@@ -68,7 +69,9 @@ class PlanReport:
     violations: tuple[Violation, ...]
     notes: tuple[PlanNote, ...]
     memory: DeviceMemory | None = None
-    """Where `plan.device_memory_gb` asks for it."""
+    """Where `plan.device_memory_gb` asks for it, or the placement was chosen by it."""
+    placement: PlacementReport | None = None
+    """None where none could be chosen."""
 
 
 def make_plan_report(
@@ -79,6 +82,7 @@ def make_plan_report(
     num_parameters: int | None = None,
     violations: Sequence[Violation] = (),
     memory: DeviceMemory | None = None,
+    placement: PlacementReport | None = None,
 ) -> PlanReport:
     """The report of a run over `num_train_prompts` prompts; never raises for sizes that do not fit together.
 
@@ -87,6 +91,7 @@ def make_plan_report(
         num_parameters: of the policy, where known: adds the sizes of weights and optimizer state.
         violations: of other rules, to be shown with those of the batch sizes.
         memory: what passes hold on a device, where that is asked for.
+        placement: which devices the run reserves, where that is known.
     """
     found = [*violations]
     known = {(violation.field, violation.rule) for violation in violations}
@@ -104,6 +109,7 @@ def make_plan_report(
             violations=tuple(found),
             notes=(),
             memory=memory,
+            placement=placement,
         )
     plan = plan_batches(config, num_train_prompts=num_train_prompts)
     lengths = lengths or assumed_lengths(config)
@@ -119,6 +125,7 @@ def make_plan_report(
         violations=(),
         notes=(*plan_notes(config, plan, num_train_prompts=num_train_prompts), *estimate_notes(estimates)),
         memory=memory,
+        placement=placement,
     )
 
 
@@ -132,13 +139,16 @@ def to_json(report: PlanReport) -> str:
 
 def render_text(report: PlanReport) -> str:
     """The report for a terminal, at most 120 columns where values allow."""
+    placement = [("Placement", list(placement_lines(report.placement)))] if report.placement else []
     if report.plan is None:
         lines = [f"{len(report.violations)} problem{'s' * (len(report.violations) != 1)}, no plan:"]
         lines += [f"  - {violation}" for violation in report.violations]
         if report.memory is not None:
             lines += ["", _memory_title(report.memory), *(f"  {line}" for line in memory_lines(report.memory))]
+        lines += [text for title, own in placement for text in ["", title, *(f"  {line}" for line in own)]]
         return "\n".join(lines)
     sections = [
+        *placement,
         ("Batch plan", _size_lines(report.plan, report)),
         ("Each model", _learner_lines(report)),
         (f"One pass, with lengths {report.lengths_source}", _estimate_lines(report)),

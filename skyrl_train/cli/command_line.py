@@ -9,13 +9,15 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
+from skyrl_train.cli.auto_placement import place
 from skyrl_train.cli.composition import Composer, as_in_a_run
 from skyrl_train.cli.machine import machine_violations
 from skyrl_train.cli.overrides import alternatives, choices_of, is_hydra, reason, text_of, value_of
 from skyrl_train.cli.roots import RL_ROOT, Root
 from skyrl_train.config.fields import nearest, suggest, walk
-from skyrl_train.config.load import read_root
-from skyrl_train.errors import Violation
+from skyrl_train.config.load import Loaded, read_root
+from skyrl_train.config.sft import AnyConfig
+from skyrl_train.errors import ConfigError, Violation
 
 MAX_VARIANTS = 64
 """Values of a sweep that are checked beforehand; Hydra starts the others unchecked and they refuse by themselves."""
@@ -138,11 +140,23 @@ class CommandLine:
             loaded = read_root(config, self._root.schema)
             violations = list(loaded.violations)
             if self._rules:
-                violations += self._root.violations(loaded.config, refused=loaded.refused)
-                violations += machine_violations(loaded.config, refused=loaded.refused)
+                violations += self._rule_violations(loaded)
         for violation in violations:
             self._found.setdefault(str(violation), violation)
         return loaded.config.output_dir
+
+    def _rule_violations(self, loaded: Loaded[AnyConfig]) -> list[Violation]:
+        """Of rules between fields and of what is on this machine, with the placement that is chosen here."""
+        config, refused = loaded.config, loaded.refused
+        found: list[Violation] = []
+        try:
+            config = place(config)
+        except ConfigError as error:
+            found += [violation for violation in error.violations if violation.field not in refused]
+            # What is left to choose stays out of the rules.
+            refused = refused | {"placement"}
+        found += self._root.violations(config, refused=refused)
+        return [*found, *machine_violations(config, refused=refused)]
 
     def _check_folders(self, folders: Sequence[str | None]) -> None:
         if len(folders) > 1 and len(set(folders)) < len(folders) and None not in folders:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from skyrl_train.cli.auto_placement import room_violations
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig
@@ -84,6 +85,7 @@ def _environment(config: Config) -> Iterator[Violation]:
 
 
 def _device(config: AnyConfig) -> Iterator[Violation]:
+    yield from room_violations(config)
     machine = detect_platform()
     if config.placement.backend == "inline" and config.platform.device.startswith("cuda") and machine.name == "cpu":
         yield Violation(

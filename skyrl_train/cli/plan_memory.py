@@ -30,6 +30,7 @@ def plan_memory(config: Config) -> DeviceMemory | None:
         return None
     device_bytes = int(config.plan.device_memory_gb * 1e9)
     facts = _facts(config)
+    in_turns = config.placement.colocate_all and config.placement.backend == "ray"
     shared = {role: _sharing(config, role, facts) for role in facts}
     margin_bytes = int(device_bytes * config.trainer.memory_margin)
     engine = _engine_share(config)
@@ -37,12 +38,12 @@ def plan_memory(config: Config) -> DeviceMemory | None:
     processes = 0 if config.platform.name == "cpu" else 1
     passes = []
     for role, each in facts.items():
-        beside = sum(at_rest[other] for other in shared[role] if other != role)
+        beside = 0 if in_turns else sum(at_rest[other] for other in shared[role] if other != role)
         contexts = processes * _CONTEXT_BYTES * _num_processes(config, len(shared[role]), engine=engine > 0)
         limit = device_bytes - margin_bytes - contexts - beside
         phases: tuple[Phase, ...] = ("scoring",) if role == "reference" else ("training", "scoring")
         passes += [_pass(role, phase, each, limit, config.generator.max_context_length) for phase in phases]
-    with_engine = [role for role in facts if config.placement.colocate_all or config.placement.backend == "inline"]
+    with_engine = [role for role in facts if config.placement.backend == "inline"]
     return DeviceMemory(
         device_bytes=device_bytes,
         longest=config.generator.max_context_length,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import queue
@@ -150,6 +151,20 @@ class RaySession:
         if self.folder is not None:
             _remove(self.folder)
             self.folder = None
+
+
+@functools.cache
+def gpus_of_cluster(address: str, timeout_s: float) -> tuple[int, ...]:
+    """GPUs of each node of the cluster at `address` that has any. Connects, looks and leaves; once for each process.
+
+    Raises what joining raises.
+    """
+    session = RaySession(PlacementConfig(ray_address=address, start_timeout_s=timeout_s), num_cpus=0, name="count")
+    try:
+        counts = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+    finally:
+        session.close()
+    return tuple(count for count in counts if count)
 
 
 def _remove(folder: Path) -> None:

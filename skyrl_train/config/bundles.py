@@ -132,3 +132,11 @@ def count_engines(config: Config) -> int:
 def num_cpus(layout: Layout) -> int:
     """CPUs that a session of one machine must offer for the layout."""
     return int(sum(bundle.cpus for bundles in layout.groups.values() for bundle in bundles))
+
+
+def gpus_needed(config: Config) -> int:
+    """GPUs that the run reserves; 0 without Ray or on a CPU."""
+    if config.placement.backend != "ray":
+        return 0
+    layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config))
+    return int(sum(bundle.gpus for bundles in layout.groups.values() for bundle in bundles))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from skyrl_train.config.rules import NonNegativeInt, PositiveInt, Seconds
+from skyrl_train.config.rules import NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds
 
 ROLES = ("policy", "critic", "ref")
 """First part of the names of a model's settings."""
@@ -16,9 +16,18 @@ class PlacementConfig:
     """`placement=`: which processes run where.
 
     How many ranks a model has is stated by their number (`policy_num_workers`), or by nodes and GPUs of each, from which
-    the number follows.
+    the number follows. With `auto` all of it is chosen for the GPUs that there are.
     """
 
+    auto: bool = False
+    """Choose backend, ranks, engines and what they share for the GPUs that there are (`placement=auto`): of this machine,
+    or of the cluster at `ray_address`. What is stated of them is then refused, but for the engines' settings."""
+    num_gpus: NonNegativeInt = 0
+    """GPUs to choose for (auto): of those there are, or for a plan without any; 0 counts them."""
+    num_nodes: PositiveInt = 1
+    """Nodes over which `num_gpus` are spread evenly (auto)."""
+    gpu_memory_gb: NonNegativeFloat = 0.0
+    """Memory of one GPU in GB (10^9 bytes) to choose for (auto); 0 asks the driver, and takes 80 where it does not say."""
     backend: Literal["inline", "ray"] = "inline"
     """inline: one process, no Ray, debuggable with pdb. ray: actors on a cluster."""
     policy_num_workers: PositiveInt = 1
@@ -49,6 +58,9 @@ class PlacementConfig:
     """Policy and reference share devices."""
     ray_address: str = ""
     """A cluster to join (`auto`, `ray://host:port`, `host:port`); empty starts a session of this machine alone."""
+    wait_for_nodes_s: NonNegativeFloat = 0.0
+    """How long a joined cluster may take to have the devices that are asked for: nodes that are still joining, or an
+    autoscaler. 0 refuses at once what its nodes cannot hold."""
     start_timeout_s: Seconds = 300.0
     """Deadline of Ray, of each actor's start and of loading a model."""
     call_timeout_s: Seconds = 1800.0

@@ -1,8 +1,10 @@
-"""Which platform this machine is, found out without importing torch (seconds) or touching a driver."""
+"""Which platform this machine is and which devices it has, found out without importing torch (seconds)."""
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,3 +36,50 @@ def detect_platform(environ: Mapping[str, str] = os.environ, root: Path = Path("
     if (root / "proc/driver/nvidia/version").exists():
         return DetectedPlatform(name="cpu", reason="an NVIDIA driver is loaded, but /dev has no NVIDIA device")
     return DetectedPlatform(name="cpu", reason="no CUDA device found (no /dev/nvidia0)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Devices:
+    """GPUs to place on."""
+
+    gpus_per_node: tuple[int, ...] = ()
+    """Of each node that has any."""
+    memory_gb: float = 0.0
+    """Of one of them, in GB (10^9 bytes), of the smallest where they differ; 0 where nothing tells."""
+    source: str = ""
+    """Where this is known from, e.g. `/dev` or `placement.num_gpus=4`."""
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(self.gpus_per_node)
+
+
+def local_devices(environ: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Devices:
+    """The CUDA devices that this process can use: the driver's device files, as far as `CUDA_VISIBLE_DEVICES` shows them.
+
+    Their memory is what `nvidia-smi` says, 0 where it is not there or does not answer in two seconds.
+    """
+    platform = detect_platform(environ, root)
+    if platform.name == "cpu":
+        return Devices(source=platform.reason)
+    files = [path for path in (root / "dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()]
+    num_files = max(1, len(files))
+    source, count = f"{num_files} in /dev", num_files
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        shown = [name.strip() for name in visible.split(",")]
+        # CUDA stops at the first index that no device has; names of devices and of their parts are taken as they are.
+        valid = [not name.isdigit() or int(name) < num_files for name in shown]
+        count = valid.index(False) if False in valid else len(shown)
+        source = f"CUDA_VISIBLE_DEVICES={visible}"
+    return Devices(gpus_per_node=(count,) if count else (), memory_gb=_smallest_memory_gb(), source=source)
+
+
+def _smallest_memory_gb() -> float:
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=2.0, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0.0
+    mebibytes = [int(number) for number in re.findall(r"^\d+$", said, re.MULTILINE)]
+    return min(mebibytes, default=0) * 2**20 / 1e9

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.platform import detect_platform
+from skyrl_train.config.platform import detect_platform, local_devices
 
 
 def test_a_machine_without_a_device_file_is_a_cpu(tmp_path: Path) -> None:
@@ -43,3 +43,18 @@ def test_a_driver_without_a_device_is_no_gpu(tmp_path: Path) -> None:
 
     assert found.name == "cpu"
     assert "driver is loaded" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 4), ("0,1", 2), ("3", 1), ("0,7,1", 1), ("GPU-8f,GPU-2a", 2), ("", 0), ("-1", 0)]
+)
+def test_devices_are_counted_as_far_as_the_process_may_see_them(
+    tmp_path: Path, visible: str | None, count: int
+) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+
+    found = local_devices({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}, tmp_path)
+
+    assert found.num_gpus == count
