@@ -1,0 +1,136 @@
+"""The command `python -m skyrl_train.selftest` (console script `skyrl-selftest`).
+
+    python -m skyrl_train.selftest                              all cases on what is there
+    python -m skyrl_train.selftest --device cpu --only kernels  some of them, on the CPU
+    python -m skyrl_train.selftest --json report.json           a file to attach to a report
+
+Exit status: 0 all cases passed or were skipped; 1 a case failed; 2 nothing could be run as asked; 130 Ctrl-C, after the
+report of what had run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+
+from skyrl_train.selftest.cases import CASES, chosen_cases
+from skyrl_train.selftest.machine import Machine
+from skyrl_train.selftest.processes import CaseResult, run_body, run_case, work
+
+STATUS_FAILED, STATUS_UNUSABLE, STATUS_INTERRUPTED = 1, 2, 130
+_DETECT_DEADLINE_S = 180.0
+_NAME_WIDTH = max(len(case.name) for case in CASES) + 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the cases that the arguments choose; the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="skyrl-selftest",
+        description="Check what this machine computes, case by case. Under 15 minutes on one GPU, under 5 on a CPU.",
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where the cases compute")
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="a case, or all below NAME/; may be repeated"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.worker is not None:
+        return _worker(options.worker)
+    try:
+        cases = chosen_cases(options.only)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.list:
+        _say(case.name for case in cases)
+        return 0
+    found = run_body(
+        "machine",
+        "machine:detect_machine",
+        {"device": options.device},
+        deadline_s=_DETECT_DEADLINE_S,
+        devices=["cpu"],
+        num_devices=0,
+        hide_cuda=options.device == "cpu",
+    )
+    if found.outcome != "pass":
+        sys.stderr.write(f"{found.traceback or found.log_tail}\n{found.detail}\n")
+        _write_report(options.json, None, [found], found.seconds)
+        return STATUS_UNUSABLE
+    machine = Machine(**found.value)
+    _say(machine.lines())
+    started = time.monotonic()
+    results: list[CaseResult] = []
+    interrupted = False
+    try:
+        for case in cases:
+            results.append(run_case(case, machine))
+            _say([row(results[-1])])
+    except KeyboardInterrupt:
+        interrupted = True
+    seconds = time.monotonic() - started
+    _say(summary(machine, results, seconds))
+    _write_report(options.json, machine, results, seconds)
+    if interrupted:
+        return STATUS_INTERRUPTED
+    return STATUS_FAILED if any(result.outcome == "fail" for result in results) else 0
+
+
+def row(result: CaseResult) -> str:
+    """One line of the table."""
+    return f"{result.outcome:<5} {result.name:<{_NAME_WIDTH}} {result.seconds:6.1f} s  {result.detail}"
+
+
+def summary(machine: Machine, results: Sequence[CaseResult], seconds: float) -> list[str]:
+    """The last lines: counts, tracebacks of what failed, and whether the report is about supported versions."""
+    counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in ("pass", "fail", "skip")}
+    lines = [f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped in {seconds:.0f} s"]
+    for result in results:
+        if result.outcome == "fail":
+            lines += [f"--- {result.name}: {result.detail}", result.traceback or result.log_tail]
+    if machine.unsupported:
+        lines.append("The versions are not those that this release supports: the report says nothing about it.")
+    return lines
+
+
+def _write_report(path: Path | None, machine: Machine | None, results: Sequence[CaseResult], seconds: float) -> None:
+    """JSON: when, what machine, whether its versions are supported, and a row for each case."""
+    if path is None:
+        return
+    report = {
+        "format": 1,
+        "written_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": sys.argv[1:],
+        "seconds": round(seconds, 1),
+        "supported_versions": machine is not None and not machine.unsupported,
+        "machine": None if machine is None else asdict(machine),
+        "cases": [{name: value for name, value in asdict(result).items() if name != "value"} for result in results],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    _say([f"report    {path}"])
+
+
+def _worker(order: Path) -> int:
+    status = work(order)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of gloo, NCCL or vLLM that outlive the body would abort an interpreter that is torn down.
+    os._exit(status)
+
+
+def _say(lines: Iterable[str]) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Each case in processes of its own: what becomes of one that passes, fails, crashes or hangs.
+
+    parent --order file--> worker of rank 0, 1, ...   `python -m skyrl_train.selftest --worker FILE`
+    parent <--answer file-- worker                    a figure, a reason to skip, or a traceback
+
+The parent imports neither torch nor anything else that could break, so that a broken installation is a row of the report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from skyrl_train.selftest.cases import Case, Context, SkipCase
+from skyrl_train.selftest.machine import PACKAGE, Machine
+
+Outcome = Literal["pass", "fail", "skip"]
+_POLL_S = 0.05
+_OTHERS_S = 10.0
+"""After one rank of a case has failed, the others have this long to say what they saw."""
+_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """A row of the report."""
+
+    name: str
+    outcome: Outcome
+    detail: str
+    """The figure of a case that passed; else the reason, in one line."""
+    seconds: float
+    traceback: str = ""
+    """Of the rank that failed first."""
+    log_tail: str = ""
+    """The last characters that the processes of a failed case wrote."""
+    value: Any = None
+    """What the body returned."""
+
+
+def run_case(case: Case, machine: Machine) -> CaseResult:
+    """Run the case in its processes, unless it means nothing on this machine."""
+    reason = case.reason_to_skip(machine)
+    if reason:
+        return CaseResult(name=case.name, outcome="skip", detail=reason, seconds=0.0)
+    return run_body(
+        case.name,
+        case.body,
+        case.arguments,
+        deadline_s=case.deadline_s,
+        devices=_devices(case, machine),
+        num_devices=len(machine.devices),
+    )
+
+
+def _devices(case: Case, machine: Machine) -> list[str]:
+    """The device of each process."""
+    count = case.num_processes(machine)
+    if machine.device == "cpu":
+        return ["cpu"] * count
+    return [f"cuda:{index if case.processes == 'each_device' else 0}" for index in range(count)]
+
+
+def run_body(
+    name: str,
+    body: str,
+    arguments: Mapping[str, Any],
+    *,
+    deadline_s: float,
+    devices: Sequence[str],
+    num_devices: int,
+    hide_cuda: bool | None = None,
+) -> CaseResult:
+    """Run `body` with a rank on each of `devices` and wait for all, or for `deadline_s`."""
+    started = time.monotonic()
+    hidden = devices[0] == "cpu" if hide_cuda is None else hide_cuda
+    with tempfile.TemporaryDirectory(prefix="skyrl-selftest-", ignore_cleanup_errors=True) as scratch:
+        root = Path(scratch)
+        shared = root / "shared"
+        shared.mkdir()
+        ranks = []
+        try:
+            for rank, device in enumerate(devices):
+                context = Context(
+                    device=device, rank=rank, num_ranks=len(devices), folder=shared, num_devices=num_devices
+                )
+                ranks.append(_Worker(root, body, arguments, context, hide_cuda=hidden))
+            late = _wait(ranks, deadline_s)
+        finally:
+            for worker in ranks:
+                worker.kill()
+        answers = [worker.answer(is_late=late) for worker in ranks]
+        outcome, chosen = _joined(answers, deadline_s)
+        log_tail = "\n".join(worker.log_tail() for worker in ranks) if outcome == "fail" else ""
+    return CaseResult(
+        name=name,
+        outcome=outcome,
+        detail=str(chosen["detail"]),
+        seconds=time.monotonic() - started,
+        traceback=str(chosen.get("traceback", "")),
+        log_tail=log_tail,
+        value=chosen.get("value"),
+    )
+
+
+class _Worker:
+    """One process of a case, leader of a process group of its own."""
+
+    def __init__(
+        self, root: Path, body: str, arguments: Mapping[str, Any], context: Context, *, hide_cuda: bool
+    ) -> None:
+        order = root / f"order-{context.rank}.json"
+        self._answer = order.with_suffix(".answer")
+        self._log = order.with_suffix(".log")
+        content = {"body": body, "arguments": arguments, "context": {**asdict(context), "folder": str(context.folder)}}
+        order.write_text(json.dumps(content), encoding="utf-8")
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "skyrl_train.selftest", "--worker", str(order)],
+                cwd=context.folder,
+                env=_environment(hide_cuda=hide_cuda),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended, and not well."""
+        return self.process.poll() not in (None, 0)
+
+    def kill(self) -> None:
+        """End it and what it started in its group. Idempotent."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+    def answer(self, *, is_late: bool) -> dict[str, Any]:
+        """What it wrote before it ended; else what can be said of its end."""
+        if self._answer.is_file():
+            found: dict[str, Any] = json.loads(self._answer.read_text(encoding="utf-8"))
+            return found
+        status = self.process.returncode
+        if is_late and status == -signal.SIGKILL:
+            return {"outcome": "fail", "detail": "", "is_late": True}
+        ended = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        return {"outcome": "fail", "detail": f"the process ended with {ended} and left no answer"}
+
+    def log_tail(self) -> str:
+        """The last of what it wrote to stdout and stderr."""
+        with self._log.open("rb") as log:
+            log.seek(max(0, self._log.stat().st_size - _TAIL_BYTES))
+            return log.read().decode(errors="replace")
+
+
+def _environment(*, hide_cuda: bool) -> dict[str, str]:
+    """Of a worker: nothing is fetched or reported, and idle threads do not spin on busy cores."""
+    paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    return {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "PYTHONFAULTHANDLER": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "disabled",
+        **({"CUDA_VISIBLE_DEVICES": ""} if hide_cuda else {}),
+    }
+
+
+def _wait(workers: Sequence[_Worker], deadline_s: float) -> bool:
+    """Until all have ended, or one failed and the others had their time; whether the deadline passed before."""
+    ends = time.monotonic() + deadline_s
+    is_cut_short = False
+    while any(worker.process.poll() is None for worker in workers):
+        if not is_cut_short and any(worker.failed for worker in workers):
+            is_cut_short, ends = True, min(ends, time.monotonic() + _OTHERS_S)
+        if time.monotonic() > ends:
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def _joined(answers: Sequence[dict[str, Any]], deadline_s: float) -> tuple[Outcome, dict[str, Any]]:
+    """The outcome of the case and the answer that says it best: a failure with a reason before one without."""
+    failed = [answer for answer in answers if answer["outcome"] == "fail"]
+    if failed:
+        told = [answer for answer in failed if not answer.get("is_late")]
+        if not told:
+            return "fail", {"detail": f"still running after {deadline_s:g} s, and killed"}
+        # Whoever fails first has the reason: the others see a connection that is closed.
+        return "fail", min(told, key=lambda answer: answer.get("ended_at", 0.0))
+    skipped = [answer for answer in answers if answer["outcome"] == "skip"]
+    return ("skip", skipped[0]) if skipped else ("pass", answers[0])
+
+
+def work(order: Path) -> int:
+    """The worker's side: run the body that the order names and write the answer; 0 unless it failed."""
+    content = json.loads(order.read_text(encoding="utf-8"))
+    context = Context(**{**content["context"], "folder": Path(content["context"]["folder"])})
+    answer: dict[str, Any]
+    try:
+        value = _resolved(content["body"])(context, **content["arguments"])
+        answer = {"outcome": "pass", "detail": value if isinstance(value, str) else "", "value": value}
+    except SkipCase as skip:
+        answer = {"outcome": "skip", "detail": str(skip)}
+    except ModuleNotFoundError as error:
+        answer = {"outcome": "skip", "detail": f"{error.name} not installed", "traceback": traceback.format_exc()}
+        if (error.name or "").split(".")[0] in ("skyrl_train", "torch", "transformers"):
+            answer |= {"outcome": "fail", "detail": str(error)}
+    except BaseException as error:
+        detail = f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]
+        answer = {"outcome": "fail", "detail": detail, "traceback": traceback.format_exc()}
+    answer["ended_at"] = time.monotonic()
+    temporary = order.with_suffix(".part")
+    temporary.write_text(json.dumps(answer), encoding="utf-8")
+    temporary.replace(order.with_suffix(".answer"))
+    return 1 if answer["outcome"] == "fail" else 0
+
+
+def _resolved(body: str) -> Callable[..., Any]:
+    module, _, name = body.partition(":")
+    full = module if "." in module else f"skyrl_train.selftest.{module}"
+    function: Callable[..., Any] = getattr(importlib.import_module(full), name)
+    return function

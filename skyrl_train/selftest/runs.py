@@ -1,0 +1,221 @@
+"""Cases of whole parts: rollout engines in this process, and the commands that a user types, three steps each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig, PlatformConfig
+from skyrl_train.selftest.cases import Context
+from skyrl_train.selftest.fixtures import BUILTIN
+from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
+
+_PROMPTS = tuple(tuple(20 + (7 * row + index) % 300 for index in range(40 + 25 * row)) for row in range(4))
+_NEW_TOKENS = 24
+_LOGPROB_BOUNDS = {"float32": 2e-3, "bfloat16": 0.35}
+"""Largest difference of a sampled token's log-probability between an engine and transformers in float32 on the CPU."""
+_STEPS = 3
+_COMMAND_DEADLINE_S = 380.0
+
+
+def hf_engine(context: Context) -> str:
+    """`generator=hf`: log-probabilities of sampled tokens, before and after new weights."""
+    from skyrl_train.inference.hf import HFEngine
+    from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
+
+    model = ModelConfig(path=BUILTIN)
+    engine = HFEngine(load_causal_lm(model, context.device), load_tokenizer(model), max_batch_size=8)
+
+    async def answers() -> list[GenerationOutput]:
+        return list(await asyncio.gather(*(engine.generate(request) for request in _requests())))
+
+    def sync(weights: Mapping[str, Tensor]) -> int:
+        engine.load_weights(iter(weights.items()), 1)
+        return engine.weight_version
+
+    try:
+        return _before_and_after_sync(lambda: asyncio.run(answers()), sync, dtype="float32")
+    finally:
+        engine.close()
+
+
+def vllm_engine(context: Context) -> str:
+    """Start, generate, take new weights, sleep, wake and generate again; the probe is transformers' own result."""
+    from skyrl_train.inference.vllm import VLLMEngine
+    from skyrl_train.inference.vllm_settings import engine_settings
+    from skyrl_train.weight_sync.buckets import in_buckets
+
+    dtype = "bfloat16" if context.on_cuda else "float32"
+    engine = VLLMEngine(engine_settings(_engine_config(context)))
+
+    def answers() -> list[GenerationOutput]:
+        return [future.result(120) for future in [engine.generate(request) for request in _requests()]]
+
+    def sync(weights: Mapping[str, Tensor]) -> int:
+        engine.begin_update()
+        for bucket in in_buckets(iter(weights.items())):
+            engine.update(bucket)
+        return engine.finish_update(1, len(weights))
+
+    try:
+        figure = _before_and_after_sync(answers, sync, dtype=dtype)
+        if not context.on_cuda:
+            return f"{figure}; sleep and wake need CUDA"
+        answered = [output.token_ids for output in answers()]
+        awake = torch.cuda.mem_get_info()[0]
+        engine.sleep()
+        asleep = torch.cuda.mem_get_info()[0]
+        engine.wake_up("weights")
+        engine.wake_up("kv_cache")
+        assert asleep > awake, "sleeping freed no memory"
+        again = [output.token_ids for output in answers()]
+        same = sum(mine == other for mine, other in zip(answered, again))
+        assert same == len(again), f"only {same} of {len(again)} answers are the same after sleep and wake"
+        return f"{figure}; sleep frees {(asleep - awake) / 2**30:.1f} GiB, same answers after it"
+    finally:
+        engine.close()
+
+
+def _engine_config(context: Context) -> Config:
+    config = Config(model=ModelConfig(path=BUILTIN), generator=GeneratorConfig(backend="vllm"))
+    if not context.on_cuda:
+        return config
+    vllm = replace(config.generator.vllm, gpu_memory_utilization=0.3)
+    return replace(
+        config,
+        platform=PlatformConfig(name="gpu", device=context.device),
+        model=ModelConfig(path=BUILTIN, dtype="bfloat16"),
+        placement=PlacementConfig(backend="ray", colocate_all=True),
+        generator=replace(config.generator, vllm=vllm),
+    )
+
+
+def _requests() -> list[GenerationRequest]:
+    sampling = SamplingParams(temperature=1.0, max_generate_length=_NEW_TOKENS)
+    return [
+        GenerationRequest(request_id=f"request-{row}", prompt_token_ids=prompt, sampling=sampling, seed=row)
+        for row, prompt in enumerate(_PROMPTS)
+    ]
+
+
+def _before_and_after_sync(
+    answers: Callable[[], Sequence[GenerationOutput]], sync: Callable[[Mapping[str, Tensor]], int], *, dtype: str
+) -> str:
+    """Compare sampled tokens' log-probabilities with transformers on the CPU, with the first weights and with others."""
+    from skyrl_train.model.causal_lm import load_causal_lm
+
+    model = load_causal_lm(ModelConfig(path=BUILTIN), "cpu")
+    before = _largest_difference(model, answers())
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+    stale = _largest_difference(model, answers())
+    version = sync({name: parameter.detach().clone() for name, parameter in model.named_parameters()})
+    outputs = answers()
+    after = _largest_difference(model, outputs)
+    assert version == 1, f"the engine serves version {version} after a sync of version 1"
+    assert all(output.weight_version == 1 for output in outputs), "answers name another version of the weights"
+    bound = _LOGPROB_BOUNDS[dtype]
+    assert max(before, after) < bound, f"{before:.1e} off before the sync, {after:.1e} after; at most {bound} is right"
+    assert after < stale, f"the sync changed nothing: {stale:.1e} off before it, {after:.1e} after it"
+    return f"log-probabilities {before:.1e} off, {after:.1e} after a sync ({stale:.1e} with the old weights)"
+
+
+def _largest_difference(model: Any, outputs: Sequence[GenerationOutput]) -> float:
+    largest = 0.0
+    for prompt, output in zip(_PROMPTS, outputs):
+        ids = torch.tensor([[*prompt, *output.token_ids]])
+        with torch.no_grad():
+            scores = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+        expected = scores[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+        assert len(output.token_ids) > 0, "a request was answered with no tokens"
+        largest = max(largest, float((torch.tensor(output.logprobs) - expected).abs().max()))
+    return largest
+
+
+def grpo(context: Context, *, generator: str) -> str:
+    """Three steps of `python -m skyrl_train.main` on the bundled model and problems."""
+    on_cuda = context.on_cuda
+    overrides = [
+        f"generator={generator}",
+        "model=tiny_qwen2",
+        "data=word_problems",
+        "environment=word_problems",
+        "trainer.train_batch_size=8",
+        "trainer.policy_mini_batch_size=8",
+        "trainer.critic_mini_batch_size=8",
+        "trainer.micro_train_batch_size_per_gpu=8",
+        f"trainer.total_steps={_STEPS}",
+        "trainer.eval_before_train=false",
+        "trainer.eval_interval=0",
+        "data.max_validation_prompts=8",
+        f"model.dtype={'bfloat16' if on_cuda else 'float32'}",
+    ]
+    if generator == "vllm":
+        overrides += [
+            "generator.verify_weight_sync=true",
+            f"generator.weight_sync_tolerance={0.35 if on_cuda else 0.001}",
+        ]
+        overrides += [] if on_cuda else ["placement=ray", "strategy=fsdp2", "placement.policy_num_workers=2"]
+    elif on_cuda:
+        overrides += ["placement=inline", "strategy=single"]
+    records = _run("skyrl_train.main", "+experiment=gsm8k_multiturn", context, overrides, platform="platform")
+    differences = [record[name] for record in records for name in _DIFFERENCES if record.get(name) is not None]
+    difference = max(differences, default=float("nan"))
+    bound = 1.0 if on_cuda else 0.002
+    assert difference < bound, f"log-probabilities of engine and trainer differ by {difference:.1e}"
+    assert max(record["policy/grad_norm"] for record in records) > 0, "no step had a gradient"
+    rewards = ", ".join(f"{record['reward/mean']:.2f}" for record in records)
+    return f"rewards {rewards}; engine and trainer differ by {difference:.1e}"
+
+
+_DIFFERENCES = ("policy/rollout_logprob_diff_max", "mismatch/logprob_diff_max")
+
+
+def sft(context: Context) -> str:
+    """Three steps of `python -m skyrl_train.main_sft` on packed rows."""
+    overrides = [
+        "model=tiny_qwen2",
+        "sft_data=word_problems",
+        f"model.dtype={'bfloat16' if context.on_cuda else 'float32'}",
+        f"trainer.num_steps={_STEPS}",
+        "trainer.eval_interval=0",
+        "trainer.eval_samples=0",
+        "trainer.optimizer.lr=1e-3",
+        "trainer.optimizer.warmup_steps=0",
+    ]
+    records = _run("skyrl_train.main_sft", "+experiment=sft_gsm8k", context, overrides, platform="sft_platform")
+    losses = [record["train/loss"] for record in records]
+    assert losses[-1] < losses[0], f"the loss does not fall: {losses}"
+    return f"loss {', '.join(f'{loss:.3f}' for loss in losses)}"
+
+
+def _run(
+    module: str, experiment: str, context: Context, overrides: Sequence[str], *, platform: str
+) -> list[dict[str, Any]]:
+    """The records of the run's steps. Raises AssertionError with the command's last lines where it fails."""
+    output = context.folder / "run"
+    chosen = f"{platform}={'gpu' if context.on_cuda else 'cpu'}"
+    command = [sys.executable, "-m", module, experiment, chosen, f"hydra.run.dir={output}", *overrides]
+    finished = subprocess.run(
+        command, cwd=context.folder, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, check=False
+    )
+    said = f"{finished.stdout}\n{finished.stderr}"
+    assert finished.returncode == 0, f"{' '.join(command[1:])} ended with status {finished.returncode}:\n{said[-3000:]}"
+    lines = Path(output, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    trained = [record for record in records if "policy/grad_norm" in record]
+    assert len(trained) == _STEPS, f"{len(trained)} of {_STEPS} steps have metrics:\n{said[-3000:]}"
+    assert not any("metrics/non_finite" in record for record in trained), "a metric is not finite"
+    return trained

@@ -1,0 +1,196 @@
+"""The self-test: what becomes of cases that fail in every way, what is skipped and why, and what the report says."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.selftest import learners
+from skyrl_train.selftest.__main__ import main
+from skyrl_train.selftest.cases import CASES, Case, Context, chosen_cases
+from skyrl_train.selftest.fixtures import gradient_of, make_learner, make_reference, require_gradient, save_model
+from skyrl_train.selftest.machine import Machine, add_missing_collectives, unsupported_versions
+from skyrl_train.selftest.processes import CaseResult, run_body
+
+BODIES = "tests.selftest_bodies"
+CPU = Machine(
+    device="cpu",
+    devices=(),
+    driver="",
+    cuda="",
+    versions={},
+    unsupported=(),
+    python="3.11",
+    system="Linux",
+    num_cpus=2,
+)
+
+
+def gpus(count: int) -> Machine:
+    devices = tuple({"name": "GPU", "memory_bytes": 80 << 30, "uuid": str(i)} for i in range(count))
+    return Machine(**{**vars(CPU), "device": "cuda", "devices": devices})
+
+
+def run(body: str, *, deadline_s: float = 60.0, ranks: int = 1) -> CaseResult:
+    return run_body("a case", f"{BODIES}:{body}", {}, deadline_s=deadline_s, devices=["cpu"] * ranks, num_devices=0)
+
+
+def context(folder: Path) -> Context:
+    return Context(device="cpu", rank=0, num_ranks=1, folder=folder, num_devices=0)
+
+
+def test_a_case_reports_its_figure_from_rank_0() -> None:
+    result = run("figure", ranks=2)
+    assert (result.outcome, result.detail) == ("pass", "rank 0 of 2 on cpu")
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome", "detail"),
+    [
+        ("wrong", "fail", "AssertionError: 2 is not 3"),
+        ("skips", "skip", "no compiler here"),
+        ("lacks_a_package", "skip", "package_that_nobody_has not installed"),
+        ("aborts", "fail", "the process ended with signal SIGABRT and left no answer"),
+    ],
+)
+def test_each_way_to_end_is_a_row_with_its_reason(body: str, outcome: str, detail: str) -> None:
+    result = run(body)
+    assert (result.outcome, result.detail) == (outcome, detail)
+    assert bool(result.traceback) == (body in ("wrong", "lacks_a_package"))
+    assert ("Fatal Python error: Aborted" in result.log_tail) == (body == "aborts")
+
+
+def test_a_case_that_hangs_is_ended_with_its_children_at_its_deadline() -> None:
+    started = time.monotonic()
+    result = run("hangs_with_a_child", deadline_s=3.0)
+    assert (result.outcome, result.detail) == ("fail", "still running after 3 s, and killed")
+    assert time.monotonic() - started < 60
+    child = re.search(r"the child is (\d+)", result.log_tail)
+    assert child is not None
+    command_line = Path(f"/proc/{child[1]}/cmdline")  # empty while nobody has asked how the process ended
+    assert not command_line.exists() or not command_line.read_bytes()
+
+
+def test_of_several_ranks_the_one_that_failed_first_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyrl_train.selftest.processes._OTHERS_S", 0.5)
+    result = run("rank_1_is_wrong", ranks=2)
+    assert (result.outcome, result.detail) == ("fail", "AssertionError: rank 1 has the reason")
+
+
+@pytest.mark.parametrize(
+    ("case", "machine", "reason"),
+    [
+        (Case(name="x", body="", packages=("no_such_package",)), CPU, "no_such_package not installed"),
+        (Case(name="x", body="", cuda_only=True), CPU, "needs a CUDA device"),
+        (Case(name="x", body="", min_devices=2), gpus(1), "needs 2 CUDA devices, found 1"),
+        (Case(name="x", body="", min_devices=2, cuda_only=True), gpus(2), ""),
+    ],
+)
+def test_what_cannot_be_run_is_skipped_with_its_reason(case: Case, machine: Machine, reason: str) -> None:
+    assert case.reason_to_skip(machine) == reason
+
+
+def test_ranks_are_one_for_each_device_and_two_without_any() -> None:
+    case = Case(name="x", body="", processes="each_device")
+    assert [case.num_processes(machine) for machine in (CPU, gpus(1), gpus(4), gpus(16))] == [2, 1, 4, 8]
+
+
+def test_names_choose_cases_and_groups_of_them() -> None:
+    assert [case.name for case in chosen_cases(["sft", "kernels/padded"])] == [
+        "kernels/padded/float32",
+        "kernels/padded/bfloat16",
+        "sft",
+    ]
+    assert chosen_cases([]) == list(CASES)
+    with pytest.raises(ValueError, match="--only kernel: no such case"):
+        chosen_cases(["kernel"])
+
+
+def test_versions_outside_the_supported_range_are_named() -> None:
+    found = list(unsupported_versions({"torch": "2.11.0+cu130", "transformers": "5.19.0", "numpy": "2.3.5"}))
+    assert len(found) == 1
+    assert found[0].startswith("torch 2.11.0+cu130 is installed, this release supports torch")
+
+
+def test_an_older_torch_gets_the_names_of_collectives_that_it_has_under_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    library: Any = torch.distributed
+    monkeypatch.delattr(library, "all_gather_single")
+    kept = library.reduce_scatter_single
+    add_missing_collectives()
+    assert library.all_gather_single is library.all_gather_into_tensor
+    assert library.reduce_scatter_single is kept
+
+
+def test_attention_that_ignores_a_window_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = learners.segment_attention
+
+    def ignores_windows(*tensors: Any, **terms: Any) -> Any:
+        return right(*tensors, **{**terms, "sliding_window": None})
+
+    assert "8 kinds" in learners.attention_terms(context(tmp_path), dtype="float32")
+    monkeypatch.setattr(learners, "segment_attention", ignores_windows)
+    with pytest.raises(AssertionError, match="packed rows, window 24, cap None"):
+        learners.attention_terms(context(tmp_path), dtype="float32")
+
+
+def test_a_gradient_in_half_precision_is_not_taken_for_one_in_float32(tmp_path: Path) -> None:
+    folder = save_model(tmp_path)
+    reference = make_reference(folder, lengths=(44, 50))
+    learner = make_learner(folder, "cpu", dtype="bfloat16")
+    learner.forward_backward(reference.step)
+    found = gradient_of(learner)
+    assert require_gradient(found, reference, "bfloat16") > 1e-3
+    with pytest.raises(AssertionError, match=r"the gradient is .* off"):
+        require_gradient(found, reference, "float32")
+
+
+def test_the_command_prints_a_table_and_writes_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    status = main(["--device", "cpu", "--only", "ipc/without_importer", "--only", "attention/recompilation",
+                   "--json", str(report)])  # fmt: skip
+    said = capsys.readouterr().out
+    content = json.loads(report.read_text())
+    assert status == 0
+    assert "skip  attention/recompilation" in said
+    assert "1 passed, 0 failed, 1 skipped" in said
+    assert [(case["name"], case["outcome"]) for case in content["cases"]] == [
+        ("attention/recompilation", "skip"),
+        ("ipc/without_importer", "pass"),
+    ]
+    assert content["machine"]["versions"]["torch"] == torch.__version__
+    assert content["supported_versions"] is True
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_status_2_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cuda"]) == 2
+    assert "finds no CUDA device" in capsys.readouterr().err
+
+
+def test_an_unknown_case_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--only", "nothing"])
+    assert ended.value.code == 2
+    assert "no such case" in capsys.readouterr().err
+
+
+@pytest.mark.cluster
+def test_every_case_passes_on_a_cpu_but_for_those_that_need_a_device(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    status = main(["--device", "cpu", "--json", str(report)])
+    outcomes = {case["name"]: (case["outcome"], case["detail"]) for case in json.loads(report.read_text())["cases"]}
+    skipped = {name: detail for name, (outcome, detail) in outcomes.items() if outcome == "skip"}
+    assert skipped == {"attention/recompilation": "needs a CUDA device"}
+    assert status == 0, {name: detail for name, (outcome, detail) in outcomes.items() if outcome == "fail"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_a_case_passes_on_the_devices_that_there_are(name: str) -> None:
+    assert main(["--device", "cuda", "--only", name]) == 0
