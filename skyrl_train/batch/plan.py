@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyrl_train.config.batch_rules import Role
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate_batch import Role, sizes_of, validate_batch_sizes
+from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
 from skyrl_train.errors import ConfigError
 
 

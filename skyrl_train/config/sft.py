@@ -226,7 +226,7 @@ _CHECKED = ("trainer.", "placement.", "strategy.", "output_dir", "model.", "plat
 
 def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Violation]:
     """Every rule between fields that does not hold; `refused` as in `validate_config`."""
-    names = {"trainer.policy.optimizer": "trainer.optimizer"}
+    names = {"trainer.policy.optimizer": "trainer.optimizer", "trainer.train_batch_size": "trainer.batch_size"}
     renamed = [field.replace("trainer.optimizer", "trainer.policy.optimizer") for field in refused]
     found = [
         replace(violation, field=_renamed(violation.field, names), remedy=_renamed(violation.remedy, names))

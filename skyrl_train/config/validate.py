@@ -14,8 +14,9 @@ from skyrl_train.config.algorithm import algorithm_violations, needs_critic, nee
 from skyrl_train.config.registered import REGISTRIES, module_exists, registered_names
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sequence_parallel import sequence_parallel_violations
-from skyrl_train.config.validate_batch import validate_batch_sizes
+from skyrl_train.config.validate_batch import BATCH_SIZE_FIELDS, validate_batch_sizes
 from skyrl_train.config.validate_cluster import cluster_violations
+from skyrl_train.config.validate_placement import process_violations
 from skyrl_train.errors import Violation
 from skyrl_train.registry import did_you_mean
 
@@ -182,40 +183,6 @@ def near_path(path: str) -> str:
     return f"in {folder}: {near}" if near else f"{folder} has nothing like {wanted.name}"
 
 
-def _placement(config: Config) -> Iterator[Violation]:
-    if config.placement.backend == "ray":
-        if config.strategy.name == "single" and config.placement.policy_num_workers > 1:
-            yield _violation(
-                config,
-                "placement.policy_num_workers",
-                "must be 1 with strategy=single, which is one process",
-                "add strategy=fsdp2 or strategy=ddp, or set placement.policy_num_workers=1",
-            )
-        return
-    for field in ("policy_num_workers", "critic_num_workers", "ref_num_workers"):
-        if getattr(config.placement, field) > 1:
-            yield _violation(
-                config,
-                f"placement.{field}",
-                "must be 1 with placement.backend=inline, which is one process",
-                f"add placement=ray, or set placement.{field}=1",
-            )
-    if config.strategy.name != "single":
-        yield _violation(
-            config,
-            "strategy.name",
-            "must be single with placement.backend=inline, which is one process",
-            "add placement=ray, or strategy=single",
-        )
-    if config.generator.backend == "vllm":
-        yield _violation(
-            config,
-            "generator.backend",
-            "vllm runs its engines on Ray, which placement.backend=inline does not start",
-            "add placement=ray, or generator=hf",
-        )
-
-
 def _strategy(config: Config) -> Iterator[Violation]:
     if config.strategy.cpu_offload and config.strategy.name != "fsdp2":
         yield _violation(
@@ -363,7 +330,7 @@ RULES = (
     Rule(("generator",), _evaluation),
     Rule(("trainer.resume_mode", "trainer.resume_path"), _resume),
     Rule(("generator.backend", "generator.replay_path"), _replay),
-    Rule(("placement", "strategy", "generator.backend"), _placement),
+    Rule(("placement", "strategy", "generator.backend"), process_violations),
     Rule(("strategy",), _strategy),
     Rule(("strategy", "model.attention"), sequence_parallel_violations),
     Rule(("placement", "generator", "platform"), cluster_violations),
@@ -377,6 +344,6 @@ RULES = (
     Rule(("data.train", "generator.backend"), _data),
     Rule(("run_name", "output_dir"), _output),
     Rule(("trainer.algorithm",), _algorithm),
-    Rule(("trainer", "generator", "placement", "strategy", "critic"), _batch_sizes),
+    Rule((*BATCH_SIZE_FIELDS, "trainer.algorithm", "placement", "strategy"), _batch_sizes),
 )
 """Every rule between fields."""

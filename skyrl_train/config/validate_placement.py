@@ -22,6 +22,42 @@ def placement_violations(config: Config) -> Iterator[Violation]:
     yield from _weight_transport(config)
 
 
+def process_violations(config: Config) -> Iterator[Violation]:
+    """What one process, or one rank, cannot be asked for."""
+    placement = config.placement
+    if placement.backend == "ray":
+        if config.strategy.name == "single" and placement.policy_num_workers > 1:
+            yield Violation(
+                field="placement.policy_num_workers",
+                rule="must be 1 with strategy=single, which is one process",
+                value=repr(placement.policy_num_workers),
+                remedy="add strategy=fsdp2 or strategy=ddp, or set placement.policy_num_workers=1",
+            )
+        return
+    for field in ("policy_num_workers", "critic_num_workers", "ref_num_workers"):
+        if getattr(placement, field) > 1:
+            yield Violation(
+                field=f"placement.{field}",
+                rule="must be 1 with placement.backend=inline, which is one process",
+                value=repr(getattr(placement, field)),
+                remedy=f"add placement=ray, or set placement.{field}=1",
+            )
+    if config.strategy.name != "single":
+        yield Violation(
+            field="strategy.name",
+            rule="must be single with placement.backend=inline, which is one process",
+            value=repr(config.strategy.name),
+            remedy="add placement=ray, or strategy=single",
+        )
+    if config.generator.backend == "vllm":
+        yield Violation(
+            field="generator.backend",
+            rule="vllm runs its engines on Ray, which placement.backend=inline does not start",
+            value=repr(config.generator.backend),
+            remedy="add placement=ray, or generator=hf",
+        )
+
+
 def _ranks(placement: PlacementConfig, role: str) -> Iterator[Violation]:
     workers, nodes, gpus = (
         getattr(placement, f"{role}_{name}") for name in ("num_workers", "num_nodes", "num_gpus_per_node")

@@ -192,7 +192,8 @@ def test_missing_gsm8k_files_name_the_script_that_makes_them(capsys: pytest.Capt
 def test_each_value_of_a_sweep_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
     lines = problems(capsys, "-m", "seed=1,two,3", "trainer.policy_mini_batch_size=16,15", "algorithm=grpo,dapoo")
     fields = [line.partition(":")[0] for line in lines]
-    assert fields == ["algorithm", "seed", "trainer.policy_mini_batch_size"]
+    micro = "trainer.micro_train_batch_size_per_gpu"
+    assert fields == ["algorithm", "seed", "trainer.policy_mini_batch_size", micro]
 
 
 def test_the_runs_of_a_sweep_may_not_share_a_folder(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def test_rows_divide_over_shares_not_over_ranks() -> None:
     assert "8 sequences of a mini-batch (1 prompts x 8 samples) must divide evenly over the 6 policy ranks" in str(
         violation
     )
-    assert "placement.policy_num_workers=8 or placement.policy_num_workers=16" in violation.remedy
+    assert "placement.policy_num_workers=16, or placement.policy_num_workers=8" in violation.remedy
 
 
 def test_every_problem_is_told_at_once() -> None:
@@ -52,4 +52,4 @@ def test_every_problem_is_told_at_once() -> None:
     assert (
         found[2].rule == "must be a multiple of strategy.sequence_parallel_size=3: so many ranks share each micro-batch"
     )
-    assert found[2].remedy == "try placement.policy_num_workers=3"
+    assert found[2].remedy == "no sizes repair this with the placement and strategy as they are: change those first"
