@@ -109,6 +109,7 @@ def _settings(config: Config, num_ranks: int, **others: object) -> MemorySetting
         "dtype": config.model.dtype,
         "checkpointing": config.model.gradient_checkpointing,
         "eager": config.model.attention == "eager" and config.trainer.layout == "padded",
+        "layout": "prefix_shared" if config.trainer.layout == "auto" else config.trainer.layout,
         "optimizer": config.trainer.policy.optimizer.name,
         "lora_rank": config.model.lora.rank,
         "accelerator": config.platform.name != "cpu",

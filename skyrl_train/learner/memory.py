@@ -30,6 +30,8 @@ Kinds = Mapping[str, int]
 
 TOKENS_PER_TILE, ELEMENTS_PER_TILE, ELEMENTS_PER_TILE_ACCELERATOR = 128, 1 << 21, 1 << 26
 """Of the output head: those of `model/logprobs.py`, which a test keeps equal. That module imports torch."""
+BLOCK, MAX_BLOCKS = 128, 1024
+"""Of flex attention's block mask: those of `model/segments.py`, which a test keeps equal too."""
 _MAX_BUDGET = 1 << 32
 """Positions: more than any batch has."""
 _INPUT_BYTES = 75
@@ -53,6 +55,8 @@ class MemorySettings:
     checkpointing: bool = False
     eager: bool = False
     """Attention with plain products in the padded layout; the fused kernels else."""
+    layout: Literal["padded", "packed", "prefix_shared"] = "padded"
+    """What decides whether attention reads a block mask."""
     optimizer: Literal["adamw", "sgd", "none"] = "adamw"
     """`none`: the model is only scored."""
     lora_rank: int = 0
@@ -67,6 +71,12 @@ class MemorySettings:
         """Sharded weights are gathered in the compute type; others stay float32 and autocast copies them."""
         compute = 2 if self.dtype == "bfloat16" else 4
         return Precision(stream=compute if self.strategy == "fsdp2" else 4, compute=compute)
+
+    @property
+    def block_mask(self) -> bool:
+        """Whether attention reads a block mask: flex attention does, for trees and for packed rows in float32."""
+        flex = self.layout == "prefix_shared" or (self.layout == "packed" and self.dtype == "float32")
+        return flex and self.accelerator
 
     @property
     def trained(self) -> str:
@@ -177,6 +187,16 @@ def resident_bytes(facts: MemoryFacts, *, training: bool) -> Kinds:
     return {kind: _share(count, shards) for kind, count in kinds.items() if count}
 
 
+def block_mask_bytes(positions: int) -> int:
+    """Of flex attention's block mask: int32 counts and numbers of blocks, by queries and by keys, of those read in part
+    and in full; and of where each position's subtree ends."""
+    block = BLOCK
+    while positions > block * MAX_BLOCKS:
+        block *= 2
+    blocks = _share(positions, block)
+    return 4 * 4 * (blocks + blocks * blocks) + 4 * positions
+
+
 def _training(facts: MemoryFacts, rows: int, longest: int, positions: int) -> Iterator[tuple[str, dict[str, float]]]:
     model, settings, backbone = facts.model, facts.settings, facts.backbone
     stream = settings.precision.stream
@@ -185,6 +205,7 @@ def _training(facts: MemoryFacts, rows: int, longest: int, positions: int) -> It
         "inputs": _INPUT_BYTES * positions,
         "activations": backbone.saved.bytes(positions, longest) - attention,
         "attention": attention,
+        "block mask": block_mask_bytes(positions) * settings.block_mask,
     }
     hidden = stream * model.hidden_size * positions
     dropped = settings.checkpointing and settings.trained == "adapter"
@@ -237,6 +258,7 @@ def _scoring(facts: MemoryFacts, rows: int, longest: int, positions: int) -> Ite
         "in a layer",
         {
             "inputs": inputs,
+            "block mask": block_mask_bytes(positions) * settings.block_mask,
             "activations": most_bytes(facts.backbone.scoring, positions, longest),
             "copies in bfloat16": copies,
             "gathered parameters": _gathered(facts, layers=2),

@@ -1,6 +1,7 @@
 """What micro-batches of a model really take: forwards, and forwards with backwards, of rows made up for the purpose.
 
-Rows of the longest legal length, doubled until the next would not fit on some rank, and shorter ones. The passes are those
+Rows of the longest legal length, doubled until the next would not fit on some rank, and shorter ones; one long row with
+many short ones; and, where a layout computes common prefixes once, rows that have one in common. The passes are those
 of training, with the real loss, with gradients and optimizer state in place, under the same agreement of ranks
 (`distributed/together.py`): a probe that runs out of memory anywhere is no probe on any rank, and how far rows are doubled
 depends on what all ranks know. So all ranks make the same probes, whatever each has measured.
@@ -11,7 +12,7 @@ generator of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,10 +62,11 @@ class Prober:
         """The peak on this rank; None where memory ran out on any. Called by all ranks between optimizer steps."""
         return self.probe_lengths([length] * num_rows, training=training)
 
-    def probe_lengths(self, lengths: Sequence[int], *, training: bool) -> MemoryProbe | None:
-        """The same of rows that differ; where they are padded, positions are rows times the longest."""
+    def probe_lengths(self, lengths: Sequence[int], *, training: bool, shared: int = 0) -> MemoryProbe | None:
+        """The same of rows that differ in length; where they are padded, positions are rows times the longest. The first
+        `shared` tokens of all rows are the same."""
         engine, length, num_rows = self.learner.engine, max(lengths), len(lengths)
-        batch = probe_rows(lengths, vocabulary=engine.model.config.get_text_config().vocab_size)
+        batch = probe_rows(lengths, vocabulary=engine.model.config.get_text_config().vocab_size, shared=shared)
         engine.healing.begin_probing(self.meter, held=engine.held_tensors)
         try:
             if training:
@@ -90,17 +92,32 @@ class Prober:
 
     def grow_uneven(self, longest: int, *, max_positions: int, max_rows: int, training: bool) -> list[MemoryProbe]:
         """One row of `longest` with many of three tokens, doubled as in `grow`: what packed rows take that losses pad."""
+        return self._double(
+            lambda short: self.probe_lengths([longest, *[SHORT_ROW_LENGTH] * short], training=training),
+            first=8,
+            most=min(max_rows - 1, (max_positions - longest) // SHORT_ROW_LENGTH),
+        )
+
+    def grow_trees(self, longest: int, *, max_positions: int, max_rows: int, training: bool) -> list[MemoryProbe]:
+        """Rows of `longest` that differ in their last token alone, doubled as in `grow`: what a tree takes beside its
+        positions, which are far fewer than its rows' tokens: their columns, their losses, a block mask."""
+        return self._double(
+            lambda rows: self.probe_lengths([longest] * rows, training=training, shared=longest - 1),
+            first=2,
+            most=min(max_rows, 1 + max_positions - longest),
+        )
+
+    def _double(self, probe_at: Callable[[int], MemoryProbe | None], *, first: int, most: int) -> list[MemoryProbe]:
+        """`probe_at` the first size, and each time twice as much up to the most, until the next would not fit on some
+        rank."""
         found: list[MemoryProbe] = []
-        short = 8
-        while short < max_rows and longest + SHORT_ROW_LENGTH * short <= max_positions:
-            probe = self.probe_lengths([longest, *[SHORT_ROW_LENGTH] * short], training=training)
-            if probe is None:
-                break
+        size = first
+        while size <= most and (probe := probe_at(size)) is not None:
             found.append(probe)
             growing = max(0, probe.peak_bytes - self.meter.in_use_bytes())
             if self.learner.engine.strategy.agree(int(probe.peak_bytes + growing > self.meter.limit_bytes)):
                 break
-            short *= 2
+            size *= 2
         return found
 
     def grow(self, lengths: list[int], *, max_positions: int, training: bool) -> list[MemoryProbe]:
@@ -129,13 +146,17 @@ def lengths_to_probe(longest: int) -> list[int]:
     return [length for length in lengths if length >= DUMMY_ROW_LENGTH] or [DUMMY_ROW_LENGTH]
 
 
-def probe_rows(lengths: Sequence[int], *, vocabulary: int) -> TrainingInputBatch:
-    """Rows that take the most: no two share anything, every token but the first has loss, every column is there."""
+def probe_rows(lengths: Sequence[int], *, vocabulary: int, shared: int = 0) -> TrainingInputBatch:
+    """Rows that take the most: every token but the first has loss, every column is there, and no two have anything in
+    common but their first `shared` tokens."""
     generator = torch.Generator().manual_seed(derive_seed(0, "memory_probe", len(lengths), max(lengths)))
     batch = batch_of_lengths(lengths)
     mask = torch.ones(batch.num_tokens, dtype=torch.bool)
     mask[batch.row_offsets[:-1]] = False
     ids = torch.randint(0, vocabulary, (batch.num_tokens,), generator=generator)
+    if shared:
+        starts = batch.row_offsets[:-1, None] + torch.arange(shared)
+        ids[starts] = ids[:shared].clone()
     columns: dict[str, Tensor] = {"input_ids": ids.to(SCHEMA["input_ids"].dtype), "loss_mask": mask}
     for name, spec in SCHEMA.items():
         if spec.optional and spec.per == "token" and spec.dtype.is_floating_point:

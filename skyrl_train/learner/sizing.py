@@ -196,12 +196,15 @@ def _size_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> Phas
 
 
 def _cell_share(prober: Prober, model: MemoryModel, limits: SizingLimits, tokens: int, *, training: bool) -> float:
-    """What a cell that only losses pad takes on any rank, in positions. A peak is convex in cells, so that the share found
-    near the limit holds below it; where nothing could be probed, a cell is a position, which all probes had."""
-    strategy = prober.learner.engine.strategy
-    if prober.learner.engine.passes.layout == "padded" or limits.max_rows < 2:
+    """What a cell of `[rows, longest]` that the model does not compute takes on any rank, in positions: those that only
+    losses pad, and tokens that rows have in common. A peak is convex in cells, so that the share found near the limit holds
+    below it; where nothing could be probed, a cell is a position, which all probes had."""
+    strategy, layout = prober.learner.engine.strategy, prober.learner.engine.passes.layout
+    if layout == "padded" or limits.max_rows < 2:
         return 0.0
     found = prober.grow_uneven(limits.longest, max_positions=tokens, max_rows=limits.max_rows, training=training)
+    if layout in ("prefix_shared", "auto"):
+        found += prober.grow_trees(limits.longest, max_positions=tokens, max_rows=limits.max_rows, training=training)
     share = max((model.cell_share(probe) for probe in found), default=1.0)
     return strategy.agree(math.ceil((1 + limits.margin) * share * _PARTS)) / _PARTS
 

@@ -9,9 +9,13 @@ one slice, and all of it attends to the segment in one call:
 
 Two partial results over different keys join exactly (`joined_attention.py`). No mask is ever built.
 
-Back ends: on a CPU the fused kernel of torch, per segment, joined. On CUDA the variable-length flash kernel of torch for
-packed rows in bfloat16 or float16, and flex attention with a block mask for trees and for float32. Where a sliding window
-is shorter than a row, or scores are capped, plain products with a mask per segment: exact, slower.
+Back ends: on a CPU the fused kernel of torch, per segment, joined; plain products with a mask per segment where a sliding
+window is shorter than a row, or scores are capped. On CUDA:
+
+    one segment a row                          scaled_dot_product_attention
+    packed rows in bfloat16 or float16         variable-length flash attention, which knows windows
+    trees, float32, caps, other value sizes    flex attention over a block mask (`model/segments.py`)
+    heads of fewer than 16 numbers             plain products: Triton multiplies no smaller matrices
 
 Where ranks share a forward (`distributed/sequence_parallel.py`), each exchanges the other heads of its positions for the
 other positions of its heads before, and back after; in between all of the above holds.
@@ -19,87 +23,23 @@ other positions of its heads before, and back after; in between all of the above
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.layout import PositionGroup
 from skyrl_train.batch.prefix_tree import Segment
 from skyrl_train.errors import ModelError
-from skyrl_train.model.joined_attention import Parts, accumulator, all_parts, joined_attention, parts_of_queries
+from skyrl_train.model.joined_attention import accumulator, joined_attention, parts_of_queries
 from skyrl_train.model.numerics import is_deterministic
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+from skyrl_train.model.segments import Segments
 
 ATTENTION = "skyrl_segments"
 """The name under which transformers finds `segment_attention`."""
 
 READ = "skyrl_read_positions"
 """Attribute of an attention module of which fewer queries may be asked (`model/last_layer.py`)."""
-
-
-@dataclass
-class Segments:
-    """Who attends to whom in one forward; what back ends derive from it is kept for all layers."""
-
-    segments: tuple[Segment, ...]
-    longest_path: int
-    """Tokens of the longest row."""
-    group: PositionGroup | None = None
-    """The ranks of which each has a part of the positions."""
-    _derived: dict[str, Any] = field(default_factory=dict, repr=False)
-
-    @property
-    def num_positions(self) -> int:
-        return self.segments[-1].stop if self.segments else 0
-
-    @property
-    def is_tree(self) -> bool:
-        return any(segment.subtree_stop > segment.stop for segment in self.segments)
-
-    def offsets(self, device: torch.device) -> tuple[Tensor, int]:
-        """int32 `[segments + 1]` bounds, and the longest segment; for packed rows."""
-        if "offsets" not in self._derived:
-            bounds = [0, *(segment.stop for segment in self.segments)]
-            longest = max(stop - start for start, stop in pairwise(bounds))
-            self._derived["offsets"] = torch.tensor(bounds, dtype=torch.int32, device=device), longest
-        found: tuple[Tensor, int] = self._derived["offsets"]
-        return found
-
-    def reach(self, device: torch.device) -> Tensor:
-        """int64 `[positions]`: where the subtree of each position's segment ends: key k is above query q where
-        `k <= q < reach[k]`."""
-        if "reach" not in self._derived:
-            ends = torch.tensor([segment.subtree_stop for segment in self.segments], device=device)
-            sizes = torch.tensor([segment.stop - segment.start for segment in self.segments], device=device)
-            self._derived["reach"] = torch.repeat_interleave(ends, sizes)
-        found: Tensor = self._derived["reach"]
-        return found
-
-    def parts(self) -> Parts:
-        """For the CPU's kernel."""
-        if "parts" not in self._derived:
-            self._derived["parts"] = all_parts(self.segments)
-        found: Parts = self._derived["parts"]
-        return found
-
-    def block_mask(self, device: torch.device) -> BlockMask:
-        """For flex attention."""
-        if "block_mask" not in self._derived:
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            reach, size = self.reach(device), self.num_positions
-
-            def above(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                return (key <= query) & (query < reach[key])
-
-            self._derived["block_mask"] = create_block_mask(above, None, None, size, size, device=str(device))
-        found: BlockMask = self._derived["block_mask"]
-        return found
 
 
 def masked_attention(
@@ -117,8 +57,7 @@ def masked_attention(
     `window`: a token sees itself and the `window - 1` tokens of its row before it. `softcap`: scores become
     `softcap * tanh(score / softcap)`.
     """
-    groups = query.shape[1] // key.shape[1]
-    keys, values = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    keys, values = expanded(key, value, num_heads=query.shape[1])
     parts: list[Tensor] = []
     path: list[Segment] = []
     for segment in segments.segments:
@@ -153,34 +92,58 @@ def _attend(
     """With `read`, other positions than these may be left 0."""
     if window is not None and window >= segments.longest_path:
         window = None
-    if window is not None or softcap is not None or key.shape[-1] != value.shape[-1]:
-        return masked_attention(query, key, value, segments, scale=scale, window=window, softcap=softcap)
-    if query.device.type == "cpu":
+    if query.device.type != "cpu":
+        return _attend_on_cuda(query, key, value, segments, scale=scale, window=window, softcap=softcap)
+    if window is None and softcap is None and key.shape[-1] == value.shape[-1]:
         parts = None if read is None else parts_of_queries(segments.segments, read.tolist())
         if read is None or parts is None:
             return joined_attention(query, key, value, segments.parts(), scale=scale)
         found = joined_attention(query.index_select(2, read), key, value, parts, scale=scale)
         return torch.zeros_like(query).index_copy(2, read, found)
-    return _attend_on_cuda(query, key, value, segments, scale=scale)
+    return masked_attention(query, key, value, segments, scale=scale, window=window, softcap=softcap)
 
 
-def _attend_on_cuda(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float) -> Tensor:
-    """The fused kernel for rows of one segment, variable-length flash attention for packed rows in half precision, else
-    flex attention."""
+def _attend_on_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """The first kernel of the module's table that computes this."""
     half = query.dtype in (torch.bfloat16, torch.float16)
-    if len(segments.segments) == 1:
+    same_size = key.shape[-1] == value.shape[-1]
+    if len(segments.segments) == 1 and window is None and softcap is None and same_size:
         if not half:  # of the fused kernels, only those for half precision know grouped heads
-            key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+            key, value = expanded(key, value, num_heads=query.shape[1])
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-    if not segments.is_tree and half:
-        return varlen(query, key, value, segments, scale=scale)
-    return flex(query, key, value, segments, scale=scale, compiled=True)
+    flash = half and same_size and query.shape[-1] <= _MOST_FLASH and query.shape[-1] % 8 == 0
+    if flash and not segments.is_tree and softcap is None and query.shape[0] == 1:
+        return varlen(query, key, value, segments, scale=scale, window=window)
+    if min(query.shape[-1], value.shape[-1]) < _LEAST_FLEX:
+        return masked_attention(query, key, value, segments, scale=scale, window=window, softcap=softcap)
+    return flex(query, key, value, segments, scale=scale, window=window, softcap=softcap, compiled=True)
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float) -> Tensor:
-    """torch's flash attention over packed rows; on CUDA, in half precision."""
+_MOST_FLASH, _LEAST_FLEX = 256, 16
+"""Numbers of a head: the most that flash attention takes (in multiples of 8), the least that flex attention does."""
+
+
+def expanded(key: Tensor, value: Tensor, *, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Keys and values `[rows, grouped heads, positions, size]`, each repeated for the queries' heads that share it."""
+    repeats = num_heads // key.shape[1]
+    return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+
+
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float, window: int | None = None
+) -> Tensor:
+    """torch's flash attention over packed rows; on CUDA, in half precision. `window` as in `masked_attention`."""
     from torch.nn.attention import varlen as library
 
     offsets, longest = segments.offsets(query.device)
@@ -195,15 +158,26 @@ def varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, sca
         longest,
         longest,
         scale=scale,
-        window_size=(-1, 0),
+        # tokens to the left and to the right that are seen beside the token itself; -1 is all
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
         num_splits=1 if is_deterministic() else None,
     )
     return found.transpose(0, 1).unsqueeze(0)
 
 
-def flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale: float, compiled: bool) -> Tensor:
-    """Flex attention with the tree's block mask. Has no backward on a CPU."""
+def flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    compiled: bool,
+) -> Tensor:
+    """Flex attention with the segments' block mask. Has no backward on a CPU."""
     from torch.nn.attention import flex_attention as library
 
     function: Any = library.flex_attention
@@ -213,11 +187,24 @@ def flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, *, scale
         query,
         key,
         value,
-        block_mask=segments.block_mask(query.device),
+        score_mod=None if softcap is None else _capped(softcap),
+        block_mask=segments.block_mask(query.device, window),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        # one kernel for forwards of all sizes: that for few queries splits keys, and does not know every grouping of heads
+        kernel_options={"BACKEND": "TRITON"},
     )
     return found
+
+
+@cache
+def _capped(softcap: float) -> Any:
+    """The same function for the same cap: another one would be compiled anew."""
+
+    def cap(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
 
 
 _COMPILED: dict[str, Any] = {}

@@ -20,7 +20,8 @@ from skyrl_train.batch.prefix_tree import Segment
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.errors import ModelError
-from skyrl_train.model.attention import ATTENTION, Segments, register
+from skyrl_train.model.attention import ATTENTION, register
+from skyrl_train.model.segments import Segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,6 +12,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.learner.memory_meter import CountingMeter
+from skyrl_train.learner.probe import Prober
 from skyrl_train.learner.sizing import SizingLimits, size_micro_batches
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
@@ -46,3 +47,25 @@ def test_one_long_row_with_hundreds_of_short_ones_stays_within_the_budget(tmp_pa
         assert isinstance(batches, MemoryAwareBatchIterator)
         batches.budgets = replace(report.budgets, cell_shares=(0.0, 0.0))
         assert learner.forward_backward(closed)["memory/policy_redone"].value > 0, "which it would have left otherwise"
+
+
+@pytest.mark.parametrize("layout", ["prefix_shared", "auto"])
+@pytest.mark.parametrize("probed", [True, False])
+def test_hundreds_of_rows_with_one_prompt_stay_within_the_budget(
+    tmp_path: Path, layout: LayoutChoice, probed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """500 rows of 64 tokens of which 63 are common: 32,000 tokens with their columns and losses at some 100 positions."""
+    if not probed:
+        monkeypatch.setattr(Prober, "grow_trees", lambda *_, **__: [])
+    learner = make_learner(
+        save_tiny_model(tmp_path), algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02), layout=layout
+    )
+    limits = replace(LIMITS, limit_bytes=6 * MIB)
+    size_micro_batches(learner, CountingMeter(limits.limit_bytes), limits)
+    batch = make_batch([64] * 500, prompt_length=1, samples=500)
+    ids = batch["input_ids"].clone().view(500, 64)
+    ids[:, :63] = ids[0, :63].clone()
+    metrics = learner.forward_backward(close(batch.with_columns(input_ids=ids.flatten())))
+    assert (metrics["memory/policy_redone"].value == 0) is probed, "without such probes memory runs out"
+    if probed:
+        assert 0.4 * limits.limit_bytes < metrics["memory/policy_peak_gib"].value * (1 << 30) <= limits.limit_bytes

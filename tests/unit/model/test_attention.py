@@ -16,13 +16,14 @@ from torch.nn import functional
 from skyrl_train.batch.prefix_tree import Segment, prefix_order, tree_segments
 from skyrl_train.errors import ModelError
 from skyrl_train.model import attention
-from skyrl_train.model.attention import Segments, _attend_on_cuda, flex, masked_attention, segment_attention
+from skyrl_train.model.attention import _attend_on_cuda, flex, masked_attention, segment_attention
+from skyrl_train.model.segments import Segments
 
 PACKED = Segments((Segment(0, 3, 3), Segment(3, 4, 4), Segment(4, 9, 9)), 5)
 TREE = Segments(
     (Segment(0, 2, 9), Segment(2, 3, 3), Segment(3, 5, 8), Segment(5, 6, 6), Segment(6, 8, 8), Segment(8, 9, 9)), 6
 )
-HEADS, KV_HEADS, SIZE = 4, 2, 8
+HEADS, KV_HEADS = 4, 2
 
 
 def random_tree(seed: int) -> Segments:
@@ -33,11 +34,11 @@ def random_tree(seed: int) -> Segments:
     return Segments(tree_segments(order), max(order.lengths))
 
 
-def qkv(segments: Segments, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(segments: Segments, dtype: torch.dtype = torch.float64, size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def draw(heads: int) -> Tensor:
-        shape = (1, segments.num_positions, heads, SIZE)
+        shape = (1, segments.num_positions, heads, size)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2).requires_grad_()
 
     return draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)
@@ -121,27 +122,17 @@ def long_tree(seed: int) -> Segments:
     return Segments(tree_segments(order), max(order.lengths))
 
 
+@pytest.mark.parametrize(
+    "terms", [{}, {"window": 2}, {"window": 130}, {"softcap": 0.7}, {"window": 40, "softcap": 2.0}], ids=str
+)
 @pytest.mark.parametrize("segments", [PACKED, TREE, random_tree(0), long_tree(0), long_tree(1)])
-def test_flex_attention_with_the_block_mask_of_a_tree(segments: Segments) -> None:
+def test_flex_attention_with_the_block_mask_of_a_tree(segments: Segments, terms: dict[str, Any]) -> None:
     """Forward only, uncompiled: what can be checked of it without a device."""
     query, key, value = (each.detach().float() for each in qkv(segments))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = flex(query, key, value, segments, scale=0.3, compiled=False)
-    torch.testing.assert_close(found, masked_attention(query, key, value, segments, scale=0.3))
-
-
-def test_blocks_that_nobody_attends_to_are_left_out() -> None:
-    """Two packed rows of 256: of 16 pairs of blocks each row has the 3 that are causal, 2 of them in part."""
-    rows = Segments((Segment(0, 256, 256), Segment(256, 512, 512)), 256)
-    mask = rows.block_mask(torch.device("cpu"))
-    computed = mask.to_dense()[0, 0] > 0
-    assert computed.tolist() == [
-        [True, False, False, False],
-        [True, True, False, False],
-        [False, False, True, False],
-        [False, False, True, True],
-    ]
+        found = flex(query, key, value, segments, scale=0.3, compiled=False, **terms)
+    torch.testing.assert_close(found, masked_attention(query, key, value, segments, scale=0.3, **terms))
 
 
 class OnCuda:
@@ -153,26 +144,46 @@ class OnCuda:
 
 
 @pytest.mark.parametrize(
-    ("segments", "dtype", "backend"),
+    ("segments", "dtype", "window", "softcap", "backend"),
     [
-        (PACKED, torch.bfloat16, "varlen"),
-        (PACKED, torch.float16, "varlen"),
-        (PACKED, torch.float32, "flex"),
-        (TREE, torch.bfloat16, "flex"),
-        (TREE, torch.float32, "flex"),
+        (PACKED, torch.bfloat16, None, None, "varlen"),
+        (PACKED, torch.float16, None, None, "varlen"),
+        (PACKED, torch.bfloat16, 3, None, "varlen, window 3"),
+        (PACKED, torch.bfloat16, 5, None, "varlen"),  # no row is longer
+        (PACKED, torch.bfloat16, 3, 30.0, "flex, window 3, cap 30.0"),
+        (PACKED, torch.float32, None, None, "flex"),
+        (PACKED, torch.float32, 3, None, "flex, window 3"),
+        (TREE, torch.bfloat16, None, None, "flex"),
+        (TREE, torch.bfloat16, 3, None, "flex, window 3"),
+        (TREE, torch.float32, None, 30.0, "flex, cap 30.0"),
     ],
 )
 def test_what_runs_on_cuda(
-    segments: Segments, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch
+    segments: Segments,
+    dtype: torch.dtype,
+    window: int | None,
+    softcap: float | None,
+    backend: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attention, "varlen", lambda *_, **__: "varlen")
-    monkeypatch.setattr(attention, "flex", lambda *_, **__: "flex")
-    inputs = [OnCuda(each.detach()) for each in qkv(segments, dtype)]
-    found = attention._attend(*inputs, segments, scale=0.3, window=None, softcap=None, read=None)  # type: ignore[arg-type]
+    """Never the plain products, which multiply everything with everything."""
+
+    def named(name: str, window: int | None = None, softcap: float | None = None, **_: object) -> str:
+        terms = [f"window {window}"] * (window is not None) + [f"cap {softcap}"] * (softcap is not None)
+        return ", ".join([name, *terms])
+
+    monkeypatch.setattr(attention, "varlen", lambda *_, **terms: named("varlen", **terms))
+    monkeypatch.setattr(attention, "flex", lambda *_, **terms: named("flex", **terms))
+    inputs = [OnCuda(each.detach()) for each in qkv(segments, dtype, size=16)]
+    found = attention._attend(*inputs, segments, scale=0.3, window=window, softcap=softcap, read=None)  # type: ignore[arg-type]
     assert found == backend
 
 
-def test_packed_rows_are_handed_to_the_variable_length_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_packed_rows_are_handed_to_the_variable_length_kernel(
+    deterministic: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel itself runs on CUDA alone: here a function of its signature computes what it promises."""
     from torch.nn.attention import varlen as library
 
@@ -180,14 +191,19 @@ def test_packed_rows_are_handed_to_the_variable_length_kernel(monkeypatch: pytes
 
     def computed(*args: Any, **kwargs: Any) -> Tensor:
         given = signature.bind(*args, **kwargs).arguments
-        assert (given["window_size"], given["max_q"], given["max_k"]) == ((-1, 0), 5, 5)
+        assert (given["max_q"], given["max_k"]) == (5, 5)
+        assert given["num_splits"] == (1 if deterministic else None)
+        left, right = given["window_size"]
+        assert right == 0
         assert given["cu_seq_q"].tolist() == given["cu_seq_k"].tolist() == [0, 3, 4, 9]
         assert given["cu_seq_q"].dtype == torch.int32
         query, key, value = (given[name].transpose(0, 1)[None] for name in ("query", "key", "value"))
+        back = torch.arange(5)[:, None] - torch.arange(5)
+        seen = (back >= 0) & (back <= left) if left >= 0 else back >= 0
         rows = [
             functional.scaled_dot_product_attention(
                 *(each[:, :, start:stop] for each in (query, key, value)),
-                is_causal=True,
+                attn_mask=seen[: stop - start, : stop - start],
                 scale=given["scale"],
                 enable_gqa=given["enable_gqa"],
             )
@@ -196,9 +212,10 @@ def test_packed_rows_are_handed_to_the_variable_length_kernel(monkeypatch: pytes
         return torch.cat(rows, dim=2)[0].transpose(0, 1)
 
     monkeypatch.setattr(library, "varlen_attn", computed)
+    monkeypatch.setattr(attention, "is_deterministic", lambda: deterministic)
     query, key, value = (each.detach().float() for each in qkv(PACKED))
-    found = attention.varlen(query, key, value, PACKED, scale=0.3)
-    torch.testing.assert_close(found, masked_attention(query, key, value, PACKED, scale=0.3))
+    found = attention.varlen(query, key, value, PACKED, scale=0.3, window=window)
+    torch.testing.assert_close(found, masked_attention(query, key, value, PACKED, scale=0.3, window=window))
 
 
 def test_a_model_that_drops_the_layout_is_refused() -> None:
