@@ -16,7 +16,8 @@ from skyrl_train.batch.prefix_tree import Segment
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.errors import ModelError
 from skyrl_train.learner.sizing import SizingLimits, make_meter, size_micro_batches
-from skyrl_train.model.attention import Segments, masked_attention, segment_attention
+from skyrl_train.model.attention import masked_attention, segment_attention
+from skyrl_train.model.segments import Segments
 from skyrl_train.selftest.cases import Context, SkipCase
 from skyrl_train.selftest.fixtures import (
     gradient_of,
