@@ -60,6 +60,11 @@ def random_loss_inputs(
     )
 
 
+def columns_of(inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """Its tensors by name."""
+    return {name: column for name, column in vars(inputs).items() if isinstance(column, Tensor)}
+
+
 def turns_in(inputs: PolicyLossInputs) -> list[tuple[int, list[int], Turn]]:
     """Row, positions and tokens of each turn: a run of trained tokens that none can be added to."""
     columns = (inputs.logprobs, inputs.old_logprobs, inputs.rollout_logprobs, inputs.advantages)

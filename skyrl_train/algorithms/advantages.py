@@ -111,7 +111,7 @@ def maxrl(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutput:
 
 
 def opo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutput:
-    """`r_i - sum_j(l_j * r_j) / sum_j(l_j)` with `l_j` the number of trained tokens.
+    """`r_i - sum_j(l_j * r_j) / sum_j(l_j)` with `l_j` the number of sampled tokens.
 
     On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585: the variance-optimal baseline where the squared norm of
     a trajectory's gradient grows with its length. Needs groups. Raises BatchError for malformed inputs.

@@ -96,6 +96,8 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
         require_integer(name, getattr(inputs, name), rows)
     for name in ("is_last_step", "is_padding"):
         require_bool(name, getattr(inputs, name), rows)
+    if inputs.response_mask is not None:
+        require_bool("response_mask", inputs.response_mask, shape)
     real = ~inputs.is_padding.unsqueeze(1)
     require_finite("rewards", inputs.rewards, real.expand(shape), inputs)
     for name in ("values", "old_logprobs", "ref_logprobs"):

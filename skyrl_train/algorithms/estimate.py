@@ -84,13 +84,15 @@ def _estimate(batch: TrainingInputBatch, config: AlgorithmConfig, kl_reward_coef
 
 
 def _tokens_that_count(batch: TrainingInputBatch, config: AlgorithmConfig) -> Tensor:
-    """int64: tokens with loss or a reward, the token after each, by which turns are told apart, and each row's first.
+    """int64: tokens that were sampled or have a reward, the token after each, which tells turns apart, and each row's first.
 
     Our estimators read nothing of the others, which are most of a batch with one row per turn. A user's own may.
     """
     if config.advantage_estimator not in ADVANTAGE_ESTIMATORS:
         return torch.arange(batch.num_tokens, device=batch.row_offsets.device)
     counts = batch["loss_mask"] | (batch["rewards"] != 0)
+    if "response_mask" in batch:
+        counts |= batch["response_mask"]
     counts[1:] |= counts[:-1].clone()
     counts[batch.row_offsets[:-1]] = True
     return counts.nonzero().squeeze(1)
@@ -151,6 +153,7 @@ def advantage_inputs(
         values=padded("values"),
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
+        response_mask=padded("response_mask"),
     )
 
 

@@ -88,8 +88,8 @@ def mask_rows(batch: TrainingInputBatch, rollouts: RolloutBatch, config: Algorit
 
     `overlong`: trajectories that a length limit cut off (DAPO, arXiv:2503.14476, section 3.4); their rewards still
     count in their group. `zero_variance`: prompts whose trajectories all have the same outcome. Done before
-    mini-batches are closed, so what is left out is in no denominator. Raises BatchError where the batch is not of
-    these rollouts.
+    mini-batches are closed, so what is left out is in no denominator. What the policy sampled stays in `response_mask`, by
+    which turns are found. Raises BatchError where the batch is not of these rollouts.
     """
     left_out = torch.zeros(batch.num_rows, dtype=torch.bool)
     if config.filters.overlong:
@@ -98,7 +98,9 @@ def mask_rows(batch: TrainingInputBatch, rollouts: RolloutBatch, config: Algorit
         left_out |= zero_variance_rows(batch, config)
     if not bool(left_out.any()):
         return batch
-    return batch.with_columns(loss_mask=batch["loss_mask"] & ~torch.repeat_interleave(left_out, batch.lengths))
+    loss_mask = batch["loss_mask"]
+    trained = loss_mask & ~torch.repeat_interleave(left_out, batch.lengths)
+    return batch.with_columns(loss_mask=trained, response_mask=loss_mask)
 
 
 def _cut_off_rows(batch: TrainingInputBatch, rollouts: RolloutBatch) -> Tensor:

@@ -1,7 +1,8 @@
 """Scores of trajectories or turns, and the groups in which they are compared.
 
-A turn is a maximal run of trained tokens in a row, so that a trajectory kept in one row and the same trajectory with
-one row per turn have the same turns. Turns are ordered by trajectory, then by step, then by position.
+A turn is a maximal run of tokens in a row that the policy sampled, trained or not, so that a trajectory kept in one row
+and the same trajectory with one row per turn have the same turns. Turns are ordered by trajectory, then by step, then by
+position.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ class Scores:
     group: Tensor
     """`[units]` int64, 0 .. groups - 1."""
     num_tokens: Tensor
-    """`[units]` float64: trained tokens."""
+    """`[units]` float64: tokens that the policy sampled."""
     magnitude: Tensor
     """`[units]` float64: sum of absolute rewards behind the score, against which rounding is judged."""
     unit_of_token: Tensor
-    """`[rows, len]` int64: the unit of a trained token; meaningless elsewhere."""
+    """`[rows, len]` int64: the unit of a sampled token; meaningless elsewhere."""
     trained: Tensor
     """`[rows, len]` bool: trained tokens of rows that are not padding."""
     reward_dtype: torch.dtype
@@ -92,8 +93,8 @@ class _Turns:
 
 
 def _turns(inputs: AdvantageInputs, rows: Tensor) -> _Turns:
-    """A row without a trained token is one empty turn, whose reward still counts."""
-    mask = inputs.loss_mask[rows]
+    """A row without a sampled token is one empty turn, whose reward still counts."""
+    mask = inputs.responses[rows]
     starts = mask.clone()
     starts[:, 1:] &= ~mask[:, :-1]
     per_row = starts.sum(1).clamp(min=1)
@@ -126,7 +127,7 @@ def score(inputs: AdvantageInputs, *, step_rewards: Literal["outcome", "turn_ret
 
     outcome: one unit per trajectory, its score the sum of all its rewards; groups are prompts.
     turn_return: one unit per turn, its score `G_k = sum_{j >= k} gamma^(j - k) * reward_j`; groups are the k-th turns
-    of a prompt's trajectories. No reward is dropped: one outside the trained tokens counts for the turn before it.
+    of a prompt's trajectories. No reward is dropped: one outside the sampled tokens counts for the turn before it.
 
     Raises BatchError for malformed inputs.
     """

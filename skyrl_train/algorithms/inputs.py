@@ -34,6 +34,14 @@ class AdvantageInputs:
     """`[rows, len]` float: of the policy at the start of the update, for `on_policy_distillation`."""
     ref_logprobs: Tensor | None = None
     """`[rows, len]` float: of the reference (the teacher), for `on_policy_distillation`."""
+    response_mask: Tensor | None = None
+    """`[rows, len]` bool: True for a token that the policy sampled, trained or not. None: all of them are trained."""
+
+    @property
+    def responses(self) -> Tensor:
+        """`[rows, len]` bool: what the policy sampled, whose runs are the turns. A filter that takes the loss of a
+        trajectory away leaves its turns, and their place in the group, as they were."""
+        return self.loss_mask if self.response_mask is None else self.response_mask
 
 
 @dataclass(frozen=True, kw_only=True)

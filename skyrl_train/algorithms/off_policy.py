@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.checks import require_bool, require_float, require_rows
-from skyrl_train.algorithms.kl import MAX_LOG_RATIO
+from skyrl_train.algorithms.kl import MAX_LOG_RATIO, logprob_rounding
 from skyrl_train.algorithms.ratios import masked, turns_of
 from skyrl_train.config.algorithm import OffPolicyConfig
 from skyrl_train.telemetry.metrics import Max, Mean, Metric
@@ -57,11 +57,13 @@ def off_policy_weights(
     left_out = torch.zeros_like(loss_mask)
     if config.sequence_mask != "none":
         value = geometric if config.sequence_mask == "geometric" else product
-        left_out = left_out | (value < config.sequence_mask_low) | (value > config.sequence_mask_high)
+        low, high = _away_from_1(config.sequence_mask_low, config.sequence_mask_high, ratio.dtype)
+        left_out = left_out | (value < low) | (value > high)
+    low, high = _away_from_1(config.outlier_low, config.outlier_high, ratio.dtype)
     if config.outlier_low > 0:
-        left_out = left_out | (turns.total((ratio < config.outlier_low).double()) > 0)
+        left_out = left_out | (turns.total((ratio < low).double()) > 0)
     if config.outlier_high > 0:
-        left_out = left_out | (turns.total((ratio > config.outlier_high).double()) > 0)
+        left_out = left_out | (turns.total((ratio > high).double()) > 0)
     weights = torch.where(left_out, torch.zeros_like(weights), weights)
     weights = torch.where(loss_mask, weights, torch.ones_like(weights))
 
@@ -88,10 +90,19 @@ def _weights(ratio: Tensor, product: Tensor, geometric: Tensor, config: OffPolic
     if config.weight == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     chosen = {"token": ratio, "sequence": product, "geometric": geometric}[config.weight]
+    low, high = _away_from_1(config.weight_low, config.weight_high, chosen.dtype)
+    outside = (chosen < low) | (chosen > high)
     if config.weight_mode == "truncate":
-        return chosen.clamp(max=config.weight_high), chosen > config.weight_high
-    outside = (chosen < config.weight_low) | (chosen > config.weight_high)
-    return torch.where(outside, torch.zeros_like(chosen), chosen), outside
+        return chosen.clamp(config.weight_low, config.weight_high), outside
+    inside = torch.ones_like(chosen) if config.weight_mode == "mask_only" else chosen
+    # A NaN is outside of nothing: it stays, where a 1 would hide it.
+    return torch.where(outside, torch.zeros_like(chosen), torch.where(chosen.isnan(), chosen, inside)), outside
+
+
+def _away_from_1(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The bounds, of which one at 1 itself moves to where rounding ends: ratios of one policy to itself lie around 1."""
+    rounding = logprob_rounding(dtype)
+    return (1 - rounding if abs(low - 1) < rounding else low), (1 + rounding if abs(high - 1) < rounding else high)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,7 @@ class ColumnSpec:
 SCHEMA: dict[str, ColumnSpec] = {
     "input_ids": ColumnSpec(torch.int32, 0, False, "token"),
     "loss_mask": ColumnSpec(torch.bool, False, False, "token"),
+    "response_mask": ColumnSpec(torch.bool, False, True, "token"),
     "rewards": ColumnSpec(torch.float32, 0.0, False, "token"),
     "rollout_logprobs": ColumnSpec(torch.float32, 0.0, True, "token"),
     "old_logprobs": ColumnSpec(torch.float32, 0.0, True, "token"),
@@ -58,11 +59,11 @@ SCHEMA: dict[str, ColumnSpec] = {
 }
 """Token columns (position t belongs to token t of `input_ids`), then row columns.
 
-`loss_mask`: the policy sampled this token and is trained on it. `rewards`: a turn's reward sits on its last response
-token. `loss_weights`: set when a mini-batch is closed; so are those of
-`algorithms/step_columns.py`. `position_ids`: where rows were packed of several sequences,
-the position within each; absent where a row is one sequence. `trajectory_index`: unique in the batch; the rows of one
-trajectory share it. `is_padding`: the row stands for a failed trajectory or fills up a shard; never counted.
+`loss_mask`: the policy sampled this token and is trained on it. `response_mask`: the policy sampled this token, trained
+or not; absent where that is `loss_mask`. `rewards`: a turn's reward sits on its last response token. `loss_weights`: set
+when a mini-batch is closed; so are those of `algorithms/step_columns.py`. `position_ids`: where rows were packed of several
+sequences, the position within each; absent where a row is one sequence. `trajectory_index`: unique in the batch; the
+rows of one trajectory share it. `is_padding`: the row stands for a failed trajectory or fills up a shard; never counted.
 `is_stale`: a turn of it was sampled by older weights than the update starts from.
 """
 

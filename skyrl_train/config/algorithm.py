@@ -23,10 +23,11 @@ class OffPolicyConfig:
 
     weight: Literal["none", "token", "sequence", "geometric"] = "none"
     """Multiply token losses with the ratio of the token, of its turn (product of ratios), or their geometric mean."""
-    weight_mode: Literal["truncate", "mask"] = "truncate"
-    """truncate: at most `weight_high`. mask: 0 outside `weight_low` to `weight_high`."""
+    weight_mode: Literal["truncate", "mask", "mask_only"] = "truncate"
+    """What becomes of a weight outside `weight_low` to `weight_high`. truncate: the nearer bound. mask: 0. mask_only: 0, and
+    1 inside, so that tokens (or turns) are left out and none is weighted."""
     weight_low: NonNegative = 0.0
-    """Smallest weight that `weight_mode=mask` keeps."""
+    """Smallest weight."""
     weight_high: Positive = 2.0
     """Largest weight."""
     sequence_mask: Literal["none", "geometric", "product"] = "none"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.config.algorithm import algorithm_violations, needs_critic, needs_reference
+from skyrl_train.config.algorithm import REFERENCE_ESTIMATORS, algorithm_violations, needs_critic, needs_reference
 from skyrl_train.config.registered import REGISTRIES, module_exists, registered_names
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sequence_parallel import sequence_parallel_violations
@@ -101,15 +101,23 @@ def _names(config: Config) -> Iterator[Violation]:
 
 
 def _groups(config: Config) -> Iterator[Violation]:
-    estimator = config.trainer.algorithm.advantage_estimator
-    if estimator not in GROUP_ESTIMATORS:
+    algorithm = config.trainer.algorithm
+    estimator, filters = algorithm.advantage_estimator, algorithm.filters
+    if estimator in GROUP_ESTIMATORS:
+        single = f"{estimator} compares a prompt's samples, so a single one has advantage 0"
+        equal, instead = f"{estimator} gives equal samples advantage 0", "another trainer.algorithm.advantage_estimator"
+    elif filters.zero_variance or filters.dynamic_sampling != "none":
+        name, off = ("zero_variance", "false") if filters.zero_variance else ("dynamic_sampling", "none")
+        equal = f"filters.{name} leaves prompts out whose samples have equal rewards, so that nothing is trained"
+        single, instead = f"{equal} with one sample", f"trainer.algorithm.filters.{name}={off}"
+    else:
         return
     if config.generator.n_samples_per_prompt == 1:
         yield _violation(
             config,
             "generator.n_samples_per_prompt",
-            f"must be at least 2: {estimator} compares a prompt's samples, so a single one has advantage 0",
-            "try generator.n_samples_per_prompt=8, or another trainer.algorithm.advantage_estimator",
+            f"must be at least 2: {single}",
+            f"try generator.n_samples_per_prompt=8, or {instead}",
         )
     sampling = config.generator.sampling
     if config.generator.backend != "replay" and (sampling.temperature == 0 or sampling.top_k == 1):
@@ -117,7 +125,7 @@ def _groups(config: Config) -> Iterator[Violation]:
         yield _violation(
             config,
             f"generator.sampling.{field}",
-            f"makes all samples of a prompt equal, and {estimator} gives equal samples advantage 0",
+            f"makes all samples of a prompt equal, and {equal}",
             f"try generator.sampling.{field}={1.0 if field == 'temperature' else -1}",
         )
 
@@ -215,6 +223,13 @@ def _reference(config: Config) -> Iterator[Violation]:
     algorithm, path = config.trainer.algorithm, config.reference.model.path
     if not path.strip():
         yield _violation(config, "reference.model.path", "must not be empty", "try reference.model.path=policy")
+    if algorithm.advantage_estimator in REFERENCE_ESTIMATORS and path in ("policy", config.model.path):
+        yield _violation(
+            config,
+            "reference.model.path",
+            f"must name another model than the policy: {algorithm.advantage_estimator} learns from where the two differ",
+            "set reference.model.path to the folder or hub name of a teacher",
+        )
     if algorithm.ref_update_interval and not needs_reference(algorithm):
         yield _violation(
             config,
@@ -326,7 +341,7 @@ def _batch_sizes(config: Config) -> Iterator[Violation]:
 RULES = (
     Rule(("generator.max_context_length", "generator.sampling", "generator.eval_sampling", "data"), _lengths),
     Rule(("trainer.algorithm", "trainer.micro_batching"), _names),
-    Rule(("generator", "trainer.algorithm.advantage_estimator"), _groups),
+    Rule(("generator", "trainer.algorithm"), _groups),
     Rule(("generator",), _evaluation),
     Rule(("trainer.resume_mode", "trainer.resume_path"), _resume),
     Rule(("generator.backend", "generator.replay_path"), _replay),
@@ -336,7 +351,7 @@ RULES = (
     Rule(("placement", "generator", "platform"), cluster_violations),
     Rule(("trainer.policy.optimizer.betas", "critic.optimizer.betas"), _optimizers),
     Rule(("trainer.algorithm.advantage_estimator", "critic.model"), _critic),
-    Rule(("trainer.algorithm", "reference"), _reference),
+    Rule(("trainer.algorithm", "reference", "model.path"), _reference),
     Rule(("model.lora", "critic.model"), _lora),
     Rule(("trainer.algorithm.step_rewards", "generator.step_wise_trajectories"), _step_wise),
     Rule(("trainer.docs_per_step", "trainer.docs_per_step_exact"), _docs_per_step),

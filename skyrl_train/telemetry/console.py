@@ -139,6 +139,8 @@ def step_line(metrics: Mapping[str, float], *, step: int, total_steps: int, left
         parts.append(f"{_three_digits(metrics['timing/step'])} s")
     if step < total_steps:
         parts.append(f"{clock(left_s)} left")
+    if metrics.get("batch/trained_tokens") == 0:
+        parts.append("0 LOSS TOKENS: NOTHING LEARNED")
     if metrics.get("failures/count"):
         parts.append(f"{metrics['failures/count']:.0f} FAILED")
     return "  ".join(parts)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from skyrl_train.algorithms.estimate import estimate_advantages
 from skyrl_train.algorithms.filters import (
     differing_prompts,
     is_cut_off,
@@ -148,6 +149,28 @@ class TestMaskRows:
 
     def test_both(self, step_wise: bool) -> None:
         assert self.trained(FilterConfig(zero_variance=True, overlong=True), step_wise) == [1]
+
+    def test_the_turns_of_a_cut_off_trajectory_are_compared_as_they_were_sampled(self, step_wise: bool) -> None:
+        """RLOO of first turns with returns 1, 0, 3 and of second turns with 1, 0, 2; the first trajectory has no loss."""
+        group = [
+            trajectory("a", 0, 0.0, 1.0, stop=StopReason.LENGTH),
+            trajectory("a", 1, 0.0, 0.0),
+            trajectory("a", 2, 1.0, 2.0),
+        ]
+        config = AlgorithmConfig(
+            advantage_estimator="rloo", step_rewards="turn_return", filters=FilterConfig(overlong=True)
+        )
+        masked = mask_rows(assembled(rollouts(group), step_wise=step_wise), rollouts(group), config)
+        found = estimate_advantages(masked, config)
+        assert found["advantages"][found["loss_mask"]].tolist() == [-2.0, -2.0, -1.5, -1.5, 2.5, 2.5, 1.5, 1.5]
+
+    def test_the_length_of_a_cut_off_trajectory_weighs_in_the_baseline(self, step_wise: bool) -> None:
+        """OPO's baseline of rewards 1 and 0 with 6 and 2 tokens is 0.75."""
+        group = [trajectory("a", 0, 1.0, stop=StopReason.LENGTH, length=6), trajectory("a", 1, 0.0)]
+        config = AlgorithmConfig(advantage_estimator="opo", filters=FilterConfig(overlong=True))
+        masked = mask_rows(assembled(rollouts(group), step_wise=step_wise), rollouts(group), config)
+        found = estimate_advantages(masked, config)
+        assert found["advantages"][found["loss_mask"]].tolist() == [-0.75, -0.75]
 
     def test_rollouts_of_another_batch_are_refused(self, step_wise: bool) -> None:
         other = replace(self.BATCH, prompts=self.BATCH.prompts[:1], trajectories=self.BATCH.trajectories[:2])

@@ -11,7 +11,7 @@ from skyrl_train.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, Polic
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.errors import BatchError, ConfigError
 from skyrl_train.telemetry.metrics import Max, Min, merge_metrics
-from tests.loss_oracles import LOSS_ORACLES, loss_error, random_loss_inputs
+from tests.loss_oracles import LOSS_ORACLES, columns_of, loss_error, random_loss_inputs
 
 CONFIGS = [
     AlgorithmConfig(),
@@ -38,11 +38,6 @@ def one_token(ratio: float, advantage: float, old: float = -1.0) -> PolicyLossIn
 
 def loss_of(name: str, inputs: PolicyLossInputs, config: AlgorithmConfig | None = None) -> float:
     return float(POLICY_LOSSES[name](inputs, config or AlgorithmConfig()).token_losses.detach().sum())
-
-
-def columns_of(inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """Its tensors by name."""
-    return {name: column for name, column in vars(inputs).items() if isinstance(column, Tensor)}
 
 
 def gradient_on_policy(

@@ -18,7 +18,7 @@ from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError
 from tests.advantage_oracles import Sample, Step, advantage_inputs_of
-from tests.loss_oracles import random_loss_inputs
+from tests.loss_oracles import columns_of, random_loss_inputs
 
 ESTIMATORS = sorted(ADVANTAGE_ESTIMATORS)
 LOSSES = sorted(POLICY_LOSSES)
@@ -111,8 +111,8 @@ class TestEstimators:
 
     @pytest.mark.parametrize("width", [0, 3])
     def test_no_rows_give_no_rows(self, name: str, width: int) -> None:
-        none = AdvantageInputs(**{key: column[:0] for key, column in vars(inputs()).items()})
-        narrow = {key: c[:, :width] if c.dim() == 2 else c for key, c in vars(none).items()}
+        none = AdvantageInputs(**{key: column[:0] for key, column in vars(inputs()).items() if column is not None})
+        narrow = {key: c[:, :width] if c.dim() == 2 else c for key, c in vars(none).items() if c is not None}
         assert ADVANTAGE_ESTIMATORS[name](AdvantageInputs(**narrow), CONFIG).advantages.shape == (0, width)
 
 
@@ -157,7 +157,7 @@ class TestLosses:
 
     def test_no_rows_give_no_rows(self, name: str) -> None:
         batch = random_loss_inputs(0, num_rows=5)
-        none = replace(batch, **{key: column[:0] for key, column in vars(batch).items() if column is not None})
+        none = replace(batch, **{key: column[:0] for key, column in columns_of(batch).items()})
         assert POLICY_LOSSES[name](none, CONFIG).token_losses.shape == (0, 9)
 
 

@@ -41,6 +41,44 @@ def test_masked_token_weights() -> None:
     assert rows(found.weights) == [[2.0, 0.5, 0.0], [1.0, 1.1, 1.0], [0.0, 1.0, 1.0]]
 
 
+def test_truncated_weights_have_a_lower_bound_too() -> None:
+    found = correct(OffPolicyConfig(weight="token", weight_low=0.25, weight_high=1.5))
+    assert rows(found.weights) == [[1.5, 0.5, 1.5], [1.0, 1.1, 1.0], [0.25, 1.0, 1.0]]
+    assert found.metrics["off_policy/weights_bounded_fraction"].value == pytest.approx(3 / 8)
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        ("token", [[1.0, 1.0, 0.0], [1.0, 1.0, 1.0], [0.0, 1.0, 1.0]]),
+        ("sequence", [[0.0] * 3, [1.0] * 3, [0.0] * 3]),
+        ("geometric", [[1.0] * 3, [1.0] * 3, [0.0] * 3]),
+    ],
+)
+def test_a_mask_alone_weighs_nothing(weight: str, expected: list[list[float]]) -> None:
+    config = OffPolicyConfig(weight=weight, weight_mode="mask_only", weight_low=0.4, weight_high=2.5)  # type: ignore[arg-type]
+    found = correct(config)
+    assert found.weights.tolist() == expected
+    left_out = sum(value == 0.0 for row in expected for value in row)
+    assert found.metrics["off_policy/weights_bounded_fraction"].value == pytest.approx(left_out / 8)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OffPolicyConfig(weight="token", weight_mode="mask_only", weight_low=1.0, weight_high=1.0),
+        OffPolicyConfig(sequence_mask="geometric", sequence_mask_low=1.0, sequence_mask_high=1.0),
+        OffPolicyConfig(outlier_low=1.0, outlier_high=1.0),
+    ],
+)
+def test_a_bound_of_1_leaves_nothing_out_for_rounding(config: OffPolicyConfig) -> None:
+    old = torch.full((4, 6), -1.0, dtype=torch.float64)
+    noise = 1e-14 * torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    assert off_policy_weights(old, old + noise, mask, config).weights.tolist() == [[1.0] * 6] * 4
+    assert off_policy_weights(old, old + 1e-6, mask, config).weights.tolist() == [[0.0] * 6] * 4
+
+
 def test_sequence_and_geometric_weights_are_the_same_for_a_turns_tokens() -> None:
     product = correct(OffPolicyConfig(weight="sequence", weight_high=3.0)).weights
     assert rows(product) == [[3.0] * 3, [1.1, 1.1, 1.0], [0.01] * 3]
@@ -73,7 +111,7 @@ def test_weights_do_not_depend_on_the_micro_batch() -> None:
     assert torch.equal(torch.cat(one_by_one), correct(config).weights)
 
 
-@pytest.mark.parametrize("mode", ["truncate", "mask"])
+@pytest.mark.parametrize("mode", ["truncate", "mask", "mask_only"])
 def test_a_nan_on_a_trained_token_stays_visible(mode: str) -> None:
     column = torch.tensor([[math.nan]], dtype=torch.float64)
     config = OffPolicyConfig(weight="token", weight_mode=mode)  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ FILES = sorted(
 EXPERIMENTS = sorted(path.stem for path in FILES if path.parent.name == "experiment")
 PLATFORMS = ("cpu", "gpu")
 ASKS_FOR_MORE = {
+    "algorithm=distillation": ["reference.model.path=hub/teacher"],
     "batching=auto": ["trainer.memory_budget_gb=1"],
     "environment=text2sql": ["environment.kwargs.db_path=/databases"],
     "generator=replay": ["generator.replay_path=."],

@@ -38,6 +38,9 @@ def test_the_defaults_break_no_rule() -> None:
     assert violations() == []
 
 
+SINGLE_SAMPLE = {"generator__n_samples_per_prompt": 1, "trainer__algorithm__advantage_estimator": "reinforce++"}
+
+
 @pytest.mark.parametrize(
     ("broken", "field"),
     [
@@ -99,6 +102,27 @@ def test_the_defaults_break_no_rule() -> None:
         ({"trainer__algorithm__kl_controller": "adaptive"}, "trainer.algorithm.kl_controller"),
         ({"trainer__algorithm__ref_update_interval": 2}, "trainer.algorithm.ref_update_interval"),
         ({"reference__model__path": ""}, "reference.model.path"),
+        ({"trainer__algorithm__advantage_estimator": "on_policy_distillation"}, "reference.model.path"),
+        (
+            {
+                "trainer__algorithm__advantage_estimator": "on_policy_distillation",
+                "reference__model__path": Config().model.path,
+            },
+            "reference.model.path",
+        ),
+        ({**SINGLE_SAMPLE, "trainer__algorithm__filters__zero_variance": True}, "generator.n_samples_per_prompt"),
+        (
+            {**SINGLE_SAMPLE, "trainer__algorithm__filters__dynamic_sampling": "filter"},
+            "generator.n_samples_per_prompt",
+        ),
+        (
+            {
+                "trainer__algorithm__advantage_estimator": "reinforce++",
+                "trainer__algorithm__filters__zero_variance": True,
+                "generator__sampling__temperature": 0.0,
+            },
+            "generator.sampling.temperature",
+        ),
         (
             {
                 "trainer__algorithm__ref_update_interval": 2,
@@ -124,6 +148,15 @@ def test_each_rule_names_the_field_that_breaks_it(broken: dict[str, Any], field:
         {"trainer__algorithm__policy_loss": "json:dumps"},
         {"trainer__algorithm__step_rewards": "turn_return", "generator__step_wise_trajectories": True},
         {"data__validation": []},
+        {
+            "trainer__algorithm__advantage_estimator": "reinforce++",
+            "trainer__algorithm__filters__zero_variance": True,
+            "generator__n_samples_per_prompt": 8,
+        },
+        {
+            "trainer__algorithm__advantage_estimator": "on_policy_distillation",
+            "reference__model__path": "hub/teacher",
+        },
     ],
 )
 def test_sensible_combinations_pass(sound: dict[str, Any]) -> None:

@@ -41,6 +41,12 @@ def test_what_was_not_measured_is_left_out_and_failures_stand_out():
     assert step_line(metrics, step=40, total_steps=40, left_s=0.0) == "step 40/40  2.0 s  8 FAILED"
 
 
+def test_a_step_without_a_loss_token_says_so() -> None:
+    line = step_line({"batch/trained_tokens": 0.0}, step=2, total_steps=2, left_s=0.0)
+    assert line == "step 2/2  0 LOSS TOKENS: NOTHING LEARNED"
+    assert "LOSS TOKENS" not in step_line({"batch/trained_tokens": 1.0}, step=2, total_steps=2, left_s=0.0)
+
+
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(4.6, "0:05"), (760, "12:40"), (10930, "3:02:10"), (183600, "2 d 03:00:00")]
 )
