@@ -41,7 +41,11 @@ class Cluster:
         layout = plan_layout(config, roles=self.roles, num_engines=count_engines(config))
         self.session = RaySession(config.placement, num_cpus=num_cpus(layout), name=config.run_name)
         stack.callback(self.session.close)
-        self.placement = Placement(layout, timeout_s=config.placement.start_timeout_s)
+        self.placement = Placement(
+            layout,
+            timeout_s=config.placement.start_timeout_s,
+            wait_for_nodes_s=config.placement.wait_for_nodes_s if config.placement.ray_address else 0.0,
+        )
         self._transport: RayTransport | None = None
         self._turns = DeviceTurns(None, shared=False, record_file=self._output("device_turns.jsonl"))
 

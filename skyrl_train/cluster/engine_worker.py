@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.cluster.calls import Answer, Identity, node_address
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 class EngineWorker:
     """Every method answers with an `Answer`."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, secrets: Mapping[str, str]) -> None:
+        """`secrets`: environment variables that Ray must not see."""
+        os.environ.update(secrets)
         self._config = config
         self._engine: VLLMEngine | None = None
 

@@ -11,7 +11,7 @@ import ray
 from skyrl_train.cluster.calls import HEALTH, RemoteActor, kill
 from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.session import RaySession
+from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.cluster.workers import watch
 
 if TYPE_CHECKING:
@@ -82,8 +82,11 @@ class EngineFleet:
         variables = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
         env = self._session.runtime_env(self._config.platform.num_threads, **variables)
         worker = ray.remote(concurrency_groups={HEALTH: 1})(EngineWorker)
+        secrets = forwarded_environment(secret=True)
         return RemoteActor(
-            handle=worker.options(max_restarts=0, runtime_env=env, **self._slots[index].options).remote(self._config),
+            handle=worker.options(max_restarts=0, runtime_env=env, **self._slots[index].options).remote(
+                self._config, secrets=secrets
+            ),
             role="vllm engine",
             rank=index,
             log_folder=self._session.log_folder,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.cluster.calls import Answer, Identity, node_address
@@ -43,7 +43,9 @@ def answering(method: Callable[..., Any]) -> Callable[..., Answer]:
 class LearnerWorker:
     """A rank of the policy, of the reference or of the critic."""
 
-    def __init__(self, config: Config, plan: BatchPlan, role: Role) -> None:
+    def __init__(self, config: Config, plan: BatchPlan, role: Role, *, secrets: Mapping[str, str]) -> None:
+        """`secrets`: environment variables that Ray must not see."""
+        os.environ.update(secrets)
         self._config, self._plan, self._role = config, plan, role
 
     def ping(self) -> bool:

@@ -21,7 +21,7 @@ from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor
 from skyrl_train.cluster.dispatch import Shipped, pack
 from skyrl_train.cluster.learner_worker import LearnerWorker
 from skyrl_train.cluster.placement import Slot
-from skyrl_train.cluster.session import RaySession
+from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.cluster.workers import (
     WorkerGroup,
@@ -156,6 +156,7 @@ def start_learner(
     Raises DeadlineError naming the rank that does not come up, ActorError, or what loading raises.
     """
     env = session.runtime_env(config.platform.num_threads)
+    secrets = forwarded_environment(secret=True)
     actors = [
         RemoteActor(
             handle=ray.remote(concurrency_groups={HEALTH: 1})(LearnerWorker)
@@ -165,7 +166,7 @@ def start_learner(
                 runtime_env=env,
                 **slot.options,
             )
-            .remote(config, plan, role),
+            .remote(config, plan, role, secrets=secrets),
             role=f"{role} worker",
             rank=rank,
             log_folder=session.log_folder,

@@ -1,8 +1,8 @@
 """Which actor gets which share of which node: placement groups, and slots in them.
 
 A device is a bundle of its own, so that what shares it shares all of it. Bundles that must lie on certain nodes are bound
-to them: first one reservation of whole shares of nodes finds nodes that differ (a cluster that grows by itself grows for
-it), then the bundles are reserved there.
+to them: first one reservation of whole shares of nodes finds nodes that differ, then the bundles are reserved there.
+What the nodes can never hold is refused at once, unless others are waited for.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from skyrl_train.config.bundles import Bundle, Layout
+from skyrl_train.config.bundles import Bundle, Layout, missing_room
 from skyrl_train.errors import SkyrlTrainError
 
 _SHARED_GPU = 0.2
 """Of a GPU that policy, reference, critic and engine share; Ray only counts, so it need not add up to one exactly."""
 _NODE_ID = "ray.io/node-id"
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +40,10 @@ class Slot:
 class Placement:
     """Reserved placement groups. `slots(role)` says where a role's actors go."""
 
-    def __init__(self, layout: Layout, *, timeout_s: float) -> None:
-        """Raises SkyrlTrainError where the cluster cannot hold the layout within `timeout_s`."""
+    def __init__(self, layout: Layout, *, timeout_s: float, wait_for_nodes_s: float = 0.0) -> None:
+        """Raises SkyrlTrainError where the nodes that there are within `wait_for_nodes_s` can never hold the layout, at
+        once by default, and where they cannot hold it within `timeout_s` for all that else runs on them."""
+        _require_nodes(layout, wait_for_nodes_s)
         self._layout = layout
         self._groups: dict[str, PlacementGroup] = {}
         deadline = time.monotonic() + timeout_s
@@ -80,6 +83,20 @@ class Placement:
         for group in self._groups.values():
             remove_placement_group(group)
         self._groups = {}
+
+
+def _require_nodes(layout: Layout, wait_s: float) -> None:
+    """Nodes may still be joining, or be added by an autoscaler."""
+    deadline = time.monotonic() + wait_s
+    while problem := missing_room(layout, [node["Resources"] for node in ray.nodes() if node["Alive"]]):
+        if time.monotonic() >= deadline:
+            waited = f" after {wait_s:g} s" if wait_s else ""
+            raise SkyrlTrainError(
+                f"the cluster has no room for this run{waited}: {problem}. Its nodes have {_free_resources()}. Ask for "
+                "fewer workers, engines or nodes (placement=auto takes what there is), or wait for nodes that are still "
+                "to come (placement.wait_for_nodes_s=600)"
+            )
+        time.sleep(_POLL_S)
 
 
 def _find_nodes(nodes: Sequence[Bundle], deadline: float) -> dict[int, str]:

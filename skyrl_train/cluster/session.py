@@ -23,6 +23,7 @@ import ray
 
 from skyrl_train.config.schema import PlacementConfig
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.telemetry.redact import is_secret_name
 
 T = TypeVar("T")
 
@@ -33,6 +34,22 @@ _OBJECT_STORE_BYTES = 1 << 30
 _TOO_SLOW = "timed out during startup"
 """What Ray says when a process of its own did not answer in time."""
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+
+
+_FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "HF_", "VLLM_", "WANDB_")
+"""Beginnings of the variables of the command's environment that its actors get on any node."""
+_OF_ONE_NODE = ("VLLM_HOST_IP",)
+"""What is right for this node alone."""
+
+
+def forwarded_environment(*, secret: bool) -> dict[str, str]:
+    """Variables that reach all actors: those whose names are secrets, or the others. Ray writes an actor's
+    `runtime_env` to its logs, so that secrets travel as arguments of its constructor."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(_FORWARDED) and name not in _OF_ONE_NODE and is_secret_name(name) == secret
+    }
 
 
 def _take_back_sigterm() -> None:
@@ -133,6 +150,7 @@ class RaySession:
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
                 "TOKENIZERS_PARALLELISM": "false",
+                **forwarded_environment(secret=False),
                 **variables,
             },
         }

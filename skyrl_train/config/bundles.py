@@ -140,3 +140,35 @@ def gpus_needed(config: Config) -> int:
         return 0
     layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config))
     return int(sum(bundle.gpus for bundles in layout.groups.values() for bundle in bundles))
+
+
+def missing_room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str | None:
+    """What of the layout can never be placed on nodes with these `CPU` and `GPU`, whatever else runs there; None where
+    nothing forbids it. The answer names what is too large; it errs on the side of letting Ray try."""
+    for name, bundles in layout.groups.items():
+        for bundle in bundles:
+            if not any(_holds(node, bundle) for node in nodes):
+                if name == "engine" and bundle.gpus > 1:
+                    return (
+                        f"an engine of generator.vllm.tensor_parallel_size={bundle.gpus:g} needs {bundle.gpus:g} GPUs of "
+                        "one node: engines over several nodes are not supported"
+                    )
+                return f"group {name} needs {_amount(bundle)} on one node"
+    for share in layout.nodes:
+        at_least = [other for other in layout.nodes if other.gpus >= share.gpus and other.cpus >= share.cpus]
+        if sum(_holds(node, share) for node in nodes) < len(at_least):
+            return f"{len(at_least)} node{'s' * (len(at_least) != 1)} with {_amount(share)} each are needed"
+    for resource in ("GPU", "CPU"):
+        wanted = sum(bundle.resources.get(resource, 0.0) for bundles in layout.groups.values() for bundle in bundles)
+        there = sum(node.get(resource, 0.0) for node in nodes)
+        if wanted > there:
+            return f"{wanted:g} {resource}s are needed, and there are {there:g}"
+    return None
+
+
+def _holds(node: Mapping[str, float], bundle: Bundle) -> bool:
+    return all(node.get(name, 0.0) >= amount for name, amount in bundle.resources.items())
+
+
+def _amount(bundle: Bundle) -> str:
+    return " and ".join(f"{amount:g} {name}s" for name, amount in bundle.resources.items())

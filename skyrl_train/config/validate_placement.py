@@ -125,6 +125,14 @@ def _inference(config: Config) -> Iterator[Violation]:
             value=repr(nodes),
             remedy=f"{remedy}, or drop placement.inference_num_nodes",
         )
+    elif gpus and vllm.tensor_parallel_size > gpus:
+        yield Violation(
+            field="generator.vllm.tensor_parallel_size",
+            rule=f"must be at most placement.inference_num_gpus_per_node={gpus}: engines over several nodes are not "
+            "supported",
+            value=repr(vllm.tensor_parallel_size),
+            remedy=f"try generator.vllm.tensor_parallel_size={gpus} generator.vllm.num_engines={nodes}",
+        )
     elif vllm.num_engines % nodes or (gpus and vllm.num_engines * vllm.tensor_parallel_size != nodes * gpus):
         wanted = f"{nodes} nodes" if not gpus else f"{nodes} nodes x {gpus} GPUs"
         engines = max(1, nodes * (gpus or 1) // vllm.tensor_parallel_size)

@@ -7,12 +7,18 @@ across nodes they meet at a port of rank 0's node.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_is_on_one_node = False
+"""Of the default group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +39,33 @@ class Rendezvous:
 
 def join(rendezvous: Rendezvous, device: torch.device) -> None:
     """Makes this process a rank. Raises what torch raises where the others do not come within `timeout_s`."""
-    if rendezvous.single_node:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
-        init_method=rendezvous.init_method,
-        rank=rendezvous.rank,
-        world_size=rendezvous.num_ranks,
-        timeout=timedelta(seconds=rendezvous.timeout_s),
-    )
+    global _is_on_one_node
+    _is_on_one_node = rendezvous.single_node
+    with as_default_group():
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
+            init_method=rendezvous.init_method,
+            rank=rendezvous.rank,
+            world_size=rendezvous.num_ranks,
+            timeout=timedelta(seconds=rendezvous.timeout_s),
+        )
+
+
+@contextmanager
+def as_default_group() -> Iterator[None]:
+    """Groups of this process's fellow ranks that are made within listen on loopback where all ranks are on one node,
+    unless the user's environment names a network interface. That is forgotten afterwards: later groups, such as one with
+    engines, may reach other nodes."""
+    if not _is_on_one_node or _INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        os.environ.pop(_INTERFACE, None)
 
 
 def meet(rendezvous: Rendezvous, device: torch.device) -> Any:
@@ -52,7 +74,6 @@ def meet(rendezvous: Rendezvous, device: torch.device) -> Any:
     timeout = timedelta(seconds=rendezvous.timeout_s)
     torch_c10d: Any = dist
     if rendezvous.single_node:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = torch_c10d.FileStore(rendezvous.init_method.removeprefix("file://"), rendezvous.num_ranks)
     else:
         host, _, port = rendezvous.init_method.removeprefix("tcp://").rpartition(":")
@@ -69,7 +90,13 @@ def meet(rendezvous: Rendezvous, device: torch.device) -> Any:
         options = torch_c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return torch_c10d.ProcessGroupNCCL(store, rendezvous.rank, rendezvous.num_ranks, options)
-    return torch_c10d.ProcessGroupGloo(store, rendezvous.rank, rendezvous.num_ranks, timeout)
+    gloo = torch_c10d.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = timeout
+    # Through options, since an environment variable would reach groups that other threads make meanwhile.
+    loopback = rendezvous.single_node and _INTERFACE not in os.environ
+    options._devices = [gloo.create_device(interface="lo") if loopback else gloo.create_default_device()]
+    return gloo(store, rendezvous.rank, rendezvous.num_ranks, options)
 
 
 def leave() -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_train.distributed.process_group import as_default_group
 from skyrl_train.errors import ModelError
 
 
@@ -34,7 +35,8 @@ class SequenceGroup:
     def __init__(self, size: int, *, timeout_s: float) -> None:
         """All ranks of the default process group call it; `size` divides their number. `timeout_s`: deadline of each
         exchange."""
-        self.process_group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))  # type: ignore[no-untyped-call]
+        with as_default_group():
+            self.process_group, _ = dist.new_subgroups(size, timeout=timedelta(seconds=timeout_s))  # type: ignore[no-untyped-call]
         self.size = size
         self.rank = dist.get_rank(self.process_group)
         self.before_collective: Callable[[], None] = lambda: None

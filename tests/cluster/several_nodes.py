@@ -22,7 +22,7 @@ from ray.util.placement_group import placement_group_table
 
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Placement, Slot
-from skyrl_train.cluster.session import RaySession
+from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.config.bundles import plan_layout
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig
@@ -31,6 +31,11 @@ from tests.cluster.test_learners import make_config, make_plan, three_steps, wei
 
 NUM_NODES, NUM_CPUS, NUM_GPUS = 3, 8, 4
 Seats = dict[str, list[str]]
+
+
+TOKEN = "hf_" + "A1b2C3d4" * 4
+VARIABLES = {"NCCL_DEBUG": "VERSION", "GLOO_X": "1", "HF_HOME": "/models", "WANDB_MODE": "offline", "HF_TOKEN": TOKEN}
+"""Of the command, set after the nodes were started."""
 
 
 class Probe:
@@ -78,9 +83,37 @@ def devices(address: str, **settings: Any) -> Seats:
     return found
 
 
+class Environment:
+    """Says which of `VARIABLES` it has."""
+
+    def __init__(self, *, secrets: dict[str, str]) -> None:
+        os.environ.update(secrets)
+
+    def found(self) -> dict[str, str]:
+        return {name: os.environ[name] for name in VARIABLES if name in os.environ}
+
+
+def environment() -> dict[str, str]:
+    """Of an actor that is started as the workers are."""
+    os.environ.update(VARIABLES)
+    options = {"runtime_env": RaySession.runtime_env(1), "num_cpus": 0}
+    actor = ray.remote(Environment).options(**options).remote(secrets=forwarded_environment(secret=True))
+    found: dict[str, str] = ray.get(actor.found.remote(), timeout=120)
+    ray.kill(actor)
+    for name in VARIABLES:
+        del os.environ[name]
+    return found
+
+
+def logs_with(text: str) -> list[str]:
+    """Files of Ray's session that hold the text."""
+    folder = Path(ray._private.worker.global_worker.node.get_session_dir_path())
+    return [str(file) for file in folder.rglob("*") if file.is_file() and text.encode() in file.read_bytes()]
+
+
 def refusal(address: str) -> str:
     try:
-        reserved(address, policy_num_nodes=4, policy_num_gpus_per_node=1, ref_num_workers=4, timeout_s=3.0)
+        reserved(address, policy_num_nodes=4, policy_num_gpus_per_node=1, ref_num_workers=4, timeout_s=600.0)
     except SkyrlTrainError as error:
         return str(error)
     return ""
@@ -122,6 +155,8 @@ def main() -> None:
             ),
             "together": devices(address, policy_num_gpus_per_node=2, colocate_all=True, engines=2),
             "refusal": refusal(address),
+            "environment": environment(),
+            "told": logs_with(TOKEN),
             "trained": trained(session, address, Path(sys.argv[1])),
         }
         print(json.dumps(result))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.learner.policy import build_policy_learner
+from tests.cluster.several_nodes import VARIABLES
 from tests.cluster.test_learners import make_config, make_plan, three_steps, weights_of
 
 pytestmark = pytest.mark.cluster
@@ -55,8 +56,13 @@ def test_engines_with_nodes_of_their_own_are_on_none_where_a_model_is(found: dic
 
 
 def test_more_nodes_than_there_are_is_an_error_that_says_what_there_is(found: dict[str, Any]) -> None:
-    assert "no room for 4 x" in found["refusal"]
+    assert "no room for this run: 4 nodes with" in found["refusal"]
     assert "CPU 8, GPU 4; CPU 8, GPU 4; CPU 8, GPU 4" in found["refusal"]
+
+
+def test_actors_on_a_joined_cluster_get_the_commands_variables_and_no_log_its_secrets(found: dict[str, Any]) -> None:
+    assert found["environment"] == VARIABLES
+    assert found["told"] == []
 
 
 def test_two_ranks_on_two_nodes_train_as_one_process_does(found: dict[str, Any], model_folder: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_large_model_has_engines_over_several_gpus_none_of_which_leaves_its_no
 
 
 def test_an_engine_is_split_as_its_heads_allow(tmp_path: Path) -> None:
-    config = gpu_config(f"model.path={model_folder(tmp_path / 'model', '7B')}", "model.gradient_checkpointing=true")
+    config = gpu_config(f"model.path={model_folder(tmp_path / 'model', '7B')}", "strategy.cpu_offload=true")
     assert engines(place(config, gpus(6, memory_gb=30.0))) == (3, 2), "28 heads do not divide by 3 or 6"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from skyrl_train.config.bundles import Bundle, Layout, plan_layout
+import pytest
+
+from skyrl_train.config.bundles import Bundle, Layout, missing_room, plan_layout
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig
 
@@ -56,3 +58,35 @@ def test_with_everything_in_one_place_each_device_has_one_of_each() -> None:
         "critic": (0,),
         "engine": (0, 1),
     }
+
+
+NODE = {"CPU": 64.0, "GPU": 8.0, "memory": 1e12}
+
+
+@pytest.mark.parametrize(
+    ("placement", "engines", "tensor_parallel", "nodes", "problem"),
+    [
+        (PlacementConfig(policy_num_gpus_per_node=8, colocate_all=True), 8, 1, [NODE], None),
+        (PlacementConfig(policy_num_gpus_per_node=8, policy_num_nodes=2), 0, 1, [NODE, NODE], "GPUs are needed"),
+        (
+            PlacementConfig(policy_num_gpus_per_node=8, policy_num_nodes=2, colocate_all=True),
+            0,
+            1,
+            [NODE],
+            "2 nodes with",
+        ),
+        (PlacementConfig(policy_num_gpus_per_node=16, colocate_all=True), 0, 1, [NODE, NODE], "1 node with"),
+        (PlacementConfig(), 1, 16, [NODE, NODE], "engines over several nodes are not supported"),
+        (PlacementConfig(policy_num_workers=9, colocate_all=True), 0, 1, [NODE], "9 GPUs are needed, and there are 8"),
+        (PlacementConfig(), 0, 1, [{"CPU": 8.0}], "group shared needs 2 CPUs and 1 GPUs on one node"),
+    ],
+)
+def test_what_the_nodes_can_never_hold_is_named(
+    placement: PlacementConfig,
+    engines: int,
+    tensor_parallel: int,
+    nodes: list[dict[str, float]],
+    problem: str | None,
+) -> None:
+    found = missing_room(layout(placement, engines=engines, tensor_parallel=tensor_parallel), nodes)
+    assert found is None if problem is None else problem in str(found)

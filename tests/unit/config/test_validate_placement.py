@@ -43,6 +43,10 @@ def test_nodes_and_gpus_say_how_many_ranks_there_are() -> None:
             placed(inference_num_nodes=2, inference_num_gpus_per_node=8, engines=4, tensor_parallel=2),
             "generator.vllm.num_engines",
         ),
+        (
+            placed(inference_num_nodes=2, inference_num_gpus_per_node=4, tensor_parallel=8),
+            "generator.vllm.tensor_parallel_size",
+        ),
         (placed(inference_num_nodes=1, colocate_all=True), "placement.inference_num_nodes"),
         (placed(inference_num_nodes=1, ray_address=""), "placement.ray_address"),
         (placed(colocate_all=True, engines=2), "generator.vllm.num_engines"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from skyrl_train.distributed.process_group import Rendezvous
+from skyrl_train.distributed.process_group import Rendezvous, as_default_group, join, leave
 from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.broadcast import WeightGroup
 from skyrl_train.weight_sync.buckets import Bucket, pack, unpack
@@ -40,6 +42,24 @@ def test_every_receiver_gets_the_bytes_and_the_checksum_of_the_sender(tmp_path: 
         receiver.join(30)
     for rank in (1, 2):
         assert all(torch.equal(found[rank][name], tensor) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("named", [None, "eth9"])
+def test_a_group_on_one_node_leaves_no_network_interface_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    WeightGroup(rendezvous(tmp_path, 0, 1), CPU).close()
+    join(replace(rendezvous(tmp_path, 0, 1), init_method=f"file://{tmp_path}/join"), CPU)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    with as_default_group():
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    if named is not None:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", named)
+        with as_default_group():
+            pass
+        assert os.environ["GLOO_SOCKET_IFNAME"] == named, "the user's own stays"
+    leave()
 
 
 def test_bytes_without_the_right_checksum_are_refused() -> None:
