@@ -4,8 +4,9 @@
     python scripts/replay_dockerfile.py docker/Dockerfile --resolve-only        # what pip would install, not installed
 
 RUN lines are executed piece by piece (`a && b`), with the image's folders below the scratch folder, its ENV and an empty
-HOME. The base image is not fetched: `python3` is the one that is named. A piece that needs root is not run, and said so;
-a step that fails ends the replay, as it would end a build. At the end the entry point runs with what follows `--`, or
+HOME. The base image is not fetched: `python3` is the one that is named. Stages follow one another in the same scratch
+folder, as they stand in the file. A piece that needs root is not run, and said so; a step that fails ends the replay, as
+it would end a build. At the end the entry point runs with what follows `--`, or
 with the image's CMD. Exit status 0 where everything that was run succeeded.
 """
 
@@ -16,6 +17,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -163,20 +165,33 @@ class Replay:
         if needs_root(piece):
             self._note(Step(text=piece, outcome="not run: needs root"))
             return True
-        if self.resolve_only and "pip install" in piece:
+        if self.resolve_only and "pip install" in piece and "--no-build-isolation" not in piece:
             return self._execute(piece.replace("pip install", "pip install --dry-run --quiet"))
-        if self.resolve_only and "pip uninstall" in piece:
+        if self.resolve_only and not piece.startswith(("python3 -m venv", "mkdir")):
             self._note(Step(text=piece, outcome="not run: nothing was installed"))
             return True
         return self._execute(piece)
 
     def _copy(self, text: str) -> bool:
-        """`COPY . /somewhere`: what version control knows of the context, so that neither outputs nor caches come
-        along."""
-        source, target = [word for word in text.split() if not word.startswith("--")]
+        """`COPY FILE /file`, `COPY . /folder` and `COPY --from=STAGE /file /file`. Of a folder what version control knows
+        of it, so that neither outputs nor caches come along."""
+        words = [word for word in text.split() if not word.startswith("--")]
+        source, into = words[0], Path(self._inside(words[1]))
+        other_stage = any(word.startswith("--from=") for word in text.split())
+        if other_stage and self.resolve_only:
+            self._note(Step(text=f"COPY {text}", outcome="not run: nothing was installed"))
+            return True
+        if other_stage or (self.context / source).is_file():
+            into.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(self._inside(source) if other_stage else self.context / source, into)
+        else:
+            self._copy_folder(source, into)
+        self._note(Step(text=f"COPY {text}", outcome="ok"))
+        return True
+
+    def _copy_folder(self, source: str, into: Path) -> None:
         listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", source]
         files = subprocess.run(listed, cwd=self.context, capture_output=True, check=True).stdout
-        into = Path(self._inside(target))
         into.mkdir(parents=True, exist_ok=True)
         packed = subprocess.run(
             ["tar", "--null", "--files-from=-", "--ignore-failed-read", "-cf", "-"],
@@ -186,8 +201,6 @@ class Replay:
             check=False,
         )
         subprocess.run(["tar", "-xf", "-"], cwd=into, input=packed.stdout, check=True)
-        self._note(Step(text=f"COPY {text}", outcome="ok"))
-        return True
 
     def _execute(self, piece: str) -> bool:
         started = time.monotonic()

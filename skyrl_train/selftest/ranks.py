@@ -158,6 +158,7 @@ def strategy_step(context: Context, *, name: str, dtype: str) -> str:
     allocated = torch.cuda.memory_allocated() if context.on_cuda else 0
     residence.offload()
     left = torch.cuda.memory_allocated() if context.on_cuda else 0
+    assert left * 10 <= allocated, f"offload left {left / 2**20:.0f} of {allocated / 2**20:.0f} MiB on the device"
     residence.onload(optimizer=True)
     assert torch.equal(weights_of(learner), stepped), "weights changed while they were in the host's memory"
     learner.forward_backward(shard)

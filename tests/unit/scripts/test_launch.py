@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from packaging.requirements import Requirement
 
 from skyrl_train.cli import register_resolvers
 from skyrl_train.config.load import load_config
@@ -200,13 +201,41 @@ def test_skypilot_brings_ray_up_trains_on_the_first_node_and_takes_it_down(tmp_p
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
-def test_an_image_is_pinned_not_root_and_the_command_line(name: str) -> None:
+def test_an_image_is_pinned_not_root_and_tested_before_it_is_done(name: str) -> None:
     lines = (REPOSITORY / "docker" / name).read_text(encoding="utf-8").splitlines()
-    assert re.fullmatch(
-        r"FROM [\w./-]+:[\w.-]*\d+\.\d+\.\d+[\w.-]*", next(line for line in lines if line.startswith("FROM"))
-    )
+    first, *stages = [line for line in lines if line.startswith("FROM")]
+    assert re.fullmatch(r"FROM [\w./-]+:[\w.-]*\d+\.\d+\.\d+[\w.-]* AS installed", first)
+    assert stages == ["FROM installed AS tested", "FROM installed"]
     assert [line for line in lines if line.startswith("USER")] == ["USER skyrl"]
-    assert 'ENTRYPOINT ["skyrl-train"]' in lines
+    assert 'ENTRYPOINT ["/app/docker/entrypoint.sh"]' in lines
+    report = next(line for line in lines if "skyrl_train.selftest --device cpu" in line).rpartition("--json ")[2]
+    assert f"COPY --from=tested {report} /app/selftest.json" in lines, (
+        "a stage that nothing is copied from is not built"
+    )
+    installs = [index for index, line in enumerate(lines) if "--require-hashes" in line]
+    code = lines.index("COPY --chown=skyrl:skyrl . /app")
+    assert installs
+    assert max(installs) < code, "packages are a layer before the code"
+
+
+def locked(name: str) -> dict[str, str]:
+    text = (REPOSITORY / "requirements" / f"{name}.lock").read_text(encoding="utf-8")
+    entries = re.findall(r"^([a-z0-9._-]+)==(\S+?)(?: ;.*)? \\\n((?:    --hash=.*\n)+)", text, re.MULTILINE)
+    unhashed = [line for line in text.splitlines() if line and not line.startswith(("#", " "))]
+    assert len(entries) == len(unhashed), "an entry has no hash"
+    return {package: version for package, version, _ in entries}
+
+
+@pytest.mark.parametrize(("name", "extra"), [("gpu", "vllm"), ("cpu", "cpu")])
+def test_a_lock_has_what_the_project_requires_within_its_ranges_and_nothing_of_a_machine(name: str, extra: str) -> None:
+    project = tomllib_loads(REPOSITORY / "pyproject.toml")["project"]
+    found = locked(name)
+    for line in [*project["dependencies"], *project["optional-dependencies"][extra]]:
+        requirement = Requirement(line)
+        if (name, requirement.name) != ("cpu", "torch"):  # of which PyPI has no CPU build
+            assert requirement.specifier.contains(found[requirement.name]), line
+    text = (REPOSITORY / "requirements" / f"{name}.lock").read_text(encoding="utf-8")
+    assert not re.search(r"file:|https?://|--find-links|--index-url", text)
 
 
 def test_the_cpu_image_keeps_out_what_vllm_does_not_load_beside() -> None:
@@ -215,6 +244,46 @@ def test_the_cpu_image_keeps_out_what_vllm_does_not_load_beside() -> None:
         for line in (REPOSITORY / "requirements/cpu-overrides.txt").read_text().splitlines()
         if not line.startswith("#")
     }
-    text = (REPOSITORY / "docker/Dockerfile.cpu").read_text(encoding="utf-8")
     assert kept_out == {"torchvision", "torchaudio", "torchcodec", "triton"}
-    assert all(name in text.partition("uninstall")[2] for name in kept_out)
+    assert not kept_out & locked("cpu").keys()
+    image = (REPOSITORY / "docker/Dockerfile.cpu").read_text(encoding="utf-8")
+    assert all("--no-deps" in line for line in image.splitlines() if line.startswith("RUN pip install"))
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "arguments", "status", "says", "runs"),
+    [
+        ("13.0.2", "580.65.06", ["platform=gpu"], 0, "", "skyrl-train platform=gpu"),
+        ("13.0.2", "570.133.20", ["platform=gpu"], 1, "the host's NVIDIA driver is 570.133.20", ""),
+        ("13.0.2", None, ["--help"], 0, "start it with `docker run --gpus all`", "skyrl-train --help"),
+        ("13.0.2", "580.65.06", ["skyrl-selftest", "--list"], 0, "", "skyrl-selftest --list"),
+        ("", None, [], 0, "", "skyrl-train"),
+    ],
+)
+def test_an_image_checks_the_driver_before_it_starts(
+    tmp_path: Path, cuda: str, driver: str | None, arguments: list[str], status: int, says: str, runs: str
+) -> None:
+    for program in ("skyrl-train", "skyrl-selftest"):
+        executable(tmp_path / program, f'echo {program} "$@"')
+    executable(tmp_path / "nvidia-smi", "exit 9" if driver is None else f"echo {driver}; echo {driver}")
+    finished = subprocess.run(
+        [str(REPOSITORY / "docker/entrypoint.sh"), *arguments],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDA_VERSION": cuda},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (finished.returncode, finished.stdout.strip()) == (status, runs)
+    assert says in finished.stderr
+    assert bool(finished.stderr) == bool(says)
+
+
+def executable(path: Path, line: str) -> None:
+    path.write_text(f"#!/bin/sh\n{line}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+def tomllib_loads(path: Path) -> dict[str, Any]:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no parser for TOML")
+    parsed: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+    return parsed

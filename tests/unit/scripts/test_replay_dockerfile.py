@@ -99,6 +99,33 @@ def test_steps_run_below_the_scratch_folder_with_the_images_environment(
     assert not_run == ["FROM base:1.2.3", "apt-get update", "USER somebody"]
 
 
+def test_files_are_copied_to_their_names_and_from_other_stages(
+    script: ModuleType, context: Path, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    replay = script.Replay(scratch, python=sys.executable, context=context, resolve_only=False)
+    assert replay.run(
+        script.parse(
+            "FROM base:1.2.3 AS one\nRUN mkdir -p /outputs\nCOPY --chown=a:a kept.txt /app/requirements/other.txt\n"
+            "FROM one AS two\nRUN cp /app/requirements/other.txt /outputs/made\n"
+            "FROM one\nCOPY --from=two /outputs/made /app/made\n"
+        )
+    )
+    assert (scratch / "app" / "made").read_text() == "kept\n"
+
+
+def test_where_nothing_is_installed_only_packages_are_resolved(
+    script: ModuleType, context: Path, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    replay = script.Replay(scratch, python=sys.executable, context=context, resolve_only=True)
+    text = "RUN mkdir -p /app && pip install --no-build-isolation -e /app && python -m tested\nCOPY --from=a /b /c\n"
+    assert replay.run(script.parse(text))
+    assert [step.outcome for step in replay.steps] == ["ok", *["not run: nothing was installed"] * 3]
+
+
 def test_a_step_that_fails_ends_the_replay(script: ModuleType, context: Path, tmp_path: Path) -> None:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
