@@ -55,6 +55,17 @@ ESTIMATORS = (
     Entry("reinforce++_baseline", "arXiv:2501.03262", "`r − mean`, whitened over the batch", "groups", "verl"),
     Entry("maxrl", "arXiv:2602.02710", "`(r − mean) / mean`", "groups, scores ≥ 0", ""),
     Entry("opo", "arXiv:2505.23585", "`r − Σ l_j r_j / Σ l_j`", "groups", "verl"),
+    Entry("remax", "arXiv:2310.10505", "`r − r_greedy`", "a greedy sample", "verl"),
+    Entry("grpo_pass_at_k", "arXiv:2503.19595", "`(r_max − r_second) / std` for the best, else 0", "groups", "verl"),
+    Entry("gpg", "arXiv:2504.02546", "`α (r − mean)`, `α = B / (B − M)` over the batch", "groups", "verl"),
+    Entry(
+        "optimal_token_baseline",
+        "arXiv:2602.07078",
+        "`G_t − Σ_i G_it W_it / Σ_i W_it`, `W_t = Σ_{s≤t} (1 − 2π_s + Σ_v π_v²)`",
+        "groups, `Σπ²`",
+        "verl",
+    ),
+    Entry("gdpo", "arXiv:2601.05242", "`Σ_k w_k (r_k − mean) / std`, whitened over the batch", "groups", "verl"),
     Entry(
         "on_policy_distillation",
         "arXiv:2306.08543, 2306.13649",
@@ -78,6 +89,7 @@ LOSSES = (
     ),
     Entry("dppo", "arXiv:2602.04879", "`−M sg(min(ρ_rollout, c)) A log π`", "rollout log-probs", "verl"),
     Entry("importance_sampling", "arXiv:1707.06347, eq. 6", "`−ρA`", "", ""),
+    Entry("reinforce", "Williams, 1992", "`−A log π`", "", "verl"),
     Entry("cross_entropy", "maximum likelihood", "`−log π`", "", ""),
 )
 ADVANTAGE_CONFIGS = (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,6 +44,22 @@ class Environment(Protocol):
     def close(self) -> None: ...
 
     def get_metrics(self) -> Mapping[str, Any]: ...
+
+
+@runtime_checkable
+class ScoresDistributions(Protocol):
+    """A policy that says more of the distributions that tokens were drawn from than the drawn token's log-probability.
+
+    `[num_tokens]` each, where and as `Learner.forward` answers.
+    """
+
+    def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
+        """Entropy in nats."""
+        ...
+
+    def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
+        """Sum over the vocabulary of squared probabilities."""
+        ...
 
 
 class InferenceEngine(Protocol):

@@ -150,6 +150,8 @@ class Trajectory:
     failure: Failure | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The environment's own numbers (`get_metrics`)."""
+    greedy_reward: float | None = None
+    """Reward of the greedy sample of the same prompt, where one was drawn as a baseline."""
 
     def __post_init__(self) -> None:
         if (self.outcome is Outcome.FAILED) != (self.failure is not None):

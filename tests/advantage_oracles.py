@@ -10,7 +10,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class Step:
     reward: float
     old_logprobs: list[float] = field(default_factory=list)
     ref_logprobs: list[float] = field(default_factory=list)
+    sum_pi_squared: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Sample:
     prompt: int
     steps: list[Step]
     failed: bool = False
+    greedy_reward: float = 0.0
+    components: tuple[float, float] = (0.0, 0.0)
 
     @property
     def outcome(self) -> float:
@@ -48,10 +51,11 @@ class Sample:
 
 def random_samples(seed: int, *, binary_rewards: bool = False, max_turns: int = 3) -> list[Sample]:
     """Uneven groups (one of a single trajectory), uneven turns, some failures, some groups of equal rewards."""
-    draw = random.Random(seed)
+    draw, extra = random.Random(seed), random.Random(f"{seed} extra")
     samples = []
     for prompt in range(draw.randint(2, 4)):
         equal = draw.random() < 0.25
+        greedy_reward, one_component = extra.uniform(-1, 2), extra.random() < 0.3
         for _ in range(1 if prompt == 0 else draw.randint(2, 5)):
             steps = []
             for _ in range(draw.randint(1, max_turns)):
@@ -66,7 +70,19 @@ def random_samples(seed: int, *, binary_rewards: bool = False, max_turns: int = 
                         ref_logprobs=[-draw.expovariate(1) for _ in range(length)],
                     )
                 )
-            samples.append(Sample(prompt=prompt, steps=steps, failed=draw.random() < 0.1))
+            # The square of one probability and some of the others': what old_logprobs allows.
+            for step in steps:
+                step.sum_pi_squared.extend(math.exp(2 * p) + extra.random() * 0.1 for p in step.old_logprobs)
+            components = (float(extra.random() < 0.5), 1.0 if one_component else extra.uniform(0, 100))
+            samples.append(
+                Sample(
+                    prompt=prompt,
+                    steps=steps,
+                    failed=draw.random() < 0.1,
+                    greedy_reward=greedy_reward,
+                    components=components,
+                )
+            )
     return samples
 
 
@@ -89,7 +105,7 @@ def advantage_inputs_of(
     width = max(max((sum(s.context + len(s.values) for s in row[5]) for row in rows), default=0), 2)
     columns = {
         name: torch.zeros(len(rows), width, dtype=dtype)
-        for name in ("rewards", "values", "old_logprobs", "ref_logprobs")
+        for name in ("rewards", "values", "old_logprobs", "ref_logprobs", "sum_pi_squared")
     }
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
     for number, row in enumerate(rows):
@@ -98,8 +114,9 @@ def advantage_inputs_of(
             start = position + step.context
             position = start + len(step.values)
             mask[number, start:position] = True
-            for name in ("values", "old_logprobs", "ref_logprobs"):
-                columns[name][number, start:position] = torch.tensor(getattr(step, name), dtype=dtype)
+            for name in ("values", "old_logprobs", "ref_logprobs", "sum_pi_squared"):
+                given = getattr(step, name) or [0.0] * len(step.values)
+                columns[name][number, start:position] = torch.tensor(given, dtype=dtype)
             columns["rewards"][number, position - 1] = step.reward
     facts = list(zip(*[row[:5] for row in rows]))
     return AdvantageInputs(
@@ -110,6 +127,8 @@ def advantage_inputs_of(
         step_index=torch.tensor(facts[2], dtype=torch.int32),
         is_last_step=torch.tensor(facts[3]),
         is_padding=torch.tensor(facts[4]),
+        greedy_rewards=torch.tensor([samples[row[1]].greedy_reward for row in rows], dtype=dtype),
+        reward_components=torch.tensor([samples[row[1]].components for row in rows], dtype=dtype),
     )
 
 
@@ -227,6 +246,80 @@ def opo_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages
     return _group_oracle(samples, config, one)
 
 
+def remax_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    units = _units(samples, config)
+    found: Advantages = []
+    for sample, of_sample in zip(samples, units):
+        whole = config.step_rewards == "outcome"
+        found.append(
+            [
+                value - sample.greedy_reward
+                for value, _, length in of_sample
+                for _ in range(sample.num_actions if whole else length)
+            ]
+        )
+    return found
+
+
+def pass_at_k_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    def one(value: float, scores: list[float], _: list[int]) -> float:
+        best, second, *_rest = sorted(scores, reverse=True)
+        deviation = statistics.stdev(scores) if config.normalize_by_std else 1.0
+        return (best - second) / deviation if value == best else 0.0
+
+    return _group_oracle(samples, config, one)
+
+
+def gpg_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    """Before the batch's factor."""
+    return grpo_oracle(samples, config)
+
+
+def optimal_token_baseline_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    def returns_and_weights(sample: Sample) -> list[tuple[float, float]]:
+        rewards = _action_rewards(sample)
+        probabilities = [math.exp(old) for step in sample.steps for old in step.old_logprobs]
+        squares = [square for step in sample.steps for square in step.sum_pi_squared]
+        energy = [1 - 2 * p + square for p, square in zip(probabilities, squares)]
+        count = len(rewards)
+        return [
+            (
+                math.fsum(config.gamma ** (j - t) * rewards[j] for j in range(t, count)),
+                math.fsum(energy[: t + 1]),
+            )
+            for t in range(count)
+        ]
+
+    pairs = [[] if sample.failed else returns_and_weights(sample) for sample in samples]
+    found: Advantages = []
+    for sample, own in zip(samples, pairs):
+        group = [p for other, p in zip(samples, pairs) if other.prompt == sample.prompt and not other.failed]
+        outcomes = [s.outcome for s in samples if s.prompt == sample.prompt and not s.failed]
+        differs = bool(outcomes) and max(outcomes) - min(outcomes) > 1e-12
+        actions = []
+        for t, (value, _) in enumerate(own):
+            reached = [p[t] for p in group if len(p) > t]
+            alone = len(reached) < 2
+            baseline = 0.0 if alone else math.fsum(g * w for g, w in reached) / math.fsum(w for _, w in reached)
+            actions.append(value - baseline if differs else 0.0)
+        found.append(actions)
+    return found
+
+
+def gdpo_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
+    """Before whitening."""
+    found: Advantages = []
+    for sample in samples:
+        group = [other.components for other in samples if other.prompt == sample.prompt and not other.failed]
+        total = 0.0
+        for index, weight in enumerate(config.reward_components.values()):
+            values = [components[index] for components in group]
+            if len(values) > 1 and max(values) > min(values):
+                total += weight * (sample.components[index] - statistics.fmean(values)) / statistics.stdev(values)
+        found.append([] if sample.failed else [total] * sample.num_actions)
+    return found
+
+
 def reinforce_pp_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantages:
     """Before whitening."""
 
@@ -261,12 +354,19 @@ ADVANTAGE_ORACLES: dict[str, Callable[[Sequence[Sample], AlgorithmConfig], Advan
     "reinforce++_baseline": reinforce_pp_baseline_oracle,
     "maxrl": maxrl_oracle,
     "opo": opo_oracle,
+    "remax": remax_oracle,
+    "grpo_pass_at_k": pass_at_k_oracle,
+    "gpg": gpg_oracle,
+    "optimal_token_baseline": optimal_token_baseline_oracle,
+    "gdpo": gdpo_oracle,
     "on_policy_distillation": distillation_oracle,
 }
 
 
 def advantage_error(name: str, seed: int, config: AlgorithmConfig) -> float:
     """Largest difference between the estimator and its oracle, over both layouts of one random input."""
+    if name == "gdpo":
+        config = replace(config, reward_components={"correct": 1.0, "length": 0.5}, step_rewards="outcome")
     samples = random_samples(seed, binary_rewards=name == "maxrl")
     expected = ADVANTAGE_ORACLES[name](samples, config)
     largest = 0.0

@@ -218,6 +218,10 @@ def importance_sampling_oracle(turn: Turn, index: int, config: AlgorithmConfig) 
     return -ratio * token.advantage, -ratio * token.advantage
 
 
+def reinforce_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
+    return -turn[index].advantage * turn[index].new, -turn[index].advantage
+
+
 def cross_entropy_oracle(turn: Turn, index: int, config: AlgorithmConfig) -> tuple[float, float]:
     return -turn[index].new, -1.0
 
@@ -235,6 +239,7 @@ LOSS_ORACLES: dict[str, LossOracle] = {
     "rollout_is": rollout_is_oracle,
     "dppo": dppo_oracle,
     "importance_sampling": importance_sampling_oracle,
+    "reinforce": reinforce_oracle,
     "cross_entropy": cross_entropy_oracle,
 }
 

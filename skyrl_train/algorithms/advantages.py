@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.baseline_advantages import gdpo, gpg, grpo_pass_at_k, optimal_token_baseline, remax
 from skyrl_train.algorithms.checks import check_advantage_inputs, needed
 from skyrl_train.algorithms.groups import Scores, score
 from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput
@@ -157,11 +158,17 @@ ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "reinforce++_baseline": reinforce_plus_plus_baseline,
     "maxrl": maxrl,
     "opo": opo,
+    "remax": remax,
+    "grpo_pass_at_k": grpo_pass_at_k,
+    "gpg": gpg,
+    "optimal_token_baseline": optimal_token_baseline,
+    "gdpo": gdpo,
     "on_policy_distillation": on_policy_distillation,
 }
 
 OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
     "gae": ("values",),
     "on_policy_distillation": ("old_logprobs", "ref_logprobs"),
+    "optimal_token_baseline": ("old_logprobs", "sum_pi_squared"),
 }
 """What estimators read beside rewards and masks; those that are not named read nothing more, a user's own may read all."""

@@ -14,6 +14,9 @@ REMEDIES = {
     "values": "Configure a critic, e.g. critic.model.path=policy",
     "old_logprobs": "Score the batch with the policy first",
     "ref_logprobs": "Configure the reference (or teacher) model",
+    "sum_pi_squared": "Score the batch with the policy first",
+    "greedy_rewards": "Generate with advantage_estimator=remax, which samples each prompt greedily once more",
+    "reward_components": "Name them in trainer.algorithm.reward_components",
     "rollout_logprobs": "Use a generator that reports the log-probability of each sampled token",
 }
 
@@ -100,11 +103,15 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
         require_bool("response_mask", inputs.response_mask, shape)
     real = ~inputs.is_padding.unsqueeze(1)
     require_finite("rewards", inputs.rewards, real.expand(shape), inputs)
-    for name in ("values", "old_logprobs", "ref_logprobs"):
+    for name in ("values", "old_logprobs", "ref_logprobs", "sum_pi_squared"):
         column = getattr(inputs, name)
         if column is not None:
             require_float(name, column, shape)
             require_finite(name, column, inputs.loss_mask & real, inputs)
+    if inputs.greedy_rewards is not None:
+        require_float("greedy_rewards", inputs.greedy_rewards, rows)
+    if inputs.reward_components is not None:
+        require_float("reward_components", inputs.reward_components, (*rows, *inputs.reward_components.shape[1:]))
 
 
 def check_advantage_output(output: AdvantageOutput, inputs: AdvantageInputs, name: str) -> None:

@@ -13,7 +13,7 @@ from skyrl_train.algorithms.checks import check_advantage_output, needed, requir
 from skyrl_train.algorithms.inputs import AdvantageInputs
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.reduce import whiten
-from skyrl_train.batch.training_batch import TrainingInputBatch, token_positions
+from skyrl_train.batch.training_batch import TrainingInputBatch, component_column, token_positions
 from skyrl_train.config.algorithm import ROLLOUT_LOSSES, AlgorithmConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import resolve
@@ -46,7 +46,7 @@ def estimate_advantages(
         kept = torch.arange(batch.num_tokens, device=kept.device)
         found = _estimate(read, config, coef)  # raises it again, with positions in the whole row
     advantages, returns = batch["rewards"].new_zeros(2, batch.num_tokens)
-    advantages[kept], returns[kept] = found.advantages, found.returns
+    advantages[kept], returns[kept] = found.advantages * found.scale, found.returns
     if bool(found.to_whiten.any()):
         to_whiten = torch.zeros_like(batch["loss_mask"])
         to_whiten[kept] = found.to_whiten
@@ -62,6 +62,8 @@ class _Estimated:
     advantages: Tensor
     returns: Tensor
     to_whiten: Tensor
+    scale: float
+    """Factor on all advantages."""
 
 
 def _estimate(batch: TrainingInputBatch, config: AlgorithmConfig, kl_reward_coef: float) -> _Estimated:
@@ -69,6 +71,7 @@ def _estimate(batch: TrainingInputBatch, config: AlgorithmConfig, kl_reward_coef
     advantages = torch.zeros_like(batch["rewards"])
     returns = torch.zeros_like(advantages)
     to_whiten = torch.zeros_like(batch["loss_mask"])
+    counts = torch.zeros(2, dtype=torch.float64)
     for rows in groups_of_whole_prompts(batch["prompt_index"], batch.lengths):
         part = batch.take(rows)
         inputs = advantage_inputs(part, config, kl_reward_coef=kl_reward_coef)
@@ -80,7 +83,10 @@ def _estimate(batch: TrainingInputBatch, config: AlgorithmConfig, kl_reward_coef
         returns[positions] = part.from_padded(output.returns).to(returns.dtype)
         if output.whiten_over_batch is not None:
             to_whiten[positions] = part.from_padded(output.whiten_over_batch)
-    return _Estimated(advantages=advantages, returns=returns, to_whiten=to_whiten)
+        if output.scale_over_batch is not None:
+            counts += torch.tensor(output.scale_over_batch, dtype=torch.float64)
+    scale = float(counts[0] / counts[1]) if counts[1] > 0 else 1.0
+    return _Estimated(advantages=advantages, returns=returns, to_whiten=to_whiten, scale=scale)
 
 
 def _tokens_that_count(batch: TrainingInputBatch, config: AlgorithmConfig) -> Tensor:
@@ -112,7 +118,7 @@ def _of_tokens(batch: TrainingInputBatch, kept: Tensor) -> TrainingInputBatch:
 
 def _unread_columns(config: AlgorithmConfig, kl_reward_coef: float) -> list[str]:
     """Optional columns that neither the estimator nor a check reads: they are most of what a group would copy and pad."""
-    optional = ["rollout_logprobs", "old_logprobs", "ref_logprobs", "values"]
+    optional = ["rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "sum_pi_squared"]
     if config.advantage_estimator not in ADVANTAGE_ESTIMATORS:
         return []
     read = set(OPTIONAL_COLUMNS.get(config.advantage_estimator, ()))
@@ -135,6 +141,7 @@ def advantage_inputs(
     def padded(name: str) -> Tensor | None:
         return batch.padded(name) if name in batch else None
 
+    components = [name for name in map(component_column, config.reward_components) if name in batch]
     rewards, loss_mask = batch.padded("rewards"), batch.padded("loss_mask")
     old_logprobs, ref_logprobs = padded("old_logprobs"), padded("ref_logprobs")
     if kl_reward_coef > 0:
@@ -154,6 +161,9 @@ def advantage_inputs(
         old_logprobs=old_logprobs,
         ref_logprobs=ref_logprobs,
         response_mask=padded("response_mask"),
+        sum_pi_squared=padded("sum_pi_squared"),
+        greedy_rewards=batch.row_columns.get("greedy_rewards"),
+        reward_components=torch.stack([batch[name] for name in components], dim=1) if components else None,
     )
 
 

@@ -34,6 +34,12 @@ class AdvantageInputs:
     """`[rows, len]` float: of the policy at the start of the update, for `on_policy_distillation`."""
     ref_logprobs: Tensor | None = None
     """`[rows, len]` float: of the reference (the teacher), for `on_policy_distillation`."""
+    sum_pi_squared: Tensor | None = None
+    """`[rows, len]` float: sum over the vocabulary of squared old probabilities, for `optimal_token_baseline`."""
+    greedy_rewards: Tensor | None = None
+    """`[rows]` float: reward of the greedy sample of the row's prompt, for `remax`."""
+    reward_components: Tensor | None = None
+    """`[rows, components]` float: the row's trajectory's, in the order of `reward_components`, for `gdpo`."""
     response_mask: Tensor | None = None
     """`[rows, len]` bool: True for a token that the policy sampled, trained or not. None: all of them are trained."""
 
@@ -54,6 +60,9 @@ class AdvantageOutput:
     whiten_over_batch: Tensor | None = None
     """`[rows, len]` bool, or None. The caller replaces the advantages of these tokens by `(A - mean) / std`, mean and
     deviation taken over all trained tokens of the training batch: an estimator sees some of the prompts at a time."""
+    scale_over_batch: tuple[float, float] | None = None
+    """Two counts, or None. The caller sums both over the training batch and multiplies all advantages by their quotient;
+    by nothing where the second is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

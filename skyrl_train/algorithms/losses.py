@@ -14,7 +14,15 @@ from skyrl_train.algorithms.clipped_losses import clip_cov, dual_clip, kl_cov, r
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from skyrl_train.algorithms.off_policy import off_policy_weights
 from skyrl_train.algorithms.sequence_losses import SEQUENCE_STATISTICS, gmpo, gspo, vespo
-from skyrl_train.algorithms.weighted_losses import cispo, cross_entropy, dppo, importance_sampling, rollout_is, sapo
+from skyrl_train.algorithms.weighted_losses import (
+    cispo,
+    cross_entropy,
+    dppo,
+    importance_sampling,
+    reinforce,
+    rollout_is,
+    sapo,
+)
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.registry import resolve
 
@@ -35,6 +43,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "rollout_is": rollout_is,
     "dppo": dppo,
     "importance_sampling": importance_sampling,
+    "reinforce": reinforce,
     "cross_entropy": cross_entropy,
 }
 

@@ -25,6 +25,17 @@ def importance_sampling(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> P
     return PolicyLossOutput(token_losses=masked(losses, mask), metrics=ratio_metrics(mask, log_ratio))
 
 
+def reinforce(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossOutput:
+    """`-A * logprob`: the policy gradient without a ratio, for one optimizer step per batch.
+
+    Williams, "Simple statistical gradient-following algorithms", 1992; the loss of GPG, arXiv:2504.02546. Raises
+    BatchError for malformed inputs.
+    """
+    check_policy_loss_inputs(inputs)
+    losses = -masked(inputs.advantages, inputs.loss_mask) * masked(inputs.logprobs, inputs.loss_mask)
+    return PolicyLossOutput(token_losses=losses, metrics=token_means(inputs.loss_mask, nll=-inputs.logprobs))
+
+
 def cross_entropy(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossOutput:
     """`-logprob`: maximum likelihood of the trained tokens; advantages are not used.
 

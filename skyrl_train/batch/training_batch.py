@@ -48,6 +48,7 @@ SCHEMA: dict[str, ColumnSpec] = {
     "advantages": ColumnSpec(torch.float32, 0.0, True, "token"),
     "returns": ColumnSpec(torch.float32, 0.0, True, "token"),
     "loss_weights": ColumnSpec(torch.float64, 0.0, True, "token"),
+    "sum_pi_squared": ColumnSpec(torch.float32, 0.0, True, "token"),
     "sequence_log_ratio": ColumnSpec(torch.float64, 0.0, True, "token"),
     "position_ids": ColumnSpec(torch.int32, 0, True, "token"),
     "prompt_index": ColumnSpec(torch.int32, -1, False, "row"),
@@ -56,6 +57,7 @@ SCHEMA: dict[str, ColumnSpec] = {
     "is_last_step": ColumnSpec(torch.bool, False, False, "row"),
     "is_padding": ColumnSpec(torch.bool, True, False, "row"),
     "is_stale": ColumnSpec(torch.bool, False, True, "row"),
+    "greedy_rewards": ColumnSpec(torch.float32, 0.0, True, "row"),
 }
 """Token columns (position t belongs to token t of `input_ids`), then row columns.
 
@@ -64,8 +66,18 @@ or not; absent where that is `loss_mask`. `rewards`: a turn's reward sits on its
 when a mini-batch is closed; so are those of `algorithms/step_columns.py`. `position_ids`: where rows were packed of several
 sequences, the position within each; absent where a row is one sequence. `trajectory_index`: unique in the batch; the
 rows of one trajectory share it. `is_padding`: the row stands for a failed trajectory or fills up a shard; never counted.
-`is_stale`: a turn of it was sampled by older weights than the update starts from.
+`is_stale`: a turn of it was sampled by older weights than the update starts from. `greedy_rewards`: of the greedy sample
+of its prompt. Beside these there may be a row column for each of a trajectory's rewards; see `component_column`.
 """
+
+_COMPONENT = "reward/"
+_COMPONENT_SPEC = ColumnSpec(torch.float32, 0.0, True, "row")
+
+
+def component_column(name: str) -> str:
+    """The row column of the reward component `name`: float, equal on all rows of a trajectory."""
+    return _COMPONENT + name
+
 
 _FLOATS = (torch.float32, torch.float64)
 
@@ -298,6 +310,8 @@ def token_positions(row_offsets: Tensor, rows: Tensor) -> Tensor:
 
 
 def _spec(name: str) -> ColumnSpec:
+    if name.startswith(_COMPONENT):
+        return _COMPONENT_SPEC
     if name not in SCHEMA:
         raise BatchError(f"column {name!r} is not in the schema ({', '.join(SCHEMA)}). {did_you_mean(name, SCHEMA)}")
     return SCHEMA[name]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from skyrl_train.config.schema import Config
     from skyrl_train.distributed.process_group import Rendezvous
     from skyrl_train.distributed.strategy import ModelStrategy
+    from skyrl_train.learner.policy import PolicyLearner
     from skyrl_train.learner.sizing import SizingLimits, SizingReport
 
 
@@ -71,7 +72,7 @@ class LearnerWorker:
 
         from skyrl_train.distributed.process_group import join
         from skyrl_train.learner.critic import CriticLearner, build_critic_learner
-        from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
+        from skyrl_train.learner.policy import build_policy_learner
         from skyrl_train.model.numerics import set_numerics
         from skyrl_train.weight_sync.sender import WeightSender
 
@@ -100,11 +101,17 @@ class LearnerWorker:
     @answering
     def forward_base(self, rows: Shipped) -> Any:
         """The same of the policy's model with its adapter off."""
-        from skyrl_train.learner.policy import PolicyLearner
+        return self._policy().forward_base(unpack(rows)).numpy()
 
-        if not isinstance(self._learner, PolicyLearner):
-            raise SkyrlTrainError(f"the {self._role} model has no adapter")
-        return self._learner.forward_base(unpack(rows)).numpy()
+    @answering
+    def forward_entropy(self, rows: Shipped) -> Any:
+        """The policy's entropies."""
+        return self._policy().forward_entropy(unpack(rows)).numpy()
+
+    @answering
+    def forward_sum_pi_squared(self, rows: Shipped) -> Any:
+        """The policy's sums of squared probabilities."""
+        return self._policy().forward_sum_pi_squared(unpack(rows)).numpy()
 
     @answering
     def forward_backward(self, rows: Shipped) -> Any:
@@ -148,6 +155,13 @@ class LearnerWorker:
         engine = self._learner.engine
         engine.residence.require(optimizer=False)
         return take_weights(engine.model, engine.parameters, unpack_bucket(carried.unwrap()), role=self._role)
+
+    def _policy(self) -> PolicyLearner:
+        from skyrl_train.learner.policy import PolicyLearner
+
+        if not isinstance(self._learner, PolicyLearner):
+            raise SkyrlTrainError(f"the {self._role} model has no log-probabilities")
+        return self._learner
 
 
 def _strategy(config: Config, device: torch.device) -> ModelStrategy:

@@ -69,6 +69,14 @@ class RayLearner:
         """As `forward`, with the policy's adapter off."""
         return self._scores("forward_base", batch)
 
+    def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
+        """Entropies in place of log-probabilities."""
+        return self._scores("forward_entropy", batch)
+
+    def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
+        """Sums of squared probabilities in place of log-probabilities."""
+        return self._scores("forward_sum_pi_squared", batch)
+
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Each rank adds the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
         self._take_turn(optimizer=True, trains=True)

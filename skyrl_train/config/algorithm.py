@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from skyrl_train.config.rules import Range
 from skyrl_train.errors import Violation
@@ -80,6 +81,9 @@ class AlgorithmConfig:
     """GRPO: divide by the group's standard deviation (false is Dr. GRPO's choice)."""
     step_rewards: Literal["outcome", "turn_return"] = "outcome"
     """Step-wise: the trajectory's reward for every turn, or each turn's discounted return-to-go."""
+    reward_components: Mapping[str, Any] = field(default_factory=dict)
+    """gdpo: weight of each reward by its name among the environment's metrics, e.g. `{correct: 1, format: 0.5}`;
+    without any, the reward itself is the only one."""
     normalize_advantages: bool = False
     """Whiten advantages over each mini-batch with masked mean and variance."""
     gamma: Annotated[float, Range(0.0, 1.0)] = 1.0
@@ -159,8 +163,14 @@ class AlgorithmConfig:
 
 REFERENCE_ESTIMATORS = ("on_policy_distillation",)
 """Advantage estimators that read the reference's (the teacher's) log-probabilities."""
+SCORED_ESTIMATORS = ("optimal_token_baseline",)
+"""Advantage estimators that read the policy's probabilities before the update."""
+OUTCOME_ESTIMATORS = ("gdpo",)
+"""Advantage estimators whose rewards belong to trajectories and to no turn."""
 LIKELIHOOD_LOSSES = ("cross_entropy",)
 """Policy losses of the tokens alone: without advantages, and without log-probabilities of before the update."""
+UNANCHORED_LOSSES = ("reinforce",)
+"""Policy losses without a ratio: they read advantages, and no log-probabilities of before the update."""
 ROLLOUT_LOSSES = ("rollout_is", "dppo")
 """Policy losses whose ratio is taken against the engine's log-probabilities and so needs no off-policy correction."""
 
@@ -168,6 +178,11 @@ ROLLOUT_LOSSES = ("rollout_is", "dppo")
 def needs_reference(config: AlgorithmConfig) -> bool:
     """Whether a reference model has to score the batch."""
     return config.kl_loss_coef > 0 or config.kl_reward_coef > 0 or config.advantage_estimator in REFERENCE_ESTIMATORS
+
+
+def needs_greedy_sample(config: AlgorithmConfig) -> bool:
+    """Whether each prompt is answered greedily once more, as a baseline."""
+    return config.advantage_estimator == "remax"
 
 
 def needs_critic(config: AlgorithmConfig) -> bool:
@@ -181,10 +196,12 @@ def _why_not_rollout_logprobs(config: AlgorithmConfig) -> str:
         return "with off_policy corrections, which weigh what lies between the two"
     if config.policy_loss in ROLLOUT_LOSSES:
         return f"with policy_loss={config.policy_loss}, which takes its ratio against them by itself"
-    if config.policy_loss in LIKELIHOOD_LOSSES:
+    if config.policy_loss in (*LIKELIHOOD_LOSSES, *UNANCHORED_LOSSES):
         return f"with policy_loss={config.policy_loss}, which has no ratio"
     if config.kl_reward_coef > 0:
         return f"with kl_reward_coef={config.kl_reward_coef:g}: a KL compares two models as the trainer computes them"
+    if config.advantage_estimator in SCORED_ESTIMATORS:
+        return f"with advantage_estimator={config.advantage_estimator}, which reads the policy's own probabilities"
     if config.advantage_estimator in REFERENCE_ESTIMATORS:
         return f"with advantage_estimator={config.advantage_estimator}, which compares two models as the trainer does"
     return ""
@@ -233,6 +250,24 @@ def algorithm_violations(config: AlgorithmConfig, prefix: str = "trainer.algorit
         "adaptive needs a first weight: kl_reward_coef above 0",
         config.kl_controller,
         f"try {prefix}kl_reward_coef=0.05",
+    )
+    for name, weight in config.reward_components.items():
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        remedy = f"try {prefix}reward_components={{{name}: 1}}"
+        require(is_number, f"reward_components.{name}", "must be a number, the reward's weight", weight, remedy)
+    require(
+        config.advantage_estimator in OUTCOME_ESTIMATORS or not config.reward_components,
+        "reward_components",
+        "are read by advantage_estimator=gdpo alone",
+        dict(config.reward_components),
+        f"try {prefix}advantage_estimator=gdpo",
+    )
+    require(
+        not (config.advantage_estimator in OUTCOME_ESTIMATORS and config.step_rewards != "outcome"),
+        "step_rewards",
+        f"must be outcome with advantage_estimator={config.advantage_estimator}, which scores whole trajectories",
+        config.step_rewards,
+        f"try {prefix}step_rewards=outcome",
     )
     require(
         not (filters.dynamic_sampling != "none" and config.advantage_estimator == "gae"),

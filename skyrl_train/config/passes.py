@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from skyrl_train.config.algorithm import LIKELIHOOD_LOSSES, REFERENCE_ESTIMATORS, ROLLOUT_LOSSES
+from skyrl_train.config.algorithm import (
+    LIKELIHOOD_LOSSES,
+    REFERENCE_ESTIMATORS,
+    ROLLOUT_LOSSES,
+    SCORED_ESTIMATORS,
+    UNANCHORED_LOSSES,
+)
 from skyrl_train.config.schema import Config, TrainerConfig
 
 
@@ -14,9 +20,13 @@ def needs_old_logprobs(trainer: TrainerConfig) -> bool:
     advantages are made of them.
     """
     algorithm = trainer.algorithm
-    if algorithm.kl_reward_coef > 0 or algorithm.advantage_estimator in REFERENCE_ESTIMATORS:
+    if algorithm.kl_reward_coef > 0 or algorithm.advantage_estimator in (*REFERENCE_ESTIMATORS, *SCORED_ESTIMATORS):
         return True
-    if algorithm.use_rollout_logprobs or algorithm.policy_loss in (*ROLLOUT_LOSSES, *LIKELIHOOD_LOSSES):
+    if algorithm.use_rollout_logprobs or algorithm.policy_loss in (
+        *ROLLOUT_LOSSES,
+        *LIKELIHOOD_LOSSES,
+        *UNANCHORED_LOSSES,
+    ):
         return False
     one_step = trainer.policy_mini_batch_size == trainer.train_batch_size and trainer.update_epochs_per_batch == 1
     return not one_step or trainer.docs_per_step > 0

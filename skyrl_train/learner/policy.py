@@ -23,7 +23,7 @@ from skyrl_train.algorithms.step_columns import lacks_sequence_column
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import LIKELIHOOD_LOSSES, ROLLOUT_LOSSES, AlgorithmConfig
+from skyrl_train.config.algorithm import LIKELIHOOD_LOSSES, ROLLOUT_LOSSES, UNANCHORED_LOSSES, AlgorithmConfig
 from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
@@ -39,7 +39,7 @@ from skyrl_train.model.causal_lm import (
     output_head,
     quiet_transformers,
 )
-from skyrl_train.model.logprobs import LossOfTokens, TokenScores, score_tokens
+from skyrl_train.model.logprobs import LossOfTokens, OfDistribution, TokenScores, score_tokens, sum_of_squares
 from skyrl_train.model.lora import adapter_off, adapter_tensors, add_adapter, write_adapter
 from skyrl_train.registry import resolve
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics
@@ -78,6 +78,21 @@ class PolicyLearner(HoldsModel):
         """`[num_tokens]` on the CPU: log-probability of each token with `loss_mask`, 0 elsewhere."""
         return self.engine.forward(
             batch, lambda hidden, rows, layout: self._scores(hidden, rows, layout, with_entropy=False).logprobs
+        )
+
+    def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
+        """`[num_tokens]` on the CPU: sum over the vocabulary of squared probabilities where `forward` has one's log."""
+        return self.engine.forward(
+            batch,
+            lambda hidden, rows, layout: (
+                self._scores(hidden, rows, layout, with_entropy=False, of_distribution=sum_of_squares).logprobs
+            ),
+        )
+
+    def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
+        """`[num_tokens]` on the CPU: entropy (nats) of the distribution that each token with `loss_mask` was drawn from."""
+        return self.engine.forward(
+            batch, lambda hidden, rows, layout: self._scores(hidden, rows, layout, with_entropy=True).entropy
         )
 
     def forward_base(self, batch: TrainingInputBatch) -> Tensor:
@@ -134,6 +149,7 @@ class PolicyLearner(HoldsModel):
         *,
         with_entropy: bool,
         loss_of_tokens: LossOfTokens | None = None,
+        of_distribution: OfDistribution | None = None,
     ) -> TokenScores:
         return score_tokens(
             hidden,
@@ -144,6 +160,7 @@ class PolicyLearner(HoldsModel):
             with_entropy=with_entropy,
             compute_dtype=self._compute_dtype,
             loss_of_tokens=loss_of_tokens,
+            of_distribution=of_distribution,
         )
 
     def _loss(
@@ -239,7 +256,7 @@ def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: Algor
     """
     if inputs.rollout_logprobs is None:
         return {}
-    unread = algorithm.use_rollout_logprobs or algorithm.policy_loss in ROLLOUT_LOSSES
+    unread = algorithm.use_rollout_logprobs or algorithm.policy_loss in (*ROLLOUT_LOSSES, *UNANCHORED_LOSSES)
     unknown = "old_logprobs" not in rows and unread
     stale = torch.full((rows.num_rows,), unknown, dtype=torch.bool, device=inputs.loss_mask.device)
     ledger = log_ratio_ledger(

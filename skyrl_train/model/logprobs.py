@@ -64,6 +64,15 @@ LossOfTokens = Callable[[Tensor, Tensor, Tensor], Tensor]
 """`(places in the flat columns [n], logprobs [n], entropies [n]) -> their weighted share of the loss`, a scalar."""
 
 
+OfDistribution = Callable[[Tensor], Tensor]
+"""`log-probabilities [tokens, vocabulary] -> [tokens]`: a number of the distribution that each token is drawn from."""
+
+
+def sum_of_squares(log_p: Tensor) -> Tensor:
+    """`sum_v p_v^2`: 1 for a certain token, 1 / vocabulary for a uniform one."""
+    return (2 * log_p).exp().sum(-1)
+
+
 @dataclass(frozen=True)
 class _TileMaths:
     """What the two passes share: constants of the head and of the tiling."""
@@ -234,6 +243,7 @@ def token_scores(
     compute_dtype: torch.dtype | None = None,
     tokens_per_tile: int | None = None,
     foresee: Foresee | None = None,
+    of_distribution: OfDistribution | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs, entropy)` of `targets`, each `[tokens]`, in float32 (float64 for float64 hidden states).
 
@@ -244,6 +254,8 @@ def token_scores(
     With `foresee`, gradients are computed tile by tile in the forward pass, and none of its work is repeated: for a
     loss that is a sum over tokens, their coefficients are known as soon as a tile is. The backward pass compares them
     with those it is given and computes anew where they differ, so that a wrong guess costs only time.
+
+    With `of_distribution` its numbers stand in place of the log-probabilities, without a gradient.
     """
     vocabulary = head.weight.shape[0]
     budget = ELEMENTS_PER_TILE if hidden.device.type == "cpu" else ELEMENTS_PER_TILE_ACCELERATOR
@@ -254,10 +266,20 @@ def token_scores(
         tokens_per_tile=tokens_per_tile or max(TOKENS_PER_TILE, budget // vocabulary),
     )
     with torch.autocast(hidden.device.type, enabled=False):
+        if of_distribution is not None:
+            numbers = _by_tile(hidden, head, maths, of_distribution)
+            return numbers, torch.zeros_like(numbers)
         scores: tuple[Tensor, Tensor] = _TokenScore.apply(  # type: ignore[no-untyped-call]
             hidden, head.weight, head.bias, targets, maths, with_entropy, foresee
         )
     return scores
+
+
+@torch.no_grad()
+def _by_tile(hidden: Tensor, head: OutputHead, maths: _TileMaths, of_distribution: OfDistribution) -> Tensor:
+    weight = head.weight.to(maths.compute_dtype)
+    tiles = (maths.logits(tile, weight, head.bias)[0] for tile in torch.split(hidden, maths.tokens_per_tile))
+    return torch.cat([of_distribution(torch.log_softmax(z, dim=-1)) for z in tiles])
 
 
 def score_tokens(
@@ -270,6 +292,7 @@ def score_tokens(
     with_entropy: bool = True,
     compute_dtype: torch.dtype | None = None,
     loss_of_tokens: LossOfTokens | None = None,
+    of_distribution: OfDistribution | None = None,
 ) -> TokenScores:
     """Scores the tokens that `loss_mask` marks, once where several rows share them.
 
@@ -277,7 +300,8 @@ def score_tokens(
     it; a row's first token has none. Raises BatchError where `loss_mask` marks one. Ranks that share a forward each score
     what their own hidden states predict, and all have the whole result.
 
-    `loss_of_tokens` is what the loss will be, where it is a sum over tokens: it saves a product (see `token_scores`).
+    `loss_of_tokens` is what the loss will be, where it is a sum over tokens: it saves a product; `of_distribution` gives
+    other numbers in place of log-probabilities (see `token_scores`).
     """
     scored, before = states_before(loss_tokens(rows), layout)
     positions = layout.position_of_token[scored]
@@ -295,6 +319,7 @@ def score_tokens(
         with_entropy=with_entropy,
         compute_dtype=compute_dtype,
         foresee=_foresee(loss_of_tokens, scored, copies) if loss_of_tokens is not None else None,
+        of_distribution=of_distribution,
     )
 
     def spread(values: Tensor) -> Tensor:

@@ -96,6 +96,8 @@ def encode_trajectory(
         "metrics": dict(trajectory.metrics),
         "turns": [_encode_turn(turn) for turn in trajectory.turns],
     }
+    if trajectory.greedy_reward is not None:
+        record["greedy_reward"] = trajectory.greedy_reward
     if advantages is not None:
         for turn_record, values in zip(record["turns"], advantages):
             turn_record["advantages"] = list(values)
@@ -174,6 +176,7 @@ def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
             kind=FailureKind(failure["kind"]), message=str(failure["message"]), turn_index=int(failure["turn_index"])
         ),
         metrics={name: float(value) for name, value in record.get("metrics", {}).items()},
+        greedy_reward=_finite(record["greedy_reward"], "greedy_reward") if "greedy_reward" in record else None,
     )
     return prompt, trajectory
 

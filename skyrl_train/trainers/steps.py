@@ -14,16 +14,17 @@ from torch import Tensor
 from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynamically
 from skyrl_train.algorithms.estimate import estimate_advantages
 from skyrl_train.algorithms.filters import mask_rows, shape_rewards
+from skyrl_train.algorithms.reward_columns import with_greedy_rewards, with_reward_columns
 from skyrl_train.algorithms.step_columns import with_step_columns
 from skyrl_train.batch import assemble as assembly
 from skyrl_train.batch.minibatch import MiniBatch, mini_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.config.algorithm import SCORED_ESTIMATORS, FilterConfig, needs_greedy_sample
 from skyrl_train.config.generation import SamplingConfig
 from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import BatchError, NonFiniteError
-from skyrl_train.interfaces import Generator, Learner, Reference, WeightTransport
+from skyrl_train.interfaces import Generator, Learner, Reference, ScoresDistributions, WeightTransport
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
@@ -98,6 +99,8 @@ def generate(generator: Generator, prompts: PromptBatches, config: Config, *, st
             global_step=step,
             purpose=f"train-{len(parts)}" if parts else "train",
         )
+        if needs_greedy_sample(config.trainer.algorithm) and not recorded:
+            part = with_greedy_rewards(part, _greedy(generator, part.prompts, config, step=step, number=len(parts)))
         parts.append(part)
         sampled = sample_dynamically(
             state, shape_rewards(part, filters), num_prompts=config.trainer.train_batch_size, config=filters
@@ -112,6 +115,17 @@ def generate(generator: Generator, prompts: PromptBatches, config: Config, *, st
         state = sampled.state
 
 
+def _greedy(
+    generator: Generator, prompts: tuple[Prompt, ...], config: Config, *, step: int, number: int
+) -> RolloutBatch:
+    """One greedy sample of each prompt of the step's generated batch `number`, rewarded as the others are."""
+    sampling = replace(sampling_params(config.generator.sampling), temperature=0.0)
+    greedy = generator.generate(
+        prompts, n_samples_per_prompt=1, sampling=sampling, global_step=step, purpose=f"greedy-{number}"
+    )
+    return shape_rewards(greedy, config.trainer.algorithm.filters)
+
+
 def assemble(rollouts: RolloutBatch, config: Config, *, step: int, weight_version: int) -> TrainingInputBatch:
     """Trajectories to training rows, with the boundaries of the mini-batches in the metadata, less the loss of those
     that the filters leave out. Raises BatchError."""
@@ -122,6 +136,7 @@ def assemble(rollouts: RolloutBatch, config: Config, *, step: int, weight_versio
         global_step=step,
         weight_version=weight_version,
     )
+    batch = with_reward_columns(batch, rollouts, config.trainer.algorithm)
     return mask_rows(batch, rollouts, config.trainer.algorithm)
 
 
@@ -131,6 +146,8 @@ def score(batch: TrainingInputBatch, learners: Learners, config: Config) -> Trai
     columns: dict[str, Tensor] = {}
     if needs_old_logprobs(config.trainer):
         columns["old_logprobs"] = learners.policy.forward(batch)
+    if config.trainer.algorithm.advantage_estimator in SCORED_ESTIMATORS:
+        columns["sum_pi_squared"] = _scorer(learners.policy).forward_sum_pi_squared(batch)
     if learners.reference is not None:
         columns["ref_logprobs"] = learners.reference.forward(batch)
     if learners.critic is not None:
@@ -207,6 +224,15 @@ def _step_columns(mini_batch: MiniBatch, policy: Learner, config: Config) -> tup
         mini_batch.batch, config.trainer.algorithm, lambda _, batch: policy.forward(batch)
     )
     return replace(mini_batch, batch=rows), metrics
+
+
+def _scorer(policy: Learner) -> ScoresDistributions:
+    if not isinstance(policy, ScoresDistributions):
+        raise BatchError(
+            f"{type(policy).__name__} does not score distributions (interfaces.ScoresDistributions), which"
+            " trainer.algorithm needs. Choose another algorithm, or give it the two methods"
+        )
+    return policy
 
 
 def sync(policy: Learner, transport: WeightTransport, *, version: int) -> None:

@@ -6,8 +6,10 @@ The old log-probabilities lie near the model's own, as they do in training, so t
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 from layouts import (
     ALL_DIFFERENT,
     Layout,
@@ -20,8 +22,9 @@ from layouts import (
 from torch import nn
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.errors import BatchError
+from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.learner_cases import make_double, make_learner, save_tiny_model
@@ -48,6 +51,27 @@ def test_a_trajectory_in_several_rows_has_the_gradient_of_one_row(model: nn.Modu
         assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout), expected)
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed", "prefix_shared"])
+def test_numbers_of_distributions_are_those_of_the_full_softmax(tmp_path: Path, layout: str) -> None:
+    config = ModelConfig(path=str(save_tiny_model(tmp_path)))
+    plain, laid_out = (load_causal_lm(config, "cpu") for _ in range(2))
+    make_double(plain)
+    make_double(laid_out)
+    batch = closed(Step(algorithm=TRAJECTORY), fixed_rollouts(), Layout(step_wise=True)).batch
+    strategy = Layout(rows=4, packed=layout != "padded").strategy()
+    engine = ModelEngine(laid_out, name="policy", micro_batching=strategy, layout=layout, optimizer=OptimizerConfig())
+    learner = PolicyLearner(engine, model=ModelConfig(), algorithm=TRAJECTORY, temperature=1.0)
+    with torch.no_grad():
+        logits = plain(input_ids=batch.padded("input_ids").long()).logits
+    log_p = logits.log_softmax(-1)[:, :-1]
+    mask = batch.padded("loss_mask")[:, 1:]
+    found = {"entropy": learner.forward_entropy(batch), "squares": learner.forward_sum_pi_squared(batch)}
+    expected = {"entropy": -(log_p.exp() * log_p).sum(-1), "squares": log_p.exp().square().sum(-1)}
+    for name, column in found.items():
+        assert torch.allclose(column[batch["loss_mask"]], expected[name][mask], atol=1e-12), name
+        assert not column[~batch["loss_mask"]].any()
+
+
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "vespo"])
 def test_turns_and_trajectories_are_different_sequences(model: nn.Module, name: str) -> None:
     whole = learner_gradient(model, Step(algorithm=CASES[name]), fixed_rollouts())
@@ -55,7 +79,7 @@ def test_turns_and_trajectories_are_different_sequences(model: nn.Module, name: 
     assert float((whole - turns).norm() / turns.norm()) > 1e-3
 
 
-def test_split_trajectories_without_their_statistic_are_refused(tmp_path) -> None:
+def test_split_trajectories_without_their_statistic_are_refused(tmp_path: Path) -> None:
     learner: PolicyLearner = make_learner(save_tiny_model(tmp_path), algorithm=CASES["gspo"])
     mini_batch = closed(Step(algorithm=CASES["gspo"]), fixed_rollouts(), Layout(step_wise=True))
     with pytest.raises(BatchError, match="no column 'sequence_log_ratio': complete it"):

@@ -10,7 +10,7 @@ from torch import Tensor
 from skyrl_train.algorithms import estimate
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, AdvantageOutput
 from skyrl_train.algorithms.estimate import estimate_advantages, groups_of_whole_prompts, token_positions
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, component_column, offsets_of
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.errors import BatchError
 from tests.advantage_oracles import advantage_inputs_of, random_samples
@@ -27,7 +27,9 @@ def batch_of(inputs: AdvantageInputs) -> TrainingInputBatch:
         assert column is not None
         return column[kept]
 
-    names = ("rewards", "loss_mask", "values", "old_logprobs", "ref_logprobs")
+    names = ("rewards", "loss_mask", "values", "old_logprobs", "ref_logprobs", "sum_pi_squared")
+    assert inputs.greedy_rewards is not None
+    assert inputs.reward_components is not None
     return TrainingInputBatch(
         token_columns={
             "input_ids": torch.ones(int(lengths.sum()), dtype=torch.int32),
@@ -39,6 +41,9 @@ def batch_of(inputs: AdvantageInputs) -> TrainingInputBatch:
             "step_index": inputs.step_index.int(),
             "is_last_step": inputs.is_last_step,
             "is_padding": inputs.is_padding,
+            "greedy_rewards": inputs.greedy_rewards,
+            component_column("correct"): inputs.reward_components[:, 0],
+            component_column("length"): inputs.reward_components[:, 1],
         },
         row_offsets=offsets_of(lengths),
         metadata=BatchMetadata(uids=tuple(str(int(p)) for p in inputs.prompt_index), global_step=1, weight_version=0),
@@ -59,7 +64,9 @@ def test_a_batch_gets_what_the_estimator_says(name: str, inputs: AdvantageInputs
     assert batch["returns"].dtype == torch.float64
     assert torch.allclose(batch["returns"][batch["loss_mask"]], output.returns[trained], atol=1e-14)
     if output.whiten_over_batch is None:
-        assert torch.allclose(batch["advantages"][batch["loss_mask"]], output.advantages[trained], atol=1e-14)
+        scale = 1.0 if output.scale_over_batch is None else output.scale_over_batch[0] / output.scale_over_batch[1]
+        expected = scale * output.advantages[trained]
+        assert torch.allclose(batch["advantages"][batch["loss_mask"]], expected, atol=1e-14)
     assert not batch["advantages"][~batch["loss_mask"]].any()
 
 
@@ -96,6 +103,30 @@ def test_reinforce_pp_baseline_keeps_the_0_of_groups_without_difference(inputs: 
     differs = raw.whiten_over_batch[inputs.loss_mask]
     assert not differs.all()
     assert torch.allclose(batch["advantages"][batch["loss_mask"]], torch.where(differs, expected, 0.0), atol=1e-13)
+
+
+def test_gpg_scales_by_the_trajectories_of_the_batch_over_those_whose_group_differs(inputs: AdvantageInputs) -> None:
+    batch = estimate_advantages(batch_of(inputs), AlgorithmConfig(advantage_estimator="gpg", normalize_by_std=False))
+    raw = ADVANTAGE_ESTIMATORS["gpg"](inputs, AlgorithmConfig(normalize_by_std=False))
+    assert raw.scale_over_batch is not None
+    total, teaching = raw.scale_over_batch
+    real = inputs.trajectory_index[~inputs.is_padding]
+    taught = {int(t) for t in real if raw.advantages[inputs.trajectory_index == t].any()}
+    assert (total, teaching) == (len(real.unique()), len(taught))
+    assert 0 < teaching < total
+    expected = total / teaching * raw.advantages[inputs.loss_mask]
+    assert torch.allclose(batch["advantages"][batch["loss_mask"]], expected, atol=1e-14)
+
+
+@pytest.mark.parametrize("components", [{}, {"correct": 1.0, "length": 0.01}])
+def test_gdpo_is_whitened_and_each_reward_counts_by_its_own_spread(
+    inputs: AdvantageInputs, components: dict[str, float]
+) -> None:
+    config = AlgorithmConfig(advantage_estimator="gdpo", reward_components=components)
+    found = estimate_advantages(batch_of(inputs), config)["advantages"]
+    larger = replace(config, reward_components={name: 10 * weight for name, weight in components.items()})
+    assert found.any()
+    assert torch.allclose(estimate_advantages(batch_of(inputs), larger)["advantages"], found, atol=1e-12)
 
 
 def test_kl_is_taken_from_each_tokens_reward_and_the_column_stays(inputs: AdvantageInputs) -> None:
