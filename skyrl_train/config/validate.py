@@ -20,7 +20,17 @@ from skyrl_train.config.validate_placement import process_violations
 from skyrl_train.errors import Violation
 from skyrl_train.registry import did_you_mean
 
-GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce++_baseline", "maxrl", "opo")
+GROUP_ESTIMATORS = (
+    "grpo",
+    "rloo",
+    "reinforce++_baseline",
+    "maxrl",
+    "opo",
+    "grpo_pass_at_k",
+    "gpg",
+    "optimal_token_baseline",
+    "gdpo",
+)
 """Advantage estimators that compare the trajectories of one prompt with each other."""
 
 LORA_DROPOUT = "model.lora.dropout"
