@@ -57,8 +57,6 @@ class Case:
     packages: Sequence[str] = ()
     """Modules that must be installed beside torch and transformers."""
     cuda_only: bool = False
-    min_devices: int = 0
-    """CUDA devices without which the case means nothing; 0 also allows a CPU."""
 
     def num_processes(self, machine: Machine) -> int:
         """How many processes run the body."""
@@ -73,8 +71,6 @@ class Case:
             return f"{', '.join(missing)} not installed"
         if self.cuda_only and machine.device == "cpu":
             return "needs a CUDA device"
-        if self.min_devices > len(machine.devices):
-            return f"needs {self.min_devices} CUDA devices, found {len(machine.devices)}"
         if "vllm" in self.packages and _vllm_build() != machine.device:
             return f"vLLM is installed in its {_vllm_build()} build, which does not run on {machine.device}"
         return ""
