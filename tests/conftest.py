@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network, or is another where there is one
+
 from hypothesis import settings
 
 # Time on a machine that others use as well says nothing of a test. In CI the same examples are drawn each time: a run

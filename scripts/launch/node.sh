@@ -14,7 +14,6 @@ if [ "$gpus" -eq 0 ]; then
     set -- placement=cpu_2 strategy=fsdp2 generator=vllm "$@"
 else
     ensure_env vllm
-    set -- placement=ray strategy=fsdp2 placement.colocate_all=true placement.policy_num_workers="$gpus" \
-        placement.ref_num_workers="$gpus" generator=vllm generator.vllm.num_engines="$gpus" "$@"
+    ensure_gsm8k
 fi
 exec "$python" -m skyrl_train.main +experiment=gsm8k_multiturn "$@"

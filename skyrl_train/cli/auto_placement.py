@@ -12,6 +12,7 @@ counts. What cannot fit is refused by name with settings for which the same pred
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -22,6 +23,7 @@ from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig, SFTConfig, learner_config
 from skyrl_train.config.validate import validate_config
+from skyrl_train.data.hub import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation
 from skyrl_train.learner.architectures import model_facts
 from skyrl_train.learner.memory_facts import GATED, ModelFacts
@@ -291,10 +293,13 @@ class _Choice:
 
 def _facts(config: Config) -> ModelFacts | None:
     """Sizes of the policy's model; None where its config cannot be had here, so that nothing can be predicted."""
-    try:
-        return model_facts(config.plan.architecture or config.model.path, revision=config.model.revision)
-    except ModelError:
-        return None
+    path, revision = config.plan.architecture or config.model.path, config.model.revision
+    with suppress(ModelError):
+        return model_facts(path, revision=revision)
+    if fetch_config(path, revision=revision):
+        with suppress(ModelError):
+            return model_facts(path, revision=revision)
+    return None
 
 
 def can_predict(config: Config) -> bool:

@@ -11,6 +11,7 @@ from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.config.validate import near_path
+from skyrl_train.data.hub import endpoint, is_cached, is_reachable
 from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import did_you_mean
@@ -43,12 +44,32 @@ def _data(config: AnyConfig) -> Iterator[Violation]:
     for field, specs in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         for spec in specs:
             try:
-                find_sources([spec])
+                sources = find_sources([spec])
+                if any(source.on_hub for source in sources):
+                    yield from _of_hub(field, spec)
             except DataError as error:
                 remedy = str(error).removeprefix(f"{spec}: ")
                 if Path(spec).parent.name == "gsm8k":
                     remedy += " scripts/prepare_gsm8k.py makes the GSM8K files; SKYRL_TRAIN_DATA says where they are."
                 yield Violation(field=field, rule="must be data that can be found", value=repr(spec), remedy=remedy)
+
+
+def _of_hub(field: str, spec: str) -> Iterator[Violation]:
+    """A data set that can neither be fetched nor is in the cache."""
+    name = "/".join(spec.partition(":")[0].split("/")[:2])
+    if is_reachable() or is_cached(name, dataset=True):
+        return
+    remedy = f"on a machine with a network: hf download {name} --repo-type dataset --local-dir FOLDER; copy it here"
+    remedy += f" and set {field}=[FILES IN IT]"
+    if name == "openai/gsm8k":
+        remedy = "on a machine with a network: python scripts/prepare_gsm8k.py --download --output data/gsm8k; copy it "
+        remedy += "here, and say where it is: SKYRL_TRAIN_DATA=FOLDER THAT HOLDS gsm8k"
+    yield Violation(
+        field=field,
+        rule=f"must be data that can be had, and {endpoint()} does not answer",
+        value=repr(spec),
+        remedy=remedy,
+    )
 
 
 def _models(config: AnyConfig) -> Iterator[Violation]:
@@ -72,6 +93,11 @@ def _model_problem(path: str) -> tuple[str, str] | None:
         return "must be a folder, not a file", f"try {folder.parent}"
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         return "must be an existing folder, a hub name or builtin:NAME", near_path(path)
+    if not is_reachable() and not is_cached(path, dataset=False):
+        return (
+            f"must be a model that can be had, and {endpoint()} does not answer",
+            f"on a machine with a network: hf download {path} --local-dir FOLDER; copy it here and set it to the FOLDER",
+        )
     return None
 
 

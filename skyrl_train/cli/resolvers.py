@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -29,6 +30,7 @@ def register_resolvers() -> None:
     """
     OmegaConf.register_new_resolver("detect_platform", lambda: detect_platform().name, replace=True)
     OmegaConf.register_new_resolver("per_platform", _per_platform, replace=True)
+    OmegaConf.register_new_resolver("if_file", _if_file, replace=True)
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, replace=True)
     OmegaConf.register_new_resolver("default_run_folder", _default_run_folder, replace=True)
@@ -42,6 +44,11 @@ def _per_platform(values: Mapping[str, Any], *, _root_: DictConfig) -> Any:
     if name not in values:
         raise ValueError(f"per_platform has no value for platform '{name}', only for {', '.join(values)}")
     return values[name]
+
+
+def _if_file(path: str, then: str, otherwise: str) -> str:
+    """`${if_file:PATH,THEN,OTHERWISE}`: which of the two, by whether there is such a file on this machine."""
+    return then if Path(path).expanduser().is_file() else otherwise
 
 
 def _run_folder(*, _root_: DictConfig) -> str:

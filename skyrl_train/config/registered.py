@@ -10,6 +10,7 @@ from pathlib import Path
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 REGISTRIES = (
+    ("data.row_format", "data/prompts.py", "ROW_FORMATS"),
     ("trainer.algorithm.advantage_estimator", "algorithms/advantages.py", "ADVANTAGE_ESTIMATORS"),
     ("trainer.algorithm.policy_loss", "algorithms/losses.py", "POLICY_LOSSES"),
     ("trainer.micro_batching", "batch/microbatch.py", "MICRO_BATCH_STRATEGIES"),

@@ -86,6 +86,9 @@ class DataConfig:
     `builtin:NAME/SPLIT`."""
     validation: tuple[str, ...] = ("builtin:word_problems/validation",)
     """Held-out prompts; empty turns evaluation off."""
+    row_format: str = "prompt"
+    """What rows without a `prompt` are: `gsm8k`, as its makers publish it, or a custom function of a `Row`
+    (`data/rows.py`) as `package.module:attr`, which returns the columns that it should have. `prompt` refuses them."""
     max_train_prompts: NonNegativeInt = 0
     """Use only the first so many training prompts; 0 is all."""
     max_validation_prompts: NonNegativeInt = 0

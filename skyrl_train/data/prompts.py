@@ -4,31 +4,42 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from skyrl_train.data.gsm8k import published_row
 from skyrl_train.data.rows import Row, find_sources, read_rows
 from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.registry import resolve
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import ChatMessage, Prompt
 
+ROW_FORMATS: dict[str, Callable[[Row], Mapping[str, Any]]] = {
+    "prompt": lambda row: row.values,
+    "gsm8k": published_row,
+}
+"""Name to what makes a row with a prompt of one without: its own columns, or those of a published data set."""
 
-def load_prompts(sources: Sequence[str], *, limit: int | None = None) -> list[Prompt]:
+
+def load_prompts(sources: Sequence[str], *, limit: int | None = None, row_format: str = "prompt") -> list[Prompt]:
     """All prompts of `sources`, every row checked.
 
     Args:
         sources: Parquet, `.jsonl` or `.json` files, folders of them, `owner/name:split` on the hub, or
             `builtin:NAME/SPLIT`.
         limit: Stop after so many; 0 or None is all.
+        row_format: What rows without a `prompt` are, as `data.row_format`.
 
     Raises:
         DataError: A file is missing or damaged, or a row lacks what it needs; names file, row and remedy.
+        ConfigError: There is no such format.
     """
+    with_prompt = resolve(row_format, ROW_FORMATS, field="data.row_format")
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     for source in find_sources(list(sources)):
         for row in read_rows(source):
-            prompt = make_prompt(row)
+            prompt = make_prompt(row if "prompt" in row.values else _formatted(row, with_prompt, row_format))
             if prompt.uid in places:
                 raise DataError(
                     f"{row.place}: uid {prompt.uid!r} is also that of {places[prompt.uid]}. "
@@ -41,6 +52,16 @@ def load_prompts(sources: Sequence[str], *, limit: int | None = None) -> list[Pr
     if not prompts:
         raise DataError(f"{', '.join(sources) or 'data'}: no rows. Give at least one row with a prompt.")
     return prompts
+
+
+def _formatted(row: Row, with_prompt: Callable[[Row], Mapping[str, Any]], row_format: str) -> Row:
+    try:
+        return replace(row, values=with_prompt(row))
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{row.place}: is no row of data.row_format={row_format} ({type(error).__name__}: {error}); it has "
+            f"{', '.join(sorted(map(str, row.values))) or 'nothing'}. Give it a prompt, or set data.row_format"
+        ) from error
 
 
 def make_prompt(row: Row) -> Prompt:

@@ -17,6 +17,7 @@ from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.platform import DetectedPlatform
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
+from skyrl_train.data.gsm8k import ENV_CLASS
 
 FILES = sorted(
     path
@@ -118,15 +119,29 @@ def test_the_cpu_platform_is_small_and_in_one_process() -> None:
     assert machine.machine_violations(config) == []
 
 
-def test_the_gpu_platform_is_qwen_on_gsm8k_with_vllm_on_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SKYRL_TRAIN_DATA", "/datasets")
+def test_the_gpu_platform_is_qwen_on_gsm8k_with_vllm_on_ray() -> None:
     config = load_config(composed("+experiment=gsm8k_multiturn", "platform=gpu"))
     assert config.model.path == "Qwen/Qwen2.5-1.5B-Instruct"
-    assert config.data.train == ("/datasets/gsm8k/train.parquet",)
-    assert config.environment.env_class == "gsm8k_multi_turn"
+    assert config.environment.env_class == ENV_CLASS == "gsm8k_multi_turn"
     assert config.generator.backend == "vllm"
-    assert config.placement.backend == "ray"
+    assert (config.placement.backend, config.placement.auto) == ("ray", True)
+    assert (config.trainer.layout, config.trainer.micro_batching) == ("auto", "auto")
     assert config.trainer.train_batch_size > load_config(composed("platform=cpu")).trainer.train_batch_size
+
+
+def test_gsm8k_is_taken_from_its_files_where_they_are_and_from_the_hub_where_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SKYRL_TRAIN_DATA", str(tmp_path))
+    from_hub = load_config(composed("platform=gpu")).data
+    assert (from_hub.train, from_hub.validation) == (("openai/gsm8k/main:train",), ("openai/gsm8k/main:test",))
+    assert from_hub.row_format == "gsm8k"
+    (tmp_path / "gsm8k").mkdir()
+    files = [tmp_path / "gsm8k" / f"{split}.parquet" for split in ("train", "validation")]
+    for file in files:
+        file.touch()
+    from_files = load_config(composed("platform=gpu")).data
+    assert (*from_files.train, *from_files.validation) == tuple(map(str, files))
 
 
 @pytest.mark.parametrize("found", PLATFORMS)

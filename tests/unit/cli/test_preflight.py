@@ -38,7 +38,7 @@ def problems(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
         [],
         ["+experiment=gsm8k_multiturn"],
         ["+experiment=gsm8k_multiturn", "trainer.total_steps=3", "hydra.run.dir=elsewhere"],
-        ["model.path=Qwen/Qwen2.5-0.5B-Instruct", "algorithm=dapo", "tracker=[console,wandb]"],
+        ["model.path=builtin:tiny_qwen2", "algorithm=dapo", "tracker=[console,wandb]"],
         ["+environment.kwargs.difficulty=hard"],
         ["environment=search", "environment.kwargs.topk=5"],
         ["++trainer.total_steps=3"],
@@ -181,6 +181,15 @@ def test_a_missing_data_file_names_the_nearest(tmp_path: Path, capsys: pytest.Ca
     (line,) = problems(capsys, "data.train=trian.jsonl")
     assert line.startswith("data.train: must be data that can be found; got 'trian.jsonl'.")
     assert "train.jsonl." in line
+
+
+def test_what_the_hub_would_give_is_refused_at_once_where_it_does_not_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, data = problems(capsys, "data.train=[nobody/nothing:train]", "model.path=nobody/nothing")[::-1]
+    assert "https://huggingface.co does not answer" in model
+    assert "hf download nobody/nothing --local-dir FOLDER" in model
+    assert "hf download nobody/nothing --repo-type dataset" in data
 
 
 def test_missing_gsm8k_files_name_the_script_that_makes_them(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,9 +15,11 @@ from hydra import compose, initialize_config_dir
 from packaging.requirements import Requirement
 
 from skyrl_train.cli import register_resolvers
+from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.load import load_config
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
+from tests.auto_placement_cases import gpus
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LAUNCH = REPOSITORY / "scripts" / "launch"
@@ -30,8 +32,12 @@ def composed(*overrides: str) -> Config:
 
 
 def overrides_of(command: str) -> list[str]:
-    """What a launcher hands to the command line, without paths and addresses that it finds out."""
-    found = re.findall(r"(?<!\S)(\+?[a-z_.]+=[\w.]+)(?!\S)", command.replace("\\\n", " "))
+    """What a launcher hands to the command line on two nodes of 8 GPUs, without paths."""
+    known = {'"$address:$port"': "auto", '"$head:$RAY_PORT"': "auto", '"$num_nodes"': "2"}
+    for unknown, value in known.items():
+        command = command.replace(unknown, value)
+    command = re.sub(r"\$\(\([^)]*\)\)", "16", command.replace("\\\n", " "))
+    found = re.findall(r"(?<!\S)(\+?[a-z_.]+=[\w.]+)(?!\S)", command)
     return [text for text in found if not text.startswith("hydra.")]
 
 
@@ -70,8 +76,11 @@ def test_the_commands_of_slurm_kuberay_and_skypilot_are_valid_configurations() -
         slurm.partition("-m skyrl_train.main")[2].partition("&")[0],
     ):
         overrides = overrides_of(command)
-        assert "placement=gpu_2x8" in overrides
-        assert validate_config(composed(*overrides)) == []
+        assert "placement.num_gpus=16" in overrides
+        placed = place(composed(*overrides))
+        assert validate_config(placed) == []
+        assert (placed.placement.policy_num_nodes, placed.placement.policy_num_gpus_per_node) == (2, 8)
+        assert (placed.generator.vllm.num_engines, placed.placement.ray_address) == (16, "auto")
 
 
 def test_kuberay_runs_as_nobody_in_particular_with_as_many_gpus_as_the_placement_wants() -> None:
@@ -79,8 +88,7 @@ def test_kuberay_runs_as_nobody_in_particular_with_as_many_gpus_as_the_placement
     cluster: dict[str, Any] = job["spec"]["rayClusterSpec"]
     pods = [cluster["headGroupSpec"]["template"]["spec"], *(g["template"]["spec"] for g in cluster["workerGroupSpecs"])]
     gpus = sum(int(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for pod in pods)
-    placement, vllm = composed("placement=gpu_2x8", "strategy=fsdp2").placement, 8
-    assert gpus == placement.policy_num_workers + vllm
+    assert gpus == composed(*overrides_of(job["spec"]["entrypoint"])).placement.num_gpus
     assert all(pod["securityContext"]["runAsNonRoot"] for pod in pods)
 
 
@@ -161,7 +169,7 @@ def test_one_node_trains_with_all_that_it_has(tmp_path: Path, num_gpus: int, eng
     assert ran.returncode == 7, ran.stderr
     overrides = ran.stdout.splitlines()
     assert overrides[-1] == "trainer.total_steps=10"
-    config = composed(*overrides, f"platform={'gpu' if num_gpus else 'cpu'}")
+    config = place(composed(*overrides, f"platform={'gpu' if num_gpus else 'cpu'}"), gpus(num_gpus))
     assert validate_config(config) == []
     placed = config.placement
     assert (placed.backend, placed.colocate_all) == ("ray", colocated)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
+import urllib.request
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from skyrl_train.data import hub
+from skyrl_train.data.gsm8k import ENV_CLASS, HUB, SPLITS
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.rollout.environments import make_environment
 
@@ -47,7 +51,7 @@ def test_each_problem_becomes_a_row_that_its_environment_understands(tmp_path: P
     prompts = load_prompts([str(output / f"train.{file_format}")])
     assert [prompt.uid for prompt in prompts] == ["gsm8k-train-0", "gsm8k-train-1"]
     assert [prompt.extras["reward_spec"]["ground_truth"] for prompt in prompts] == ["3", "70000"]
-    assert {prompt.env_class for prompt in prompts} == {"gsm8k"}
+    assert {prompt.env_class for prompt in prompts} == {ENV_CLASS}
     (message,) = prompts[0].messages
     assert message["content"].startswith(ROWS[0]["question"])
     assert "`#### ANSWER`" in message["content"]
@@ -57,21 +61,63 @@ def test_each_problem_becomes_a_row_that_its_environment_understands(tmp_path: P
         assert environment.step(answer)["reward"] == 1.0
 
 
-def test_the_multi_turn_environment_may_be_named(tmp_path: Path) -> None:
+def test_another_environment_may_be_named(tmp_path: Path) -> None:
     source, output = write_originals(tmp_path / "in"), tmp_path / "out"
-    script.main(["--input", str(source), "--output", str(output), "--env-class", "gsm8k_multi_turn"])
+    script.main(["--input", str(source), "--output", str(output), "--env-class", "gsm8k"])
     (prompt, _) = load_prompts([str(output / "validation.parquet")])
-    assert prompt.env_class == "gsm8k_multi_turn"
+    assert prompt.env_class == "gsm8k"
 
 
-@pytest.mark.parametrize("bad", ['{"question": "q"}', '{"question": "q", "answer": "no mark"}', "not json"])
+def from_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the hub's library give `ROWS`, whose columns are those of openai/gsm8k, without a network."""
+    datasets = pytest.importorskip("datasets")
+    hub.is_reachable.cache_clear()
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO())
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: {"train": ROWS, "test": ROWS[:1]}[split])
+
+
+def test_what_is_downloaded_is_what_the_hubs_rows_become_in_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_hub(monkeypatch)
+    assert script.main(["--download", "--output", str(tmp_path)]) == 0
+    for split, ours in SPLITS.items():
+        fetched = load_prompts([f"{HUB}:{split}"], row_format="gsm8k")
+        assert fetched == load_prompts([str(tmp_path / f"{ours}.parquet")], row_format="gsm8k")
+        assert fetched[0].uid == f"gsm8k-{ours}-0"
+    hub.is_reachable.cache_clear()
+
+
+def test_files_that_are_there_are_not_fetched_again(tmp_path: Path) -> None:
+    for split in SPLITS.values():
+        (tmp_path / f"{split}.parquet").write_text("kept")
+    assert script.main(["--download", "--if-missing", "--output", str(tmp_path)]) == 0
+    assert (tmp_path / "train.parquet").read_text() == "kept"
+
+
+def test_without_a_network_it_says_at_once_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hub.is_reachable.cache_clear()
+    assert script.main(["--download", "--output", str(tmp_path / "out")]) == 2
+    assert "On a machine with a network run the same command" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        ('{"question": "q"}', "not a GSM8K problem"),
+        ('{"question": "q", "answer": "no mark"}', "not a GSM8K problem"),
+        ("not json", "not valid JSON"),
+    ],
+)
 def test_a_line_that_is_no_problem_is_named_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: str, problem: str
 ) -> None:
     source, output = write_originals(tmp_path / "in", bad), tmp_path / "out"
     assert script.main(["--input", str(source), "--output", str(output)]) == 2
-    assert f"{source / 'train.jsonl'}, line 3: not a GSM8K problem" in capsys.readouterr().err
-    assert list(output.iterdir()) == []
+    assert f"{source / 'train.jsonl'}, line 3: {problem}" in capsys.readouterr().err
+    assert not output.exists()
 
 
 def test_a_folder_without_the_files_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

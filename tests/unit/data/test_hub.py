@@ -1,0 +1,85 @@
+"""Whether the hub is there, asked with a deadline, and what the caches hold."""
+
+from __future__ import annotations
+
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.data import hub
+from skyrl_train.data.prompts import load_prompts
+from skyrl_train.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    hub.is_reachable.cache_clear()
+    yield
+    hub.is_reachable.cache_clear()
+
+
+def test_a_hub_that_does_not_answer_is_given_up_within_seconds_and_not_asked_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float] = []
+
+    def hang(*args: object, timeout: float) -> None:
+        asked.append(timeout)
+        time.sleep(60)
+
+    monkeypatch.setattr(urllib.request, "urlopen", hang)
+    began = time.monotonic()
+    assert not hub.is_reachable()
+    assert not hub.is_reachable()
+    assert time.monotonic() - began < 20
+    assert len(asked) == 1
+    assert os.environ["HF_HUB_OFFLINE"] == "1", "the hub's library would try for minutes"
+
+
+def test_any_answer_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, timeout: float) -> None:
+        raise urllib.error.HTTPError("https://mirror", 403, "forbidden", {}, None)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    assert hub.is_reachable()
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("folder", "dataset"),
+    [
+        ("hub/datasets--owner--name/snapshots/1", True),
+        ("datasets/owner___name/main", True),
+        ("hub/models--owner--name/snapshots/1", False),
+    ],
+)
+def test_what_was_fetched_before_is_found_in_the_caches(tmp_path: Path, folder: str, dataset: bool) -> None:
+    environ = {"HF_HOME": str(tmp_path)}
+    assert not hub.is_cached("owner/name", dataset=dataset, environ=environ)
+    (tmp_path / folder).mkdir(parents=True)
+    assert hub.is_cached("owner/name", dataset=dataset, environ=environ)
+    assert not hub.is_cached("owner/name", dataset=not dataset, environ=environ)
+
+
+def test_a_row_of_another_format_is_named_with_what_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"question": "2+2?", "solution": "4"}\n')
+    with pytest.raises(DataError, match=r"line 1: is no row of data.row_format=gsm8k .*it has question, solution"):
+        load_prompts([str(file)], row_format="gsm8k")
+
+
+def test_a_custom_format_is_a_function_of_a_row(tmp_path: Path) -> None:
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"question": "2+2?"}\n')
+    (prompt,) = load_prompts([str(file)], row_format="tests.unit.data.test_hub:from_question")
+    assert prompt.messages[0]["content"] == "2+2?"
+
+
+def from_question(row: object) -> dict[str, str]:
+    return {"prompt": row.values["question"]}  # type: ignore[attr-defined]
