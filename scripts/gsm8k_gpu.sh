@@ -19,6 +19,7 @@ if [ "$gpus" -eq 0 ]; then
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 else
     ensure_env vllm
+    ensure_gsm8k
 fi
 output=${OUTPUT_DIR:-$root/outputs/gsm8k-$(date +%Y%m%d-%H%M%S)}
 started=$(date +%s)

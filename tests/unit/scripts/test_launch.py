@@ -119,8 +119,10 @@ def test_slurm_brings_ray_up_trains_and_takes_it_down(tmp_path: Path) -> None:
         timeout=60,
     )
     said = calls.read_text(encoding="utf-8").splitlines()
-    trained = next(line for line in said if line.startswith("python"))
+    prepared, trained = (line for line in said if line.startswith("python"))
     assert result.returncode == 3
+    assert "prepare_gsm8k.py --download --if-missing" in prepared
+    assert "placement.num_gpus=16 placement.num_nodes=2" in trained
     assert "placement.ray_address=10.0.0.1:6379" in trained
     assert trained.endswith("seed=5")
     assert "ray stop --force" in said[-1]
