@@ -5,6 +5,7 @@ Order: `shape_rewards` on the rollouts, dynamic sampling (`dynamic_sampling.py`)
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,7 @@ from skyrl_train.algorithms.reduce import rounding_tolerance
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.types import Outcome, RolloutBatch, StopReason, Trajectory
+from skyrl_train.types import Outcome, RolloutBatch, StopReason, Trajectory, Turn
 
 
 def is_cut_off(trajectory: Trajectory) -> bool:
@@ -46,25 +47,34 @@ def soft_overlong_penalty(num_tokens: int, config: FilterConfig) -> float:
 def shape_rewards(rollouts: RolloutBatch, config: FilterConfig) -> RolloutBatch:
     """Rollouts with changed turn rewards; failed trajectories stay as they are.
 
-    `zero_reward_on_non_stop`: all rewards of a trajectory become 0 where its last response did not end by itself
-    (`stop_reason` is not `stop`). `overlong_soft_share`: the soft penalty for the longest turn is then added to the
-    last turn's reward.
+    `zero_reward_on_non_stop`, `non_stop_scale`, `non_stop_penalty`: where a trajectory's last response did not end by itself
+    (`stop_reason` is not `stop`) all its rewards become 0, or are multiplied, and its last turn's gets the penalty
+    (ProRL, arXiv:2505.24864; OpenRLHF's `stop_properly_penalty_coef`). `overlong_soft_share`: the soft penalty for the
+    longest turn is then added to the last turn's reward. `reward_clip_low` and `_high` bound the total last.
     """
-    if not config.zero_reward_on_non_stop and not config.overlong_soft_share:
-        return rollouts
-    return replace(rollouts, trajectories=tuple(_shape(trajectory, config) for trajectory in rollouts.trajectories))
+    shaped = tuple(_shape(trajectory, config) for trajectory in rollouts.trajectories)
+    return rollouts if shaped == rollouts.trajectories else replace(rollouts, trajectories=shaped)
 
 
 def _shape(trajectory: Trajectory, config: FilterConfig) -> Trajectory:
     if trajectory.failed or not trajectory.turns:
         return trajectory
     turns = list(trajectory.turns)
-    if config.zero_reward_on_non_stop and turns[-1].stop_reason is not StopReason.STOP:
-        turns = [replace(turn, reward=0.0) for turn in turns]
-    penalty = soft_overlong_penalty(longest_response(trajectory), config)
-    if penalty:
-        turns[-1] = replace(turns[-1], reward=turns[-1].reward + penalty)
+    if turns[-1].stop_reason is not StopReason.STOP:
+        scale = 0.0 if config.zero_reward_on_non_stop else config.non_stop_scale
+        turns = turns if scale == 1 else [replace(turn, reward=scale * turn.reward) for turn in turns]
+        turns[-1] = _plus(turns[-1], -config.non_stop_penalty)
+    turns[-1] = _plus(turns[-1], soft_overlong_penalty(longest_response(trajectory), config))
+    total = sum(turn.reward for turn in turns)
+    low, high = config.reward_clip_low, config.reward_clip_high
+    bounded = min(max(total, -math.inf if low is None else low), math.inf if high is None else high)
+    if bounded != total:
+        turns[-1] = _plus(turns[-1], bounded - total)
     return replace(trajectory, turns=tuple(turns))
+
+
+def _plus(turn: Turn, reward: float) -> Turn:
+    return replace(turn, reward=turn.reward + reward) if reward else turn
 
 
 def differing_prompts(rollouts: RolloutBatch) -> tuple[bool, ...]:

@@ -83,6 +83,8 @@ class PolicyLossInputs:
     """In which the model computed `logprobs`, so that it is known what of them is rounding; None: the type they have."""
     sequence_log_ratio: Tensor | None = None
     """`[rows, len]` float: what a loss of whole sequences reads of its sequence, where that lies in several rows."""
+    policy_weights: Tensor | None = None
+    """`[rows, len]` float: factors on token losses that were taken over the whole step; off-policy weights are in them."""
 
 
 @dataclass(frozen=True, kw_only=True)

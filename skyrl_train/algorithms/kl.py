@@ -68,6 +68,17 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": 
 Mask before calling (`token_kl` does): a NaN that is masked afterwards still reaches the gradient."""
 
 
+def unbiased_kl(token_kls: Tensor, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """`ratio * KL` per token, `ratio = exp(logprob - old_logprob)`, with the gradient through both; all of one shape.
+
+    Tokens that the old policy sampled, weighed to be the policy's: with k3 an unbiased estimate of KL(policy || reference)
+    whose gradient is unbiased too, also where the ratio is 1. DeepSeek-V3.2, arXiv:2512.02556, section 3.1.
+    """
+    zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
+    log_ratio = torch.where(mask, logprobs - old_logprobs, zero).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.exp() * token_kls
+
+
 def token_kl(
     name: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, compute_dtype: torch.dtype | None = None
 ) -> Tensor:

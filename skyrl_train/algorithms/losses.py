@@ -8,11 +8,17 @@ loss may not depend on which rows share its micro-batch: whatever it averages, i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
 
 from skyrl_train.algorithms.checks import needed, require_float
 from skyrl_train.algorithms.clipped_losses import clip_cov, dual_clip, kl_cov, regular
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from skyrl_train.algorithms.off_policy import off_policy_weights
+from skyrl_train.algorithms.ratios import Turns, rows_of, turns_of
+from skyrl_train.algorithms.rejection import rejected_negatives
 from skyrl_train.algorithms.sequence_losses import SEQUENCE_STATISTICS, gmpo, gspo, vespo
 from skyrl_train.algorithms.weighted_losses import (
     cispo,
@@ -25,6 +31,7 @@ from skyrl_train.algorithms.weighted_losses import (
 )
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.registry import resolve
+from skyrl_train.telemetry.metrics import Mean, Metric
 
 __all__ = ["POLICY_LOSSES", "PolicyLoss", "PolicyLossInputs", "PolicyLossOutput", "policy_loss"]
 
@@ -54,11 +61,14 @@ TOKENWISE_LOSSES = frozenset(POLICY_LOSSES) - {*SEQUENCE_STATISTICS, "clip_cov",
 
 def is_tokenwise(config: AlgorithmConfig) -> bool:
     """Whether the configured loss of a token is a function of that token alone."""
-    return config.policy_loss in TOKENWISE_LOSSES and not config.off_policy.enabled
+    weighted = config.off_policy.enabled or config.off_policy.negative_kl_max > 0
+    return config.policy_loss in TOKENWISE_LOSSES and not weighted
 
 
 def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
     """The configured loss, times the weights of `trainer.algorithm.off_policy` where they are on.
+
+    Where weights are taken over the whole step they come with the inputs; see `step_columns.py`.
 
     Raises ConfigError for an unknown name; BatchError for malformed inputs, or where a user's own loss returns another
     shape than `[rows, len]`.
@@ -66,11 +76,30 @@ def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLoss
     loss = resolve(config.policy_loss, POLICY_LOSSES, field="trainer.algorithm.policy_loss")
     output = loss(inputs, config)
     require_float(f"token_losses from policy loss {config.policy_loss!r}", output.token_losses, inputs.logprobs.shape)
-    if not config.off_policy.enabled:
-        return output
-    correction = off_policy_weights(
-        inputs.old_logprobs, needed("rollout_logprobs", inputs.rollout_logprobs), inputs.loss_mask, config.off_policy
-    )
-    return PolicyLossOutput(
-        token_losses=output.token_losses * correction.weights, metrics={**output.metrics, **correction.metrics}
-    )
+    if inputs.policy_weights is not None:
+        return replace(output, token_losses=output.token_losses * inputs.policy_weights.to(output.token_losses.dtype))
+    losses, metrics = output.token_losses, dict(output.metrics)
+    if config.off_policy.enabled or config.off_policy.negative_kl_max > 0:
+        sequences = rows_of(inputs.loss_mask) if config.sequence_unit == "trajectory" else turns_of(inputs.loss_mask)
+        weights, found = sequence_weights(inputs, sequences, config)
+        losses, metrics = losses * weights.to(losses.dtype), metrics | found
+    return PolicyLossOutput(token_losses=losses, metrics=metrics)
+
+
+def sequence_weights(
+    inputs: PolicyLossInputs, sequences: Turns, config: AlgorithmConfig
+) -> tuple[Tensor, dict[str, Metric]]:
+    """`[rows, len]` without gradient: what `trainer.algorithm.off_policy` makes of these sequences. Raises BatchError."""
+    weights, metrics = torch.ones_like(inputs.logprobs), dict[str, Metric]()
+    if config.off_policy.enabled:
+        rollout = needed("rollout_logprobs", inputs.rollout_logprobs)
+        correction = off_policy_weights(
+            inputs.old_logprobs, rollout, inputs.loss_mask, config.off_policy, sequences=sequences
+        )
+        weights, metrics = weights * correction.weights, metrics | correction.metrics
+    if config.off_policy.negative_kl_max > 0:
+        left_out = rejected_negatives(inputs, sequences, config.off_policy.negative_kl_max)
+        weights = torch.where(left_out, 0.0, weights)
+        share = Mean(float(left_out.sum()), float(inputs.loss_mask.sum()))
+        metrics["off_policy/negatives_left_out_fraction"] = share
+    return weights.detach(), metrics

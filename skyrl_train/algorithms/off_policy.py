@@ -19,7 +19,8 @@ from torch import Tensor
 
 from skyrl_train.algorithms.checks import require_bool, require_float, require_rows
 from skyrl_train.algorithms.kl import MAX_LOG_RATIO, logprob_rounding
-from skyrl_train.algorithms.ratios import masked, turns_of
+from skyrl_train.algorithms.ratios import Turns, masked, turns_of
+from skyrl_train.algorithms.rejection import rejected
 from skyrl_train.config.algorithm import OffPolicyConfig
 from skyrl_train.telemetry.metrics import Max, Mean, Metric
 
@@ -34,27 +35,35 @@ class Correction:
 
 @torch.no_grad()
 def off_policy_weights(
-    old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor, config: OffPolicyConfig
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    loss_mask: Tensor,
+    config: OffPolicyConfig,
+    *,
+    sequences: Turns | None = None,
 ) -> Correction:
     """Weights from `ratio = exp(old_logprob - rollout_logprob)`; all `[rows, len]`, `loss_mask` bool.
 
     Truncated importance sampling per token: Your Efficient RL Framework Secretly Brings You Off-Policy RL Training
     (Yao et al., 2025, fengyao.notion.site/off-policy-rl). Masked per token: IcePop, arXiv:2510.18855. Per sequence
     (product over a turn's tokens), geometric mean, and masks on either: When Speed Kills Stability (Liu et al., 2025, a
-    report without arXiv number). Everything is taken per turn, so it depends neither on the micro-batch nor on
-    whether a trajectory has one row or one row per turn. A NaN stays a NaN: it is never masked away silently. Raises
-    BatchError for malformed inputs.
+    report without arXiv number). Further criteria: `rejection.rejected`. Everything is taken per sequence, a turn where
+    `sequences` gives no other, so it depends neither on the micro-batch nor on whether a trajectory has one row or one row
+    per turn; but with `batch_normalize` the tokens are all of those of the optimizer step. A NaN stays a NaN: it is never
+    masked away silently. Raises BatchError for malformed inputs.
     """
     shape = require_rows("old_logprobs", old_logprobs)
     require_float("old_logprobs", old_logprobs, shape)
     require_float("rollout_logprobs", rollout_logprobs, shape)
     require_bool("loss_mask", loss_mask, shape)
     log_ratio = masked(old_logprobs - rollout_logprobs, loss_mask)
-    turns = turns_of(loss_mask)
+    turns = turns_of(loss_mask) if sequences is None else sequences
     product, geometric, ratio = _exp(turns.total(log_ratio)), _exp(turns.mean(log_ratio)), _exp(log_ratio)
 
     weights, changed = _weights(ratio, product, geometric, config)
-    left_out = torch.zeros_like(loss_mask)
+    if config.batch_normalize:
+        weights = weights / _mean_weight(weights, turns, config)
+    left_out = rejected(log_ratio, turns, config.reject)
     if config.sequence_mask != "none":
         value = geometric if config.sequence_mask == "geometric" else product
         low, high = _away_from_1(config.sequence_mask_low, config.sequence_mask_high, ratio.dtype)
@@ -79,6 +88,17 @@ def off_policy_weights(
             "off_policy/turns_left_out_fraction": Mean(turns_out, num_turns),
         },
     )
+
+
+def _mean_weight(weights: Tensor, turns: Turns, config: OffPolicyConfig) -> Tensor:
+    """Over tokens, or over sequences where a sequence has one weight; 1 where nothing has any."""
+    kept = weights[turns.mask if config.weight == "token" else turns.starts]
+    mean = kept.mean() if kept.numel() else weights.new_ones(())
+    return torch.where(mean > SMALLEST_MEAN_WEIGHT, mean, 1.0)
+
+
+SMALLEST_MEAN_WEIGHT = 1e-8
+"""Weights whose mean is not above this are not divided by it."""
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

@@ -73,6 +73,12 @@ class Turns:
         """`[rows, len]`: at each trained token, the mean over its turn; 0 elsewhere."""
         return self.total(values) / self.length().clamp(min=1).to(values.dtype)
 
+    def highest(self, values: Tensor) -> Tensor:
+        """`[rows, len]`: at each trained token, the highest value in its turn; 0 elsewhere."""
+        lowest = values.new_full((self.mask.numel() + 1,), -torch.inf)
+        found = lowest.scatter_reduce(0, self.number.flatten(), masked(values, self.mask).flatten(), "amax")
+        return masked(found[self.number], self.mask)
+
     def largest(self, values: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
         """`[rows, len]` bool: of each turn's candidates, the `count` (equal in a turn) largest, the earlier on ties."""
         number = self.number.flatten()

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs
+from skyrl_train.algorithms.losses import sequence_weights
 from skyrl_train.algorithms.ratios import Turns, sequences_of_flat
 from skyrl_train.algorithms.sequence_losses import SEQUENCE_STATISTICS
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.telemetry.metrics import StepMetrics
+from skyrl_train.config.algorithm import AlgorithmConfig, reads_whole_step
+from skyrl_train.telemetry.metrics import Mean, Metric, StepMetrics
 
-ScoreStep = Callable[[Literal["logprobs"], TrainingInputBatch], Tensor]
+ScoreStep = Callable[[Literal["logprobs", "entropy"], TrainingInputBatch], Tensor]
 """`(what, rows) -> [num_tokens]` of the policy as it is now, at positions with `loss_mask`."""
 
 
@@ -31,16 +32,50 @@ def with_step_columns(
     reads none. `score` is called only where the policy has to be evaluated.
 
     `sequence_log_ratio` (float64): the statistic of each token's trajectory, with `sequence_unit=trajectory` and
-    trajectories of several rows. It is 0 without `old_logprobs`: the policy is then the old one. Raises BatchError.
+    trajectories of several rows. It is 0 without `old_logprobs`: the policy is then the old one. `policy_weights`
+    (float64): factors on the policy's token losses, 0 for what is left out. Raises BatchError.
     """
-    if not _reads_split_trajectories(batch, config):
-        return batch, {}
-    statistic = torch.zeros(batch.num_tokens, dtype=torch.float64)
-    if "old_logprobs" in batch:
-        inputs = _flat_inputs(batch, score("logprobs", batch))
-        found = SEQUENCE_STATISTICS[config.policy_loss](inputs, trajectories_of(batch), config)
-        statistic = found.squeeze(0)
-    return batch.with_columns(sequence_log_ratio=statistic), {}
+    columns: dict[str, Tensor] = {}
+    metrics: dict[str, Metric] = {}
+    reads_trajectories, weighs = _reads_split_trajectories(batch, config), _weighs_step(batch, config)
+    current: Tensor | None = None
+    has_old = config.use_rollout_logprobs or "old_logprobs" in batch
+    if (reads_trajectories and has_old) or (weighs and config.off_policy.negative_kl_max > 0):
+        current = score("logprobs", batch)
+    if reads_trajectories:
+        columns["sequence_log_ratio"] = torch.zeros(batch.num_tokens, dtype=torch.float64)
+        if current is not None and has_old:
+            inputs = _flat_inputs(batch, config, current)
+            found = SEQUENCE_STATISTICS[config.policy_loss](inputs, trajectories_of(batch), config)
+            columns["sequence_log_ratio"] = found.squeeze(0)
+    if weighs:
+        sequences = trajectories_of(batch) if config.sequence_unit == "trajectory" else _turns_of(batch)
+        weights, metrics = sequence_weights(_flat_inputs(batch, config, current), sequences, config)
+        columns["policy_weights"] = weights.squeeze(0)
+    if config.entropy_quantile > 0:
+        kept, share = high_entropy(score("entropy", batch), trained_tokens(batch), config.entropy_quantile)
+        columns["policy_weights"] = torch.where(kept, columns["policy_weights"], 0.0)
+        metrics |= share
+    return (batch.with_columns(**columns), metrics) if columns else (batch, metrics)
+
+
+def high_entropy(entropy: Tensor, mask: Tensor, quantile: float) -> tuple[Tensor, dict[str, Metric]]:
+    """Of tokens `[tokens]`, those of `mask` whose entropy is at least the quantile of all of them, linearly interpolated.
+
+    Beyond the 80/20 Rule, arXiv:2506.01939, equations 4 and 5, whose rho is `1 - quantile`.
+    """
+    ordered = entropy[mask].double().sort().values
+    if not ordered.numel():
+        return mask, {}
+    place = quantile * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    threshold = float(torch.lerp(ordered[below], ordered[above], place - below))
+    kept = mask & (entropy.double() >= threshold)
+    return kept, {
+        "policy/entropy_threshold": Mean(threshold, 1.0),
+        "policy/high_entropy_fraction": Mean(float(kept.sum()), float(mask.sum())),
+    }
 
 
 def has_split_trajectories(batch: TrainingInputBatch) -> bool:
@@ -49,9 +84,11 @@ def has_split_trajectories(batch: TrainingInputBatch) -> bool:
     return bool((parts & ~batch["is_padding"]).any())
 
 
-def lacks_sequence_column(batch: TrainingInputBatch, config: AlgorithmConfig) -> bool:
-    """Whether the configured loss would read whole trajectories from rows that do not hold them whole."""
-    return _reads_split_trajectories(batch, config) and "sequence_log_ratio" not in batch
+def missing_step_column(batch: TrainingInputBatch, config: AlgorithmConfig) -> str:
+    """The column that the configured loss needs and these rows lack; empty where there is none."""
+    if _reads_split_trajectories(batch, config) and "sequence_log_ratio" not in batch:
+        return "sequence_log_ratio"
+    return "policy_weights" if _weighs_step(batch, config) and "policy_weights" not in batch else ""
 
 
 def trajectories_of(batch: TrainingInputBatch) -> Turns:
@@ -70,15 +107,38 @@ def _reads_split_trajectories(batch: TrainingInputBatch, config: AlgorithmConfig
     return reads and has_split_trajectories(batch)
 
 
-def _flat_inputs(batch: TrainingInputBatch, logprobs: Tensor) -> PolicyLossInputs:
-    """All rows as one, `[1, num_tokens]`, in float64."""
+def _weighs_step(batch: TrainingInputBatch, config: AlgorithmConfig) -> bool:
+    """Whether the weights of the rows' tokens depend on other rows."""
+    if config.entropy_quantile > 0 or config.off_policy.batch_normalize:
+        return True
+    return reads_whole_step(config) and has_split_trajectories(batch)
 
-    def column(name: str) -> Tensor:
-        return batch[name].double().unsqueeze(0)
 
+def _turns_of(batch: TrainingInputBatch) -> Turns:
+    """The turns of all rows, `[1, num_tokens]`."""
+    mask = trained_tokens(batch)
+    starts = mask.clone()
+    starts[1:] &= ~mask[:-1]
+    first = batch.row_offsets[:-1]
+    starts[first] = mask[first]
+    return sequences_of_flat(mask, starts.cumsum(0))
+
+
+def _flat_inputs(batch: TrainingInputBatch, config: AlgorithmConfig, current: Tensor | None) -> PolicyLossInputs:
+    """All rows as one, `[1, num_tokens]`, in float64. What is not there is not read: the policy as it is now where no
+    statistic of it is taken, and the old one where it is the same."""
+
+    def column(name: str, default: Tensor) -> Tensor:
+        return batch.token_columns.get(name, default).double().unsqueeze(0)
+
+    nothing = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    now = nothing if current is None else current
+    rollout = column("rollout_logprobs", nothing) if "rollout_logprobs" in batch else None
+    old = "rollout_logprobs" if config.use_rollout_logprobs else "old_logprobs"
     return PolicyLossInputs(
-        logprobs=logprobs.double().unsqueeze(0),
-        old_logprobs=column("old_logprobs"),
-        advantages=column("advantages"),
+        logprobs=now.double().unsqueeze(0),
+        old_logprobs=column(old, now),
+        advantages=column("advantages", nothing),
         loss_mask=trained_tokens(batch).unsqueeze(0),
+        rollout_logprobs=rollout,
     )

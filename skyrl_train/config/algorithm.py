@@ -37,6 +37,15 @@ class OffPolicyConfig:
     """Smallest value that `sequence_mask` keeps. Lies near 1 for geometric, further off for product."""
     sequence_mask_high: Positive = 1.01
     """Largest value that `sequence_mask` keeps."""
+    reject: Mapping[str, Any] = field(default_factory=dict)
+    """Further criteria, each with its bound; what one leaves out is out. `token_k1`, `sequence_sum_k1`, `sequence_mean_k1`:
+    `[low, high]` of the ratio. `token_`, `sequence_sum_`, `sequence_mean_` and `sequence_max_` with `k2` or `k3`: the
+    largest divergence. E.g. `{sequence_mean_k3: 0.01, token_k1: [0.2, 5]}`."""
+    batch_normalize: bool = False
+    """Divide the weights by their mean over the optimizer step (over its tokens, or sequences), so that it becomes 1."""
+    negative_kl_max: NonNegative = 0.0
+    """Leave tokens with a negative advantage out whose sequence has a mean of rollout_logprob - logprob above this; 0 is
+    off. Reads the policy as it is trained, and where there are none of the engine, log-probabilities of before."""
     outlier_low: NonNegative = 0.0
     """Leave a turn out in which any token's ratio is below this; 0 is off."""
     outlier_high: NonNegative = 0.0
@@ -44,7 +53,8 @@ class OffPolicyConfig:
 
     @property
     def enabled(self) -> bool:
-        return self.weight != "none" or self.sequence_mask != "none" or self.outlier_low > 0 or self.outlier_high > 0
+        outliers = self.outlier_low > 0 or self.outlier_high > 0
+        return self.weight != "none" or self.sequence_mask != "none" or outliers or bool(self.reject)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +77,14 @@ class FilterConfig:
     """Tokens of one response at which the soft penalty has its full size: what `max_generate_length` allows, say."""
     overlong_penalty: NonNegative = 1.0
     """Full size of the soft penalty."""
+    non_stop_scale: Share = 1.0
+    """Rewards of a trajectory whose last response did not end by itself are multiplied by this; 1 is off."""
+    non_stop_penalty: NonNegative = 0.0
+    """Taken from the reward of such a trajectory, after `non_stop_scale`."""
+    reward_clip_low: float | None = None
+    """Smallest total reward of a trajectory, after all penalties; null is off. What is added goes to its last turn."""
+    reward_clip_high: float | None = None
+    """Largest total reward of a trajectory; null is off."""
     zero_reward_on_non_stop: bool = False
     """A trajectory whose last response did not end by itself gets a reward of 0."""
 
@@ -135,8 +153,14 @@ class AlgorithmConfig:
     use_rollout_logprobs: bool = False
     """Take the engine's log-probabilities as those of before the update, which then needs no pass to score them. Ratios
     start at what sampled: they hold the engine's numerics, and staleness, beside what the update changes."""
+    entropy_quantile: Share = 0.0
+    """Train the policy's term on the tokens alone whose entropy is at or above this quantile of the optimizer step's, under
+    the policy as it is then (one more pass): 0.8 trains the upper fifth. 0 is off."""
     kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
     """Estimator of KL(policy || reference) from sampled tokens."""
+    kl_bias_correction: bool = False
+    """Multiply the KL in the loss with the ratio of the policy to the old one, through which gradients flow too: an unbiased
+    estimate of KL and gradient from tokens that the old policy sampled (DeepSeek-V3.2)."""
     kl_loss_coef: Annotated[float, Range(0.0)] = 0.0
     """Weight of the KL term in the loss; 0 needs no reference model."""
     kl_reward_coef: NonNegative = 0.0
@@ -207,6 +231,47 @@ def _why_not_rollout_logprobs(config: AlgorithmConfig) -> str:
     return ""
 
 
+REJECTION_CRITERIA = tuple(
+    f"{level}_{divergence}"
+    for level in ("token", "sequence_sum", "sequence_mean", "sequence_max")
+    for divergence in ("k1", "k2", "k3")
+    if (level, divergence) != ("sequence_max", "k1")
+)
+"""Keys of `off_policy.reject`."""
+
+
+def _rejection_violations(config: OffPolicyConfig, prefix: str) -> list[Violation]:
+    found = []
+    for name, bound in config.reject.items():
+        field_name = f"{prefix}off_policy.reject.{name}"
+        if name not in REJECTION_CRITERIA:
+            rule, remedy = f"is no criterion; choose from {', '.join(REJECTION_CRITERIA)}", "try sequence_mean_k3"
+        elif name.endswith("k1"):
+            pair = list(bound) if isinstance(bound, (list, tuple)) else []
+            if len(pair) == 2 and all(map(_is_number, pair)) and 0 < pair[0] <= pair[1]:
+                continue
+            rule, remedy = "must be [low, high] of the ratio, both above 0", f"try {field_name}=[0.5,2]"
+        else:
+            if _is_number(bound) and bound > 0:
+                continue
+            rule, remedy = "must be a number above 0, the largest divergence", f"try {field_name}=0.01"
+        found.append(Violation(field=field_name, rule=rule, value=str(bound), remedy=remedy))
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def reads_whole_step(config: AlgorithmConfig) -> bool:
+    """Whether weights of tokens are taken over the optimizer step, or over trajectories that may lie in several rows."""
+    correction = config.off_policy
+    weighs = correction.enabled or correction.negative_kl_max > 0
+    return (
+        config.entropy_quantile > 0 or correction.batch_normalize or (weighs and config.sequence_unit == "trajectory")
+    )
+
+
 def algorithm_violations(config: AlgorithmConfig, prefix: str = "trainer.algorithm.") -> list[Violation]:
     """Rules between fields of the algorithm. Names are not looked up here: the registries do that."""
     found: list[Violation] = []
@@ -231,6 +296,22 @@ def algorithm_violations(config: AlgorithmConfig, prefix: str = "trainer.algorit
         config.use_rollout_logprobs,
         f"try {prefix}use_rollout_logprobs=false",
     )
+    low_reward, high_reward = filters.reward_clip_low, filters.reward_clip_high
+    require(
+        low_reward is None or high_reward is None or low_reward < high_reward,
+        "filters.reward_clip_low",
+        f"must be below reward_clip_high={high_reward}",
+        low_reward,
+        f"try {prefix}filters.reward_clip_low=null",
+    )
+    found += _rejection_violations(correction, prefix)
+    require(
+        not (correction.batch_normalize and correction.weight == "none"),
+        "off_policy.batch_normalize",
+        "needs weights to normalise: off_policy.weight other than none",
+        correction.batch_normalize,
+        f"try {prefix}off_policy.weight=token",
+    )
     for low, high in (("weight_low", "weight_high"), ("sequence_mask_low", "sequence_mask_high")):
         low_value, high_value = getattr(correction, low), getattr(correction, high)
         remedy = f"try {prefix}off_policy.{low}=0"
@@ -252,9 +333,10 @@ def algorithm_violations(config: AlgorithmConfig, prefix: str = "trainer.algorit
         f"try {prefix}kl_reward_coef=0.05",
     )
     for name, weight in config.reward_components.items():
-        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
         remedy = f"try {prefix}reward_components={{{name}: 1}}"
-        require(is_number, f"reward_components.{name}", "must be a number, the reward's weight", weight, remedy)
+        require(
+            _is_number(weight), f"reward_components.{name}", "must be a number, the reward's weight", weight, remedy
+        )
     require(
         config.advantage_estimator in OUTCOME_ESTIMATORS or not config.reward_components,
         "reward_components",

@@ -8,6 +8,7 @@ from skyrl_train.config.algorithm import (
     ROLLOUT_LOSSES,
     SCORED_ESTIMATORS,
     UNANCHORED_LOSSES,
+    reads_whole_step,
 )
 from skyrl_train.config.schema import Config, TrainerConfig
 
@@ -16,11 +17,13 @@ def needs_old_logprobs(trainer: TrainerConfig) -> bool:
     """Whether the policy has to score a batch before it is updated on it.
 
     Not where each batch is one optimizer step: the old policy is then the one that is differentiated, and each ratio is
-    1 by construction. Not where the loss never reads them, or is given those of the engine. Always where rewards or
-    advantages are made of them.
+    1 by construction. Not where the loss never reads them, or is given those of the engine. Always where rewards,
+    advantages or weights over the whole step are made of them.
     """
     algorithm = trainer.algorithm
     if algorithm.kl_reward_coef > 0 or algorithm.advantage_estimator in (*REFERENCE_ESTIMATORS, *SCORED_ESTIMATORS):
+        return True
+    if algorithm.off_policy.enabled and reads_whole_step(algorithm):
         return True
     if algorithm.use_rollout_logprobs or algorithm.policy_loss in (
         *ROLLOUT_LOSSES,

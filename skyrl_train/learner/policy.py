@@ -16,10 +16,10 @@ from torch import Tensor
 
 from skyrl_train.algorithms.checks import needed
 from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.kl import token_kl
+from skyrl_train.algorithms.kl import token_kl, unbiased_kl
 from skyrl_train.algorithms.losses import POLICY_LOSSES, is_tokenwise, policy_loss
 from skyrl_train.algorithms.off_policy import log_ratio_ledger
-from skyrl_train.algorithms.step_columns import lacks_sequence_column
+from skyrl_train.algorithms.step_columns import missing_step_column
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
@@ -207,6 +207,7 @@ class PolicyLearner(HoldsModel):
             rollout_logprobs=columns["rollout_logprobs"].to(logprobs.dtype) if "rollout_logprobs" in columns else None,
             compute_dtype=self._compute_dtype,
             sequence_log_ratio=columns.get("sequence_log_ratio"),
+            policy_weights=columns.get("policy_weights"),
         )
         output = policy_loss(_with_rollout_as_old(inputs) if algorithm.use_rollout_logprobs else inputs, algorithm)
         parts = {"policy": (weights * output.token_losses).sum()}
@@ -215,6 +216,8 @@ class PolicyLearner(HoldsModel):
             token_kls = token_kl(
                 algorithm.kl_estimator, logprobs, columns["ref_logprobs"], mask, compute_dtype=self._compute_dtype
             )
+            if algorithm.kl_bias_correction:
+                token_kls = unbiased_kl(token_kls, logprobs, inputs.old_logprobs, mask)
             parts["kl"] = (weights * token_kls).sum()
             total = total + algorithm.kl_loss_coef * parts["kl"]
         if algorithm.entropy_coef:
@@ -286,10 +289,11 @@ def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig, *, o
     for name in names:
         if name not in batch:
             raise BatchError(f"the mini-batch has no column {name!r}, which the policy's loss needs")
-    if lacks_sequence_column(batch, algorithm):
+    missing = missing_step_column(batch, algorithm)
+    if missing:
         raise BatchError(
-            f"policy_loss={algorithm.policy_loss} with sequence_unit=trajectory reads trajectories of several rows and the"
-            " mini-batch has no column 'sequence_log_ratio': complete it with step_columns.with_step_columns first"
+            f"the mini-batch has no column {missing!r}, and its loss reads other rows than those at hand: complete it with"
+            " step_columns.with_step_columns before it is split"
         )
 
 

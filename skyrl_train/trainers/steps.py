@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -220,9 +220,11 @@ def update_learner(
 
 def _step_columns(mini_batch: MiniBatch, policy: Learner, config: Config) -> tuple[MiniBatch, StepMetrics]:
     """The policy's mini-batch with the columns that its loss reads across rows."""
-    rows, metrics = with_step_columns(
-        mini_batch.batch, config.trainer.algorithm, lambda _, batch: policy.forward(batch)
-    )
+
+    def score_now(what: Literal["logprobs", "entropy"], rows: TrainingInputBatch) -> Tensor:
+        return policy.forward(rows) if what == "logprobs" else _scorer(policy).forward_entropy(rows)
+
+    rows, metrics = with_step_columns(mini_batch.batch, config.trainer.algorithm, score_now)
     return replace(mini_batch, batch=rows), metrics
 
 

@@ -219,7 +219,8 @@ def learner_gradient(model: nn.Module, step: Step, batch_of: RolloutBatch, layou
     )
     learner = PolicyLearner(engine, model=ModelConfig(), algorithm=step.algorithm, temperature=1.0)
     engine.zero_grad()
-    rows, _ = with_step_columns(mini_batch.batch, step.algorithm, lambda _, batch: learner.forward(batch))
+    scores = {"logprobs": learner.forward, "entropy": learner.forward_entropy}
+    rows, _ = with_step_columns(mini_batch.batch, step.algorithm, lambda what, batch: scores[what](batch))
     for shard in stage(rows, layout.dp_size).shards:
         learner.forward_backward(replace(mini_batch, batch=shard))
     return flat_gradient(model)

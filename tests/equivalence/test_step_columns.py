@@ -21,7 +21,7 @@ from layouts import (
 )
 from torch import nn
 
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.learner.engine import ModelEngine
@@ -40,7 +40,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
     return model
 
 
-CASES = {loss: replace(TRAJECTORY, policy_loss=loss) for loss in ("gspo", "gmpo", "vespo")}
+NEAR_ROLLOUT = {"weight_high": 2.0, "sequence_mask_low": 0.5, "sequence_mask_high": 2.0}
+CORRECTIONS = {
+    "batch_normalize": OffPolicyConfig(weight="token", batch_normalize=True),
+    "batch_normalize_sequences": OffPolicyConfig(weight="sequence", weight_high=2.0, batch_normalize=True),
+    "sequence_mask": OffPolicyConfig(weight="sequence", sequence_mask="geometric", **NEAR_ROLLOUT),  # type: ignore[arg-type]
+    "reject": OffPolicyConfig(reject={"sequence_mean_k3": 0.3, "token_k1": [0.4, 3.0], "sequence_max_k2": 1.0}),
+    "negatives": OffPolicyConfig(negative_kl_max=0.05),
+}
+CASES = {
+    **{loss: replace(TRAJECTORY, policy_loss=loss) for loss in ("gspo", "gmpo", "vespo")},
+    **{f"{name}-trajectory": replace(TRAJECTORY, off_policy=config) for name, config in CORRECTIONS.items()},
+    **{f"{name}-turn": AlgorithmConfig(off_policy=config) for name, config in CORRECTIONS.items()},
+    "high_entropy": AlgorithmConfig(entropy_quantile=0.8, off_policy=CORRECTIONS["reject"]),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -82,5 +95,5 @@ def test_turns_and_trajectories_are_different_sequences(model: nn.Module, name: 
 def test_split_trajectories_without_their_statistic_are_refused(tmp_path: Path) -> None:
     learner: PolicyLearner = make_learner(save_tiny_model(tmp_path), algorithm=CASES["gspo"])
     mini_batch = closed(Step(algorithm=CASES["gspo"]), fixed_rollouts(), Layout(step_wise=True))
-    with pytest.raises(BatchError, match="no column 'sequence_log_ratio': complete it"):
+    with pytest.raises(BatchError, match="no column 'sequence_log_ratio', and its loss reads other rows"):
         learner.forward_backward(mini_batch)

@@ -86,6 +86,21 @@ class TestShapeRewards:
         found = shape_rewards(rollouts([cut, aborted, whole]), FilterConfig(zero_reward_on_non_stop=True))
         assert rewards(found) == [[0.0, 0.0], [0.0, 0.0], [0.5, 1.0]]
 
+    def test_what_did_not_stop_is_scaled_and_then_penalised(self) -> None:
+        cut, whole = (
+            trajectory("a", number, 0.5, 1.0, stop=stop)
+            for number, stop in enumerate((StopReason.LENGTH, StopReason.STOP))
+        )
+        found = shape_rewards(rollouts([cut, whole]), FilterConfig(non_stop_scale=0.5, non_stop_penalty=0.25))
+        assert rewards(found) == [[0.25, 0.25], [0.5, 1.0]]
+
+    def test_the_total_is_bounded_last_and_the_last_turn_pays(self) -> None:
+        batch = rollouts([trajectory("a", 0, 0.5, 4.0), trajectory("a", 1, -3.0, 1.0), failed("a", 2)])
+        found = shape_rewards(batch, FilterConfig(reward_clip_low=-1.0, reward_clip_high=2.0))
+        assert rewards(found) == [[0.5, 1.5], [-3.0, 2.0], []]
+        above = shape_rewards(batch, FilterConfig(reward_clip_high=2.0, overlong_soft_share=1.0, overlong_max_length=1))
+        assert [sum(each) for each in rewards(above)] == [2.0, -3.0, 0]
+
     def test_the_soft_penalty_goes_to_the_last_turn(self) -> None:
         batch = rollouts([trajectory("a", 0, 0.25, 1.0, length=9), failed("a", 1)])
         found = shape_rewards(batch, FilterConfig(overlong_soft_share=0.2, overlong_max_length=10))

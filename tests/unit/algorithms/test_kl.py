@@ -6,10 +6,37 @@ import math
 import pytest
 import torch
 
-from skyrl_train.algorithms.kl import KL_ESTIMATORS, token_kl
+from skyrl_train.algorithms.kl import KL_ESTIMATORS, token_kl, unbiased_kl
 from skyrl_train.algorithms.kl_controller import KLControllerState, initial_state, mean_token_kl, next_state
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError, CheckpointError, NonFiniteError
+
+
+def test_the_unbiased_kl_is_weighed_by_the_ratio_and_has_the_gradient_of_both() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logprobs, old, ref = -torch.rand(3, 50, generator=draw, dtype=torch.float64)
+    logprobs.requires_grad_()
+    mask = torch.arange(50) % 7 > 0
+    old = torch.where(mask, old, torch.nan)
+    found = unbiased_kl(token_kl("k3", logprobs, ref, mask), logprobs, old, mask)
+    (gradient,) = torch.autograd.grad(found.sum(), logprobs)
+    for place, (new, before, other) in enumerate(zip(logprobs.tolist(), old.tolist(), ref.tolist())):
+        kl = math.exp(other - new) - 1 - (other - new)
+        ratio = math.exp(new - before) if mask[place] else 0.0
+        assert float(found[place].detach()) == pytest.approx(ratio * kl, abs=1e-13)
+        assert float(gradient[place]) == pytest.approx(ratio * (kl + 1 - math.exp(other - new)), abs=1e-13)
+
+
+def test_on_the_old_policys_samples_the_unbiased_gradient_is_that_of_the_kl_in_expectation() -> None:
+    logits = torch.randn(6, generator=torch.Generator().manual_seed(1), dtype=torch.float64).requires_grad_()
+    other = torch.randn(6, generator=torch.Generator().manual_seed(2), dtype=torch.float64).log_softmax(0)
+    logp = logits.log_softmax(0)
+    old, everywhere = logp.detach(), torch.ones(6, dtype=torch.bool)
+    estimate = (old.exp() * unbiased_kl(token_kl("k3", logp, other, everywhere), logp, old, everywhere)).sum()
+    exact = (logp.exp() * (logp - other)).sum()
+    (found,), (expected,) = (torch.autograd.grad(value, logits, retain_graph=True) for value in (estimate, exact))
+    assert float(estimate.detach()) == pytest.approx(float(exact.detach()), abs=1e-14)
+    assert torch.allclose(found, expected, atol=1e-14)
 
 
 def test_estimators_by_hand() -> None:

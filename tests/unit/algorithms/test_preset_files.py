@@ -53,6 +53,7 @@ def test_who_needs_which_model() -> None:
     assert needs_critic(preset("ppo", "critic.model.path=policy"))
     assert not needs_critic(preset("grpo", "critic.model.path=policy"))
     assert [name for name in PRESETS if needs_reference(preset(name, "critic.model.path=policy"))] == [
+        "deepseek_v3_2",
         "distillation",
         "reinforce_pp",
         "reinforce_pp_baseline",
@@ -65,6 +66,11 @@ def test_who_needs_which_model() -> None:
         (AlgorithmConfig(policy_loss="dppo", off_policy=OffPolicyConfig(weight="token")), "off_policy.weight"),
         (AlgorithmConfig(off_policy=OffPolicyConfig(weight_low=3.0)), "off_policy.weight_low"),
         (AlgorithmConfig(off_policy=OffPolicyConfig(sequence_mask_low=2.0)), "off_policy.sequence_mask_low"),
+        (AlgorithmConfig(off_policy=OffPolicyConfig(batch_normalize=True)), "off_policy.batch_normalize"),
+        (AlgorithmConfig(filters=FilterConfig(reward_clip_low=1.0, reward_clip_high=0.0)), "filters.reward_clip_low"),
+        (AlgorithmConfig(reward_components={"solved": 1}), "reward_components"),
+        (AlgorithmConfig(advantage_estimator="gdpo", reward_components={"solved": "much"}), "reward_components.solved"),
+        (AlgorithmConfig(advantage_estimator="gdpo", step_rewards="turn_return"), "step_rewards"),
         (AlgorithmConfig(clip_cov_low=9.0), "clip_cov_low"),
         (AlgorithmConfig(kl_controller="adaptive"), "kl_controller"),
         *(
