@@ -198,6 +198,7 @@ def _build_http_engine(config: Config, stack: ExitStack) -> tuple[InferenceEngin
         config.generator.http,
         stop_token_ids=stop_token_ids(config.model),
         timeout_s=config.generator.request_timeout_s,
+        send_seeds=config.generator.seeds == "request",
     )
     stack.callback(engine.close)
     return engine, FileTransport(engine, Path(config.output_dir) / "weights")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.config.load import write_yaml
 from skyrl_train.config.platform import detect_platform
+from skyrl_train.config.schema import Config
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
@@ -32,6 +33,7 @@ def open_folder(config: AnyConfig) -> RunFolder:
 def first_lines(config: AnyConfig, *own: str) -> list[str]:
     """What a user wants to know before anything happens: where it runs, what it trains, `own`, where it writes."""
     detected = detect_platform()
+    promise = resume_promise(config)
     why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
     return [
         f"platform    {config.platform.name} ({why})",
@@ -39,16 +41,20 @@ def first_lines(config: AnyConfig, *own: str) -> list[str]:
         f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
         f"data        {', '.join(config.data.train)}",
         *own,
-        *([_resume_line(config)] if config.platform.name == "gpu" else []),
+        *([] if promise == "identical" else [f"resume      {promise}"]),
         f"output      {config.output_dir}",
     ]
 
 
-def _resume_line(config: AnyConfig) -> str:
-    """What a resumed run has in common with one that was not interrupted; on a CPU, always everything."""
+def resume_promise(config: AnyConfig) -> str:
+    """What a resumed run has in common with one that was not interrupted; also kept in `plan.json`."""
+    if isinstance(config, Config) and config.generator.seeds == "engine":
+        return "not identical: samples are left to the engine's own seed (generator.seeds=engine)"
+    if config.platform.name == "cpu":
+        return "identical"
     if config.deterministic:
-        return "resume      identical (deterministic=true)"
-    return "resume      identical in data, prompts and seeds, not in rounding (deterministic=false)"
+        return "identical (deterministic=true)"
+    return "identical in data, prompts and seeds, not in rounding (deterministic=false)"
 
 
 def begin(
@@ -76,7 +82,7 @@ def begin(
         folder,
         start,
         write_config=lambda path: write_yaml(redact(dataclasses.asdict(config)), path),
-        plan=dataclasses.asdict(plan),
+        plan={**dataclasses.asdict(plan), "resume": resume_promise(config)},
     )
     for note in notes:
         console.note(note)

@@ -75,7 +75,7 @@ def plan_layout(config: Config, *, roles: Sequence[str], num_engines: int) -> La
     for group, counts in members.items():
         nodes = _nodes_of(placement, group)
         first = num_model_nodes if group == "engine" else 0
-        gpus = config.generator.vllm.tensor_parallel_size if group == "engine" else 1
+        gpus = config.generator.vllm.devices_per_engine if group == "engine" else 1
         per_node = max(counts.values()) // max(1, nodes)
         taken = {role: tuple(_spread(count, max(1, nodes), per_node)) for role, count in counts.items()}
         seats.update({role: (group, places) for role, places in taken.items()})

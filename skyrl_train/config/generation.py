@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from skyrl_train.config.rules import (
     Fraction,
@@ -50,8 +51,9 @@ class VLLMConfig:
     """Share of the device's memory that an engine takes in all (GPU only)."""
     max_num_seqs: PositiveInt = 256
     """Sequences that one engine generates together."""
-    enforce_eager: bool = True
-    """false compiles and captures graphs: slower to start, faster on a GPU."""
+    enforce_eager: bool | None = None
+    """false compiles and captures graphs: slower to start, faster on a GPU. null: true on a CPU, vLLM's own default
+    on a GPU, which is false."""
     prefix_caching: bool = True
     """Keep the keys and values of prompts that come again. Reset at each weight sync."""
     weight_transport: Literal["auto", "shared_memory", "broadcast", "cuda_ipc", "files"] = "auto"
@@ -61,6 +63,13 @@ class VLLMConfig:
     the weights of `model.path`: far fewer bytes a sync, somewhat slower generation."""
     max_restarts: NonNegativeInt = 1
     """How often one dead engine is started anew before the run goes on without it."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    """Anything else that the installed `vllm.EngineArgs` takes, e.g. {quantization: fp8}; not what the trainer sets."""
+
+    @property
+    def devices_per_engine(self) -> int:
+        """Tensor-parallel times pipeline-parallel."""
+        return self.tensor_parallel_size * int(self.engine_args.get("pipeline_parallel_size", 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +108,9 @@ class GeneratorConfig:
     """For evaluation."""
     eval_n_samples_per_prompt: PositiveInt = 1
     """Trajectories per held-out prompt; pass@n is reported for it."""
+    seeds: Literal["request", "engine"] = "request"
+    """request: each response has a seed of its own, so that a resumed run samples what it would have. engine (vllm, http):
+    one seed for all, so that a resume is not identical."""
     max_batch_size: PositiveInt = 256
     """Sequences that the hf backend generates together."""
     request_timeout_s: Seconds = 600.0

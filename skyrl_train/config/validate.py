@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_train.config.algorithm import REFERENCE_ESTIMATORS, algorithm_violations, needs_critic, needs_reference
+from skyrl_train.config.engine_args import engine_argument_violations, seeds_violations
 from skyrl_train.config.registered import REGISTRIES, module_exists, registered_names
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sequence_parallel import sequence_parallel_violations
@@ -359,6 +360,8 @@ RULES = (
     Rule(("strategy",), _strategy),
     Rule(("strategy", "model.attention"), sequence_parallel_violations),
     Rule(("placement", "generator", "platform"), cluster_violations),
+    Rule(("generator", "placement"), engine_argument_violations),
+    Rule(("generator",), seeds_violations),
     Rule(("trainer.policy.optimizer.betas", "critic.optimizer.betas"), _optimizers),
     Rule(("trainer.algorithm.advantage_estimator", "critic.model"), _critic),
     Rule(("trainer.algorithm", "reference", "model.path"), _reference),

@@ -133,12 +133,12 @@ def _inference(config: Config) -> Iterator[Violation]:
             value=repr(vllm.tensor_parallel_size),
             remedy=f"try generator.vllm.tensor_parallel_size={gpus} generator.vllm.num_engines={nodes}",
         )
-    elif vllm.num_engines % nodes or (gpus and vllm.num_engines * vllm.tensor_parallel_size != nodes * gpus):
+    elif vllm.num_engines % nodes or (gpus and vllm.num_engines * vllm.devices_per_engine != nodes * gpus):
         wanted = f"{nodes} nodes" if not gpus else f"{nodes} nodes x {gpus} GPUs"
-        engines = max(1, nodes * (gpus or 1) // vllm.tensor_parallel_size)
+        engines = max(1, nodes * (gpus or 1) // vllm.devices_per_engine)
         yield Violation(
             field="generator.vllm.num_engines",
-            rule=f"times generator.vllm.tensor_parallel_size={vllm.tensor_parallel_size} must fill {wanted} evenly",
+            rule=f"times the {vllm.devices_per_engine} devices of an engine must fill {wanted} evenly",
             value=repr(vllm.num_engines),
             remedy=f"try generator.vllm.num_engines={engines}",
         )

@@ -38,6 +38,7 @@ class HTTPEngine:
         *,
         stop_token_ids: tuple[int, ...],
         timeout_s: float,
+        send_seeds: bool = True,
         transport: httpx.AsyncBaseTransport | None = None,
         control_transport: httpx.BaseTransport | None = None,
     ) -> None:
@@ -47,12 +48,14 @@ class HTTPEngine:
             options: Where the server is.
             stop_token_ids: Tokens that end a response.
             timeout_s: Deadline of one request, and of one step of a weight update.
+            send_seeds: Whether a request has its own seed; otherwise the server's decides (`generator.seeds=engine`).
             transport: For tests; the network unless given.
             control_transport: The same for what is not generation.
 
         Raises EngineError where the server does not answer or refuses the token.
         """
         self._options, self._stop_token_ids, self._timeout_s = options, stop_token_ids, timeout_s
+        self._send_seeds = send_seeds
         token = os.environ.get(options.api_key_env, "")
         common: dict[str, Any] = {
             "base_url": options.url,
@@ -166,7 +169,7 @@ class HTTPEngine:
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "seed": request.seed,
+            "seed": request.seed if self._send_seeds else None,
             "stop": list(sampling.stop) or None,
             "include_stop_str_in_output": True,
             "stop_token_ids": list(self._stop_token_ids),

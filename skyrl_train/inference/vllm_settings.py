@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.generation import ships_adapter
+from skyrl_train.inference.vllm_sampler import SEED_KEY
 from skyrl_train.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ class EngineSettings:
     stop_token_ids: tuple[int, ...]
     environment: dict[str, str]
     """To be set before vLLM is imported."""
+    seeds_by_request: bool = True
+    """Whether the noise of a response is that of its own seed, or of the engine's (`generator.seeds`)."""
     adapter: LoraConfig | None = None
     """What is synced: an adapter beside the model's weights; None for all weights."""
 
@@ -48,7 +52,6 @@ def engine_settings(config: Config) -> EngineSettings:
         "max_model_len": config.generator.max_context_length,
         "max_num_seqs": options.max_num_seqs,
         "tensor_parallel_size": options.tensor_parallel_size,
-        "enforce_eager": options.enforce_eager,
         "enable_prefix_caching": options.prefix_caching,
         "logprobs_mode": logprobs_mode(config.generator.sampling.temperature),
         "trust_remote_code": config.model.trust_remote_code,
@@ -56,6 +59,10 @@ def engine_settings(config: Config) -> EngineSettings:
         "disable_log_stats": True,
         "worker_extension_cls": "skyrl_train.inference.vllm_worker.WorkerExtension",
     }
+    # On a CPU compiling takes longer than it saves; on a GPU vLLM's default captures graphs.
+    enforce_eager = options.enforce_eager if options.enforce_eager is not None or gpu else True
+    if enforce_eager is not None:
+        arguments["enforce_eager"] = enforce_eager
     if options.kv_cache_gib or not gpu:
         num_bytes = int(options.kv_cache_gib * 2**30) or _CPU_KV_CACHE_BYTES
         arguments["kv_cache_memory_bytes"] = num_bytes
@@ -63,7 +70,7 @@ def engine_settings(config: Config) -> EngineSettings:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.placement.colocate_all
     else:
-        # A seeded request whose prefill is cut in two breaks the CPU's sampler.
+        # A prompt in one piece rounds the same whatever else is in the batch.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(2048, config.generator.max_context_length)
     adapter = config.model.lora if ships_adapter(config.generator) else None
@@ -71,11 +78,19 @@ def engine_settings(config: Config) -> EngineSettings:
         from skyrl_train.inference.vllm_adapter import adapter_arguments
 
         arguments |= adapter_arguments(adapter)
+    arguments |= options.engine_args
     environment = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if gpu else "0",
+        # A core in this process starts in seconds; one in a process of its own is what vLLM is made for on a GPU.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if gpu else "0"),
+        # Processes bear a mark in their environment, by which they are ended with this one (`EngineProcesses`). A forked one
+        # would not; and where vLLM gives a process a title, that would be written over its environment.
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "SPT_NOENV": "1",
         # On a CPU vLLM would compile a helper of its sampler with the machine's C++ compiler: there need not be one, and
         # torch's build command breaks on a path with a space.
-        **({} if gpu or not options.enforce_eager else {"TORCHDYNAMO_DISABLE": "1"}),
+        **({} if gpu or not enforce_eager else {"TORCHDYNAMO_DISABLE": "1"}),
+        # Kernels whose result for a request does not depend on what else is in the batch.
+        **({"VLLM_BATCH_INVARIANT": "1"} if gpu and config.deterministic else {}),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -83,6 +98,7 @@ def engine_settings(config: Config) -> EngineSettings:
         arguments=arguments,
         stop_token_ids=stop_token_ids(config.model),
         environment=environment,
+        seeds_by_request=config.generator.seeds == "request",
         adapter=adapter,
     )
 
@@ -93,9 +109,12 @@ def logprobs_mode(temperature: float) -> str:
     return "raw_logprobs" if temperature in (0.0, 1.0) else "processed_logprobs"
 
 
-def sampling_arguments(sampling: SamplingParams, seed: int, stop_token_ids: tuple[int, ...]) -> Any:
-    """vLLM's form of how to sample."""
+def sampling_arguments(
+    sampling: SamplingParams, stop_token_ids: tuple[int, ...], *, seed: int | None, is_keyed: bool
+) -> Any:
+    """vLLM's form of how to sample. `seed`: None leaves the noise to the engine. `is_keyed`: our sampler reads it."""
     from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     return VLLMSamplingParams(
         temperature=sampling.temperature,
@@ -103,11 +122,14 @@ def sampling_arguments(sampling: SamplingParams, seed: int, stop_token_ids: tupl
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         max_tokens=sampling.max_generate_length,
-        seed=seed,
+        seed=None if is_keyed else seed,
+        extra_args={SEED_KEY: seed} if is_keyed and seed is not None else None,
         logprobs=0,
         stop=list(sampling.stop) or None,
         include_stop_str_in_output=True,
         stop_token_ids=list(stop_token_ids),
+        # Each step says what is new: what it gave so far would make the cost of a response quadratic in its length.
+        output_kind=RequestOutputKind.DELTA,
         detokenize=bool(sampling.stop),
     )
 

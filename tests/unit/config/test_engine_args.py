@@ -1,0 +1,113 @@
+"""`generator.vllm.engine_args` and `generator.seeds`: what vLLM takes and what the trainer sets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.engine_args import SET_BY_TRAINER, engine_args_fields
+from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
+from skyrl_train.config.schema import Config, LoraConfig, PlacementConfig, PlatformConfig
+from skyrl_train.config.validate import validate_config
+from skyrl_train.errors import Violation
+from skyrl_train.inference.vllm_settings import engine_settings
+
+needs_vllm = pytest.mark.skipif(not engine_args_fields(), reason="vllm is not installed")
+
+
+def with_arguments(arguments: Mapping[str, Any], *, colocate_all: bool = False) -> Config:
+    return replace(
+        Config(),
+        generator=GeneratorConfig(backend="vllm", vllm=VLLMConfig(engine_args=arguments)),
+        placement=PlacementConfig(backend="ray", colocate_all=colocate_all),
+    )
+
+
+def violations(config: Config) -> list[Violation]:
+    return [each for each in validate_config(config) if "engine_args" in each.field or "seeds" in each.field]
+
+
+@needs_vllm
+def test_what_vllm_takes_is_passed_and_a_name_that_it_does_not_know_is_refused_before_vllm_is_imported() -> None:
+    arguments = {"quantization": "fp8", "max_num_batched_tokens": 4096, "speculative_config": {"method": "ngram"}}
+    assert violations(with_arguments(arguments)) == []
+    settings = engine_settings(with_arguments(arguments))
+    assert {name: settings.arguments[name] for name in arguments} == arguments
+    started = time.monotonic()
+    (found,) = violations(with_arguments({"quantisation": "fp8"}))
+    assert time.monotonic() - started < 3.0
+    assert found.field == "generator.vllm.engine_args.quantisation"
+    assert "quantization" in found.remedy
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"max_num_batched_tokens": "many"}, "must be of type int | None"),
+        ({"disable_cascade_attn": 1}, "must be of type bool"),
+        ({"max_num_batched_tokens": True}, "must be of type int | None"),
+    ],
+)
+def test_a_value_of_another_plain_type_is_refused(arguments: Mapping[str, Any], says: str) -> None:
+    (found,) = violations(with_arguments(arguments))
+    assert says in found.rule
+
+
+def test_what_the_trainer_sets_is_refused_with_the_setting_that_says_it() -> None:
+    found = violations(with_arguments({"max_model_len": 4096, "weight_transfer_config": None}))
+    assert [each.remedy for each in found] == [
+        "set generator.max_context_length instead",
+        "drop generator.vllm.engine_args.weight_transfer_config: the trainer depends on its own value",
+    ]
+
+
+def test_nothing_that_the_trainer_sets_can_be_overridden_but_how_prompts_are_cut() -> None:
+    gpu = replace(
+        with_arguments({}, colocate_all=True),
+        platform=PlatformConfig(name="gpu", device="cuda:0"),
+        model=replace(Config().model, lora=LoraConfig(rank=8)),
+        generator=GeneratorConfig(backend="vllm", vllm=VLLMConfig(lora_sync="adapter", kv_cache_gib=1.0)),
+    )
+    set_here = {
+        *engine_settings(gpu).arguments,
+        *engine_settings(with_arguments({})).arguments,
+        "weight_transfer_config",
+    }
+    assert set_here - set(SET_BY_TRAINER) == {"enable_chunked_prefill", "max_num_batched_tokens"}
+    if known := engine_args_fields():
+        assert set(SET_BY_TRAINER) <= set(known)
+
+
+def test_a_gpu_has_the_engines_own_defaults_and_a_cpu_does_not_compile() -> None:
+    gpu = engine_settings(
+        replace(with_arguments({}), platform=PlatformConfig(name="gpu", device="cuda:0"), deterministic=True)
+    )
+    cpu = engine_settings(replace(with_arguments({}), deterministic=True))
+    assert "enforce_eager" not in gpu.arguments
+    assert "enable_chunked_prefill" not in gpu.arguments
+    assert gpu.arguments["enable_prefix_caching"] is True
+    assert gpu.environment["VLLM_BATCH_INVARIANT"] == "1"
+    assert cpu.arguments["enforce_eager"] is True
+    assert "VLLM_BATCH_INVARIANT" not in cpu.environment
+
+
+def test_pipelines_count_as_devices_and_need_devices_of_their_own() -> None:
+    config = with_arguments({"pipeline_parallel_size": 2}, colocate_all=True)
+    assert config.generator.vllm.devices_per_engine == 2
+    assert [each.field for each in violations(config)] == ["generator.vllm.engine_args.pipeline_parallel_size"]
+
+
+def test_seeds_of_the_engine_need_an_engine_that_has_one() -> None:
+    config = replace(Config(), generator=GeneratorConfig(seeds="engine"))
+    assert [each.field for each in violations(config)] == ["generator.seeds"]
+    assert violations(replace(config, generator=replace(config.generator, backend="vllm"))) == []
+
+
+def test_arguments_without_vllm_do_nothing_and_are_refused() -> None:
+    config = replace(Config(), generator=GeneratorConfig(vllm=VLLMConfig(engine_args={"quantization": "fp8"})))
+    assert [each.field for each in violations(config)] == ["generator.vllm.engine_args"]
