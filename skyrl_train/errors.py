@@ -11,6 +11,7 @@ SkyrlTrainError
 ├── NonFiniteError               a loss or gradient is NaN or infinite; no weight was changed
 ├── DeadlineError                something did not answer in time; the name says what
 ├── EngineError                  the inference engine refused or broke
+│   └── EngineDeadError          it will answer nothing any more; another engine may
 ├── ActorError                   a process of the run died or raised what nobody expected
 └── StopRequested                SIGTERM or SIGINT, raised at the next safe point
 
@@ -111,6 +112,10 @@ class DeadlineError(SkyrlTrainError, TimeoutError):
 
 class EngineError(SkyrlTrainError):
     """The inference engine refused a request or died."""
+
+
+class EngineDeadError(EngineError):
+    """This engine answers nothing any more: a process of it is gone, or it broke. Another one may answer."""
 
 
 class ActorError(SkyrlTrainError):

@@ -31,7 +31,7 @@ class Family:
 
     def commands(self) -> list[str]:
         """Command lines of those that run now."""
-        return [_command_line(pid) for pid in sorted(self._alive())]
+        return [command_line(pid) for pid in sorted(self._alive())]
 
     def left(self, *, within_s: float) -> list[str]:
         """Ends the looking; the command lines of those that still run `within_s` later (sooner where none does)."""
@@ -40,21 +40,32 @@ class Family:
         deadline = time.monotonic() + within_s
         while (alive := self._alive()) and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
-        return [f"{pid} {_command_line(pid)}" for pid in sorted(alive)]
+        return [f"{pid} {command_line(pid)}" for pid in sorted(alive)]
 
     def _alive(self) -> set[int]:
         return {pid for pid, start in self._members if _start_time(pid) == start}
 
     def _look(self) -> None:
         while not self._stop.wait(_LOOK_EVERY_S):
-            children: dict[int, list[int]] = {}
-            for entry in _PROC.iterdir():
-                if entry.name.isdigit() and (fields := _stat(int(entry.name))):
-                    children.setdefault(int(fields[1]), []).append(int(entry.name))
-            found = list(self._alive())
-            for pid in found:
-                found += children.get(pid, [])
+            found = descendants(*self._alive())
             self._members |= {(pid, start) for pid in found if (start := _start_time(pid)) is not None}
+
+
+def descendants(*roots: int) -> list[int]:
+    """These processes and all that stem from them now, parents first."""
+    children: dict[int, list[int]] = {}
+    for entry in _PROC.iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found = list(roots)
+    for pid in found:
+        found += children.get(pid, [])
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """False where the process is gone, or has ended and waits to be collected."""
+    return _start_time(pid) is not None
 
 
 def _stat(pid: int) -> list[str]:
@@ -71,7 +82,8 @@ def _start_time(pid: int) -> str | None:
     return fields[19] if fields and fields[0] not in "ZX" else None
 
 
-def _command_line(pid: int) -> str:
+def command_line(pid: int) -> str:
+    """Of a process, or the title that it gave itself; `?` where there is none."""
     try:
         return (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:120]
     except OSError:

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 import ray.util
 
-from skyrl_train.errors import ActorError, DeadlineError, SkyrlTrainError
+from skyrl_train.errors import ActorError, DeadlineError, EngineDeadError, SkyrlTrainError
 
 HEALTH = "health"
 """The concurrency group in which every actor answers `ping`."""
@@ -164,6 +164,8 @@ class Watch:
                 continue
             try:
                 ray.get(ref).unwrap()
+            except EngineDeadError as error:
+                found.append((0, rank, self._died(actor, error)))
             except SkyrlTrainError as error:
                 found.append((1, rank, error))
             except ray.exceptions.RayTaskError as error:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from skyrl_train.distributed.process_group import Rendezvous
     from skyrl_train.inference.vllm import VLLMEngine
 
+_LOOK_EVERY_S = 0.2
+
 
 class EngineWorker:
     """Every method answers with an `Answer`."""
@@ -27,7 +29,9 @@ class EngineWorker:
         self._engine: VLLMEngine | None = None
 
     async def ping(self) -> bool:
-        """A sign of life."""
+        """A sign of life; none while a process of vLLM is stopped, since this one alone computes nothing."""
+        while self._engine is not None and self._engine.suspended:
+            await asyncio.sleep(_LOOK_EVERY_S)
         return True
 
     async def identify(self) -> Answer:

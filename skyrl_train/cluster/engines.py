@@ -17,7 +17,7 @@ import ray
 
 from skyrl_train.cluster.calls import Answer, RemoteActor, ask_for_sign_of_life, reason_of
 from skyrl_train.cluster.fleet import EngineFleet
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.routing import PrefixRouter
 from skyrl_train.types import GenerationOutput, GenerationRequest
 
@@ -97,7 +97,10 @@ class EnginePool:
         self._in_flight[index].add(pending)
         try:
             answer: Answer = await pending
-            return answer
+            if not isinstance(answer.error, EngineDeadError):
+                return answer
+            self._lose(index, actor, f"died: {answer.error}")
+            return None
         except ray.exceptions.RayError as error:
             self._lose(index, actor, f"died: {reason_of(error)}")
             return None

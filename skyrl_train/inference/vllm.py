@@ -13,7 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
-from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm_core import VLLMCore
 from skyrl_train.inference.vllm_settings import EngineSettings
 from skyrl_train.types import GenerationOutput, GenerationRequest
@@ -35,11 +34,18 @@ class VLLMEngine:
         self._commands: queue.SimpleQueue[Callable[[VLLMCore], None] | None] = queue.SimpleQueue()
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, args=(settings, started), name="vllm-engine", daemon=True)
+        self._core: VLLMCore | None = None
         self._thread.start()
         started.result()
 
+    @property
+    def suspended(self) -> bool:
+        """Whether a process of vLLM is stopped by a signal, so that no answer can come."""
+        return self._core is not None and self._core.processes.suspended
+
     def generate(self, request: GenerationRequest) -> Future[GenerationOutput]:
-        """The answer, in time. EngineError where vLLM refuses or breaks. During a weight update it waits for the end."""
+        """The answer, in time. EngineError where vLLM refuses; EngineDeadError where it broke or a process of it is gone.
+        During a weight update the request waits for the end."""
         future: Future[GenerationOutput] = Future()
         self._commands.put(lambda core: core.add(request, future))
         return future
@@ -100,6 +106,7 @@ class VLLMEngine:
         except BaseException as error:
             started.set_exception(error)
             return
+        self._core = core
         started.set_result(None)
         while True:
             try:
@@ -108,6 +115,6 @@ class VLLMEngine:
                 core.step()
                 continue
             if command is None:
-                core.fail_all(EngineError("the engine was closed"))
+                core.close()
                 return
             command(core)

@@ -9,12 +9,14 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.vllm_adapter import with_adapter
+from skyrl_train.inference.vllm_processes import EngineProcesses
 from skyrl_train.inference.vllm_settings import EngineSettings, sampling_arguments
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
 from skyrl_train.weight_sync.buckets import Bucket, Receiver, in_file
@@ -26,16 +28,35 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SHARED_MEMORY = Path("/dev/shm")
+_SHUTDOWN_TIMEOUT_S = 5.0
+
+
+@dataclass
+class _Running:
+    """A request that vLLM has, and its answer so far."""
+
+    future: Future[GenerationOutput]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    weight_version: int | None = None
+    """Of the first token; None before it."""
+
+    def take(self, completion: Any, version: int) -> None:
+        """New tokens, sampled by weights of `version`."""
+        if completion.token_ids and self.weight_version is None:
+            self.weight_version = version
+        self.token_ids += completion.token_ids
+        self.logprobs += [scores[token].logprob for scores, token in zip(completion.logprobs, completion.token_ids)]
 
 
 class VLLMCore:
-    """One engine. Between `begin_update` and `finish_update` nothing is computed; after an error in between it answers
-    nothing any more."""
+    """One engine. Between `begin_update` and `finish_update` nothing is computed, wherever vLLM's core runs; after an error
+    in between, or once a process of vLLM is gone, it answers nothing any more."""
 
     def __init__(self, settings: EngineSettings) -> None:
         """Loads the model and waits for it. Raises EngineError with vLLM's reason."""
         self._settings = settings
-        self._requests: dict[str, tuple[Future[GenerationOutput], int]] = {}
+        self._requests: dict[str, _Running] = {}
         self._held: list[tuple[GenerationRequest, Future[GenerationOutput]]] = []
         self._updating = False
         self._num_received = 0
@@ -43,6 +64,7 @@ class VLLMCore:
         self._has_adapter = False
         self.weight_version = -1
         os.environ.update(settings.environment)
+        self.processes = EngineProcesses()
         try:
             from vllm import EngineArgs
             from vllm.config import WeightTransferConfig
@@ -54,13 +76,19 @@ class VLLMCore:
                 **settings.arguments,
                 "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
             }
-            self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
+            with self.processes.starting():
+                self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except ImportError as error:
+            self.processes.close()
             raise EngineError(
                 f"vLLM cannot be imported ({error}). Install the extra `cpu` or `vllm`; docs/distributed.md says how"
             ) from error
         except Exception as error:
+            self.processes.close()
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+        self._is_keyed = settings.seeds_by_request and all(self._engine.collective_rpc("use_keyed_sampler"))
+        if self._is_apart:
+            self.processes.watch(self._engine.engine_core.resources.engine_manager.processes, self._bury)
 
     @property
     def busy(self) -> bool:
@@ -70,7 +98,7 @@ class VLLMCore:
     def add(self, request: GenerationRequest, future: Future[GenerationOutput]) -> None:
         """`future` gets the answer, or EngineError. During a weight update the request waits for the end."""
         if self._broken:
-            future.set_exception(EngineError(self._broken))
+            future.set_exception(EngineDeadError(self._broken))
             return
         if self._updating:
             self._held.append((request, future))
@@ -79,39 +107,48 @@ class VLLMCore:
             self._engine.add_request(
                 request.request_id,
                 {"prompt_token_ids": list(request.prompt_token_ids)},
-                sampling_arguments(request.sampling, request.seed, self._settings.stop_token_ids),
+                sampling_arguments(
+                    request.sampling,
+                    self._settings.stop_token_ids,
+                    seed=request.seed if self._settings.seeds_by_request else None,
+                    is_keyed=self._is_keyed,
+                ),
                 lora_request=with_adapter() if self._has_adapter else None,
             )
         except Exception as error:
-            future.set_exception(EngineError(f"request {request.request_id}: {type(error).__name__}: {error}"))
+            text = f"request {request.request_id}: {type(error).__name__}: {error}"
+            future.set_exception(EngineDeadError(self._broken) if self._broken else EngineError(text))
             return
-        self._requests[request.request_id] = (future, self.weight_version)
+        self._requests[request.request_id] = _Running(future)
 
     def step(self) -> None:
-        """One token for all that run."""
+        """Takes what was computed next: one token for each request that runs."""
         try:
             outputs = self._engine.step()
         except Exception as error:
-            self._broken = f"the engine broke while it generated: {type(error).__name__}: {error}"
-            self.fail_all(EngineError(self._broken))
+            self._broken = self._broken or f"the engine broke while it generated: {type(error).__name__}: {error}"
+            self.fail_all(EngineDeadError(self._broken))
             return
         for output in outputs:
-            if output.finished and output.request_id in self._requests:
-                future, version = self._requests.pop(output.request_id)
-                future.set_result(_answer(output, version))
+            running = self._requests.get(output.request_id)
+            if running is None:
+                continue
+            running.take(output.outputs[0], self.weight_version)
+            if output.finished:
+                del self._requests[output.request_id]
+                running.future.set_result(_answer(running, output.outputs[0].finish_reason, self.weight_version))
 
     def abort(self, request_id: str) -> None:
         """Gives a request up; it ends with nothing, and stop reason `abort`."""
-        entry = self._requests.pop(request_id, None)
-        if entry is not None:
-            self._engine.abort_request([request_id])
-            entry[0].set_result(
-                GenerationOutput(token_ids=(), logprobs=(), stop_reason=StopReason.ABORT, weight_version=entry[1])
-            )
+        running = self._requests.pop(request_id, None)
+        if running is not None:
+            if not self._broken:
+                self._engine.abort_request([request_id])
+            running.future.set_result(_answer(_Running(running.future), "abort", self.weight_version))
 
     def fail_all(self, error: EngineError) -> None:
         """What runs or waits gets this error."""
-        for future, _ in [*self._requests.values(), *((future, 0) for _, future in self._held)]:
+        for future in [*(running.future for running in self._requests.values()), *(future for _, future in self._held)]:
             if not future.done():
                 future.set_exception(error)
         self._requests.clear()
@@ -135,9 +172,9 @@ class VLLMCore:
     def begin_update(self) -> None:
         """From here on nothing is computed until `finish_update`."""
         if self._broken:
-            raise EngineError(self._broken)
+            raise EngineDeadError(self._broken)
         self._updating, self._num_received = True, 0
-        self._guarded(lambda: self._engine.collective_rpc("start_weight_update"))
+        self._guarded(self._begin)
 
     def update(self, bucket: Bucket) -> None:
         """Takes some of the weights."""
@@ -161,16 +198,57 @@ class VLLMCore:
         """Takes the device again, for `weights` or for the `kv_cache`."""
         self._engine.wake_up([tag])
 
+    def close(self) -> None:
+        """Ends vLLM's processes; what still waits gets an EngineError."""
+        self.fail_all(EngineError("the engine was closed"))
+        self.processes.expect_end()
+        with contextlib.suppress(Exception):
+            self._engine.engine_core.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
+        self.processes.close()
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether vLLM's core is a process of its own, which steps by itself."""
+        return hasattr(self._engine.engine_core, "call_utility")
+
+    def _in_core(self, method: str, *arguments: Any) -> Any:
+        """A method of vLLM's core, wherever it runs."""
+        client = self._engine.engine_core
+        return (
+            client.call_utility(method, *arguments)
+            if self._is_apart
+            else getattr(client.engine_core, method)(*arguments)
+        )
+
+    def _bury(self, reason: str) -> None:
+        """On the thread that watches: vLLM's core is gone. vLLM tells that to later calls; whoever waits for an answer now
+        would wait for ever."""
+        self._broken = f"the engine died: {reason}"
+        client = self._engine.engine_core
+        client.resources.engine_dead = True
+        client.outputs_queue.put_nowait(EngineDeadError(self._broken))
+        for waiting in list(client.utility_results.values()):
+            with contextlib.suppress(InvalidStateError):
+                waiting.set_exception(EngineDeadError(self._broken))
+
     def _guarded(self, function: Callable[[], T]) -> T:
         if self._broken:
-            raise EngineError(self._broken)
+            raise EngineDeadError(self._broken)
         try:
             return function()
         except Exception as error:
-            self._broken = f"a weight update failed half-way, so the engine answers nothing: {error}"
+            self._broken = self._broken or f"a weight update failed half-way, so the engine answers nothing: {error}"
             self._updating = False
-            self.fail_all(EngineError(self._broken))
-            raise EngineError(self._broken) from error
+            self.fail_all(EngineDeadError(self._broken))
+            raise EngineDeadError(self._broken) from error
+
+    def _begin(self) -> None:
+        """A core that is apart goes on with its requests until it is told not to; they keep what they have. What it had
+        answered by then was computed by the old weights, and is taken before these change."""
+        self._in_core("pause_scheduler", "keep", False)
+        while self._is_apart and not self._engine.engine_core.outputs_queue.empty():
+            self.step()
+        self._engine.collective_rpc("start_weight_update")
 
     def _finish(self, version: int, num_tensors: int) -> int:
         if not self._updating:
@@ -185,6 +263,7 @@ class VLLMCore:
             raise EngineError("vLLM did not reset its prefix cache")
         self._engine.set_weight_version(str(version))
         self.weight_version = int(self._engine.get_weight_version())
+        self._in_core("resume_scheduler")
         self._updating = False
         held, self._held = self._held, []
         for request, future in held:
@@ -211,9 +290,11 @@ def _for_workers(bucket: Bucket, *, separate: bool) -> Iterator[Bucket]:
         yield in_file(bucket, Path(file.name))
 
 
-def _answer(output: Any, version: int) -> GenerationOutput:
-    completion = output.outputs[0]
-    token_ids = tuple(completion.token_ids)
-    logprobs = tuple(entry[token].logprob for entry, token in zip(completion.logprobs or (), token_ids))
-    reason = {"stop": StopReason.STOP, "length": StopReason.LENGTH}.get(completion.finish_reason, StopReason.ABORT)
-    return GenerationOutput(token_ids=token_ids, logprobs=logprobs, stop_reason=reason, weight_version=version)
+def _answer(running: _Running, finish_reason: str, version: int) -> GenerationOutput:
+    """`version` is that of an answer without a token."""
+    return GenerationOutput(
+        token_ids=tuple(running.token_ids),
+        logprobs=tuple(running.logprobs),
+        stop_reason={"stop": StopReason.STOP, "length": StopReason.LENGTH}.get(finish_reason, StopReason.ABORT),
+        weight_version=version if running.weight_version is None else running.weight_version,
+    )

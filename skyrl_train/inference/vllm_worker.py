@@ -17,6 +17,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, Weight
 from skyrl_train.distributed.process_group import Rendezvous
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm_adapter import load_adapter
+from skyrl_train.inference.vllm_sampler import use_keyed_sampler
 from skyrl_train.weight_sync.broadcast import WeightGroup
 from skyrl_train.weight_sync.buckets import Bucket, copied, unpack
 from skyrl_train.weight_sync.lending import borrow, device_name
@@ -160,6 +161,11 @@ class WorkerExtension:
     """Mixed into vLLM's worker. Being imported registers the backend."""
 
     weight_transfer_engine: BucketEngine
+    model_runner: Any
+
+    def use_keyed_sampler(self) -> bool:
+        """See `vllm_sampler.use_keyed_sampler`."""
+        return use_keyed_sampler(self.model_runner)
 
     def receiver(self) -> tuple[str, str]:
         """The fields of a `Receiver`."""

@@ -1,10 +1,13 @@
 """What a user sees when a process of a distributed run is killed or stops answering.
 
-    python tests/reliability/cluster_failures.py OUTPUT_FOLDER [CASE ...]
+    python tests/reliability/cluster_failures.py OUTPUT_FOLDER [--apart] [CASE ...]
 
 Runs the trainer on Ray with a policy worker, a reference worker and a vLLM engine, once per case; sends the signal in the
 second step, a moment after the phase began; prints a table: how the run ended, after how many seconds, what it said last,
 and how many of its processes were left. A case is ROLE-SIGNAL-PHASE, e.g. `policy-KILL-update`.
+
+With `--apart` vLLM's core and its worker are processes of their own, as on a GPU, and the cases are about the engine alone:
+its actor (`engine`), its `core` and its `worker`.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.process_trees import Family
+from tests.process_trees import Family, command_line, descendants
 
 CASES = tuple(
     f"{role}-{name}-{phase}"
@@ -28,6 +31,13 @@ CASES = tuple(
     for name in ("KILL", "STOP")
     for phase in ("generate", "score", "update", "sync")
 )
+CASES_APART = tuple(
+    f"{role}-{name}-{phase}"
+    for role in ("engine", "core", "worker")
+    for name in ("KILL", "STOP")
+    for phase in ("generate", "update", "sync")
+)
+TITLES = {"core": "VLLM::EngineCore", "worker": "VLLM::Worker"}
 OVERRIDES = (
     "+experiment=gsm8k_multiturn",
     "placement.backend=ray",
@@ -57,7 +67,10 @@ def run_case(case: str, folder: Path) -> None:
     calls = 0
 
     def strike() -> None:
-        pid = json.loads((folder / "actors.json").read_text(encoding="utf-8"))[role][0]["pid"]
+        actors = json.loads((folder / "actors.json").read_text(encoding="utf-8"))
+        pid = actors["engine" if role in TITLES else role][0]["pid"]
+        if role in TITLES:
+            (pid,) = [each for each in descendants(pid) if command_line(each).startswith(TITLES[role])]
         os.kill(pid, getattr(signal, f"SIG{name}"))
         (folder / "struck").write_text(str(time.time()), encoding="utf-8")
 
@@ -110,10 +123,15 @@ def main() -> None:
     if sys.argv[1] == "--child":
         run_case(sys.argv[2], Path(sys.argv[3]))
         return
-    root = Path(sys.argv[1])
+    root, *given = sys.argv[1:]
+    cases = CASES
+    if "--apart" in given:
+        given.remove("--apart")
+        cases = CASES_APART
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     print("| case | exit status | seconds | what the user reads | processes left |\n|---|---|---|---|---|", flush=True)
-    for case in sys.argv[2:] or CASES:
-        print("| " + " | ".join(judge(case, root / case)) + " |", flush=True)
+    for case in given or cases:
+        print("| " + " | ".join(judge(case, Path(root) / case)) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,124 @@
+"""The processes that vLLM starts for one engine: its core and its workers, where those are apart from the engine's own.
+
+vLLM's core does not notice that the process which started it has ended: it would stay, with the memory of its device. So
+each process inherits a mark in its environment, and a watchdog that holds one end of a pipe kills whatever bears the mark
+once the other end closes, however that came about. The watchdog is this file run as a script; it imports the standard
+library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+_MARK = "SKYRL_TRAIN_ENGINE"
+"""Environment variable that all processes of one engine share."""
+_PROC = Path("/proc")
+_WATCHDOG_TIMEOUT_S = 10.0
+
+
+class EngineProcesses:
+    """All processes of one engine beside this one, from `starting` to `close`, or to the end of this process."""
+
+    def __init__(self) -> None:
+        self._mark = uuid.uuid4().hex
+        self._closed = threading.Event()
+        # Nothing but standard input ties it to this process: a signal to this process's group must not reach it.
+        self._watchdog = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, self._mark], stdin=subprocess.PIPE, start_new_session=True
+        )
+        self._pids: tuple[int, ...] = ()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """What is started inside belongs to the engine."""
+        os.environ[_MARK] = self._mark
+        try:
+            yield
+        finally:
+            del os.environ[_MARK]
+            self._pids = tuple(marked_pids(self._mark))
+
+    def watch(self, processes: list[Any], on_death: Callable[[str], None]) -> None:
+        """Calls `on_death` with a reason, on a thread, once one of `processes` (of multiprocessing) has ended."""
+
+        def wait() -> None:
+            connection.wait([process.sentinel for process in processes])
+            if not self._closed.is_set():
+                on_death("; ".join(filter(None, map(_reason, processes))) or "a process of vLLM ended")
+
+        if processes:
+            threading.Thread(target=wait, name="vllm-processes", daemon=True).start()
+
+    @property
+    def suspended(self) -> bool:
+        """Whether one of them is stopped by a signal, so that no answer can come."""
+        return any(_state(pid) in ("T", "t") for pid in self._pids)
+
+    def expect_end(self) -> None:
+        """From here on an end is no news."""
+        self._closed.set()
+
+    def close(self) -> None:
+        """Kills what is left of them. Idempotent."""
+        self._closed.set()
+        if self._watchdog.stdin is not None:
+            self._watchdog.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._watchdog.wait(_WATCHDOG_TIMEOUT_S)
+
+
+def marked_pids(mark: str) -> list[int]:
+    """Processes with this mark in the environment that they were started with. The helper of multiprocessing that removes
+    leaked shared memory is none of them: it ends by itself once nobody holds any, and must come last."""
+    wanted = f"{_MARK}={mark}".encode()
+    found: list[int] = []
+    for entry in _PROC.iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            if wanted not in (entry / "environ").read_bytes().split(b"\0") or _state(int(entry.name)) in ("Z", "X", ""):
+                continue
+            if b"resource_tracker" not in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def _state(pid: int) -> str:
+    """The letter of `proc(5)`; empty where there is no such process."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _reason(process: Any) -> str:
+    code = process.exitcode
+    if code is None:
+        return ""
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+    return f"vLLM's process {process.name} (pid {process.pid}) {how}"
+
+
+def _main(mark: str) -> None:
+    """The watchdog: waits for the end of the pipe, kills, and looks again, since what dies may have started another."""
+    sys.stdin.buffer.read()
+    while pids := marked_pids(mark):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
