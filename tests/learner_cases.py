@@ -41,11 +41,22 @@ def save_tiny_model(folder: Path, *, tied: bool = True, tokenizer: bool = False,
         eos_token_id=2,
         pad_token_id=0,
     )
+    model = Qwen2ForCausalLM(config)
+    tell_tensors_apart(model)
     with quiet_transformers():
-        Qwen2ForCausalLM(config).save_pretrained(folder)
+        model.save_pretrained(folder)
     if tokenizer:
         save_tiny_tokenizer(folder)
     return folder
+
+
+def tell_tensors_apart(model: nn.Module) -> None:
+    """Moves norm weights and biases, which start as ones and zeros, so that no tensor can stand for another."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
 def save_tiny_tokenizer(folder: Path) -> None:

@@ -170,6 +170,34 @@ def test_new_weights_answer_as_a_model_made_with_them(engine: RecordingEngine) -
     assert engine.weight_version == 5
 
 
+def test_every_tensor_is_copied(engine: RecordingEngine) -> None:
+    """The last one too: the weights of all norms of a new model are alike, and these are not."""
+    generator = torch.Generator().manual_seed(0)
+    sent = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in weights_of(0).items()}
+    InlineTransport(engine).sync(iter(sent.items()), 1)
+    for name, tensor in engine._model.named_parameters():
+        assert torch.equal(tensor, sent[name]), name
+
+
+def test_a_conversation_that_goes_on_after_a_sync_is_computed_with_the_new_weights_alone(
+    engine: RecordingEngine,
+) -> None:
+    """The second turn begins with all of the first, whose keys and values were kept, of the old weights."""
+
+    async def conversation() -> tuple[tuple[int, ...], GenerationOutput]:
+        with engine.lease():
+            first = await engine.generate(make_request("a"))
+            engine.load_weights(weights_of(1).items(), 1)
+            prompt = (2, 6, 4, 9, *first.token_ids, 5, 7)
+            return prompt, await engine.generate(make_request("b", *prompt))
+
+    prompt, found = run(conversation())
+    with contextlib.closing(RecordingEngine(seed=1)) as other:
+        expected = run(other.generate(make_request("b", *prompt)))
+    assert found.token_ids == expected.token_ids
+    assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
 def test_a_tied_head_follows_its_embedding(engine: RecordingEngine) -> None:
     assert "lm_head.weight" not in weights_of(1)
     engine.load_weights(weights_of(1).items(), 1)

@@ -166,7 +166,12 @@ def test_memory_that_runs_out_leaves_the_gradient_as_it_would_have_been(folder: 
     expected_of, _ = healed(folder)
     expected_metrics = expected_of.forward_backward(close(make_batch(LENGTHS)))
     expected = flat_gradient(expected_of)
-    for refused in [(1,), (150,), (290,), (60, 400)]:
+    meter = FailingMeter()
+    counted = learner_of(folder, double=True)
+    size_itself(counted.engine, meter, tokens=64)
+    counted.forward_backward(close(make_batch(LENGTHS)))
+    last = meter.num_allocations  # by then micro-batches before this one have left gradients, which must go
+    for refused in [(1,), (150,), (290,), (last,), (60, 400)]:
         learner, batches = healed(folder, *refused)
         metrics = learner.forward_backward(close(make_batch(LENGTHS)))
         found = flat_gradient(learner)
