@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -54,9 +55,9 @@ def check_metadata(model: nn.Module) -> None:
 def row_mean_kl(patch: pytest.MonkeyPatch) -> None:
     """The KL term is a mean over the rows of the micro-batch."""
 
-    def planted(name: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
+    def planted(name: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, **settings: Any) -> Tensor:
         tokens = mask.sum(1, keepdim=True).clamp(min=1)
-        return token_kl(name, logprobs, ref_logprobs, mask) / (tokens * mask.shape[0])
+        return token_kl(name, logprobs, ref_logprobs, mask, **settings) / (tokens * mask.shape[0])
 
     patch.setattr("skyrl_train.learner.policy.token_kl", planted)
 
