@@ -58,7 +58,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"device": options.device},
         deadline_s=_DETECT_DEADLINE_S,
         devices=["cpu"],
-        num_devices=0,
         hide_cuda=options.device == "cpu",
     )
     if found.outcome != "pass":
@@ -90,12 +89,12 @@ def row(result: CaseResult) -> str:
 
 
 def summary(machine: Machine, results: Sequence[CaseResult], seconds: float) -> list[str]:
-    """The last lines: counts, tracebacks of what failed, and whether the report is about supported versions."""
+    """The last lines: counts, what failed cases said, and whether the report is about supported versions."""
     counts = {outcome: sum(result.outcome == outcome for result in results) for outcome in ("pass", "fail", "skip")}
     lines = [f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped in {seconds:.0f} s"]
     for result in results:
         if result.outcome == "fail":
-            lines += [f"--- {result.name}: {result.detail}", result.traceback or result.log_tail]
+            lines += [f"--- {result.name}: {result.detail}", result.traceback, result.log_tail]
     if machine.unsupported:
         lines.append("The versions are not those that this release supports: the report says nothing about it.")
     return lines

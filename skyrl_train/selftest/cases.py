@@ -32,8 +32,6 @@ class Context:
     num_ranks: int
     folder: Path
     """An empty folder that the processes of the case share."""
-    num_devices: int
-    """CUDA devices that the self-test uses; 0 on a CPU."""
 
     @property
     def on_cuda(self) -> bool:
@@ -57,6 +55,8 @@ class Case:
     packages: Sequence[str] = ()
     """Modules that must be installed beside torch and transformers."""
     cuda_only: bool = False
+    min_devices: int = 0
+    """CUDA devices without which the case means nothing; 0 also allows a CPU."""
 
     def num_processes(self, machine: Machine) -> int:
         """How many processes run the body."""
@@ -66,14 +66,22 @@ class Case:
 
     def reason_to_skip(self, machine: Machine) -> str:
         """Why the case cannot be run here; empty where it can."""
-        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        missing = [name for name in self.packages if not _is_installed(name)]
         if missing:
             return f"{', '.join(missing)} not installed"
         if self.cuda_only and machine.device == "cpu":
             return "needs a CUDA device"
+        if self.min_devices > len(machine.devices):
+            return f"needs {self.min_devices} CUDA devices, found {len(machine.devices)}"
         if "vllm" in self.packages and _vllm_build() != machine.device:
             return f"vLLM is installed in its {_vllm_build()} build, which does not run on {machine.device}"
         return ""
+
+
+def _is_installed(module: str) -> bool:
+    """A folder of that name in the working directory, as Ray leaves one in /tmp, is no package."""
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
 
 
 def _vllm_build() -> str:
@@ -122,7 +130,7 @@ CASES: tuple[Case, ...] = (
     ),
     Case(name="attention/mask_memory", body="learners:mask_memory"),
     Case(name="attention/recompilation", body="learners:recompilation", cuda_only=True),
-    Case(name="compile", body="learners:compiled_layers", deadline_s=400.0),
+    Case(name="compile", body="learners:compiled_layers", deadline_s=600.0),
     Case(name="ipc/without_importer", body="ranks:export_without_importer"),
     Case(name="ipc/with_importer", body="ranks:export_and_import", processes="two_on_one_device"),
     Case(name="groups/default", body="ranks:default_group", processes="each_device"),
@@ -136,7 +144,17 @@ CASES: tuple[Case, ...] = (
     ),
     Case(name="auto_micro_batches", body="learners:auto_micro_batches"),
     Case(name="engine/hf", body="runs:hf_engine"),
-    Case(name="engine/vllm", body="runs:vllm_engine", packages=("vllm",), deadline_s=420.0),
+    *(
+        Case(
+            name=f"engine/{name}",
+            body="runs:vllm_engine",
+            arguments={"tensor_parallel_size": size},
+            packages=("vllm",),
+            deadline_s=420.0,
+            min_devices=size if size > 1 else 0,
+        )
+        for name, size in (("vllm", 1), ("vllm_tensor_parallel", 2))
+    ),
     Case(name="grpo/hf", body="runs:grpo", arguments={"generator": "hf"}, packages=_CONFIGURED, deadline_s=400.0),
     Case(
         name="grpo/vllm",

@@ -61,7 +61,6 @@ def run_case(case: Case, machine: Machine) -> CaseResult:
         case.arguments,
         deadline_s=case.deadline_s,
         devices=_devices(case, machine),
-        num_devices=len(machine.devices),
     )
 
 
@@ -80,7 +79,6 @@ def run_body(
     *,
     deadline_s: float,
     devices: Sequence[str],
-    num_devices: int,
     hide_cuda: bool | None = None,
 ) -> CaseResult:
     """Run `body` with a rank on each of `devices` and wait for all, or for `deadline_s`."""
@@ -93,9 +91,7 @@ def run_body(
         ranks = []
         try:
             for rank, device in enumerate(devices):
-                context = Context(
-                    device=device, rank=rank, num_ranks=len(devices), folder=shared, num_devices=num_devices
-                )
+                context = Context(device=device, rank=rank, num_ranks=len(devices), folder=shared)
                 ranks.append(_Worker(root, body, arguments, context, hide_cuda=hidden))
             late = _wait(ranks, deadline_s)
         finally:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig, PlatformConfig
 from skyrl_train.selftest.cases import Context
 from skyrl_train.selftest.fixtures import BUILTIN
@@ -22,10 +22,9 @@ from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParam
 
 _PROMPTS = tuple(tuple(20 + (7 * row + index) % 300 for index in range(40 + 25 * row)) for row in range(4))
 _NEW_TOKENS = 24
-_LOGPROB_BOUNDS = {"float32": 2e-3, "bfloat16": 0.35}
+_LOGPROB_BOUNDS = {"float32": 2e-3, "bfloat16": 0.5}
 """Largest difference of a sampled token's log-probability between an engine and transformers in float32 on the CPU."""
 _STEPS = 3
-_COMMAND_DEADLINE_S = 380.0
 
 
 def hf_engine(context: Context) -> str:
@@ -49,14 +48,13 @@ def hf_engine(context: Context) -> str:
         engine.close()
 
 
-def vllm_engine(context: Context) -> str:
+def vllm_engine(context: Context, *, tensor_parallel_size: int) -> str:
     """Start, generate, take new weights, sleep, wake and generate again; the probe is transformers' own result."""
     from skyrl_train.inference.vllm import VLLMEngine
     from skyrl_train.inference.vllm_settings import engine_settings
     from skyrl_train.weight_sync.buckets import in_buckets
 
-    dtype = "bfloat16" if context.on_cuda else "float32"
-    engine = VLLMEngine(engine_settings(_engine_config(context)))
+    engine = VLLMEngine(engine_settings(_engine_config(context, tensor_parallel_size)))
 
     def answers() -> list[GenerationOutput]:
         return [future.result(120) for future in [engine.generate(request) for request in _requests()]]
@@ -67,30 +65,28 @@ def vllm_engine(context: Context) -> str:
             engine.update(bucket)
         return engine.finish_update(1, len(weights))
 
-    try:
-        figure = _before_and_after_sync(answers, sync, dtype=dtype)
-        if not context.on_cuda:
-            return f"{figure}; sleep and wake need CUDA"
-        answered = [output.token_ids for output in answers()]
+    def sleep_and_wake() -> str:
         awake = torch.cuda.mem_get_info()[0]
         engine.sleep()
-        asleep = torch.cuda.mem_get_info()[0]
+        freed = torch.cuda.mem_get_info()[0] - awake
         engine.wake_up("weights")
         engine.wake_up("kv_cache")
-        assert asleep > awake, "sleeping freed no memory"
-        again = [output.token_ids for output in answers()]
-        same = sum(mine == other for mine, other in zip(answered, again))
-        assert same == len(again), f"only {same} of {len(again)} answers are the same after sleep and wake"
-        return f"{figure}; sleep frees {(asleep - awake) / 2**30:.1f} GiB, same answers after it"
+        assert freed > 0, "sleeping freed no memory"
+        return f"sleep frees {freed / 2**30:.1f} GiB"
+
+    try:
+        dtype = "bfloat16" if context.on_cuda else "float32"
+        figure = _before_and_after_sync(answers, sync, dtype=dtype, rest=sleep_and_wake if context.on_cuda else None)
+        return figure if context.on_cuda else f"{figure}; sleep and wake need CUDA"
     finally:
         engine.close()
 
 
-def _engine_config(context: Context) -> Config:
+def _engine_config(context: Context, tensor_parallel_size: int) -> Config:
     config = Config(model=ModelConfig(path=BUILTIN), generator=GeneratorConfig(backend="vllm"))
     if not context.on_cuda:
         return config
-    vllm = replace(config.generator.vllm, gpu_memory_utilization=0.3)
+    vllm = VLLMConfig(gpu_memory_utilization=0.3, tensor_parallel_size=tensor_parallel_size)
     return replace(
         config,
         platform=PlatformConfig(name="gpu", device=context.device),
@@ -109,9 +105,14 @@ def _requests() -> list[GenerationRequest]:
 
 
 def _before_and_after_sync(
-    answers: Callable[[], Sequence[GenerationOutput]], sync: Callable[[Mapping[str, Tensor]], int], *, dtype: str
+    answers: Callable[[], Sequence[GenerationOutput]],
+    sync: Callable[[Mapping[str, Tensor]], int],
+    *,
+    dtype: str,
+    rest: Callable[[], str] | None = None,
 ) -> str:
-    """Compare sampled tokens' log-probabilities with transformers on the CPU, with the first weights and with others."""
+    """Compare sampled tokens' log-probabilities with transformers on the CPU, with the first weights, with others, and
+    with those after `rest`."""
     from skyrl_train.model.causal_lm import load_causal_lm
 
     model = load_causal_lm(ModelConfig(path=BUILTIN), "cpu")
@@ -129,7 +130,13 @@ def _before_and_after_sync(
     bound = _LOGPROB_BOUNDS[dtype]
     assert max(before, after) < bound, f"{before:.1e} off before the sync, {after:.1e} after; at most {bound} is right"
     assert after < stale, f"the sync changed nothing: {stale:.1e} off before it, {after:.1e} after it"
-    return f"log-probabilities {before:.1e} off, {after:.1e} after a sync ({stale:.1e} with the old weights)"
+    figure = f"log-probabilities {before:.1e} off, {after:.1e} after a sync ({stale:.1e} with the old weights)"
+    if rest is None:
+        return figure
+    rested = rest()
+    again = _largest_difference(model, answers())
+    assert again < bound, f"{again:.1e} off afterwards ({rested}); at most {bound} is right"
+    return f"{figure}; {rested}, {again:.1e} after it"
 
 
 def _largest_difference(model: Any, outputs: Sequence[GenerationOutput]) -> float:
@@ -165,7 +172,7 @@ def grpo(context: Context, *, generator: str) -> str:
     if generator == "vllm":
         overrides += [
             "generator.verify_weight_sync=true",
-            f"generator.weight_sync_tolerance={0.35 if on_cuda else 0.001}",
+            f"generator.weight_sync_tolerance={0.5 if on_cuda else 0.001}",
         ]
         overrides += [] if on_cuda else ["placement=ray", "strategy=fsdp2", "placement.policy_num_workers=2"]
     elif on_cuda:
@@ -204,18 +211,16 @@ def sft(context: Context) -> str:
 def _run(
     module: str, experiment: str, context: Context, overrides: Sequence[str], *, platform: str
 ) -> list[dict[str, Any]]:
-    """The records of the run's steps. Raises AssertionError with the command's last lines where it fails."""
+    """The records of the run's steps. Raises AssertionError where the command fails."""
     output = context.folder / "run"
     chosen = f"{platform}={'gpu' if context.on_cuda else 'cpu'}"
     command = [sys.executable, "-m", module, experiment, chosen, f"hydra.run.dir={output}", *overrides]
-    finished = subprocess.run(
-        command, cwd=context.folder, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, check=False
-    )
-    said = f"{finished.stdout}\n{finished.stderr}"
-    assert finished.returncode == 0, f"{' '.join(command[1:])} ended with status {finished.returncode}:\n{said[-3000:]}"
+    # What it says goes where this process writes: to the report, if the case fails.
+    status = subprocess.run(command, cwd=context.folder, check=False).returncode
+    assert status == 0, f"{' '.join(command[1:])} ended with status {status}"
     lines = Path(output, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records: list[dict[str, Any]] = [json.loads(line) for line in lines]
     trained = [record for record in records if "policy/grad_norm" in record]
-    assert len(trained) == _STEPS, f"{len(trained)} of {_STEPS} steps have metrics:\n{said[-3000:]}"
+    assert len(trained) == _STEPS, f"{len(trained)} of {_STEPS} steps have metrics"
     assert not any("metrics/non_finite" in record for record in trained), "a metric is not finite"
     return trained

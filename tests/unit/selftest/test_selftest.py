@@ -40,11 +40,11 @@ def gpus(count: int) -> Machine:
 
 
 def run(body: str, *, deadline_s: float = 60.0, ranks: int = 1) -> CaseResult:
-    return run_body("a case", f"{BODIES}:{body}", {}, deadline_s=deadline_s, devices=["cpu"] * ranks, num_devices=0)
+    return run_body("a case", f"{BODIES}:{body}", {}, deadline_s=deadline_s, devices=["cpu"] * ranks)
 
 
 def context(folder: Path) -> Context:
-    return Context(device="cpu", rank=0, num_ranks=1, folder=folder, num_devices=0)
+    return Context(device="cpu", rank=0, num_ranks=1, folder=folder)
 
 
 def test_a_case_reports_its_figure_from_rank_0() -> None:
@@ -91,10 +91,17 @@ def test_of_several_ranks_the_one_that_failed_first_has_the_reason(monkeypatch: 
         (Case(name="x", body="", packages=("no_such_package",)), CPU, "no_such_package not installed"),
         (Case(name="x", body="", cuda_only=True), CPU, "needs a CUDA device"),
         (Case(name="x", body="", cuda_only=True), gpus(1), ""),
+        (Case(name="x", body="", min_devices=2), gpus(1), "needs 2 CUDA devices, found 1"),
     ],
 )
 def test_what_cannot_be_run_is_skipped_with_its_reason(case: Case, machine: Machine, reason: str) -> None:
     assert case.reason_to_skip(machine) == reason
+
+
+def test_a_folder_with_a_packages_name_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "some_package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert Case(name="x", body="", packages=("some_package",)).reason_to_skip(CPU) == "some_package not installed"
 
 
 def test_ranks_are_one_for_each_device_and_two_without_any() -> None:
@@ -187,7 +194,10 @@ def test_every_case_passes_on_a_cpu_but_for_those_that_need_a_device(tmp_path: P
     status = main(["--device", "cpu", "--json", str(report)])
     outcomes = {case["name"]: (case["outcome"], case["detail"]) for case in json.loads(report.read_text())["cases"]}
     skipped = {name: detail for name, (outcome, detail) in outcomes.items() if outcome == "skip"}
-    assert skipped == {"attention/recompilation": "needs a CUDA device"}
+    assert skipped == {
+        "attention/recompilation": "needs a CUDA device",
+        "engine/vllm_tensor_parallel": "needs 2 CUDA devices, found 0",
+    }
     assert status == 0, {name: detail for name, (outcome, detail) in outcomes.items() if outcome == "fail"}
 
 
