@@ -172,13 +172,26 @@ def _first_lines(config: Config) -> list[str]:
     )
 
 
+def _optimizer_steps(plan: BatchPlan) -> str:
+    """Announced as a range where steps are closed by documents, whose number in a step depends on the micro-batches."""
+    from skyrl_train.batch.plan import span
+
+    each = f"{plan.num_prompts_per_step} prompts each"
+    if plan.docs_per_step:
+        each = f"{span(plan.num_samples_per_step, plan.most_samples_per_step)} rollouts each"
+    a_batch = span(plan.fewest_optimizer_steps_per_batch, plan.optimizer_steps_per_batch)
+    return (
+        f"{a_batch} optimizer steps a batch ({each}), "
+        f"{span(plan.fewest_total_optimizer_steps, plan.total_optimizer_steps)} in all"
+    )
+
+
 def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
     trainer = config.trainer
     return [
         f"{plan.total_steps} steps of {plan.num_prompts_per_batch} prompts x "
         f"{config.generator.n_samples_per_prompt} samples = {plan.num_samples_per_batch} trajectories each",
-        f"{plan.optimizer_steps_per_batch} optimizer steps a batch ({plan.num_prompts_per_step} prompts each), "
-        f"{plan.total_optimizer_steps} in all; micro-batches: {trainer.micro_batching}, layout: {trainer.layout}",
+        f"{_optimizer_steps(plan)}; micro-batches: {trainer.micro_batching}, layout: {trainer.layout}",
         f"{data.num_train} training prompts, {plan.batches_per_epoch} batches an epoch; "
         f"{len(data.validation)} held-out prompts, evaluated "
         + (f"every {trainer.eval_interval} steps" if trainer.eval_interval else "before and after"),

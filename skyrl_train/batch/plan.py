@@ -9,6 +9,9 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
 from skyrl_train.errors import ConfigError
 
+SHORTEST_ROW = 2
+"""Tokens of the shortest row: one of a prompt, one of a response."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerPlan:
@@ -43,7 +46,9 @@ class BatchPlan:
     num_prompts_per_step: int
     """Prompts in one optimizer step of the policy (without `docs_per_step`)."""
     num_samples_per_step: int
-    """Trajectories in one optimizer step of the policy; with `docs_per_step`, that many."""
+    """Trajectories in one optimizer step of the policy; with `docs_per_step` the fewest that close one."""
+    most_samples_per_step: int
+    """The same, but with `docs_per_step` as many as the last round of micro-batches may bring."""
     batches_per_epoch: int
     """Whole training batches in one pass over the prompts."""
     total_steps: int
@@ -51,6 +56,8 @@ class BatchPlan:
     optimizer_steps_per_batch: int
     """Of the policy, over all update epochs. With `docs_per_step` at most so many: a step may reach more than its
     target, and failed trajectories are no documents."""
+    fewest_optimizer_steps_per_batch: int
+    """With `docs_per_step` where no trajectory fails and each step takes as many as it may; else as above."""
     total_optimizer_steps: int
     """Of the policy, in the run: what its learning rate is scheduled over. Training batches in which only the critic is
     trained (`critic_warmup_steps`) have none."""
@@ -61,8 +68,28 @@ class BatchPlan:
     """0: a step is a number of prompts."""
     total_documents: int
     """Trajectories that the policy's optimizer steps consume in the run, each update epoch counted."""
+    critic_total_documents: int
+    """The same of the critic, which is trained from the first batch on; 0 where there is none."""
     learners: tuple[LearnerPlan, ...]
     """The policy, then the critic and the reference where there are such."""
+
+    @property
+    def fewest_total_optimizer_steps(self) -> int:
+        """Of the policy, in the run; `total_optimizer_steps` is the most."""
+        batches, _ = divmod(self.total_optimizer_steps, self.optimizer_steps_per_batch)
+        return batches * self.fewest_optimizer_steps_per_batch
+
+    @property
+    def schedule_steps(self) -> float:
+        """Length of the policy's learning-rate schedule: its optimizer steps, or with `docs_per_step` the run's documents
+        in units of the target, so that a warm-up of n steps lasts n targets whatever steps overshoot."""
+        return self.total_documents / self.docs_per_step if self.docs_per_step else self.total_optimizer_steps
+
+    @property
+    def critic_schedule_steps(self) -> float:
+        """The same of the critic."""
+        documents = self.critic_total_documents
+        return documents / self.docs_per_step if self.docs_per_step else self.critic_total_optimizer_steps
 
 
 def plan_batches(config: Config, *, num_train_prompts: int) -> BatchPlan:
@@ -74,38 +101,68 @@ def plan_batches(config: Config, *, num_train_prompts: int) -> BatchPlan:
     samples = trainer.train_batch_size * config.generator.n_samples_per_prompt
     batches_per_epoch, _ = divmod(num_train_prompts, trainer.train_batch_size)
     total_steps = trainer.total_steps or trainer.epochs * batches_per_epoch
-    policy_steps = optimizer_steps_per_batch(config, trainer.policy_mini_batch_size)
-    critic_steps = optimizer_steps_per_batch(config, trainer.critic_mini_batch_size) if has_critic else 0
+    roles = sizes_of(config).roles()
+    fewest, most = samples_per_step(config, roles[0])
+    policy_steps = ceil_div(samples, fewest) * trainer.update_epochs_per_batch
+    critic_steps = 0
+    if has_critic:
+        critic_steps = ceil_div(samples, samples_per_step(config, roles[1])[0]) * trainer.update_epochs_per_batch
     policy_batches = total_steps - (min(trainer.algorithm.critic_warmup_steps, total_steps) if has_critic else 0)
     return BatchPlan(
         num_prompts_per_batch=trainer.train_batch_size,
         num_samples_per_batch=samples,
         num_prompts_per_step=trainer.policy_mini_batch_size,
-        num_samples_per_step=min(trainer.docs_per_step, samples)
-        or trainer.policy_mini_batch_size * config.generator.n_samples_per_prompt,
+        num_samples_per_step=fewest,
+        most_samples_per_step=most,
         batches_per_epoch=batches_per_epoch,
         total_steps=total_steps,
         optimizer_steps_per_batch=policy_steps,
+        fewest_optimizer_steps_per_batch=ceil_div(samples, most) * trainer.update_epochs_per_batch,
         total_optimizer_steps=policy_batches * policy_steps,
         critic_optimizer_steps_per_batch=critic_steps,
         critic_total_optimizer_steps=total_steps * critic_steps,
         docs_per_step=trainer.docs_per_step,
         total_documents=policy_batches * samples * trainer.update_epochs_per_batch,
-        learners=tuple(_learner(config, role) for role in sizes_of(config).roles()),
+        critic_total_documents=total_steps * samples * trainer.update_epochs_per_batch if has_critic else 0,
+        learners=tuple(_learner(config, role) for role in roles),
     )
 
 
-def optimizer_steps_per_batch(config: Config, mini_batch_size: int) -> int:
-    """Optimizer steps that a learner takes on one training batch, all update epochs together."""
-    trainer = config.trainer
-    if trainer.docs_per_step:
-        return ceil_div(samples_per_batch(config), trainer.docs_per_step) * trainer.update_epochs_per_batch
-    return ceil_div(trainer.train_batch_size, mini_batch_size) * trainer.update_epochs_per_batch
+def samples_per_step(config: Config, role: Role) -> tuple[int, int]:
+    """The fewest and the most trajectories of one optimizer step that is not the last of its batch.
+
+    With `docs_per_step` a step closes after the round of micro-batches, one on each rank, that reaches the target: of
+    rows that are counted, one for each trajectory, always the same whole number of rounds; else of the last round all but
+    one document may be too many.
+    """
+    trainer, samples = config.trainer, samples_per_batch(config)
+    target = trainer.docs_per_step
+    if not target:
+        prompts = trainer.train_batch_size if role.mini_batch_size is None else role.mini_batch_size
+        return prompts * config.generator.n_samples_per_prompt, prompts * config.generator.n_samples_per_prompt
+    if trainer.docs_per_step_exact:
+        return min(target, samples), min(target, samples)
+    if trainer.micro_batching == "fixed":
+        a_round = trainer.micro_train_batch_size_per_gpu * role.data_parallel_size
+        if not config.generator.step_wise_trajectories:
+            rounds = ceil_div(target, a_round)
+            return min(rounds * a_round, samples), min(rounds * a_round, samples)
+    elif trainer.micro_batching == "token_budget":
+        rows, _ = divmod(trainer.max_tokens_per_microbatch, SHORTEST_ROW)
+        a_round = max(1, rows) * role.data_parallel_size
+    else:
+        a_round = samples
+    return min(target, samples), min(target - 1 + a_round, samples)
 
 
 def samples_per_batch(config: Config) -> int:
     """Trajectories of one training batch."""
     return config.trainer.train_batch_size * config.generator.n_samples_per_prompt
+
+
+def span(fewest: int, most: int) -> str:
+    """`2 to 3`, or `3` where there is nothing between."""
+    return f"{most:,}" if fewest == most else f"{fewest:,} to {most:,}"
 
 
 def ceil_div(total: int, part: int) -> int:
@@ -119,7 +176,7 @@ def _learner(config: Config, role: Role) -> LearnerPlan:
     prompts = trainer.train_batch_size if role.mini_batch_size is None else role.mini_batch_size
     sequences = prompts * samples
     if trainer.docs_per_step and role.mini_batch_size is not None:
-        sequences = min(trainer.docs_per_step, samples_per_batch(config))
+        sequences, _ = samples_per_step(config, role)
     rows_per_rank = ceil_div(sequences, role.data_parallel_size)
     by_length = trainer.layout in ("padded", "packed")
     counted = by_length and trainer.micro_batching == "fixed" and not config.generator.step_wise_trajectories

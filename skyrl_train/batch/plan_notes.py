@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from skyrl_train.batch.plan import BatchPlan, LearnerPlan, ceil_div, samples_per_batch
+from skyrl_train.batch.plan import BatchPlan, LearnerPlan, ceil_div, samples_per_batch, span
 from skyrl_train.batch.plan_estimate import PassEstimate
 from skyrl_train.config.schema import Config, OptimizerConfig
 from skyrl_train.config.sequence_parallel import data_parallel_size
@@ -27,15 +27,15 @@ class PlanNote:
 
 def plan_notes(config: Config, plan: BatchPlan, *, num_train_prompts: int) -> list[PlanNote]:
     """What follows from the sizes alone."""
-    notes = [*_data_notes(config, plan, num_train_prompts), *_document_notes(config)]
+    notes = [*_data_notes(config, plan, num_train_prompts), *_document_notes(config, plan)]
     for learner in plan.learners:
         notes += [*_rank_notes(config, learner), *_micro_batch_notes(config, learner)]
     notes += [
         *_cap_notes(config),
-        *_schedule_notes("trainer.policy", config.trainer.policy.optimizer, plan.total_optimizer_steps),
+        *_schedule_notes("trainer.policy", config.trainer.policy.optimizer, plan.schedule_steps),
     ]
     if plan.critic_total_optimizer_steps:
-        notes += _schedule_notes("critic", config.critic.optimizer, plan.critic_total_optimizer_steps)
+        notes += _schedule_notes("critic", config.critic.optimizer, plan.critic_schedule_steps)
     return notes
 
 
@@ -72,8 +72,9 @@ def _data_notes(config: Config, plan: BatchPlan, num_train_prompts: int) -> Iter
         )
 
 
-def _document_notes(config: Config) -> Iterator[PlanNote]:
+def _document_notes(config: Config, plan: BatchPlan) -> Iterator[PlanNote]:
     target, samples = config.trainer.docs_per_step, samples_per_batch(config)
+    fewest, most = plan.num_samples_per_step, plan.most_samples_per_step
     if not target:
         return
     if target >= samples:
@@ -83,20 +84,22 @@ def _document_notes(config: Config) -> Iterator[PlanNote]:
             cost="a step is closed by the end of its batch; documents are not carried over",
         )
         return
-    steps, rest = ceil_div(samples, target), samples % target
-    if rest:
+    steps, rest = ceil_div(samples, fewest), samples % fewest
+    if rest and fewest == most:
         yield PlanNote(
             field="trainer.docs_per_step",
-            fact=f"{samples} documents are {steps - 1} steps of {target} and one of {rest}",
-            cost=f"the last step of a batch has {percent(Fraction(rest, target))} of the others' documents at the same "
+            fact=f"{samples} documents are {steps - 1} steps of {fewest} and one of {rest}",
+            cost=f"the last step of a batch has {percent(Fraction(rest, fewest))} of the others' documents at the same "
             "learning rate",
         )
-    if not config.trainer.docs_per_step_exact:
+    if most > target:
         ranks = data_parallel_size(config.placement.policy_num_workers, config.strategy.sequence_parallel_size)
         yield PlanNote(
             field="trainer.docs_per_step_exact",
-            fact=f"a step may exceed {target} documents by less than one micro-batch on each of {ranks} ranks",
-            cost="steps differ in size; their losses divide by what was reached",
+            fact=f"a step overshoots its {target} documents by {span(fewest - target, most - target)}: it closes after a "
+            f"whole micro-batch on each of {ranks} ranks",
+            cost=f"{span(plan.fewest_optimizer_steps_per_batch, plan.optimizer_steps_per_batch)} steps a batch; their "
+            "losses divide by what was reached",
         )
 
 
@@ -156,12 +159,12 @@ def _cap_notes(config: Config) -> Iterator[PlanNote]:
             )
 
 
-def _schedule_notes(section: str, optimizer: OptimizerConfig, total_steps: int) -> Iterator[PlanNote]:
+def _schedule_notes(section: str, optimizer: OptimizerConfig, total_steps: float) -> Iterator[PlanNote]:
     if optimizer.warmup_steps >= total_steps > 0:
-        reached = Fraction(total_steps, optimizer.warmup_steps)
+        reached = total_steps / optimizer.warmup_steps
         yield PlanNote(
             field=f"{section}.optimizer.warmup_steps",
-            fact=f"{optimizer.warmup_steps} steps of warm-up in a run of {total_steps} optimizer steps",
+            fact=f"{optimizer.warmup_steps} steps of warm-up in a run of {total_steps:g} optimizer steps",
             cost=f"the learning rate ends at {percent(reached)} of its peak",
         )
 

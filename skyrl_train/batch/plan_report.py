@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from math import ceil
 
-from skyrl_train.batch.plan import BatchPlan, ceil_div, plan_batches
+from skyrl_train.batch.plan import BatchPlan, ceil_div, plan_batches, span
 from skyrl_train.batch.plan_estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
 from skyrl_train.batch.plan_memory import DeviceMemory, gigabytes, memory_lines
 from skyrl_train.batch.plan_notes import PlanNote, estimate_notes, percent, plan_notes
@@ -182,15 +183,18 @@ def _micro_batching(config: Config) -> str:
 
 
 def _size_lines(plan: BatchPlan, report: PlanReport) -> list[str]:
-    documents = f" (closed at {plan.docs_per_step} documents, at most so many)" if plan.docs_per_step else ""
+    documents = f" (each closed at {plan.docs_per_step} documents or more)" if plan.docs_per_step else ""
     rows = [
         ("training prompts", f"{report.num_train_prompts:,}: {plan.batches_per_epoch:,} batches an epoch"),
         ("training batches", f"{plan.total_steps:,} in the run"),
         ("prompts per batch", f"{plan.num_prompts_per_batch:,}"),
         ("samples per batch", f"{plan.num_samples_per_batch:,}"),
-        ("samples per optimizer step", f"{plan.num_samples_per_step:,}"),
-        ("optimizer steps per batch", f"{plan.optimizer_steps_per_batch:,}{documents}"),
-        ("optimizer steps in all", f"{plan.total_optimizer_steps:,}"),
+        ("samples per optimizer step", span(plan.num_samples_per_step, plan.most_samples_per_step)),
+        (
+            "optimizer steps per batch",
+            f"{span(plan.fewest_optimizer_steps_per_batch, plan.optimizer_steps_per_batch)}{documents}",
+        ),
+        ("optimizer steps in all", span(plan.fewest_total_optimizer_steps, plan.total_optimizer_steps)),
         ("micro-batches", report.micro_batching),
     ]
     if plan.critic_total_optimizer_steps:
@@ -232,14 +236,15 @@ def _estimate_lines(report: PlanReport) -> Iterator[str]:
 
 
 def _rates(config: Config, plan: BatchPlan) -> Iterator[RatePoint]:
-    yield from _role_rates("policy", config.trainer.policy.optimizer, plan.total_optimizer_steps)
-    yield from _role_rates("critic", config.critic.optimizer, plan.critic_total_optimizer_steps)
+    yield from _role_rates("policy", config.trainer.policy.optimizer, plan.schedule_steps)
+    yield from _role_rates("critic", config.critic.optimizer, plan.critic_schedule_steps)
 
 
-def _role_rates(role: str, optimizer: OptimizerConfig, total: int) -> Iterator[RatePoint]:
-    """First step, end of warm-up, quarters, last step."""
-    quarters = [divmod(total * quarter, 4)[0] for quarter in range(5)]
-    for step in sorted({0, optimizer.warmup_steps - 1, *quarters, total - 1}):
+def _role_rates(role: str, optimizer: OptimizerConfig, total: float) -> Iterator[RatePoint]:
+    """First step, end of warm-up, quarters, last step; steps of the target's size where documents close them."""
+    last = ceil(total) - 1
+    quarters = [int(total * quarter // 4) for quarter in range(5)]
+    for step in sorted({0, optimizer.warmup_steps - 1, *quarters, last}):
         if 0 <= step < total:
             yield RatePoint(role=role, step=step, rate=learning_rate(step, optimizer, total))
 

@@ -8,19 +8,20 @@ from skyrl_train.config.schema import OptimizerConfig
 
 
 def schedule_position(
-    *, optimizer_steps: int, documents: int, total_optimizer_steps: int, total_documents: int
+    *, optimizer_steps: int, documents: int, total_optimizer_steps: float, total_documents: int
 ) -> float:
     """Where on its schedule a model stands that took `optimizer_steps` and consumed `documents`.
 
     The number of steps; with `docs_per_step`, when steps differ in size and their number is not known before, the share
-    of the run's `total_documents` that was consumed, as a number of steps. `total_documents=0` counts steps.
+    of the run's `total_documents` that was consumed, times `total_optimizer_steps`, which are then those documents in
+    units of the target. `total_documents=0` counts steps.
     """
     if total_documents == 0:
         return optimizer_steps
     return documents / total_documents * total_optimizer_steps
 
 
-def learning_rate(step: float, optimizer: OptimizerConfig, total_steps: int) -> float:
+def learning_rate(step: float, optimizer: OptimizerConfig, total_steps: float) -> float:
     """Learning rate of optimizer step `step`, counted from 0, of `total_steps`.
 
     Warm-up rises in `warmup_steps` equal steps: `lr / warmup_steps` for the first, `lr` for the last of them. Then,

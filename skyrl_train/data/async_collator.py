@@ -61,12 +61,10 @@ class AsyncBatchCollator(Generic[T]):
         self._slot: tuple[int, Future[T]] | None = None
         self._is_shut_down = False
 
-    @property
     def has_pending(self) -> bool:
         """True from `submit` until `get` or `clear`, whether or not the batch is ready."""
         return self._slot is not None
 
-    @property
     def pending_step(self) -> int | None:
         """The step in flight; None where there is none."""
         return None if self._slot is None else self._slot[0]

@@ -62,7 +62,7 @@ class BatchFeed:
 
         Raises RuntimeError where the batch of another step was made ahead; what making it raised.
         """
-        if self._worker is not None and self._worker.has_pending:
+        if self._worker is not None and self._worker.has_pending():
             batch = self._worker.get(step)
         else:
             batch = self._batch(step, self._stream.take(self._position))
@@ -119,7 +119,7 @@ def one_ahead(compute: Callable[[int], T], count: int, *, is_async: bool) -> Gen
         return
     with AsyncBatchCollator(compute, EVAL_THREAD) as worker:
         for index in range(count):
-            if not worker.has_pending:
+            if not worker.has_pending():
                 worker.submit(index)
             result = worker.get(index)
             if index + 1 < count:

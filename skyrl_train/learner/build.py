@@ -69,6 +69,6 @@ def build_engine(
         merge_turns=merge_turns,
         dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
         optimizer=optimizer,
-        total_optimizer_steps=total_optimizer_steps,
+        total_optimizer_steps=total_documents / plan.docs_per_step if plan.docs_per_step else total_optimizer_steps,
         total_documents=total_documents if plan.docs_per_step else 0,
     )

@@ -103,7 +103,7 @@ def build_critic_learner(config: Config, plan: BatchPlan, *, strategy: ModelStra
         adapt=add if adapter.rank else None,
         optimizer=config.critic.optimizer,
         total_optimizer_steps=plan.critic_total_optimizer_steps,
-        total_documents=plan.total_steps * plan.num_samples_per_batch * config.trainer.update_epochs_per_batch,
+        total_documents=plan.critic_total_documents,
         strategy=strategy,
     )
     return CriticLearner(engine, model=config.model, algorithm=config.trainer.algorithm)

@@ -46,7 +46,7 @@ class ModelEngine:
         micro_batching: MicroBatchStrategy,
         dtype: torch.dtype = torch.float32,
         optimizer: OptimizerConfig | None = None,
-        total_optimizer_steps: int = 0,
+        total_optimizer_steps: float = 0,
         total_documents: int = 0,
         strategy: ModelStrategy | None = None,
         layout: LayoutChoice = "padded",
@@ -65,6 +65,7 @@ class ModelEngine:
         """Trajectories that its optimizer steps consumed; they drive the schedule where `total_documents` is not 0."""
         self._pending_documents = 0
         self._total_optimizer_steps = total_optimizer_steps
+        """Length of the schedule; where documents drive it, `total_documents` in units of a step's target."""
         self._total_documents = total_documents
         self._config = optimizer
         self.parameters: dict[str, nn.Parameter] = {n: p for n, p in model.named_parameters() if p.requires_grad}

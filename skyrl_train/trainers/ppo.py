@@ -36,7 +36,13 @@ from skyrl_train.trainers.evaluation_report import (
 from skyrl_train.trainers.loop_parts import export_whole, is_due, naming_last_checkpoint
 from skyrl_train.trainers.resume import FRESH, Start, mark_complete
 from skyrl_train.trainers.state import DataFingerprint, TrainerState, flat_config, library_versions
-from skyrl_train.trainers.step_metrics import batch_metrics, rollout_metrics, speed_metrics, step_totals
+from skyrl_train.trainers.step_metrics import (
+    batch_metrics,
+    document_metrics,
+    rollout_metrics,
+    speed_metrics,
+    step_totals,
+)
 from skyrl_train.trainers.steps import PromptBatches
 from skyrl_train.trainers.stop import StopFlag, stop_on_signals
 from skyrl_train.types import RolloutBatch
@@ -163,6 +169,7 @@ class PPOTrainer:
                 **rollout_metrics(generated.everything),
                 **generated.metrics,
                 **batch_metrics(batch, self.config.trainer.algorithm),
+                **document_metrics(batch, self.config.trainer.docs_per_step),
                 **to_values(update.metrics),
                 **evaluation,
                 **self.totals.metrics(),

@@ -71,6 +71,19 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
     return metrics
 
 
+def document_metrics(batch: TrainingInputBatch, docs_per_step: int) -> dict[str, float]:
+    """With `docs_per_step`: the documents of the policy's optimizer steps on this batch, and by how many they exceed the
+    target in the mean."""
+    boundaries = batch.metadata.policy_mini_batch_boundaries
+    if not docs_per_step or not boundaries:
+        return {}
+    present, trajectories = ~batch["is_padding"], batch["trajectory_index"]
+    counts = [len(set(trajectories[start:stop][present[start:stop]].tolist())) for start, stop in boundaries]
+    overshoot = math.fsum(max(0, count - docs_per_step) for count in counts) / len(counts)
+    name = "batch/documents_per_step"
+    return {**spread(name, counts, "mean", "min", "max"), f"{name}/overshoot": overshoot}
+
+
 def step_totals(everything: RolloutBatch, batch: TrainingInputBatch, *, optimizer_steps: int) -> Totals:
     """What one step consumed: everything that was generated, and the tokens that were trained on."""
     return Totals(

@@ -5,11 +5,14 @@ import sys
 
 import pytest
 from batch_builders import make_config, make_rollouts, make_trajectory, make_turn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.batch.plan import ceil_div, plan_batches
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.trainers.step_metrics import document_metrics
 
 
 def test_every_size_of_a_run():
@@ -79,8 +82,84 @@ def test_documents_close_at_most_so_many_steps():
         prompts=8, mini_batch=8, n_samples=3, trainer={"docs_per_step": 10, "update_epochs_per_batch": 2}
     )
     plan = plan_batches(config, num_train_prompts=8)
-    assert (plan.num_samples_per_step, plan.optimizer_steps_per_batch, plan.total_documents) == (10, 6, 48)
+    assert (plan.num_samples_per_step, plan.optimizer_steps_per_batch, plan.total_documents) == (24, 2, 48)
     assert plan.learners[0].train_micro_batches is None
+
+
+@pytest.mark.parametrize(
+    ("trainer", "step_wise", "samples", "steps"),
+    [
+        ({"micro_train_batch_size_per_gpu": 4}, False, (12, 12), (4, 4)),
+        ({"micro_train_batch_size_per_gpu": 4}, True, (10, 13), (4, 5)),
+        ({"micro_train_batch_size_per_gpu": 4, "docs_per_step_exact": True}, True, (10, 10), (5, 5)),
+        ({"micro_batching": "token_budget", "max_tokens_per_microbatch": 12}, False, (10, 15), (4, 5)),
+        ({"micro_batching": "mine:strategy"}, False, (10, 48), (1, 5)),
+        ({"docs_per_step": 100}, True, (48, 48), (1, 1)),
+    ],
+)
+def test_steps_that_documents_close_are_announced_as_a_range(trainer, step_wise, samples, steps):
+    config = make_config(
+        prompts=8, mini_batch=8, n_samples=6, step_wise=step_wise, trainer={"docs_per_step": 10, **trainer}
+    )
+    plan = plan_batches(config, num_train_prompts=16)
+    assert (plan.num_samples_per_step, plan.most_samples_per_step) == samples
+    assert (plan.fewest_optimizer_steps_per_batch, plan.optimizer_steps_per_batch) == steps
+    assert (plan.fewest_total_optimizer_steps, plan.total_optimizer_steps) == tuple(2 * count for count in steps)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    turns=st.lists(st.integers(1, 4), min_size=12, max_size=12),
+    target=st.integers(1, 14),
+    micro=st.integers(1, 5),
+    ranks=st.integers(1, 3),
+    step_wise=st.booleans(),
+    exact=st.booleans(),
+    by_tokens=st.booleans(),
+)
+def test_what_a_batch_does_lies_within_what_was_announced(turns, target, micro, ranks, step_wise, exact, by_tokens):
+    sizes = {"micro_train_batch_size_per_gpu": micro}
+    if by_tokens:
+        sizes = {"micro_batching": "token_budget", "max_tokens_per_microbatch": 10 * micro}
+    config = make_config(
+        prompts=6,
+        mini_batch=6,
+        n_samples=2,
+        step_wise=step_wise,
+        placement={"policy_num_workers": ranks},
+        trainer={"docs_per_step": target, "docs_per_step_exact": exact, **sizes},
+    )
+    trajectories = [
+        make_trajectory(f"p{index // 2}", index % 2, *conversation(count)) for index, count in enumerate(turns)
+    ]
+    rollouts = make_rollouts(*trajectories, n_samples=2)
+    batch = assemble(rollouts, step_wise=step_wise, config=config, global_step=1, weight_version=0)
+    plan = plan_batches(config, num_train_prompts=6)
+    boundaries = batch.metadata.policy_mini_batch_boundaries
+    counts = [len(set(batch["trajectory_index"][start:stop].tolist())) for start, stop in boundaries]
+    assert plan.fewest_optimizer_steps_per_batch <= len(counts) <= plan.optimizer_steps_per_batch
+    assert all(plan.num_samples_per_step <= count <= plan.most_samples_per_step for count in counts[:-1])
+    found = document_metrics(batch, target)
+    assert found["batch/documents_per_step/max"] == max(counts)
+    assert found["batch/documents_per_step/overshoot"] == sum(max(0, c - target) for c in counts) / len(counts)
+    assert document_metrics(batch, 0) == {}
+
+
+def conversation(num_turns):
+    """Each turn continues the one before."""
+    prompt, turns = [1], []
+    for number in range(num_turns):
+        turns.append(make_turn(prompt, [9, number]))
+        prompt = [*prompt, 9, number, 3]
+    return turns
+
+
+def test_the_schedule_of_steps_that_documents_close_is_as_long_as_its_documents():
+    config = make_config(prompts=8, mini_batch=8, n_samples=3, critic_mini_batch=8, trainer={"docs_per_step": 10})
+    plan = plan_batches(config, num_train_prompts=16)
+    assert (plan.total_documents, plan.schedule_steps, plan.critic_schedule_steps) == (48, 4.8, 4.8)
+    by_prompts = plan_batches(make_config(prompts=8, mini_batch=4, n_samples=3), num_train_prompts=16)
+    assert by_prompts.schedule_steps == by_prompts.total_optimizer_steps == 4
 
 
 @pytest.mark.parametrize("turns", [[1] * 8, [5] * 8, [1, 2, 3, 4, 5, 1, 1, 5]])

@@ -74,11 +74,11 @@ def test_computes_on_one_thread_of_that_name_while_the_caller_goes_on() -> None:
 
 def test_says_what_is_in_flight() -> None:
     with AsyncBatchCollator(str, PREFIX) as collator:
-        assert (collator.has_pending, collator.pending_step) == (False, None)
+        assert (collator.has_pending(), collator.pending_step()) == (False, None)
         collator.submit(7)
-        assert (collator.has_pending, collator.pending_step) == (True, 7)
+        assert (collator.has_pending(), collator.pending_step()) == (True, 7)
         collator.get(7)
-        assert (collator.has_pending, collator.pending_step) == (False, None)
+        assert (collator.has_pending(), collator.pending_step()) == (False, None)
 
 
 def test_refuses_a_second_batch_in_flight() -> None:
@@ -101,7 +101,7 @@ def test_never_hands_out_the_batch_of_another_step() -> None:
         collator.submit(1)
         with pytest.raises(RuntimeError, match="step 2 was asked for, but that of step 1 is in flight"):
             collator.get(2)
-        assert collator.pending_step == 1
+        assert collator.pending_step() == 1
         assert collator.get(1) == "1"
 
 
@@ -120,7 +120,7 @@ def test_get_raises_what_the_worker_raised_and_frees_the_slot(error: BaseExcepti
         with pytest.raises(type(error)) as caught:
             collator.get(1)
         assert caught.value is error
-        assert not collator.has_pending
+        assert not collator.has_pending()
 
 
 def test_goes_on_after_a_batch_that_failed() -> None:
@@ -142,7 +142,7 @@ def test_clear_waits_for_the_worker_and_discards_its_batch() -> None:
         threading.Timer(0.05, gate.open.set).start()
         collator.clear()
         assert gate.computed == [1]  # finished before clear returned: what it reads may change now
-        assert not collator.has_pending
+        assert not collator.has_pending()
         collator.submit(1)
         assert collator.get(1) == "batch 1"
         assert gate.computed == [1, 1]
@@ -151,14 +151,14 @@ def test_clear_waits_for_the_worker_and_discards_its_batch() -> None:
 def test_clear_without_a_batch_in_flight_does_nothing() -> None:
     with AsyncBatchCollator(str, PREFIX) as collator:
         collator.clear()
-        assert not collator.has_pending
+        assert not collator.has_pending()
 
 
 def test_clear_discards_an_exception_that_nobody_asked_for() -> None:
     with raising(ValueError("broken row")) as collator:
         collator.submit(1)
         collator.clear()
-        assert not collator.has_pending
+        assert not collator.has_pending()
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)])
@@ -167,7 +167,7 @@ def test_clear_does_not_swallow_what_ends_the_process(error: BaseException) -> N
         collator.submit(1)
         with pytest.raises(type(error)):
             collator.clear()
-        assert not collator.has_pending
+        assert not collator.has_pending()
 
 
 def test_shutdown_joins_the_thread_even_where_draining_raises() -> None:
@@ -217,7 +217,7 @@ def test_a_worker_that_hangs_is_named_and_does_not_hang_the_loop() -> None:
         DeadlineError, match=f"the batch of step 3 \\(thread {PREFIX}_0\\) did not answer within 0.05 s"
     ):
         collator.get(3)
-    assert collator.pending_step == 3
+    assert collator.pending_step() == 3
     started = time.monotonic()
     with pytest.raises(DeadlineError):
         collator.shutdown()
