@@ -7,7 +7,9 @@ does, verifies each bucket before a byte of it is loaded, and mends what a reloa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -81,6 +83,8 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         self._adapter = {}
         if self._takes_adapter:
             return
+        if self.device.type == "cpu":
+            pack_experts_on_reload(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -148,6 +152,24 @@ def repack_tied_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def pack_experts_on_reload(model: Any) -> None:
+    """Experts are packed for the CPU's grouped product, but by vLLM 0.32 only at the first load: in a reload the plain
+    weights would be copied over the packed ones and read as if they were packed. Packs them at each reload."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and not hasattr(method, "_packs_on_reload"):
+            method._packs_on_reload = True
+            method.process_weights_after_loading = partial(_process_and_pack, method.process_weights_after_loading)
+
+
+def _process_and_pack(process: Callable[[Any], None], layer: Any) -> None:
+    """What vLLM does with the weights of a layer, then what it does after that at the first load alone."""
+    process(layer)
+    layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
 
 def synchronize() -> None:
