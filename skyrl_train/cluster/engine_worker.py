@@ -22,9 +22,12 @@ _LOOK_EVERY_S = 0.2
 class EngineWorker:
     """Every method answers with an `Answer`."""
 
-    def __init__(self, config: Config, *, secrets: Mapping[str, str]) -> None:
-        """`secrets`: environment variables that Ray must not see."""
+    def __init__(self, config: Config, *, secrets: Mapping[str, str], visible_devices: tuple[str, ...] = ()) -> None:
+        """`secrets`: environment variables that Ray must not see. `visible_devices`: of an engine whose workers share the
+        GPUs of several ranks, those; its own process has one of them in Ray's books."""
         os.environ.update(secrets)
+        if visible_devices:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices)
         self._config = config
         self._engine: VLLMEngine | None = None
 

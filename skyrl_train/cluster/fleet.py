@@ -81,12 +81,11 @@ class EngineFleet:
     def _launch(self, index: int) -> RemoteActor:
         variables = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
         env = self._session.runtime_env(self._config.platform.num_threads, **variables)
-        worker = ray.remote(concurrency_groups={HEALTH: 1})(EngineWorker)
+        worker, slot = ray.remote(concurrency_groups={HEALTH: 1})(EngineWorker), self._slots[index]
+        options = worker.options(max_restarts=0, runtime_env=env, **slot.options)
         secrets = forwarded_environment(secret=True)
         return RemoteActor(
-            handle=worker.options(max_restarts=0, runtime_env=env, **self._slots[index].options).remote(
-                self._config, secrets=secrets
-            ),
+            handle=options.remote(self._config, secrets=secrets, visible_devices=slot.visible_devices),
             role="vllm engine",
             rank=index,
             log_folder=self._session.log_folder,

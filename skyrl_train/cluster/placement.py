@@ -21,20 +21,26 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.bundles import Bundle, Layout, missing_room
-from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.errors import DeadlineError, SkyrlTrainError
 
 _SHARED_GPU = 0.2
 """Of a GPU that policy, reference, critic and engine share; Ray only counts, so it need not add up to one exactly."""
+_ASK_TIMEOUT_S = 120.0
+"""Of starting a worker in each bundle of a group."""
 _NODE_ID = "ray.io/node-id"
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Where one actor goes: options for `ray.remote(...).options`."""
+    """Where one actor goes."""
 
     options: Mapping[str, Any]
+    """For `ray.remote(...).options`."""
+    visible_devices: tuple[str, ...] = ()
+    """Ids of the node's GPUs that the actor is to see in place of the share that Ray gives it; empty leaves that."""
 
 
 class Placement:
@@ -62,18 +68,19 @@ class Placement:
             raise
 
     def slots(self, role: str) -> list[Slot]:
-        """One per rank or engine, in order."""
+        """One per rank or engine, in order. Raises SkyrlTrainError where an engine would lie on several nodes."""
         name, places = self._layout.seats[role]
         sharing = sum(group == name for group, _ in self._layout.seats.values())
+        span = self._layout.bundles_per_engine if role == "engine" else 1
+        devices = _devices_of(self._groups[name]) if span > 1 and self._layout.groups[name][0].gpus else {}
         return [
             Slot(
                 options={
                     "num_cpus": 1,
                     "num_gpus": self._layout.groups[name][place].gpus * (1 if sharing == 1 else _SHARED_GPU),
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                        placement_group=self._groups[name], placement_group_bundle_index=place
-                    ),
-                }
+                    "scheduling_strategy": _in_bundle(self._groups[name], place),
+                },
+                visible_devices=_on_one_node([devices[place + offset] for offset in range(span)]) if devices else (),
             )
             for place in places
         ]
@@ -97,6 +104,36 @@ def _require_nodes(layout: Layout, wait_s: float) -> None:
                 "to come (placement.wait_for_nodes_s=600)"
             )
         time.sleep(_POLL_S)
+
+
+def _in_bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=index)
+
+
+def _devices_of(group: PlacementGroup) -> dict[int, tuple[str, str]]:
+    """Node and GPU of each bundle of one GPU: Ray tells them to whoever runs there."""
+    ask = ray.remote(_own_device).options(num_cpus=0, num_gpus=_SHARED_GPU, runtime_env=RaySession.runtime_env(1))
+    refs = [ask.options(scheduling_strategy=_in_bundle(group, index)).remote() for index in range(group.bundle_count)]
+    try:
+        return dict(enumerate(ray.get(refs, timeout=_ASK_TIMEOUT_S)))
+    except ray.exceptions.GetTimeoutError:
+        raise DeadlineError("asking Ray which GPU each bundle has", _ASK_TIMEOUT_S) from None
+
+
+def _own_device() -> tuple[str, str]:
+    context = ray.get_runtime_context()
+    return str(context.get_node_id()), str(context.get_accelerator_ids()["GPU"][0])
+
+
+def _on_one_node(devices: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """The GPUs of an engine. Raises SkyrlTrainError where they are not on one node."""
+    if len({node for node, _ in devices}) > 1:
+        raise SkyrlTrainError(
+            f"the {len(devices)} GPUs of an engine lie on different nodes (generator.vllm.tensor_parallel_size with "
+            "placement.colocate_all). State nodes and their GPUs, so that ranks fill one node after the other: "
+            "placement.policy_num_nodes and placement.policy_num_gpus_per_node"
+        )
+    return tuple(device for _, device in devices)
 
 
 def _find_nodes(nodes: Sequence[Bundle], deadline: float) -> dict[int, str]:

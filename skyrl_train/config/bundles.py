@@ -41,6 +41,8 @@ class Layout:
     """Group name to its bundles, one per device (or CPU worker)."""
     seats: Mapping[str, tuple[str, tuple[int, ...]]]
     """Role to its group and the bundle of each of its slots."""
+    bundles_per_engine: int = 1
+    """Bundles, from its seat on, on whose devices one engine computes: more than one where it shares them with ranks."""
 
     @property
     def nodes(self) -> tuple[Bundle, ...]:
@@ -61,7 +63,8 @@ def plan_layout(config: Config, *, roles: Sequence[str], num_engines: int) -> La
     engines share bundles; with `colocate_policy_ref` policy and reference do; else each role has devices of its own.
 
     Models whose nodes are stated lie there, node by node in the order of ranks; different models may share a node.
-    Engines for which `inference_num_nodes` asks have nodes on which nothing else is.
+    Engines for which `inference_num_nodes` asks have nodes on which nothing else is. An engine of several devices that it
+    shares with nobody has them in one bundle; else it lies on the bundles of consecutive ranks.
     """
     placement, gpu = config.placement, config.platform.name == "gpu"
     sizes = {role: getattr(placement, f"{_SETTINGS[role]}_num_workers") for role in roles}
@@ -71,13 +74,19 @@ def plan_layout(config: Config, *, roles: Sequence[str], num_engines: int) -> La
     for role, count in sizes.items():
         members.setdefault("shared" if role in _sharing(placement) else role, {})[role] = count
     num_model_nodes = max((_nodes_of(placement, group) for group in members if group != "engine"), default=0)
+    devices_per_engine = config.generator.vllm.devices_per_engine
+    span = devices_per_engine if "engine" in _sharing(placement) else 1
     groups, seats = {}, {}
-    for group, counts in members.items():
+    for group, roles_in_group in members.items():
+        counts = {role: count * (span if role == "engine" else 1) for role, count in roles_in_group.items()}
         nodes = _nodes_of(placement, group)
         first = num_model_nodes if group == "engine" else 0
-        gpus = config.generator.vllm.devices_per_engine if group == "engine" else 1
+        gpus = devices_per_engine if group == "engine" else 1
         per_node = max(counts.values()) // max(1, nodes)
-        taken = {role: tuple(_spread(count, max(1, nodes), per_node)) for role, count in counts.items()}
+        taken = {
+            role: tuple(_spread(count, max(1, nodes), per_node))[:: span if role == "engine" else 1]
+            for role, count in counts.items()
+        }
         seats.update({role: (group, places) for role, places in taken.items()})
         groups[group] = tuple(
             Bundle(
@@ -87,7 +96,7 @@ def plan_layout(config: Config, *, roles: Sequence[str], num_engines: int) -> La
             )
             for index in range(max(1, nodes) * per_node)
         )
-    return Layout(groups=groups, seats=seats)
+    return Layout(groups=groups, seats=seats, bundles_per_engine=span if num_engines else 1)
 
 
 def _sharing(placement: PlacementConfig) -> set[str]:

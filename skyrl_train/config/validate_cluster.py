@@ -62,12 +62,13 @@ def _vllm(config: Config) -> Iterator[Violation]:
             value=repr(sampling.temperature),
             remedy="try generator.sampling.temperature=1.0, or top_p=1.0 top_k=-1 min_p=0.0",
         )
-    if config.platform.name == "cpu" and config.generator.vllm.devices_per_engine > 1:
+    vllm = config.generator.vllm
+    if config.platform.name == "cpu" and vllm.devices_per_engine > vllm.tensor_parallel_size:
         yield Violation(
-            field="generator.vllm.tensor_parallel_size",
-            rule="times pipeline_parallel_size must be 1 on a CPU, where an engine is one process",
-            value=repr(config.generator.vllm.devices_per_engine),
-            remedy="try generator.vllm.num_engines for more engines",
+            field="generator.vllm.engine_args",
+            rule="pipeline_parallel_size must be 1 on a CPU",
+            value=repr(dict(vllm.engine_args)),
+            remedy="try generator.vllm.tensor_parallel_size, or generator.vllm.num_engines for more engines",
         )
 
 

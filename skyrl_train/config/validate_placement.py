@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from skyrl_train.config.algorithm import needs_reference
@@ -171,23 +172,27 @@ def _session(placement: PlacementConfig) -> Iterator[Violation]:
 
 
 def _colocated_engines(config: Config) -> Iterator[Violation]:
+    """An engine shares the devices of as many ranks as it has workers, all on one node."""
     placement, vllm = config.placement, config.generator.vllm
-    if vllm.tensor_parallel_size > 1:
+    ranks, nodes, size = placement.policy_num_workers, placement.policy_num_nodes, vllm.devices_per_engine
+    ranks_per_node = max(1, ranks // nodes)
+    if ranks_per_node % size:
         yield Violation(
             field="generator.vllm.tensor_parallel_size",
-            rule="must be 1 with placement.colocate_all, where an engine shares one device with one rank",
-            value=repr(vllm.tensor_parallel_size),
-            remedy="set placement.colocate_all=false, or more generator.vllm.num_engines of one device each",
+            rule=f"must divide the {ranks_per_node} ranks of the policy on a node, with placement.colocate_all",
+            value=repr(size),
+            remedy=f"try generator.vllm.tensor_parallel_size={math.gcd(ranks_per_node, size)}",
         )
-    if vllm.num_engines > placement.policy_num_workers or vllm.num_engines % placement.policy_num_nodes:
+    elif vllm.num_engines * size > ranks or vllm.num_engines % nodes:
+        among = f" / {size} devices of an engine" if size > 1 else ""
         yield Violation(
             field="generator.vllm.num_engines",
             rule=(
-                f"must be at most placement.policy_num_workers={placement.policy_num_workers}, and a multiple of "
-                f"placement.policy_num_nodes={placement.policy_num_nodes}, with placement.colocate_all"
+                f"must be at most placement.policy_num_workers={ranks}{among}, and a multiple of "
+                f"placement.policy_num_nodes={nodes}, with placement.colocate_all"
             ),
             value=repr(vllm.num_engines),
-            remedy=f"try generator.vllm.num_engines={placement.policy_num_workers}",
+            remedy=f"try generator.vllm.num_engines={ranks // size}",
         )
 
 

@@ -33,7 +33,8 @@ class EngineSettings:
     @property
     def separate_workers(self) -> bool:
         """Whether vLLM computes in processes of its own, which the caller's memory does not reach."""
-        return self.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+        has_executor = self.arguments.get("distributed_executor_backend") == "mp"
+        return has_executor or self.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -66,6 +67,9 @@ def engine_settings(config: Config) -> EngineSettings:
     if options.kv_cache_gib or not gpu:
         num_bytes = int(options.kv_cache_gib * 2**30) or _CPU_KV_CACHE_BYTES
         arguments["kv_cache_memory_bytes"] = num_bytes
+    if options.devices_per_engine > 1:
+        # Inside a placement group vLLM would take its Ray executor, which refuses a bundle of more than one GPU.
+        arguments["distributed_executor_backend"] = "mp"
     if gpu:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
         arguments["enable_sleep_mode"] = config.placement.colocate_all
@@ -91,6 +95,8 @@ def engine_settings(config: Config) -> EngineSettings:
         **({} if gpu or not enforce_eager else {"TORCHDYNAMO_DISABLE": "1"}),
         # Kernels whose result for a request does not depend on what else is in the batch.
         **({"VLLM_BATCH_INVARIANT": "1"} if gpu and config.deterministic else {}),
+        # Else vLLM binds each worker to the cores of a memory node of its own, and there may be but one.
+        **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if not gpu and options.devices_per_engine > 1 else {}),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }

@@ -29,7 +29,7 @@ from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig
 from skyrl_train.errors import SkyrlTrainError
 from tests.cluster.test_learners import make_config, make_plan, three_steps, weights_of
 
-NUM_NODES, NUM_CPUS, NUM_GPUS = 3, 8, 4
+NUM_NODES, NUM_CPUS, NUM_GPUS = 3, 10, 4
 Seats = dict[str, list[str]]
 
 
@@ -41,16 +41,24 @@ VARIABLES = {"NCCL_DEBUG": "VERSION", "GLOO_X": "1", "HF_HOME": "/models", "WAND
 class Probe:
     """Says where it is."""
 
+    def __init__(self, visible_devices: tuple[str, ...] = ()) -> None:
+        self._visible_devices = visible_devices
+
     def where(self) -> str:
         context = ray.get_runtime_context()
-        return f"{context.get_node_id()} GPU {','.join(map(str, context.get_accelerator_ids()['GPU']))}"
+        devices = self._visible_devices or context.get_accelerator_ids()["GPU"]
+        return f"{context.get_node_id()} GPU {','.join(map(str, devices))}"
 
 
-def reserved(address: str, *, engines: int = 0, timeout_s: float = 60.0, **settings: Any) -> Placement:
+def reserved(
+    address: str, *, engines: int = 0, tensor_parallel: int = 1, timeout_s: float = 60.0, **settings: Any
+) -> Placement:
     config = Config(
         platform=PlatformConfig(name="gpu"),
         placement=PlacementConfig(backend="ray", ray_address=address, **settings),
-        generator=GeneratorConfig(backend="vllm", vllm=VLLMConfig(num_engines=max(1, engines))),
+        generator=GeneratorConfig(
+            backend="vllm", vllm=VLLMConfig(num_engines=max(1, engines), tensor_parallel_size=tensor_parallel)
+        ),
     )
     return Placement(plan_layout(config, roles=("policy", "reference"), num_engines=engines), timeout_s=timeout_s)
 
@@ -73,7 +81,7 @@ def devices(address: str, **settings: Any) -> Seats:
     """Role to the node and GPU of each of its actors."""
     placement = reserved(address, **settings)
     probes = {
-        role: [ray.remote(Probe).options(**slot.options).remote() for slot in placement.slots(role)]
+        role: [ray.remote(Probe).options(**slot.options).remote(slot.visible_devices) for slot in placement.slots(role)]
         for role in ("policy", "engine")
     }
     found = {role: ray.get([probe.where.remote() for probe in own], timeout=120) for role, own in probes.items()}
@@ -154,6 +162,16 @@ def main() -> None:
                 engines=4,
             ),
             "together": devices(address, policy_num_gpus_per_node=2, colocate_all=True, engines=2),
+            "in_groups": devices(
+                address,
+                policy_num_nodes=2,
+                policy_num_gpus_per_node=4,
+                ref_num_nodes=2,
+                ref_num_gpus_per_node=4,
+                colocate_all=True,
+                engines=4,
+                tensor_parallel=2,
+            ),
             "refusal": refusal(address),
             "environment": environment(),
             "told": logs_with(TOKEN),

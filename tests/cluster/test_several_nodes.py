@@ -49,6 +49,16 @@ def test_what_shares_a_device_is_on_the_same_one(found: dict[str, Any]) -> None:
     assert all(" GPU " in place and place[-1].isdigit() for place in together["policy"])
 
 
+def test_an_engine_of_two_devices_sees_those_of_two_ranks_of_one_node(found: dict[str, Any]) -> None:
+    ranks, engines = found["in_groups"]["policy"], found["in_groups"]["engine"]
+    assert len(set(ranks)) == 8
+    pairs = [f"{first},{second.rpartition(' ')[2]}" for first, second in zip(ranks[::2], ranks[1::2])]
+    assert [first.partition(" ")[0] == second.partition(" ")[0] for first, second in zip(ranks[::2], ranks[1::2])] == [
+        True
+    ] * 4
+    assert engines == pairs
+
+
 def test_engines_with_nodes_of_their_own_are_on_none_where_a_model_is(found: dict[str, Any]) -> None:
     apart = found["apart"]
     assert len(set(apart["engine"])) == 2
@@ -57,7 +67,7 @@ def test_engines_with_nodes_of_their_own_are_on_none_where_a_model_is(found: dic
 
 def test_more_nodes_than_there_are_is_an_error_that_says_what_there_is(found: dict[str, Any]) -> None:
     assert "no room for this run: 4 nodes with" in found["refusal"]
-    assert "CPU 8, GPU 4; CPU 8, GPU 4; CPU 8, GPU 4" in found["refusal"]
+    assert "CPU 10, GPU 4; CPU 10, GPU 4; CPU 10, GPU 4" in found["refusal"]
 
 
 def test_actors_on_a_joined_cluster_get_the_commands_variables_and_no_log_its_secrets(found: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from skyrl_train.inference.vllm_settings import engine_settings
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 from skyrl_train.weight_sync.broadcast import WeightGroup
-from skyrl_train.weight_sync.buckets import Bucket, in_buckets, pack, pack_bucket
+from skyrl_train.weight_sync.buckets import Bucket, in_buckets, pack, pack_bucket, wire_dtype
 from skyrl_train.weight_sync.lending import Loan
 
 pytestmark = pytest.mark.cluster
@@ -174,6 +174,26 @@ def test_chunked_prefill_is_off_on_a_cpu_and_a_prompt_fits_one_step() -> None:
     assert arguments["enable_chunked_prefill"] is False
     assert arguments["max_num_batched_tokens"] >= arguments["max_model_len"]
     assert arguments["dtype"] == "float32"
+
+
+def test_matrices_rounded_on_their_way_are_what_an_engine_makes_of_whole_ones() -> None:
+    model = replace(CONFIG.model, dtype="bfloat16")
+    engine = VLLMEngine(engine_settings(replace(CONFIG, model=model)))
+    try:
+        receivers = engine.receivers()
+        assert wire_dtype(receivers) == "bfloat16"
+        assert [receiver.device for receiver in receivers] == ["cpu"]
+        whole, other = trained_weights(8), trained_weights(9)
+        rounded = {name: tensor.bfloat16() if tensor.ndim > 1 else tensor for name, tensor in whole.items()}
+        sync(engine, whole, 1)
+        expected = engine.generate(request("whole")).result(60)
+        sync(engine, other, 2)
+        assert engine.generate(request("other")).result(60).logprobs != expected.logprobs
+        sync(engine, rounded, 3)
+        found = engine.generate(request("rounded")).result(60)
+        assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+    finally:
+        engine.close()
 
 
 def test_workers_in_processes_of_their_own_take_buckets_and_broadcasts(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from skyrl_train.config.schema import Config, ModelConfig
 from skyrl_train.errors import ActorError, EngineError
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.types import GenerationRequest, SamplingParams
+from skyrl_train.weight_sync.buckets import Receiver
 from tests.cluster.test_learners import SLOT, make_config, make_plan, mini_batch
 
 pytestmark = pytest.mark.cluster
@@ -62,24 +64,41 @@ class Cluster:
         self.learner.optim_step()
 
 
-@pytest.fixture(scope="module")
-def cluster(session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+@contextmanager
+def started(session: RaySession, folder: Path, vllm: VLLMConfig) -> Iterator[Cluster]:
     config = make_config(Path("unused"), strategy="fsdp2")
     config = replace(
         config,
         model=ModelConfig(),
-        generator=GeneratorConfig(
-            backend="vllm", max_context_length=400, verify_weight_sync=True, vllm=VLLMConfig(num_engines=2)
-        ),
+        generator=GeneratorConfig(backend="vllm", max_context_length=400, verify_weight_sync=True, vllm=vllm),
     )
-    folder = tmp_path_factory.mktemp("transports")
-    fleet = EngineFleet(config, session, [SLOT] * 2)
+    fleet = EngineFleet(config, session, [SLOT] * vllm.num_engines)
     turns = DeviceTurns(fleet, shared=False, record_file=folder / "turns.jsonl")
     learner = start_learner(config, make_plan(config), session, [SLOT] * 2, role="policy", turns=turns)()
     fleet.wait_ready()
     yield Cluster(config=config, session=session, fleet=fleet, learner=learner, turns=turns, folder=folder)
     learner.close()
     fleet.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with started(session, tmp_path_factory.mktemp("transports"), VLLMConfig(num_engines=2)) as opened:
+        yield opened
+
+
+def test_each_worker_of_a_tensor_parallel_engine_takes_its_part(session: RaySession, tmp_path: Path) -> None:
+    """As on GPUs: workers are processes of their own, and whole parameters arrive at each, which keeps its slices."""
+    with started(session, tmp_path, VLLMConfig(tensor_parallel_size=2)) as cluster:
+        receivers = cluster.fleet.call("receivers", "sync")[0]
+        assert receivers == [Receiver(device="cpu", dtype="float32")] * 2
+        for version, name in enumerate(["cuda_ipc", "broadcast", "shared_memory"]):
+            cluster.train(version)
+            transport = cluster.transport(name)
+            transport.sync(cluster.learner.weights(), version)
+            record = json.loads((tmp_path / f"{name}.jsonl").read_text())
+            assert record["probe_difference"] < 1e-4
+            print(f"\nTP 2, {name}: {record['seconds']:.3f} s, difference {record['probe_difference']:.1e}", end=" ")
 
 
 @pytest.mark.parametrize("name", ["shared_memory", "broadcast", "cuda_ipc", "files"])

@@ -48,6 +48,22 @@ def test_engines_with_nodes_of_their_own_share_none_with_a_model() -> None:
     assert found.seats["engine"] == ("engine", (0, 1, 2, 3))
 
 
+def test_an_engine_of_several_devices_lies_on_those_of_consecutive_ranks_of_one_node() -> None:
+    placement = PlacementConfig(
+        policy_num_nodes=2, policy_num_gpus_per_node=4, ref_num_nodes=2, ref_num_gpus_per_node=4, colocate_all=True
+    )
+    found = layout(placement, engines=4, tensor_parallel=2)
+    assert found.bundles_per_engine == 2
+    assert found.seats["engine"] == ("shared", (0, 2, 4, 6))
+    assert [bundle.node for bundle in found.groups["shared"]] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert {bundle.gpus for bundle in found.groups["shared"]} == {1.0}
+    half = layout(placement, engines=2, tensor_parallel=2)
+    assert half.seats["engine"] == ("shared", (0, 4)), "the first devices of each node"
+    apart = layout(PlacementConfig(policy_num_workers=4), engines=2, tensor_parallel=2)
+    assert (apart.bundles_per_engine, apart.seats["engine"]) == (1, ("engine", (0, 1)))
+    assert {bundle.gpus for bundle in apart.groups["engine"]} == {2.0}
+
+
 def test_with_everything_in_one_place_each_device_has_one_of_each() -> None:
     found = layout(PlacementConfig(policy_num_gpus_per_node=2, ref_num_workers=2, colocate_all=True), engines=2)
     assert set(found.groups) == {"shared"}

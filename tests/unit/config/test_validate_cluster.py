@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from skyrl_train.config.generation import GeneratorConfig, HTTPConfig, SamplingConfig, VLLMConfig
-from skyrl_train.config.schema import Config, LoraConfig, ModelConfig, PlacementConfig, PlatformConfig
+from skyrl_train.config.schema import Config, LoraConfig, ModelConfig, PlacementConfig
 from skyrl_train.config.validate_cluster import cluster_violations
 
 
@@ -44,15 +44,6 @@ def test_vllm_cannot_report_log_probabilities_of_a_tempered_and_truncated_distri
     ]
     assert violated(with_vllm(sampling=SamplingConfig(temperature=0.7))) == []
     assert violated(with_vllm(sampling=SamplingConfig(temperature=1.0, top_p=0.9))) == []
-
-
-def test_an_engine_on_a_cpu_is_one_process() -> None:
-    assert violated(with_vllm(vllm=VLLMConfig(tensor_parallel_size=2))) == ["generator.vllm.tensor_parallel_size"]
-    gpu = Config(
-        platform=PlatformConfig(name="gpu"),
-        generator=GeneratorConfig(backend="vllm", vllm=VLLMConfig(tensor_parallel_size=2)),
-    )
-    assert violated(gpu) == []
 
 
 def test_a_server_needs_a_scheme_and_a_probe_needs_engines() -> None:

@@ -51,6 +51,14 @@ def test_nodes_and_gpus_say_how_many_ranks_there_are() -> None:
         (placed(inference_num_nodes=1, ray_address=""), "placement.ray_address"),
         (placed(colocate_all=True, engines=2), "generator.vllm.num_engines"),
         (placed(colocate_all=True, tensor_parallel=2), "generator.vllm.tensor_parallel_size"),
+        (
+            placed(colocate_all=True, policy_num_nodes=2, policy_num_workers=8, ref_num_workers=8, tensor_parallel=8),
+            "generator.vllm.tensor_parallel_size",
+        ),
+        (
+            placed(colocate_all=True, policy_num_workers=8, ref_num_workers=8, engines=4, tensor_parallel=4),
+            "generator.vllm.num_engines",
+        ),
         (placed(transport="cuda_ipc"), "generator.vllm.weight_transport"),
         (placed(transport="broadcast", colocate_all=True), "generator.vllm.weight_transport"),
     ],
@@ -73,7 +81,21 @@ def test_all_contradictions_are_said_at_once_with_their_remedies() -> None:
     assert found[1].remedy == "try generator.vllm.num_engines=2"
 
 
+@pytest.mark.parametrize(("engines", "tensor_parallel"), [(1, 3), (3, 2), (1, 16), (8, 2)])
+def test_what_is_proposed_for_engines_on_shared_devices_is_accepted(engines: int, tensor_parallel: int) -> None:
+    shared = {"colocate_all": True, "policy_num_nodes": 2, "policy_num_workers": 8, "ref_num_workers": 8}
+    size, count = tensor_parallel, engines
+    for _ in range(2):
+        for violation in placement_violations(placed(engines=count, tensor_parallel=size, **shared)):
+            setting, _, value = violation.remedy.removeprefix("try generator.vllm.").partition("=")
+            size, count = (int(value), count) if setting == "tensor_parallel_size" else (size, int(value))
+    assert violated(placed(engines=count, tensor_parallel=size, **shared)) == []
+
+
 def test_what_agrees_is_accepted() -> None:
     assert violated(placed(policy_num_nodes=2, policy_num_gpus_per_node=4, ref_num_workers=4, engines=8)) == []
     assert violated(placed(inference_num_nodes=2, inference_num_gpus_per_node=8, engines=8, tensor_parallel=2)) == []
     assert violated(placed(colocate_all=True, transport="cuda_ipc")) == []
+    shared = {"colocate_all": True, "policy_num_workers": 8, "ref_num_workers": 8}
+    assert violated(placed(**shared, engines=4, tensor_parallel=2)) == []
+    assert violated(placed(**shared, engines=1, tensor_parallel=8)) == []
