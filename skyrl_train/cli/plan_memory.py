@@ -106,6 +106,8 @@ def _settings(config: Config, num_ranks: int, **others: object) -> MemorySetting
         "strategy": config.strategy.name,
         "num_ranks": num_ranks,
         "cpu_offload": config.strategy.cpu_offload,
+        "gradient_sync": config.strategy.gradient_sync,
+        "device_bytes": int(config.plan.device_memory_gb * 1e9),
         "dtype": config.model.dtype,
         "checkpointing": config.model.gradient_checkpointing,
         "eager": config.model.attention == "eager" and config.trainer.layout == "padded",

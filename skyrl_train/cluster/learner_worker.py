@@ -177,4 +177,10 @@ def _strategy(config: Config, device: torch.device) -> ModelStrategy:
     if config.strategy.name == "ddp":
         return Replicated(group)
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-    return Sharded(device=device, dtype=dtype, cpu_offload=config.strategy.cpu_offload, group=group)
+    return Sharded(
+        device=device,
+        dtype=dtype,
+        cpu_offload=config.strategy.cpu_offload,
+        gradient_sync=config.strategy.gradient_sync,
+        group=group,
+    )

@@ -1,4 +1,4 @@
-"""Which forward passes a configuration needs, and of which model."""
+"""Which forward passes a configuration needs, of which model, and when the gradients of backward passes are summed."""
 
 from __future__ import annotations
 
@@ -40,3 +40,20 @@ def reference_is_base(config: Config) -> bool:
     model is named, or where it becomes the policy on the way."""
     own = config.reference.model.path == "policy" and not config.trainer.algorithm.ref_update_interval
     return config.model.lora.rank > 0 and own
+
+
+WHOLE_GRADIENTS_SHARE = 0.1
+"""Of a device's memory: so much the gradient of a whole model may take where `strategy.gradient_sync=auto` keeps it."""
+
+
+def sums_once_a_step(gradient_sync: str, *, gradient_bytes: int, device_bytes: int) -> bool:
+    """Whether ranks of a sharded model sum gradients with the last micro-batch of an optimizer step alone.
+
+    Args:
+        gradient_sync: `strategy.gradient_sync`.
+        gradient_bytes: Of all trained parameters, whole.
+        device_bytes: Memory of one rank's device; 0 where it is not known.
+    """
+    if gradient_sync != "auto":
+        return gradient_sync == "step"
+    return gradient_bytes <= WHOLE_GRADIENTS_SHARE * device_bytes

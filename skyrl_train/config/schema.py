@@ -272,6 +272,10 @@ class StrategyConfig:
     ranks and the attention heads of every model; a micro-batch's caps hold for all of them together."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory (fsdp2)."""
+    gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
+    """When ranks sum gradients (fsdp2). step: with an optimizer step's last micro-batch; until then each rank keeps the
+    gradient of the whole model, 4 bytes a trained parameter. micro_batch: with each, which keeps shards alone. auto: step
+    where whole gradients take at most a tenth of the device's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

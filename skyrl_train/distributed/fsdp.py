@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from skyrl_train.distributed.together import MeetingAllGather, MeetingReduceScatter, Together
 from skyrl_train.errors import ModelError
@@ -79,21 +79,62 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def sum_gradients(model: nn.Module, *, now: bool) -> None:
+    """Whether the backward pass to come sums gradients over ranks and leaves each its shards, or adds them up whole."""
+    root: Any = model
+    root.set_requires_gradient_sync(now)
+
+
+def whole_gradient_bytes(model: nn.Module) -> int:
+    """What the gradients of all trained parameters of a model that is not sharded yet take, in the type of sums."""
+    return sum(
+        parameter.numel() * max(4, parameter.element_size())
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    )
+
+
+def hold_whole_gradients(model: nn.Module) -> None:
+    """Zeros in place of the gradients that earlier micro-batches of a step left whole."""
+    for parameter in _sharded_parameters(model):
+        if parameter.sharded_param.requires_grad:
+            parameter.unsharded_accumulated_grad = torch.zeros(
+                parameter._orig_size,
+                dtype=parameter.sharded_param.dtype,
+                device=parameter.device,
+            )
+
+
+def whole_gradients(model: nn.Module) -> Iterator[Tensor]:
+    """Gradients that were not summed over ranks yet."""
+    for parameter in _sharded_parameters(model):
+        kept = [
+            parameter.unsharded_accumulated_grad,
+            getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
+        ]
+        yield from (gradient for gradient in kept if gradient is not None)
+
+
 def forget_pass(model: nn.Module) -> None:
     """Brings a sharded model back to where it was before a forward or backward that did not come to its end; gradients
     of that pass which were not summed yet are dropped. Those in `parameter.grad` stay."""
-    from torch.distributed.fsdp import FSDPModule
-
     root: Any = model
     root.reset_iter_state()
+    for parameter in _sharded_parameters(model):
+        # torch keeps these, and the next backward pass would add to them
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
+def _sharded_parameters(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's own objects, one per parameter."""
+    from torch.distributed.fsdp import FSDPModule
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    # torch keeps these, and the next backward pass would add to them
-                    parameter.unsharded_accumulated_grad = None
-                    if hasattr(parameter, "_unsharded_param"):
-                        parameter._unsharded_param.grad = None
+                yield from group.fsdp_params
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:

@@ -2,7 +2,8 @@
 
     single   one process; nothing to do
     ddp      a replica per rank; gradients are summed over the ranks once per optimizer step
-    fsdp2    parameters, gradients and optimizer state sharded; gradients are summed as the backward pass produces them
+    fsdp2    parameters, gradients and optimizer state sharded; gradients are summed as the backward pass produces them,
+             that of each micro-batch or, for one exchange a step, of the last (`strategy.gradient_sync`)
 
 Gradients are sums and never divided: loss denominators were counted over the whole mini-batch before it was dealt out.
 Ranks that compute micro-batches together (`group`) are ranks like any other here: each has the gradient of its positions,
@@ -11,14 +12,16 @@ as it would have that of its rows, so that sums and shards go over all ranks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from skyrl_train.batch.layout import PositionGroup
+from skyrl_train.config.passes import sums_once_a_step
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.together import Together
 from skyrl_train.errors import RankOutOfMemory
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 T = TypeVar("T")
+GradientSync = Literal["auto", "step", "micro_batch"]
 
 _BUCKET_BYTES = 64 * 2**20
 """Gradients that are summed in one collective."""
@@ -43,6 +47,8 @@ class ModelStrategy(Protocol):
     """Where passes are computed; None is where the parameters are."""
     group: PositionGroup | None
     """The ranks that this one computes each micro-batch with; None: it does so alone."""
+    keeps_whole_gradients: bool
+    """Whether parameters are sharded, but their gradients are kept whole until the last micro-batch of a step."""
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Spreads the model, before an optimizer is made for it."""
@@ -54,6 +60,19 @@ class ModelStrategy(Protocol):
 
     def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:
         """Runs a forward computation that reads parameters of `model` beside calling it."""
+        ...
+
+    def begin_backward(self, model: PreTrainedModel, *, is_last: bool) -> None:
+        """Called before each forward whose backward pass follows; the last one of a mini-batch is told. All ranks have
+        equally many."""
+        ...
+
+    def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:
+        """Gives each of `parameters` a gradient of zeros, in the form in which it is kept between micro-batches."""
+        ...
+
+    def whole_gradients(self, model: PreTrainedModel) -> Iterable[Tensor]:
+        """What is kept outside of `parameter.grad`: gradients of sharded parameters that are not summed yet."""
         ...
 
     def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
@@ -92,6 +111,7 @@ class SingleProcess:
     sharded = False
     device: torch.device | None = None
     group: PositionGroup | None = None
+    keeps_whole_gradients = False
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Nothing to do."""
@@ -103,6 +123,17 @@ class SingleProcess:
     def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: ARG002
         """As it is."""
         return function()
+
+    def begin_backward(self, model: PreTrainedModel, *, is_last: bool) -> None:
+        """Nothing to do."""
+
+    def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:  # noqa: ARG002
+        """In `parameter.grad`."""
+        _zero_gradients(parameters)
+
+    def whole_gradients(self, model: PreTrainedModel) -> Iterable[Tensor]:  # noqa: ARG002
+        """None."""
+        return ()
 
     def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
         """Alone."""
@@ -133,6 +164,7 @@ class Replicated:
 
     sharded = False
     device: torch.device | None = None
+    keeps_whole_gradients = False
 
     def __init__(self, group: SequenceGroup | None = None) -> None:
         self.group: PositionGroup | None = group
@@ -153,6 +185,17 @@ class Replicated:
     def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: ARG002
         """As it is: replicas are whole."""
         return function()
+
+    def begin_backward(self, model: PreTrainedModel, *, is_last: bool) -> None:
+        """Nothing to do: `reduce_gradients` sums them, once a step."""
+
+    def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:  # noqa: ARG002
+        """In `parameter.grad`."""
+        _zero_gradients(parameters)
+
+    def whole_gradients(self, model: PreTrainedModel) -> Iterable[Tensor]:  # noqa: ARG002
+        """None: `parameter.grad` is whole."""
+        return ()
 
     def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
         """Ranks meet at the end, and before each collective of ranks that share forwards: else replicas do not talk."""
@@ -190,8 +233,15 @@ class Sharded:
     sharded = True
 
     def __init__(
-        self, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool, group: SequenceGroup | None = None
+        self,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        cpu_offload: bool,
+        gradient_sync: GradientSync = "auto",
+        group: SequenceGroup | None = None,
     ) -> None:
+        """`dtype` is that of forward passes; `gradient_sync` is `strategy.gradient_sync`."""
         self.group: PositionGroup | None = group
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
@@ -199,12 +249,18 @@ class Sharded:
         self._device = device
         self._dtype = dtype
         self._cpu_offload = cpu_offload
+        self._gradient_sync = gradient_sync
         self._together = _together(group)
+        self.keeps_whole_gradients = False
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Shards the model and sends each rank its part of rank 0's parameters."""
-        from skyrl_train.distributed.fsdp import shard_model
+        """Shards the model and sends each rank its part of rank 0's parameters. Ranks agree on when to sum gradients."""
+        from skyrl_train.distributed.fsdp import shard_model, whole_gradient_bytes
 
+        once = sums_once_a_step(
+            self._gradient_sync, gradient_bytes=whole_gradient_bytes(model), device_bytes=_device_bytes(self._device)
+        )
+        self.keeps_whole_gradients = not self.agree(int(not once))
         shard_model(
             model, device=self._device, dtype=self._dtype, cpu_offload=self._cpu_offload, together=self._together
         )
@@ -218,6 +274,27 @@ class Sharded:
         sharded: Any = model
         result: T = sharded.compute(function)
         return result
+
+    def begin_backward(self, model: PreTrainedModel, *, is_last: bool) -> None:
+        """Gradients are summed by the backward pass: of each micro-batch, or of the last one alone."""
+        from skyrl_train.distributed.fsdp import sum_gradients
+
+        sum_gradients(model, now=is_last or not self.keeps_whole_gradients)
+
+    def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:
+        """Whole, or of this rank's shards."""
+        from skyrl_train.distributed.fsdp import hold_whole_gradients
+
+        if self.keeps_whole_gradients:
+            hold_whole_gradients(model)
+        else:
+            _zero_gradients(parameters)
+
+    def whole_gradients(self, model: PreTrainedModel) -> Iterable[Tensor]:
+        """Those that FSDP2 keeps."""
+        from skyrl_train.distributed.fsdp import whole_gradients
+
+        return whole_gradients(model)
 
     def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
         """Ranks meet before each collective of a pass, too."""
@@ -249,6 +326,18 @@ class Sharded:
     def of_rank_0(self, value: T) -> T:
         """Rank 0's."""
         return _of_rank_0(value)
+
+
+def _zero_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def _device_bytes(device: torch.device) -> int:
+    """Memory of the device; of this machine, shared out to the ranks, where that is a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // dist.get_world_size()
 
 
 def _together(group: SequenceGroup | None) -> Together:

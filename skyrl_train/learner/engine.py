@@ -110,6 +110,7 @@ class ModelEngine:
         for parameter in self.parameters.values():
             if parameter.grad is not None:
                 yield parameter.grad
+        yield from self.strategy.whole_gradients(self.model)
         yield from _moments(self._optimizer, self.parameters)
 
     def forward(self, batch: TrainingInputBatch, score: ScoreRows) -> Tensor:

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from skyrl_train.config.passes import sums_once_a_step
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory_blocks import BackboneCost, Precision, gated_backbone, most_bytes
 from skyrl_train.learner.memory_facts import GATED, ModelFacts
@@ -50,6 +51,10 @@ class MemorySettings:
     num_ranks: int = 1
     cpu_offload: bool = False
     """Shards, their gradients and optimizer state are in host memory (fsdp2)."""
+    gradient_sync: Literal["auto", "step", "micro_batch"] = "micro_batch"
+    """`strategy.gradient_sync`: whether whole gradients lie there between the micro-batches of a step (fsdp2)."""
+    device_bytes: int = 0
+    """Memory of the device, by which `auto` decides."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward pass; master weights are float32."""
     checkpointing: bool = False
@@ -176,15 +181,18 @@ def resident_bytes(facts: MemoryFacts, *, training: bool) -> Kinds:
     adapter = model.adapter_parameters(settings.lora_rank)
     base = model.parameters - (model.head_parameters if settings.head == "values" else 0)
     trained = {"all": base, "adapter": adapter, "none": 0}[settings.trained]
+    whole = 4 * trained * training
+    once = sums_once_a_step(settings.gradient_sync, gradient_bytes=whole, device_bytes=settings.device_bytes)
+    kept_whole = {"gradients": whole} if settings.strategy == "fsdp2" and once and whole else {}
     if settings.strategy == "fsdp2" and settings.cpu_offload:
-        return {}
+        return kept_whole
     states = {"adamw": 8, "sgd": 0, "none": 0}[settings.optimizer]
     kinds = {
         "parameters": 4 * (base + adapter),
         "gradients": 4 * trained * training,
         "optimizer state": states * trained,
     }
-    return {kind: _share(count, shards) for kind, count in kinds.items() if count}
+    return {**{kind: _share(count, shards) for kind, count in kinds.items() if count}, **kept_whole}
 
 
 def block_mask_bytes(positions: int) -> int:

@@ -126,7 +126,8 @@ class Passes:
         dropout's randomness is derived."""
         metrics: list[StepMetrics] = []
         non_finite = ""
-        for part in planned:
+        for number, part in enumerate(planned, start=1):
+            self.strategy.begin_backward(self.model, is_last=number == len(planned))
             with self._computing(part) as (rows, layout):
                 loss, measured = self._loss_and_gradient(loss_of, rows, layout, step)
                 if not non_finite and not bool(torch.isfinite(loss)):

@@ -70,9 +70,8 @@ class Prober:
         engine.healing.begin_probing(self.meter, held=engine.held_tensors)
         try:
             if training:
-                for parameter in engine.parameters.values():
-                    # all of them are there from the second micro-batch of a step on
-                    parameter.grad = torch.zeros_like(parameter)
+                # all of them are there from the second micro-batch of a step on
+                engine.strategy.hold_gradients(engine.model, engine.parameters.values())
                 self.learner.forward_backward(MiniBatch(batch=batch, denominators=_NOTHING_COUNTED))
             else:
                 self.learner.forward(batch)

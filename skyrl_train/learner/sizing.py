@@ -254,7 +254,8 @@ def _facts(engine: ModelEngine, limits: SizingLimits, limit_bytes: int) -> dict[
         "longest": str(limits.longest),
         "max_rows": str(limits.max_rows),
         "layout": f"{passes.layout}{', merged turns' if passes.merge_turns else ''}",
-        "strategy": f"{type(engine.strategy).__name__} over {engine.strategy.num_ranks}",
+        "strategy": f"{type(engine.strategy).__name__} over {engine.strategy.num_ranks}"
+        + (", whole gradients" if engine.strategy.keeps_whole_gradients else ""),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "limit_bytes": str(limit_bytes),
         "margin": str(limits.margin),
