@@ -17,6 +17,7 @@ from skyrl_train.build import (
     replay_violation,
 )
 from skyrl_train.cli.auto_placement import place
+from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError, DataError
@@ -165,8 +166,13 @@ def evaluate(config: Config) -> None:
 
 
 def _first_lines(config: Config) -> list[str]:
+    from skyrl_train.batch.plan_placement import placement_lines, placement_report
+
+    devices = local_devices() if config.platform.name == "gpu" and not config.placement.ray_address else Devices()
+    placement = placement_lines(placement_report(config, devices)) if config.platform.name == "gpu" else ()
     return first_lines(
         config,
+        *(f"{name:<11} {rest.strip()}" for name, _, rest in (line.partition(" ") for line in placement)),
         f"environment {config.environment.env_class or 'of each row'}, up to {config.generator.max_turns} turns",
         f"engine      {config.generator.backend}, {config.generator.sampling.max_generate_length} new tokens a turn",
     )

@@ -61,7 +61,7 @@ SIZES: dict[str, dict[str, Any]] = {
 COUNTS = (1, 2, 4, 8)
 
 
-def model_folder(folder: Path, size: str) -> Path:
+def sized_model(folder: Path, size: str) -> Path:
     """A folder with the config of a model of that size and a tokenizer, and no weights."""
     if not folder.is_dir():
         tiny = Path(next(iter(skyrl_train.assets.__path__))) / "tiny_qwen2"

@@ -32,7 +32,7 @@ class PlacementReport:
     gpus_needed: int
     gpus_found: int
     found_in: str
-    """Where the GPUs that were found were looked for."""
+    """Where the GPUs that were found were looked for; empty where they were not."""
     in_turns: bool
     """Whether models and engines share devices in turns."""
     groups: tuple[BundleGroup, ...]
@@ -64,7 +64,8 @@ def placement_report(config: Config, devices: Devices) -> PlacementReport:
 def placement_lines(report: PlacementReport) -> Iterator[str]:
     """For a terminal."""
     if report.gpus_needed or report.gpus_found:
-        yield f"{'GPUs':<10} {report.gpus_needed} needed, {report.gpus_found} found ({report.found_in})"
+        found = f", {report.gpus_found} found ({report.found_in})" if report.found_in else ""
+        yield f"{'GPUs':<10} {report.gpus_needed} needed{found}"
     yield f"{'backend':<10} {report.backend}, strategy {report.strategy}"
     for group in report.groups:
         each = f"{group.gpus_per_bundle} GPU{'s' * (group.gpus_per_bundle != 1)}" if group.gpus_per_bundle else "1 CPU"

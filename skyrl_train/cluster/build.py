@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import Role, count_engines, num_cpus, plan_layout, roles_of
 from skyrl_train.config.generation import ships_adapter
+from skyrl_train.learner.architectures import weight_bytes
 from skyrl_train.learner.reference import BaseOfAdapter
 from skyrl_train.model.causal_lm import load_tokenizer
 
@@ -31,11 +33,30 @@ if TYPE_CHECKING:
     from skyrl_train.trainers.steps import Learners
 
 
+_SLOWEST_LOAD = 50e6
+"""Bytes a second at which weights arrive at least: from a busy network file system, or from the hub."""
+
+
+def with_time_to_load(config: Config) -> Config:
+    """The config whose `start_timeout_s` has a second more for every 50 MB that its models and an engine read."""
+    policy = config.model.path
+    paths = [policy]
+    if count_engines(config):
+        paths.append(policy)
+    if "reference" in roles_of(config):
+        paths.append(policy if config.reference.model.path == "policy" else config.reference.model.path)
+    if config.critic.model.path:
+        paths.append(policy if config.critic.model.path == "policy" else config.critic.model.path)
+    num_bytes = sum(weight_bytes(path, revision=config.model.revision if path == policy else None) for path in paths)
+    timeout_s = config.placement.start_timeout_s + num_bytes / _SLOWEST_LOAD
+    return replace(config, placement=replace(config.placement, start_timeout_s=timeout_s))
+
+
 class Cluster:
     """A session with room reserved in it. Everything in it ends when `stack` closes."""
 
     def __init__(self, config: Config, stack: ExitStack) -> None:
-        self.config = config
+        self.config = config = with_time_to_load(config)
         self._has_reference = needs_reference(config.trainer.algorithm)
         self.roles = roles_of(config)
         layout = plan_layout(config, roles=self.roles, num_engines=count_engines(config))

@@ -62,7 +62,8 @@ class PlacementConfig:
     """How long a joined cluster may take to have the devices that are asked for: nodes that are still joining, or an
     autoscaler. 0 refuses at once what its nodes cannot hold."""
     start_timeout_s: Seconds = 300.0
-    """Deadline of Ray, of each actor's start and of loading a model."""
+    """Deadline of Ray, of each actor's start and of loading a model. Where models are loaded it has a second more for
+    every 50 MB of their weights."""
     call_timeout_s: Seconds = 1800.0
     """Deadline of one call to a worker or an engine, and of each collective among ranks."""
     silence_timeout_s: Seconds = 60.0

@@ -63,6 +63,20 @@ def read_config(path: str, *, revision: str | None = None) -> Mapping[str, Any]:
     return text
 
 
+def weight_bytes(path: str, *, revision: str | None = None) -> int:
+    """Bytes of the weights that are read where the model at `path` is loaded: of its files where they are here, else as
+    its config says, two a parameter; 0 where neither can be had."""
+    folder = _assets() / path.removeprefix(_BUILTIN) if path.startswith(_BUILTIN) else Path(path).expanduser()
+    if not folder.is_dir() and (cached := _in_cache(path, revision)) is not None:
+        folder = cached.parent
+    if files := [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        return sum(file.stat().st_size for file in files)
+    try:
+        return 2 * model_facts(path, revision=revision).parameters
+    except ModelError:
+        return 0
+
+
 def meta_model(config: Mapping[str, Any], *, name: str) -> Any:
     """A model of transformers on the meta device. Raises ModelError for a config that it does not know."""
     import torch

@@ -17,7 +17,7 @@ from skyrl_train.config.sft import SFTConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError
 from skyrl_train.plan import main as plan_main
-from tests.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, model_folder
+from tests.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
 
 FITS = {("0.5B", count) for count in COUNTS} | {("7B", 2), ("7B", 4), ("7B", 8)}
 """On GPUs of 80 GB, trained in full with AdamW."""
@@ -33,7 +33,7 @@ def engines(config: Config) -> tuple[int, int]:
 def test_each_size_is_placed_on_all_gpus_or_refused_with_a_remedy_that_works(
     tmp_path: Path, size: str, count: int
 ) -> None:
-    model = f"model.path={model_folder(tmp_path / size, size)}"
+    model = f"model.path={sized_model(tmp_path / size, size)}"
     config, began = gpu_config(model), time.process_time()
     try:
         placed = place(config, gpus(count))
@@ -65,14 +65,14 @@ def remedies(text: str) -> tuple[list[list[str]], int]:
 
 
 def test_a_large_model_has_engines_over_several_gpus_none_of_which_leaves_its_node(tmp_path: Path) -> None:
-    config = gpu_config(f"model.path={model_folder(tmp_path / 'model', '70B')}", "placement.ray_address=auto")
+    config = gpu_config(f"model.path={sized_model(tmp_path / 'model', '70B')}", "placement.ray_address=auto")
     placed = place(config, gpus(8, 8, 8))
     assert engines(placed) == (6, 4)
     assert (placed.placement.policy_num_nodes, placed.placement.policy_num_gpus_per_node) == (3, 8)
 
 
 def test_an_engine_is_split_as_its_heads_allow(tmp_path: Path) -> None:
-    config = gpu_config(f"model.path={model_folder(tmp_path / 'model', '7B')}", "strategy.cpu_offload=true")
+    config = gpu_config(f"model.path={sized_model(tmp_path / 'model', '7B')}", "strategy.cpu_offload=true")
     assert engines(place(config, gpus(6, memory_gb=30.0))) == (3, 2), "28 heads do not divide by 3 or 6"
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from skyrl_train.cluster.build import with_time_to_load
 from skyrl_train.config.bundles import Bundle, Layout, missing_room, plan_layout
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig
+from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig, PlatformConfig
 
 ALL = ("policy", "reference", "critic")
 
@@ -106,3 +107,13 @@ def test_what_the_nodes_can_never_hold_is_named(
 ) -> None:
     found = missing_room(layout(placement, engines=engines, tensor_parallel=tensor_parallel), nodes)
     assert found is None if problem is None else problem in str(found)
+
+
+def test_large_models_have_longer_to_load() -> None:
+    config = Config(
+        model=ModelConfig(path="Qwen/Qwen2.5-7B"),
+        placement=PlacementConfig(backend="ray", start_timeout_s=300.0),
+        generator=GeneratorConfig(backend="vllm"),
+    )
+    # 15.2 GB, read by the policy and by the engine
+    assert with_time_to_load(config).placement.start_timeout_s == pytest.approx(300 + 2 * 15.23e9 / 50e6, abs=1)

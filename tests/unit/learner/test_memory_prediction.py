@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import skyrl_train.model.logprobs as logprobs
 from skyrl_train.errors import MemoryLimitError, ModelError
 from skyrl_train.learner import memory
-from skyrl_train.learner.architectures import known_architectures, model_facts, read_config
+from skyrl_train.learner.architectures import known_architectures, model_facts, read_config, weight_bytes
 from skyrl_train.learner.memory import (
     MemorySettings,
     memory_facts,
@@ -53,6 +53,14 @@ def test_parameters_of_known_models_are_those_their_makers_state(name):
 @pytest.mark.parametrize("path", [B7, "someone/qwen2.5-coder-7b", "Qwen2.5-7B"])
 def test_names_of_variants_are_known(path):
     assert model_facts(path).parameters == 7_615_616_512
+
+
+def test_weights_to_load_are_those_of_the_files_or_else_two_bytes_a_parameter(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes(b"x" * 1000)
+    (tmp_path / "b.safetensors").write_bytes(b"x" * 500)
+    assert weight_bytes(str(tmp_path)) == 1500
+    assert weight_bytes(B7) == 2 * 7_615_616_512
+    assert weight_bytes("nobody/nothing") == 0
 
 
 def test_a_longer_name_is_another_model():

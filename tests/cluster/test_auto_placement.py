@@ -1,0 +1,83 @@
+"""`placement=auto` where a real Ray counts, reserves and trains, and the engines that it asks for in vLLM's own words."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.cli.auto_placement import place
+from skyrl_train.errors import ConfigError
+from skyrl_train.inference.vllm_settings import engine_settings
+from skyrl_train.learner.policy import build_policy_learner
+from tests.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
+from tests.cluster.test_learners import make_config, make_plan, three_steps, weights_of
+
+pytestmark = pytest.mark.cluster
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(model_folder: Path) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.cluster.auto_placement_on_ray", str(model_folder)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        cwd=ROOT,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    printed: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return printed
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_each_gpu_of_the_cluster_has_a_rank_and_an_engine(found: dict[str, Any], count: int) -> None:
+    policy, engine = found[str(count)]["policy"], found[str(count)]["engine"]
+    assert len(set(policy)) == count
+    assert policy == engine
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_the_tiny_model_trains_in_the_same_bundles(found: dict[str, Any], count: int, model_folder: Path) -> None:
+    config = make_config(model_folder)
+    alone = build_policy_learner(config, make_plan(config), role="policy")
+    three_steps(alone)
+    total = sum(float(tensor.double().abs().sum()) for tensor in weights_of(alone).values())
+    assert found[str(count)]["trained"] == pytest.approx(total, rel=1e-6)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_more_gpus_than_there_are_is_refused_without_waiting(found: dict[str, Any], count: int) -> None:
+    refusal = found[str(count)]["refusal"]
+    assert "1 node with" in refusal["says"]
+    assert f"GPU {count}" in refusal["says"]
+    assert refusal["seconds"] < 3.0
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_vllm_knows_every_argument_of_the_engines_that_are_chosen(
+    tmp_path: Path, size: str, count: int, offload: bool
+) -> None:
+    from vllm import EngineArgs
+
+    model = sized_model(tmp_path / "model", size)
+    config = gpu_config(f"model.path={model}", *(["strategy.cpu_offload=true"] if offload else []))
+    try:
+        placed = place(config, gpus(count))
+    except ConfigError:
+        pytest.skip("refused: tests/unit/cli/test_auto_placement.py shows that its remedies work")
+    arguments = engine_settings(placed).arguments
+    assert set(arguments) <= set(inspect.signature(EngineArgs).parameters)
+    engine = EngineArgs(**arguments)
+    assert count % engine.tensor_parallel_size == 0
+    assert SIZES[size]["num_attention_heads"] % engine.tensor_parallel_size == 0
