@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """The console script `skyrl-generate`."""
-    start(_generate, config_name="config")
+    start(_generate, config_name="config", trains=False)
 
 
 def _generate(node: DictConfig) -> None:

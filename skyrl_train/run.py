@@ -130,7 +130,7 @@ def evaluate(config: Config) -> None:
 
     Writes `evaluation.json` and, with `trainer.dump_rollouts`, `rollouts/`. Raises SkyrlTrainError.
     """
-    config = place(config)
+    config = place(config, training=False)
     if violations := validate_config(config):
         raise ConfigError(violations)
     prepare_process(config)

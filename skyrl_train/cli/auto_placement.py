@@ -30,6 +30,8 @@ from skyrl_train.learner.memory_facts import GATED, ModelFacts
 
 ASSUMED_MEMORY_GB = 80.0
 """Of a GPU that does not say how much it has."""
+_COUNT_TIMEOUT_S = 30.0
+"""Of joining a cluster to count its GPUs."""
 _GPUS_OF_A_NODE = 8
 """Of the nodes that a remedy proposes."""
 _MOST_NODES = 16
@@ -76,7 +78,7 @@ def find_devices(placement: PlacementConfig) -> Devices:
     elif placement.ray_address:
         from skyrl_train.cluster.session import gpus_of_cluster
 
-        gpus = gpus_of_cluster(placement.ray_address, placement.start_timeout_s)
+        gpus = gpus_of_cluster(placement.ray_address, min(_COUNT_TIMEOUT_S, placement.start_timeout_s))
         found = Devices(gpus_per_node=gpus, memory_gb=here.memory_gb, source=f"the cluster at {placement.ray_address}")
     else:
         found = here
@@ -84,16 +86,17 @@ def find_devices(placement: PlacementConfig) -> Devices:
 
 
 @overload
-def place(config: Config, devices: Devices | None = None) -> Config: ...
+def place(config: Config, devices: Devices | None = None, *, training: bool = True) -> Config: ...
 @overload
-def place(config: SFTConfig, devices: Devices | None = None) -> SFTConfig: ...
+def place(config: SFTConfig, devices: Devices | None = None, *, training: bool = True) -> SFTConfig: ...
 @overload
-def place(config: AnyConfig, devices: Devices | None = None) -> AnyConfig: ...
-def place(config: AnyConfig, devices: Devices | None = None) -> AnyConfig:
+def place(config: AnyConfig, devices: Devices | None = None, *, training: bool = True) -> AnyConfig: ...
+def place(config: AnyConfig, devices: Devices | None = None, *, training: bool = True) -> AnyConfig:
     """The config with its placement chosen where `placement.auto` asks for it, else as it is.
 
     Args:
         devices: to choose for; `find_devices` unless given.
+        training: whether room to train is needed, or the engines only generate.
 
     Raises ConfigError: there is no GPU, settings contradict the choice, or the models do not fit.
     """
@@ -108,7 +111,7 @@ def place(config: AnyConfig, devices: Devices | None = None) -> AnyConfig:
         raise ConfigError([_no_gpu(config.placement, devices)])
     if isinstance(config, SFTConfig):
         return _supervised(config, devices)
-    return _Choice(config, devices).made()
+    return _Choice(config, devices, training).made()
 
 
 def _stated(placement: PlacementConfig) -> Iterator[Violation]:
@@ -171,6 +174,7 @@ class _Choice:
 
     config: Config
     devices: Devices
+    training: bool
 
     @property
     def memory_bytes(self) -> int:
@@ -240,7 +244,10 @@ class _Choice:
         return facts.parameters * (4 if dtype == "float32" else 2)
 
     def _syncs(self, config: Config, facts: ModelFacts, size: int) -> bool:
-        """Whether the policy's parameters and the engine's weights are on a GPU together, as they are in a sync."""
+        """Whether there is room for the policy's parameters beside the engine's weights, which lie on a GPU together in a
+        sync."""
+        if not self.training:
+            return True
         ranks = config.placement.policy_num_workers if config.strategy.name == "fsdp2" else 1
         parameters = 0 if config.strategy.cpu_offload else 4 * facts.parameters / ranks
         needed = parameters + self._engine_weights(config, facts) / size + _BUCKET_BYTES + _ENGINE_OVERHEAD_BYTES
@@ -260,7 +267,7 @@ class _Choice:
                 return (
                     f"in a weight sync the policy's parameters and an engine's weights over {size} are on them together"
                 )
-        if facts.family not in GATED:
+        if not self.training or facts.family not in GATED:
             return None
         plan = replace(placed.plan, device_memory_gb=self.memory_bytes / 1e9)
         memory = plan_memory(replace(placed, plan=plan))
@@ -277,7 +284,7 @@ class _Choice:
                 config = _SETTINGS[setting](config)
             if config == self.config or any(set(other.split()) <= set(settings) for other in found):
                 continue
-            choice = _Choice(config, self.devices)
+            choice = _Choice(config, self.devices, self.training)
             placed = choice._over(nodes, per_node, facts)
             if choice._problem(placed, facts) is None and not _new_violations(placed, self.config):
                 found.append(" ".join(settings))

@@ -150,7 +150,7 @@ class CommandLine:
         config, refused = loaded.config, loaded.refused
         found: list[Violation] = []
         try:
-            config = place(config)
+            config = place(config, training=self._root.trains)
         except ConfigError as error:
             found += [violation for violation in error.violations if violation.field not in refused]
             # What is left to choose stays out of the rules.

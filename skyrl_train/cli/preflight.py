@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
@@ -31,7 +32,7 @@ from skyrl_train.config.paths import conf_dir
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 
 
-def preflight(argv: list[str], *, config_name: str, rules: bool = True) -> None:
+def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: bool = True) -> None:
     """Check the arguments of an entry point whose root config is `config_name`.
 
     Prints every problem to stderr and raises SystemExit(2); returns where there is none, or where the arguments ask for
@@ -41,12 +42,14 @@ def preflight(argv: list[str], *, config_name: str, rules: bool = True) -> None:
         argv: the arguments without the program's name (`sys.argv[1:]`).
         rules: False checks names and types only: rules between fields, and whether data and model are there, are left
             to the caller (a plan for another machine).
+        trains: False where models only generate.
     """
     try:
         flags = parse_flags(argv)
         if flags is None:
             return
-        check(flags, config_name=flags.config_name or config_name, rules=rules, root=root_of(config_name))
+        root = replace(root_of(config_name), trains=trains)
+        check(flags, config_name=flags.config_name or config_name, rules=rules, root=root)
     except (SkyrlTrainError, HydraException) as error:
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None

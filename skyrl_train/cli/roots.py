@@ -18,6 +18,8 @@ class Root:
     schema: type[AnyConfig]
     platform_group: str
     """The group that chooses the platform."""
+    trains: bool = True
+    """Whether models are trained, or only generate."""
 
     def violations(self, config: AnyConfig, *, refused: Collection[str]) -> list[Violation]:
         """Rules between fields."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
@@ -75,6 +76,7 @@ def local_devices(environ: Mapping[str, str] = os.environ, root: Path = Path("/"
     return Devices(gpus_per_node=(count,) if count else (), memory_gb=_smallest_memory_gb(), source=source)
 
 
+@functools.cache
 def _smallest_memory_gb() -> float:
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:

@@ -71,6 +71,13 @@ def test_a_large_model_has_engines_over_several_gpus_none_of_which_leaves_its_no
     assert (placed.placement.policy_num_nodes, placed.placement.policy_num_gpus_per_node) == (3, 8)
 
 
+def test_what_only_generates_needs_no_room_to_train(tmp_path: Path) -> None:
+    config = gpu_config(f"model.path={sized_model(tmp_path / 'model', '70B')}")
+    assert engines(place(config, gpus(8), training=False)) == (2, 4)
+    with pytest.raises(ConfigError, match="has no room for 141 GB of weights"):
+        place(config, gpus(2), training=False)
+
+
 def test_an_engine_is_split_as_its_heads_allow(tmp_path: Path) -> None:
     config = gpu_config(f"model.path={sized_model(tmp_path / 'model', '7B')}", "strategy.cpu_offload=true")
     assert engines(place(config, gpus(6, memory_gb=30.0))) == (3, 2), "28 heads do not divide by 3 or 6"
