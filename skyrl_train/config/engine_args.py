@@ -85,6 +85,13 @@ def engine_argument_violations(config: Config) -> Iterator[Violation]:
             "cannot be combined with placement.colocate_all",
             "set placement.colocate_all=false, or generator.vllm.tensor_parallel_size instead",
         )
+    elif config.platform.name == "cpu" and given.get("pipeline_parallel_size", 1) != 1:
+        yield _violation(
+            f"{_FIELD}.pipeline_parallel_size",
+            given["pipeline_parallel_size"],
+            "must be 1 on a CPU",
+            "set generator.vllm.tensor_parallel_size instead",
+        )
 
 
 def seeds_violations(config: Config) -> Iterator[Violation]:

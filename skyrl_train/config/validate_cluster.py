@@ -62,14 +62,6 @@ def _vllm(config: Config) -> Iterator[Violation]:
             value=repr(sampling.temperature),
             remedy="try generator.sampling.temperature=1.0, or top_p=1.0 top_k=-1 min_p=0.0",
         )
-    vllm = config.generator.vllm
-    if config.platform.name == "cpu" and vllm.devices_per_engine > vllm.tensor_parallel_size:
-        yield Violation(
-            field="generator.vllm.engine_args",
-            rule="pipeline_parallel_size must be 1 on a CPU",
-            value=repr(dict(vllm.engine_args)),
-            remedy="try generator.vllm.tensor_parallel_size, or generator.vllm.num_engines for more engines",
-        )
 
 
 def _http(config: Config) -> Iterator[Violation]:

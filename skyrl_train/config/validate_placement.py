@@ -174,7 +174,7 @@ def _session(placement: PlacementConfig) -> Iterator[Violation]:
 def _colocated_engines(config: Config) -> Iterator[Violation]:
     """An engine shares the devices of as many ranks as it has workers, all on one node."""
     placement, vllm = config.placement, config.generator.vllm
-    ranks, nodes, size = placement.policy_num_workers, placement.policy_num_nodes, vllm.devices_per_engine
+    ranks, nodes, size = placement.policy_num_workers, placement.policy_num_nodes, vllm.tensor_parallel_size
     ranks_per_node = max(1, ranks // nodes)
     if ranks_per_node % size:
         yield Violation(

@@ -100,6 +100,10 @@ def test_pipelines_count_as_devices_and_need_devices_of_their_own() -> None:
     config = with_arguments({"pipeline_parallel_size": 2}, colocate_all=True)
     assert config.generator.vllm.devices_per_engine == 2
     assert [each.field for each in violations(config)] == ["generator.vllm.engine_args.pipeline_parallel_size"]
+    apart = with_arguments({"pipeline_parallel_size": 2})
+    assert [each.field for each in violations(apart)] == ["generator.vllm.engine_args.pipeline_parallel_size"]
+    on_gpus = replace(apart, platform=PlatformConfig(name="gpu", device="cuda:0"))
+    assert violations(on_gpus) == []
 
 
 def test_seeds_of_the_engine_need_an_engine_that_has_one() -> None:
