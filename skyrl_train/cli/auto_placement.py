@@ -136,7 +136,9 @@ def _no_gpu(placement: PlacementConfig, devices: Devices) -> Violation:
         field="placement.auto",
         rule=f"must have GPUs to choose for: {devices.source}",
         value="0 GPUs",
-        remedy="join a cluster that has some" if placement.ray_address else where,
+        remedy="state what is still to come: placement.num_gpus=8 placement.wait_for_nodes_s=600"
+        if placement.ray_address
+        else where,
     )
 
 
@@ -218,7 +220,8 @@ class _Choice:
         size = vllm.tensor_parallel_size
         if size == 1 and facts is not None:
             size = self._tensor_parallel_size(config, facts, per_node)
-        engines = vllm.num_engines if vllm.num_engines > 1 else max(1, nodes * per_node // size)
+        pipeline, _ = divmod(vllm.devices_per_engine, vllm.tensor_parallel_size)
+        engines = vllm.num_engines if vllm.num_engines > 1 else max(1, nodes * per_node // (size * pipeline))
         vllm = replace(vllm, num_engines=engines, tensor_parallel_size=size)
         return replace(config, generator=replace(config.generator, vllm=vllm))
 

@@ -30,7 +30,6 @@ _SHARED_GPU = 0.2
 _ASK_TIMEOUT_S = 120.0
 """Of starting a worker in each bundle of a group."""
 _NODE_ID = "ray.io/node-id"
-_POLL_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +46,15 @@ class Placement:
     """Reserved placement groups. `slots(role)` says where a role's actors go."""
 
     def __init__(self, layout: Layout, *, timeout_s: float, wait_for_nodes_s: float = 0.0) -> None:
-        """Raises SkyrlTrainError where the nodes that there are within `wait_for_nodes_s` can never hold the layout, at
-        once by default, and where they cannot hold it within `timeout_s` for all that else runs on them."""
-        _require_nodes(layout, wait_for_nodes_s)
+        """Raises SkyrlTrainError at once where the nodes that there are can never hold the layout, and after `timeout_s`
+        where something else occupies them. With `wait_for_nodes_s` others may join meanwhile, or be added by an
+        autoscaler, which looks at what is asked for: the layout is asked for at once, and given up at the later of the
+        two deadlines."""
+        if not wait_for_nodes_s:
+            _require_nodes(layout)
         self._layout = layout
         self._groups: dict[str, PlacementGroup] = {}
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + max(timeout_s, wait_for_nodes_s)
         node_ids = _find_nodes(layout.nodes, deadline)
         try:
             for name, bundles in layout.groups.items():
@@ -92,18 +94,13 @@ class Placement:
         self._groups = {}
 
 
-def _require_nodes(layout: Layout, wait_s: float) -> None:
-    """Nodes may still be joining, or be added by an autoscaler."""
-    deadline = time.monotonic() + wait_s
-    while problem := missing_room(layout, [node["Resources"] for node in ray.nodes() if node["Alive"]]):
-        if time.monotonic() >= deadline:
-            waited = f" after {wait_s:g} s" if wait_s else ""
-            raise SkyrlTrainError(
-                f"the cluster has no room for this run{waited}: {problem}. Its nodes have {_free_resources()}. Ask for "
-                "fewer workers, engines or nodes (placement=auto takes what there is), or wait for nodes that are still "
-                "to come (placement.wait_for_nodes_s=600)"
-            )
-        time.sleep(_POLL_S)
+def _require_nodes(layout: Layout) -> None:
+    if problem := missing_room(layout, [node["Resources"] for node in ray.nodes() if node["Alive"]]):
+        raise SkyrlTrainError(
+            f"the cluster has no room for this run: {problem}. Its nodes have {_free_resources()}. Ask for fewer workers, "
+            "engines or nodes (placement=auto takes what there is), or wait for nodes that are still to come "
+            "(placement.wait_for_nodes_s=600)"
+        )
 
 
 def _in_bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
@@ -168,7 +165,7 @@ def _reserve(
     wanted = ", ".join(f"{bundle.resources}" for bundle in {replace(bundle, node=None): None for bundle in bundles})
     raise SkyrlTrainError(
         f"the cluster has no room for {len(bundles)} x {wanted} ({what}) in time; its nodes have {_free_resources()}. "
-        "Ask for fewer workers, engines or nodes, or wait longer (placement.start_timeout_s)"
+        "Ask for fewer workers, engines or nodes, or wait longer (placement.start_timeout_s, placement.wait_for_nodes_s)"
     )
 
 

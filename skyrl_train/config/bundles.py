@@ -159,8 +159,8 @@ def missing_room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str | 
             if not any(_holds(node, bundle) for node in nodes):
                 if name == "engine" and bundle.gpus > 1:
                     return (
-                        f"an engine of generator.vllm.tensor_parallel_size={bundle.gpus:g} needs {bundle.gpus:g} GPUs of "
-                        "one node: engines over several nodes are not supported"
+                        f"an engine needs {bundle.gpus:g} GPUs of one node (generator.vllm.tensor_parallel_size): engines "
+                        "over several nodes are not supported"
                     )
                 return f"group {name} needs {_amount(bundle)} on one node"
     for share in layout.nodes:

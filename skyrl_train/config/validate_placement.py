@@ -126,12 +126,12 @@ def _inference(config: Config) -> Iterator[Violation]:
             value=repr(nodes),
             remedy=f"{remedy}, or drop placement.inference_num_nodes",
         )
-    elif gpus and vllm.tensor_parallel_size > gpus:
+    elif gpus and vllm.devices_per_engine > gpus:
         yield Violation(
             field="generator.vllm.tensor_parallel_size",
-            rule=f"must be at most placement.inference_num_gpus_per_node={gpus}: engines over several nodes are not "
-            "supported",
-            value=repr(vllm.tensor_parallel_size),
+            rule=f"must leave an engine on one node, of placement.inference_num_gpus_per_node={gpus}: engines over several "
+            "nodes are not supported",
+            value=f"{vllm.devices_per_engine} GPUs of an engine",
             remedy=f"try generator.vllm.tensor_parallel_size={gpus} generator.vllm.num_engines={nodes}",
         )
     elif vllm.num_engines % nodes or (gpus and vllm.num_engines * vllm.devices_per_engine != nodes * gpus):
@@ -146,6 +146,14 @@ def _inference(config: Config) -> Iterator[Violation]:
 
 
 def _session(placement: PlacementConfig) -> Iterator[Violation]:
+    for name, default in (("num_gpus", 0), ("num_nodes", 1), ("gpu_memory_gb", 0.0)):
+        if not placement.auto and getattr(placement, name) != default:
+            yield Violation(
+                field=f"placement.{name}",
+                rule="is read with placement=auto only",
+                value=repr(getattr(placement, name)),
+                remedy=f"add placement=auto, or drop placement.{name}",
+            )
     if placement.backend == "inline" and placement.ray_address:
         yield Violation(
             field="placement.ray_address",

@@ -49,6 +49,7 @@ def test_nodes_and_gpus_say_how_many_ranks_there_are() -> None:
         ),
         (placed(inference_num_nodes=1, colocate_all=True), "placement.inference_num_nodes"),
         (placed(inference_num_nodes=1, ray_address=""), "placement.ray_address"),
+        (placed(num_gpus=8), "placement.num_gpus"),
         (placed(colocate_all=True, engines=2), "generator.vllm.num_engines"),
         (placed(colocate_all=True, tensor_parallel=2), "generator.vllm.tensor_parallel_size"),
         (
