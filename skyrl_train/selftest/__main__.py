@@ -52,6 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.list:
         _say(case.name for case in cases)
         return 0
+    try:
+        _write_report(options.json, None, [], 0.0)
+    except OSError as error:
+        parser.error(f"--json {options.json}: {error.strerror}; name a file that can be written")
     found = run_body(
         "machine",
         "machine:detect_machine",
@@ -73,11 +77,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for case in cases:
             results.append(run_case(case, machine))
             _say([row(results[-1])])
+            _write_report(options.json, machine, results, time.monotonic() - started)
     except KeyboardInterrupt:
         interrupted = True
     seconds = time.monotonic() - started
     _say(summary(machine, results, seconds))
-    _write_report(options.json, machine, results, seconds)
+    if options.json is not None:
+        _say([f"report    {options.json}"])
     if interrupted:
         return STATUS_INTERRUPTED
     return STATUS_FAILED if any(result.outcome == "fail" for result in results) else 0
@@ -101,7 +107,7 @@ def summary(machine: Machine, results: Sequence[CaseResult], seconds: float) -> 
 
 
 def _write_report(path: Path | None, machine: Machine | None, results: Sequence[CaseResult], seconds: float) -> None:
-    """JSON: when, what machine, whether its versions are supported, and a row for each case."""
+    """JSON: when, what machine, whether its versions are supported, and a row for each case so far."""
     if path is None:
         return
     report = {
@@ -115,7 +121,6 @@ def _write_report(path: Path | None, machine: Machine | None, results: Sequence[
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    _say([f"report    {path}"])
 
 
 def _worker(order: Path) -> int:

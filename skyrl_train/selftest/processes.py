@@ -30,6 +30,7 @@ Outcome = Literal["pass", "fail", "skip"]
 _POLL_S = 0.05
 _OTHERS_S = 10.0
 """After one rank of a case has failed, the others have this long to say what they saw."""
+_KILL_TIMEOUT_S = 10.0
 _TAIL_BYTES = 4000
 
 
@@ -142,7 +143,8 @@ class _Worker:
         """End it and what it started in its group. Idempotent."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps its process from ending
+            self.process.wait(_KILL_TIMEOUT_S)
 
     def answer(self, *, is_late: bool) -> dict[str, Any]:
         """What it wrote before it ended; else what can be said of its end."""
@@ -150,7 +152,7 @@ class _Worker:
             found: dict[str, Any] = json.loads(self._answer.read_text(encoding="utf-8"))
             return found
         status = self.process.returncode
-        if is_late and status == -signal.SIGKILL:
+        if status is None or (is_late and status == -signal.SIGKILL):
             return {"outcome": "fail", "detail": "", "is_late": True}
         ended = f"signal {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         return {"outcome": "fail", "detail": f"the process ended with {ended} and left no answer"}

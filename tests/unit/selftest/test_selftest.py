@@ -147,6 +147,7 @@ def test_attention_that_ignores_a_window_is_noticed(tmp_path: Path, monkeypatch:
         learners.attention_terms(context(tmp_path), dtype="float32")
 
 
+@pytest.mark.slow
 def test_a_gradient_in_half_precision_is_not_taken_for_one_in_float32(tmp_path: Path) -> None:
     folder = save_model(tmp_path)
     reference = make_reference(folder, lengths=(44, 50))
@@ -179,6 +180,15 @@ def test_the_command_prints_a_table_and_writes_a_report(tmp_path: Path, capsys: 
 def test_a_device_that_is_not_there_is_status_2_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--device", "cuda"]) == 2
     assert "finds no CUDA device" in capsys.readouterr().err
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_the_first_case(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--device", "cpu", "--only", "ipc", "--json", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "Is a directory" in capsys.readouterr().err
 
 
 def test_an_unknown_case_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
