@@ -22,9 +22,10 @@ from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import Role, count_engines, num_cpus, plan_layout, roles_of
 from skyrl_train.config.generation import ships_adapter
-from skyrl_train.learner.architectures import weight_bytes
+from skyrl_train.learner.architectures import largest_parameter, weight_bytes
 from skyrl_train.learner.reference import BaseOfAdapter
 from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.weight_sync.buckets import BUCKET_BYTES
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
@@ -60,7 +61,14 @@ class Cluster:
         self._has_reference = needs_reference(config.trainer.algorithm)
         self.roles = roles_of(config)
         layout = plan_layout(config, roles=self.roles, num_engines=count_engines(config))
-        self.session = RaySession(config.placement, num_cpus=num_cpus(layout), name=config.run_name)
+        self.session = RaySession(
+            config.placement,
+            num_cpus=num_cpus(layout),
+            name=config.run_name,
+            largest_bucket_bytes=max(
+                BUCKET_BYTES, 4 * largest_parameter(config.model.path, revision=config.model.revision)
+            ),
+        )
         stack.callback(self.session.close)
         self.placement = Placement(
             layout,

@@ -30,7 +30,9 @@ T = TypeVar("T")
 _STOP_TIMEOUT_S = 30.0
 _REMOVE_ATTEMPTS = 10
 _POLL_S = 0.2
-_OBJECT_STORE_BYTES = 1 << 30
+_BATCH_BYTES = 1 << 30
+"""Room in the object store for batches, and for whatever else passes between actors."""
+_SHARED_MEMORY = Path("/dev/shm")
 _TOO_SLOW = "timed out during startup"
 """What Ray says when a process of its own did not answer in time."""
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
@@ -67,8 +69,9 @@ class RaySession:
     files in a folder of its own that goes with it. With an address the cluster there is joined and left as it is.
     """
 
-    def __init__(self, placement: PlacementConfig, *, num_cpus: int, name: str) -> None:
-        """`num_cpus` counts actors, not cores: on a laptop there may be more of the former.
+    def __init__(self, placement: PlacementConfig, *, num_cpus: int, name: str, largest_bucket_bytes: int = 0) -> None:
+        """`num_cpus` counts actors, not cores: on a laptop there may be more of the former. The object store of a session
+        of this machine has room for weights in buckets of up to so many bytes.
 
         Raises DeadlineError where Ray does not come up within `placement.start_timeout_s`, SkyrlTrainError where it
         says why, or where this process is already connected.
@@ -85,7 +88,7 @@ class RaySession:
             options |= {
                 "num_cpus": num_cpus,
                 "include_dashboard": False,
-                "object_store_memory": _OBJECT_STORE_BYTES,
+                "object_store_memory": object_store_bytes(largest_bucket_bytes),
                 "_temp_dir": str(self.folder),
                 "_node_ip_address": "127.0.0.1",
             }
@@ -169,6 +172,18 @@ class RaySession:
         if self.folder is not None:
             _remove(self.folder)
             self.folder = None
+
+
+def object_store_bytes(largest_bucket_bytes: int, *, free_bytes: int | None = None) -> int:
+    """Room for two buckets of weights, the one that engines load and the next that ranks gather, beside the batches.
+
+    `free_bytes`: of shared memory, which the store does not exceed: with more than is there Ray would lay it on a disk, or
+    not start; what does not fit in the store goes to the disk by itself.
+    """
+    if free_bytes is None:
+        free_bytes = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
+    wanted = 2 * largest_bucket_bytes + _BATCH_BYTES
+    return max(_BATCH_BYTES, min(wanted, free_bytes))
 
 
 @functools.cache

@@ -77,6 +77,18 @@ def weight_bytes(path: str, *, revision: str | None = None) -> int:
         return 0
 
 
+def largest_parameter(path: str, *, revision: str | None = None) -> int:
+    """Elements of the largest parameter of the model at `path`, mostly the embedding; 0 where its config cannot be had."""
+    try:
+        config = read_config(path, revision=revision)
+        if config.get("model_type") in GATED:
+            facts = facts_from_config(config, name=path)
+            return max(facts.embedding_parameters, facts.hidden_size * facts.intermediate_size)
+        return max(int(parameter.numel()) for parameter in meta_model(config, name=path).parameters())
+    except ModelError:
+        return 0
+
+
 def meta_model(config: Mapping[str, Any], *, name: str) -> Any:
     """A model of transformers on the meta device. Raises ModelError for a config that it does not know."""
     import torch
