@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.rules import (
     Fraction,
     NonNegativeFloat,
@@ -39,8 +40,9 @@ class SamplingConfig:
 class VLLMConfig:
     """`generator.vllm`: engines on Ray."""
 
-    num_engines: PositiveInt = 1
-    """Data-parallel engines; requests that share a prefix go to the same one."""
+    num_engines: NonNegativeInt = 0
+    """Data-parallel engines; requests that share a prefix go to the same one. 0 is as many as their devices hold: those of
+    the policy with `placement.colocate_all`, those of `placement.inference_num_nodes`; elsewhere one."""
     tensor_parallel_size: PositiveInt = 1
     """Devices of one engine."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -70,6 +72,17 @@ class VLLMConfig:
     def devices_per_engine(self) -> int:
         """Tensor-parallel times pipeline-parallel."""
         return self.tensor_parallel_size * int(self.engine_args.get("pipeline_parallel_size", 1))
+
+    def placed(self, placement: PlacementConfig) -> VLLMConfig:
+        """With as many engines as it has devices where their number is 0."""
+        if self.num_engines:
+            return self
+        size = max(1, self.devices_per_engine)
+        if placement.colocate_all:
+            count = placement.policy_num_workers // size
+        else:
+            count = placement.inference_num_nodes * max(1, placement.inference_num_gpus_per_node // size)
+        return replace(self, num_engines=max(1, count))
 
 
 @dataclass(frozen=True, kw_only=True)

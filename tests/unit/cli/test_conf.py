@@ -38,7 +38,7 @@ ASKS_FOR_MORE = {
     "placement=inline": ["strategy=single", "generator=hf"],
     "placement=cpu_2": ["strategy=fsdp2"],
     "placement=gpu_2x8": ["strategy=fsdp2"],
-    "placement=gpu_2x8_split": ["strategy=fsdp2", "generator=vllm", "generator.vllm.num_engines=8"],
+    "placement=gpu_2x8_split": ["strategy=fsdp2", "generator=vllm"],
     "placement=gpu_8_colocated": ["strategy=fsdp2"],
     "placement=gpu_8_split": ["strategy=fsdp2"],
 }

@@ -65,6 +65,25 @@ def test_an_engine_of_several_devices_lies_on_those_of_consecutive_ranks_of_one_
     assert {bundle.gpus for bundle in apart.groups["engine"]} == {2.0}
 
 
+@pytest.mark.parametrize(
+    ("placement", "size", "expected"),
+    [
+        (PlacementConfig(), 1, 1),
+        (PlacementConfig(policy_num_gpus_per_node=8), 1, 1),
+        (PlacementConfig(policy_num_gpus_per_node=8, colocate_all=True), 1, 8),
+        (PlacementConfig(policy_num_gpus_per_node=8, colocate_all=True), 4, 2),
+        (PlacementConfig(policy_num_nodes=2, policy_num_gpus_per_node=8, colocate_all=True), 8, 2),
+        (PlacementConfig(inference_num_nodes=2, inference_num_gpus_per_node=8), 2, 8),
+        (PlacementConfig(inference_num_nodes=2), 2, 2),
+    ],
+)
+def test_there_are_as_many_engines_as_their_devices_hold(placement: PlacementConfig, size: int, expected: int) -> None:
+    config = Config(placement=placement, generator=GeneratorConfig(vllm=VLLMConfig(tensor_parallel_size=size)))
+    assert config.generator.vllm.num_engines == expected
+    stated = Config(placement=placement, generator=GeneratorConfig(vllm=VLLMConfig(num_engines=1)))
+    assert stated.generator.vllm.num_engines == 1
+
+
 def test_with_everything_in_one_place_each_device_has_one_of_each() -> None:
     found = layout(PlacementConfig(policy_num_gpus_per_node=2, ref_num_workers=2, colocate_all=True), engines=2)
     assert set(found.groups) == {"shared"}
