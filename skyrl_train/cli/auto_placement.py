@@ -40,6 +40,8 @@ _ENGINE_OVERHEAD_BYTES = 2_000_000_000
 """Of one engine beside weights, keys and values: activations of a prefill, and captured graphs."""
 _WEIGHTS_OF_ENGINE = 0.6
 """Largest share of an engine's memory that its weights should take, so that there is room for many sequences."""
+_TRAINED_BYTES = 16
+"""Of one parameter that AdamW trains: itself, its gradient and two averages, in float32."""
 _BUCKET_BYTES = 1 << 30
 """Of weights on their way to the engines."""
 _CHECKPOINTING, _OFFLOAD, _ADAPTER = (
@@ -298,7 +300,11 @@ class _Choice:
             if fits:
                 found.append(f"{count * gpus} GPUs" + (f" on {count} nodes" if count > 1 else ""))
                 break
-        return "try " + ", or ".join(found) if found else ""
+        if not found:
+            return ""
+        offloads = any(_OFFLOAD in each and _ADAPTER not in each for each in found)
+        host = f" (offload keeps {_TRAINED_BYTES * facts.parameters / 1e9:,.0f} GB in the hosts)" if offloads else ""
+        return "try " + ", or ".join(found) + host
 
 
 def _facts(config: Config) -> ModelFacts | None:

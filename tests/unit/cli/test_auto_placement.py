@@ -22,6 +22,16 @@ from tests.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_mo
 FITS = {("0.5B", count) for count in COUNTS} | {("7B", 2), ("7B", 4), ("7B", 8)}
 """On GPUs of 80 GB, trained in full with AdamW."""
 
+OFFLOADED = {
+    ("7B", 1): (1, 1),
+    ("32B", 2): (1, 2),
+    ("32B", 4): (2, 2),
+    ("32B", 8): (4, 2),
+    ("70B", 4): (1, 4),
+    ("70B", 8): (2, 4),
+}
+"""What fits where optimizer and parameters are in host memory: engines, and GPUs of each."""
+
 
 def engines(config: Config) -> tuple[int, int]:
     """How many, and GPUs of each."""
@@ -57,10 +67,21 @@ def test_each_size_is_placed_on_all_gpus_or_refused_with_a_remedy_that_works(
         assert validate_config(placed) == []
 
 
+@pytest.mark.parametrize(("size", "count"), OFFLOADED)
+def test_large_models_whose_training_state_is_in_host_memory_share_engines(
+    tmp_path: Path, size: str, count: int
+) -> None:
+    config = gpu_config(f"model.path={sized_model(tmp_path / 'model', size)}", "strategy.cpu_offload=true")
+    placed = place(config, gpus(count))
+    assert engines(placed) == OFFLOADED[size, count]
+    assert gpus_needed(placed) == placed.placement.policy_num_workers == count
+    assert validate_config(placed) == []
+
+
 def remedies(text: str) -> tuple[list[list[str]], int]:
     """Settings to add, each group by itself, and the number of GPUs that is enough."""
     parts = text.removeprefix("try ").split(", or ")
-    settings = [part.split() for part in parts if "=" in part]
+    settings = [part.partition(" (")[0].split() for part in parts if "=" in part]
     return settings, int(re.findall(r"(\d+) GPUs", parts[-1])[0])
 
 
