@@ -97,7 +97,7 @@ def _engines(config: Config) -> str:
     vllm, gpu = generator.vllm, config.platform.name == "gpu"
     parts = [
         f"{vllm.num_engines} vLLM engine{'s' * (vllm.num_engines != 1)}"
-        + (f" of {vllm.tensor_parallel_size} GPU{'s' * (vllm.tensor_parallel_size != 1)}" if gpu else ""),
+        + (f" of {vllm.devices_per_engine} GPU{'s' * (vllm.devices_per_engine != 1)}" if gpu else ""),
         f"CUDA graphs {'off' if vllm.enforce_eager else 'on'}" if gpu else "",
         f"prefix caching {'on' if vllm.prefix_caching else 'off'}",
         "chunked prefill on" if gpu else "",

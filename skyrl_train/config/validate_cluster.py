@@ -10,6 +10,7 @@ from skyrl_train.errors import Violation
 
 LARGEST_VLLM_RANK = 512
 """Of an adapter that vLLM applies."""
+LARGEST_VLLM_TEMPERATURE = 2.0
 
 
 def cluster_violations(config: Config) -> Iterator[Violation]:
@@ -19,6 +20,8 @@ def cluster_violations(config: Config) -> Iterator[Violation]:
         yield from _vllm(config)
     if config.generator.backend == "http":
         yield from _http(config)
+    if config.generator.backend in ("vllm", "http"):
+        yield from _temperatures(config)
     if config.generator.vllm.lora_sync == "adapter":
         yield from _lora_sync(config)
     if config.generator.verify_weight_sync and config.generator.backend != "vllm":
@@ -28,6 +31,19 @@ def cluster_violations(config: Config) -> Iterator[Violation]:
             value="True",
             remedy="add generator=vllm, or drop generator.verify_weight_sync",
         )
+
+
+def _temperatures(config: Config) -> Iterator[Violation]:
+    for name in ("sampling", "eval_sampling"):
+        temperature = getattr(config.generator, name).temperature
+        if temperature > LARGEST_VLLM_TEMPERATURE:
+            yield Violation(
+                field=f"generator.{name}.temperature",
+                rule=f"must be at most {LARGEST_VLLM_TEMPERATURE:g} with generator.backend={config.generator.backend}: "
+                "vLLM refuses a request with more",
+                value=repr(temperature),
+                remedy=f"try generator.{name}.temperature={LARGEST_VLLM_TEMPERATURE:g}, or generator=hf",
+            )
 
 
 def _lora_sync(config: Config) -> Iterator[Violation]:

@@ -9,26 +9,24 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.vllm_adapter import with_adapter
-from skyrl_train.inference.vllm_processes import EngineProcesses
+from skyrl_train.inference.vllm_processes import CoreClient, EngineProcesses
 from skyrl_train.inference.vllm_settings import EngineSettings, sampling_arguments
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
 from skyrl_train.weight_sync.buckets import Bucket, Receiver, in_file
 
 if TYPE_CHECKING:
-    from skyrl_train.config.schema import LoraConfig
     from skyrl_train.distributed.process_group import Rendezvous
 
 T = TypeVar("T")
 
 _SHARED_MEMORY = Path("/dev/shm")
-_SHUTDOWN_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -62,6 +60,8 @@ class VLLMCore:
         self._num_received = 0
         self._broken = ""
         self._has_adapter = False
+        self._was_paused = False
+        """Whether vLLM scheduled nothing before the update either, as where it sleeps in part."""
         self.weight_version = -1
         os.environ.update(settings.environment)
         self.processes = EngineProcesses()
@@ -86,9 +86,14 @@ class VLLMCore:
         except Exception as error:
             self.processes.close()
             raise EngineError(f"vLLM did not start: {type(error).__name__}: {error}") from error
+
+        def died(reason: str) -> None:
+            self._broken = f"the engine died: {reason}"
+            self._client.give_up(EngineDeadError(self._broken))
+
         self._is_keyed = settings.seeds_by_request and all(self._engine.collective_rpc("use_keyed_sampler"))
-        if self._is_apart:
-            self.processes.watch(self._engine.engine_core.resources.engine_manager.processes, self._bury)
+        self._client = CoreClient(self._engine.engine_core)
+        self.processes.watch(self._client.processes, died)
 
     @property
     def busy(self) -> bool:
@@ -170,11 +175,19 @@ class VLLMCore:
             raise EngineError(f"the trainer could not be met: {type(error).__name__}: {error}") from error
 
     def begin_update(self) -> None:
-        """From here on nothing is computed until `finish_update`."""
-        if self._broken:
-            raise EngineDeadError(self._broken)
-        self._updating, self._num_received = True, 0
-        self._guarded(self._begin)
+        """From here on nothing is computed until `finish_update`. A core that is apart goes on with its requests until it is
+        told not to; they keep what they have. What it had answered by then was computed by the old weights, and is taken
+        before these change."""
+
+        def begin() -> None:
+            self._updating, self._num_received = True, 0
+            self._was_paused = self._client.call("is_scheduler_paused")
+            self._client.call("pause_scheduler", "keep", False)
+            while self._client.has_outputs:
+                self.step()
+            self._engine.collective_rpc("start_weight_update")
+
+        self._guarded(begin)
 
     def update(self, bucket: Bucket) -> None:
         """Takes some of the weights."""
@@ -202,34 +215,8 @@ class VLLMCore:
         """Ends vLLM's processes; what still waits gets an EngineError."""
         self.fail_all(EngineError("the engine was closed"))
         self.processes.expect_end()
-        with contextlib.suppress(Exception):
-            self._engine.engine_core.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
+        self._client.close()
         self.processes.close()
-
-    @property
-    def _is_apart(self) -> bool:
-        """Whether vLLM's core is a process of its own, which steps by itself."""
-        return hasattr(self._engine.engine_core, "call_utility")
-
-    def _in_core(self, method: str, *arguments: Any) -> Any:
-        """A method of vLLM's core, wherever it runs."""
-        client = self._engine.engine_core
-        return (
-            client.call_utility(method, *arguments)
-            if self._is_apart
-            else getattr(client.engine_core, method)(*arguments)
-        )
-
-    def _bury(self, reason: str) -> None:
-        """On the thread that watches: vLLM's core is gone. vLLM tells that to later calls; whoever waits for an answer now
-        would wait for ever."""
-        self._broken = f"the engine died: {reason}"
-        client = self._engine.engine_core
-        client.resources.engine_dead = True
-        client.outputs_queue.put_nowait(EngineDeadError(self._broken))
-        for waiting in list(client.utility_results.values()):
-            with contextlib.suppress(InvalidStateError):
-                waiting.set_exception(EngineDeadError(self._broken))
 
     def _guarded(self, function: Callable[[], T]) -> T:
         if self._broken:
@@ -242,39 +229,30 @@ class VLLMCore:
             self.fail_all(EngineDeadError(self._broken))
             raise EngineDeadError(self._broken) from error
 
-    def _begin(self) -> None:
-        """A core that is apart goes on with its requests until it is told not to; they keep what they have. What it had
-        answered by then was computed by the old weights, and is taken before these change."""
-        self._in_core("pause_scheduler", "keep", False)
-        while self._is_apart and not self._engine.engine_core.outputs_queue.empty():
-            self.step()
-        self._engine.collective_rpc("start_weight_update")
-
     def _finish(self, version: int, num_tensors: int) -> int:
         if not self._updating:
             raise EngineError("no update was begun")
         if self._num_received != num_tensors:
             raise EngineError(f"{self._num_received} of {num_tensors} parameters arrived")
         self._engine.collective_rpc("finish_weight_update")
-        if self._settings.adapter is not None:
-            self._load_adapter(self._settings.adapter)
+        adapter = self._settings.adapter
+        if adapter is not None:
+            how = {"rank": adapter.rank, "alpha": adapter.alpha}
+            if not all(self._engine.collective_rpc("load_adapter", kwargs=how)):
+                raise EngineError("vLLM did not take the adapter")
+            self._has_adapter = True
         # Keys and values of older weights would be found again under the same tokens.
         if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
             raise EngineError("vLLM did not reset its prefix cache")
         self._engine.set_weight_version(str(version))
         self.weight_version = int(self._engine.get_weight_version())
-        self._in_core("resume_scheduler")
+        if not self._was_paused:
+            self._client.call("resume_scheduler")
         self._updating = False
         held, self._held = self._held, []
         for request, future in held:
             self.add(request, future)
         return self.weight_version
-
-    def _load_adapter(self, lora: LoraConfig) -> None:
-        how = {"rank": lora.rank, "alpha": lora.alpha}
-        if not all(self._engine.collective_rpc("load_adapter", kwargs=how)):
-            raise EngineError("vLLM did not take the adapter")
-        self._has_adapter = True
 
 
 @contextlib.contextmanager

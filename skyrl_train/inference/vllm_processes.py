@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import InvalidStateError
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ _MARK = "SKYRL_TRAIN_ENGINE"
 """Environment variable that all processes of one engine share."""
 _PROC = Path("/proc")
 _WATCHDOG_TIMEOUT_S = 10.0
+_SHUTDOWN_TIMEOUT_S = 5.0
 
 
 class EngineProcesses:
@@ -76,6 +78,44 @@ class EngineProcesses:
             self._watchdog.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._watchdog.wait(_WATCHDOG_TIMEOUT_S)
+
+
+class CoreClient:
+    """What vLLM's engine has of its core, whether that is in this process or in one of its own, where it steps by itself."""
+
+    def __init__(self, client: Any) -> None:
+        """`client`: vLLM's `InprocClient` or `SyncMPClient`."""
+        self._client = client
+        self._is_apart = hasattr(client, "call_utility")
+
+    @property
+    def processes(self) -> list[Any]:
+        """The core's, as multiprocessing knows them; none where it is in this one."""
+        return list(self._client.resources.engine_manager.processes) if self._is_apart else []
+
+    @property
+    def has_outputs(self) -> bool:
+        """Whether there is something that the core computed and nobody took."""
+        return self._is_apart and not self._client.outputs_queue.empty()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A method of vLLM's `EngineCore`, between two of its steps."""
+        if self._is_apart:
+            return self._client.call_utility(method, *arguments)
+        return getattr(self._client.engine_core, method)(*arguments)
+
+    def give_up(self, error: Exception) -> None:
+        """The core is gone. vLLM tells that to later calls; whoever waits for an answer now would wait for ever."""
+        self._client.resources.engine_dead = True
+        self._client.outputs_queue.put_nowait(error)
+        for waiting in list(self._client.utility_results.values()):
+            with contextlib.suppress(InvalidStateError):
+                waiting.set_exception(error)
+
+    def close(self) -> None:
+        """Has vLLM end the core, which it may not manage."""
+        with contextlib.suppress(Exception):
+            self._client.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
 
 
 def marked_pids(mark: str) -> list[int]:

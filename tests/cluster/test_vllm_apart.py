@@ -10,14 +10,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 
 from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import Config, PlatformConfig
 from skyrl_train.errors import EngineDeadError
 from skyrl_train.inference import vllm_core
 from skyrl_train.inference.vllm import VLLMEngine
@@ -35,19 +35,20 @@ NUM_REQUESTS = 4
 NUM_TOKENS = 900
 """Of each response."""
 ORPHAN = """
-import time
+import sys, time
 from tests.cluster.test_vllm_apart import settings_apart
 from skyrl_train.inference.vllm import VLLMEngine
 
 if __name__ == "__main__":
-    engine = VLLMEngine(settings_apart())
+    engine = VLLMEngine(settings_apart(sys.argv[1]))
     print("ready", flush=True)
     time.sleep(600)
 """
 
 
-def settings_apart() -> EngineSettings:
-    settings = engine_settings(CONFIG)
+def settings_apart(device: str = "cpu") -> EngineSettings:
+    name: Literal["cpu", "gpu"] = "cpu" if device == "cpu" else "gpu"
+    settings = engine_settings(replace(CONFIG, platform=PlatformConfig(name=name, device=device)))
     return replace(settings, environment={**settings.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
 
 
@@ -118,6 +119,11 @@ def boundaries(reported: Tensor, by_version: Tensor, tolerance: float) -> list[i
 def test_no_token_is_computed_by_a_mixture_of_weights_over_twenty_updates_under_way(
     engine: VLLMEngine, endless: None
 ) -> None:
+    check_updates_under_way(engine, tolerance=2e-4)
+
+
+def check_updates_under_way(engine: VLLMEngine, *, tolerance: float) -> None:
+    """`tolerance`: of a log-probability."""
     first = {name: parameter.detach() for name, parameter in load_causal_lm(CONFIG.model, "cpu").named_parameters()}
     versions = [first, *(moved(first, version) for version in range(1, NUM_UPDATES + 1))]
     asked = [request("x" * (index + 1), NUM_TOKENS) for index in range(NUM_REQUESTS)]
@@ -133,15 +139,19 @@ def test_no_token_is_computed_by_a_mixture_of_weights_over_twenty_updates_under_
     for each, output in zip(asked, [future.result(120) for future in futures]):
         assert len(output.token_ids) == NUM_TOKENS
         assert output.weight_version == -1
-        found = boundaries(torch.tensor(output.logprobs), logprobs_by_version(versions, each, output), 2e-4)
+        found = boundaries(torch.tensor(output.logprobs), logprobs_by_version(versions, each, output), tolerance)
         print(f"\n{each.request_id}: weights changed at tokens {found[1:]}")
         assert len(set(found)) == NUM_UPDATES + 1, "each update came while it was generated"
 
 
 def test_a_stopped_core_is_silent_and_a_killed_one_is_noticed_at_once(engine: VLLMEngine, endless: None) -> None:
+    check_death(engine)
+
+
+def check_death(engine: VLLMEngine) -> None:
     core = engine._core
     assert core is not None
-    victim = core._engine.engine_core.resources.engine_manager.processes[0]
+    victim = core._client.processes[0]
     waiting = engine.generate(request("over-which-it-dies", 1500))
     time.sleep(0.3)
     for name, expected in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
@@ -161,11 +171,18 @@ def test_a_stopped_core_is_silent_and_a_killed_one_is_noticed_at_once(engine: VL
 
 @pytest.mark.parametrize("when", ["while it starts", "while it serves"])
 def test_nothing_of_vllm_outlives_its_actor_by_five_seconds(tmp_path: Path, when: str) -> None:
+    check_orphans(tmp_path, when, device="cpu")
+
+
+def check_orphans(tmp_path: Path, when: str, *, device: str) -> None:
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN, encoding="utf-8")
     root = Path(__file__).resolve().parents[2]
     parent = subprocess.Popen(
-        [sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(root)}
+        [sys.executable, str(script), device],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
     )
     try:
         assert parent.stdout is not None

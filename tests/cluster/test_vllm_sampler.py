@@ -57,7 +57,12 @@ def test_seeds_of_the_engine_do_not_repeat_a_response(engine: VLLMEngine) -> Non
 def test_tokens_are_drawn_by_the_probabilities_that_truncation_leaves(
     engine: VLLMEngine, truncation: dict[str, float]
 ) -> None:
-    """Chi-square of 3,000 first tokens, each with a seed of its own, against the trainer's model."""
+    check_draws(engine, truncation, tolerance=1e-4)
+
+
+def check_draws(engine: VLLMEngine, truncation: dict[str, float], *, tolerance: float) -> None:
+    """Chi-square of 3,000 first tokens, each with a seed of its own, against the trainer's model; `tolerance` is of a
+    log-probability."""
     number, temperature = 3000, 2.0
     sampling = SamplingParams(max_generate_length=1, temperature=temperature, **truncation)  # type: ignore[arg-type]
     outputs = ask(engine, list(range(number)), sampling, name=f"draw-{truncation}")
@@ -79,19 +84,26 @@ def test_tokens_are_drawn_by_the_probabilities_that_truncation_leaves(
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
     reported = logits.log_softmax(0)
     for output in outputs[:50]:
-        assert output.logprobs[0] == pytest.approx(float(reported[output.token_ids[0]]), abs=1e-4), "without the noise"
+        assert output.logprobs[0] == pytest.approx(float(reported[output.token_ids[0]]), abs=tolerance), (
+            "without the noise"
+        )
 
 
 def test_a_response_is_the_same_alone_in_a_batch_whose_prompts_are_cut_and_in_an_engine_started_later(
     engine: VLLMEngine,
 ) -> None:
+    check_repetition(engine, Config())
+
+
+def check_repetition(engine: VLLMEngine, later: Config) -> None:
+    """Closes the engine; `later` is that of the one that is started after it."""
     sampling, seeds = SamplingParams(max_generate_length=24), list(range(30))
     together = [output.token_ids for output in ask(engine, seeds, sampling, name="together")]
     alone = [ask(engine, [seed], sampling, name=f"alone-{seed}")[0].token_ids for seed in seeds]
     assert together == alone
     assert len(set(together)) > len(seeds) / 2
     engine.close()
-    resumed = VLLMEngine(engine_settings(Config()))
+    resumed = VLLMEngine(engine_settings(later))
     try:
         assert [output.token_ids for output in ask(resumed, seeds[::-1], sampling, name="resumed")] == together[::-1]
     finally:

@@ -46,6 +46,12 @@ def test_vllm_cannot_report_log_probabilities_of_a_tempered_and_truncated_distri
     assert violated(with_vllm(sampling=SamplingConfig(temperature=1.0, top_p=0.9))) == []
 
 
+def test_vllm_takes_temperatures_up_to_two() -> None:
+    assert violated(with_vllm(sampling=SamplingConfig(temperature=2.0))) == []
+    assert violated(with_vllm(sampling=SamplingConfig(temperature=2.5))) == ["generator.sampling.temperature"]
+    assert violated(Config(generator=GeneratorConfig(sampling=SamplingConfig(temperature=2.5)))) == []
+
+
 def test_a_server_needs_a_scheme_and_a_probe_needs_engines() -> None:
     config = Config(
         generator=GeneratorConfig(backend="http", http=HTTPConfig(url="server:8000"), verify_weight_sync=True)

@@ -1,0 +1,39 @@
+"""What the first lines of a run and its `plan.json` say of a resume."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import Config, PlatformConfig
+from skyrl_train.run_parts import first_lines, resume_promise
+
+GPU = PlatformConfig(name="gpu", device="cuda:0")
+ENGINE_SEEDS = GeneratorConfig(backend="vllm", seeds="engine")
+
+
+@pytest.mark.parametrize(
+    ("config", "promise"),
+    [
+        (Config(), "identical"),
+        (Config(platform=GPU, deterministic=True), "identical (deterministic=true)"),
+        (Config(platform=GPU), "identical in data, prompts and seeds, not in rounding (deterministic=false)"),
+        (
+            Config(generator=ENGINE_SEEDS),
+            "not identical: samples are left to the engine's own seed (generator.seeds=engine)",
+        ),
+        (
+            Config(generator=ENGINE_SEEDS, platform=GPU, deterministic=True),
+            "not identical: samples are left to the engine's own seed (generator.seeds=engine)",
+        ),
+    ],
+)
+def test_a_resume_is_promised_to_be_what_it_is(config: Config, promise: str) -> None:
+    assert resume_promise(config) == promise
+    assert (f"resume      {promise}" in first_lines(config)) is (promise != "identical")
+
+
+def test_seeds_of_requests_promise_nothing_less() -> None:
+    assert resume_promise(replace(Config(), generator=replace(ENGINE_SEEDS, seeds="request"))) == "identical"

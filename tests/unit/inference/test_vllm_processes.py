@@ -1,0 +1,89 @@
+"""The watchdog of an engine's processes, over real processes that are not vLLM's."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.inference.vllm_processes import EngineProcesses
+from tests.process_trees import is_running
+
+SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+ACTOR = """
+import subprocess, sys, time
+from skyrl_train.inference.vllm_processes import EngineProcesses
+processes = EngineProcesses()
+with processes.starting():
+    child = subprocess.Popen(sys.argv[1:], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def wait_until(holds: Callable[[], bool], *, seconds: float = 10.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return holds()
+
+
+def test_what_was_started_ends_when_the_actor_is_killed() -> None:
+    root = Path(__file__).resolve().parents[3]
+    actor = subprocess.Popen(
+        [sys.executable, "-c", ACTOR, *SLEEP],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert actor.stdout is not None
+    child = int(actor.stdout.readline())
+    assert is_running(child)
+    actor.kill()
+    actor.wait()
+    assert wait_until(lambda: not is_running(child), seconds=5.0)
+
+
+def test_closing_ends_what_was_started_inside_and_nothing_else() -> None:
+    processes = EngineProcesses()
+    with processes.starting():
+        inside = subprocess.Popen(SLEEP)
+    beside = subprocess.Popen(SLEEP)
+    try:
+        processes.close()
+        assert inside.wait(5) == -signal.SIGKILL
+        assert beside.poll() is None
+    finally:
+        beside.kill()
+        beside.wait()
+
+
+def test_a_stopped_process_is_seen() -> None:
+    processes = EngineProcesses()
+    try:
+        with processes.starting():
+            child = subprocess.Popen(SLEEP)
+            # Until it is another program its environment is this one's, which has no mark.
+            assert wait_until(lambda: b"time.sleep" in Path(f"/proc/{child.pid}/cmdline").read_bytes())
+        assert not processes.suspended
+        os.kill(child.pid, signal.SIGSTOP)
+        assert wait_until(lambda: processes.suspended)
+        os.kill(child.pid, signal.SIGCONT)
+        assert wait_until(lambda: not processes.suspended)
+    finally:
+        processes.close()
+        child.wait(5)
+
+
+def test_a_start_that_fails_leaves_no_mark_behind() -> None:
+    processes = EngineProcesses()
+    with pytest.raises(RuntimeError), processes.starting():
+        raise RuntimeError
+    assert "SKYRL_TRAIN_ENGINE" not in os.environ
+    processes.close()
