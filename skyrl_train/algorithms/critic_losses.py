@@ -12,7 +12,7 @@ from skyrl_train.algorithms.inputs import PolicyLossOutput
 from skyrl_train.algorithms.ratios import masked
 from skyrl_train.algorithms.reduce import rounding_tolerance
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.telemetry.metrics import Mean
+from skyrl_train.telemetry.metrics import Mean, later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,8 @@ def value_loss(inputs: ValueLossInputs, config: AlgorithmConfig) -> PolicyLossOu
     losses = masked(0.5 * losses, mask)
     with torch.no_grad():
         columns = (losses, was_clipped, values, (values - returns).abs())
-        *sums, weight = torch.stack([*(masked(column.double(), mask).sum() for column in columns), mask.sum()]).tolist()
+        weight = later(mask.sum().double())
+        sums = [later(masked(column.double(), mask).sum()) for column in columns]
     names = ("value_loss", "clip_fraction", "value", "abs_error")
     return PolicyLossOutput(
         token_losses=losses, metrics={f"critic/{name}": Mean(total, weight) for name, total in zip(names, sums)}

@@ -22,7 +22,7 @@ from skyrl_train.algorithms.kl import MAX_LOG_RATIO, logprob_rounding
 from skyrl_train.algorithms.ratios import Turns, masked, turns_of
 from skyrl_train.algorithms.rejection import rejected
 from skyrl_train.config.algorithm import OffPolicyConfig
-from skyrl_train.telemetry.metrics import Max, Mean, Metric
+from skyrl_train.telemetry.metrics import Max, Mean, Metric, later
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,13 +139,12 @@ class LogRatioLedger:
     def metrics(self, loss_mask: Tensor) -> dict[str, Metric]:
         """`off_policy/PART_{mean,abs_mean,abs_max}` over the trained tokens."""
         found: dict[str, Metric] = {}
-        weight = float(loss_mask.sum())
+        weight = later(loss_mask.sum().double())
         for name in ("numerics", "staleness", "drift", "unattributed"):
             part = getattr(self, name).double()
-            largest = float(part.abs().max()) if part.numel() else 0.0
-            found[f"off_policy/{name}_mean"] = Mean(float(part.sum()), weight)
-            found[f"off_policy/{name}_abs_mean"] = Mean(float(part.abs().sum()), weight)
-            found[f"off_policy/{name}_abs_max"] = Max(largest)
+            found[f"off_policy/{name}_mean"] = Mean(later(part.sum()), weight)
+            found[f"off_policy/{name}_abs_mean"] = Mean(later(part.abs().sum()), weight)
+            found[f"off_policy/{name}_abs_max"] = Max(later(part.abs().max()) if part.numel() else 0.0)
         return found
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.kl import MAX_LOG_RATIO, logprob_rounding
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.telemetry.metrics import Max, Mean, Metric, Min
+from skyrl_train.telemetry.metrics import Max, Mean, Metric, Min, later
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
@@ -121,11 +121,11 @@ def sequences_of_flat(mask: Tensor, owner: Tensor) -> Turns:
 
 
 def token_means(mask: Tensor, **columns: Tensor) -> dict[str, Metric]:
-    """`policy/NAME`: mean over the masked tokens, with one transfer from the device for all of them."""
+    """`policy/NAME`: mean over the masked tokens, read back from the device later."""
     with torch.no_grad():
-        totals = [masked(column.detach().double(), mask).sum() for column in columns.values()]
-        *sums, weight = torch.stack([*totals, mask.sum().double()]).tolist()
-    return {f"policy/{name}": Mean(total, weight) for name, total in zip(columns, sums)}
+        weight = later(mask.sum().double())
+        totals = [later(masked(column.detach().double(), mask).sum()) for column in columns.values()]
+    return {f"policy/{name}": Mean(total, weight) for name, total in zip(columns, totals)}
 
 
 def ratio_metrics(mask: Tensor, log_ratio: Tensor, **columns: Tensor) -> dict[str, Metric]:
@@ -135,9 +135,11 @@ def ratio_metrics(mask: Tensor, log_ratio: Tensor, **columns: Tensor) -> dict[st
 
 
 def ratio_extremes(mask: Tensor, log_ratio: Tensor) -> dict[str, Metric]:
-    """`policy/ratio_min` and `policy/ratio_max` over the masked tokens; nothing where there are none."""
-    kept = log_ratio.detach()[mask]
-    if not kept.numel():
+    """`policy/ratio_min` and `policy/ratio_max` over the masked tokens; nothing where there are none. On a device that shows
+    when they are read back: they are not a number then."""
+    if not mask.numel() or (mask.device.type == "cpu" and not bool(mask.any())):
         return {}
-    low, high = torch.stack(kept.aminmax()).exp().tolist()
-    return {"policy/ratio_min": Min(low), "policy/ratio_max": Max(high)}
+    detached, missing = log_ratio.detach(), torch.where(mask.any(), 1.0, torch.nan)
+    low = torch.where(mask, detached, torch.inf).amin().exp() * missing
+    high = torch.where(mask, detached, -torch.inf).amax().exp() * missing
+    return {"policy/ratio_min": Min(later(low)), "policy/ratio_max": Max(later(high))}

@@ -33,7 +33,8 @@ from torch import Tensor
 
 from skyrl_train.batch.merge import hosts_of
 from skyrl_train.batch.prefix_tree import PrefixOrder, Segment, prefix_order, tree_segments
-from skyrl_train.batch.training_batch import TrainingInputBatch, offsets_of
+from skyrl_train.batch.scored_tokens import ScoredTokens, find_scored, sequence_offsets
+from skyrl_train.batch.training_batch import TrainingInputBatch, moved, offsets_of
 from skyrl_train.config.rules import LayoutName
 
 
@@ -78,15 +79,22 @@ class Layout:
     """Tokens of the longest row."""
     group: PositionGroup | None = None
     """The ranks that compute it together; None: this one computes all of it."""
+    scored: ScoredTokens | None = None
+    """The tokens that carry loss, where they have been found (`with_scored`)."""
 
     def to(self, device: torch.device) -> Layout:
         """On `device`."""
         return replace(
             self,
-            input_ids=self.input_ids.to(device),
-            position_ids=self.position_ids.to(device),
-            position_of_token=self.position_of_token.to(device),
+            input_ids=moved(self.input_ids, device),
+            position_ids=moved(self.position_ids, device),
+            position_of_token=moved(self.position_of_token, device),
+            scored=None if self.scored is None else self.scored.to(device),
         )
+
+    def with_scored(self, rows: TrainingInputBatch) -> Layout:
+        """With `scored`, unless it is there; `rows` are those of the layout. Raises BatchError as `find_scored`."""
+        return self if self.scored is not None else replace(self, scored=find_scored(rows, self))
 
     @property
     def num_positions(self) -> int:
@@ -216,16 +224,6 @@ def _columns(whole: Tensor, group: PositionGroup) -> Tensor:
     return whole.chunk(group.size, dim=1)[group.rank].contiguous()
 
 
-def sequence_offsets(rows: TrainingInputBatch) -> Tensor:
-    """int64: where sequences begin in the flat columns, and the end: at each row, and, in rows that were packed of
-    several sequences (column `position_ids`), at each of those."""
-    if "position_ids" not in rows:
-        return rows.row_offsets
-    begins = rows["position_ids"] == 0
-    begins[rows.row_offsets[:-1]] = True
-    return torch.cat([begins.nonzero().squeeze(1), rows.row_offsets[-1:]])
-
-
 def _tree_positions(bounds: list[int], order: PrefixOrder) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Where each token is in the tree, `[num_tokens]`, and the depth of each position."""
     position_of_token = np.empty(bounds[-1], dtype=np.int64)
@@ -269,5 +267,5 @@ class _Hosts:
 
 def spread_to_rows(values: Tensor, rows: TrainingInputBatch) -> Tensor:
     """`[num_tokens]` to `[rows, longest]`, 0 in padding; carries gradients."""
-    mask = rows.attention_mask()
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)
+    width, places = rows.padding()
+    return values.new_zeros(rows.num_rows * width).index_copy(0, places, values).view(rows.num_rows, width)

@@ -119,6 +119,8 @@ class TrainingInputBatch:
     row_offsets: Tensor
     """int64 `[num_rows + 1]`: row i is tokens `row_offsets[i]` to `row_offsets[i + 1] - 1`."""
     metadata: BatchMetadata
+    places: tuple[int, Tensor] | None = None
+    """`padding()` of these rows, found before they went to another device, where its size is not known."""
     num_rows: int = field(init=False)
     num_tokens: int = field(init=False)
     lengths: Tensor = field(init=False)
@@ -245,34 +247,46 @@ class TrainingInputBatch:
 
         `rows` picks rows (int64); `max_len` is the longest of them.
         """
-        _check_token_column(name)
+        if _spec(name).per == "row":
+            raise BatchError(f"column {name!r} has one value per row: there is nothing to pad")
         column, lengths = self[name], self.lengths
         if rows is not None:
             column, lengths = column[token_positions(self.row_offsets, rows)], lengths[rows]
-        width = int(lengths.max()) if len(lengths) else 0
-        result = column.new_full((len(lengths), width), _spec(name).pad_value)
-        result[_mask(lengths, width)] = column
-        return result
+        width, places = self.padding() if rows is None else _padding(lengths)
+        result = column.new_full((len(lengths) * width,), _spec(name).pad_value)
+        result[places] = column
+        return result.view(len(lengths), width)
+
+    def padding(self) -> tuple[int, Tensor]:
+        """The longest row, and int64 `[num_tokens]`: where each token is in what `padded` gives, flattened."""
+        return _padding(self.lengths) if self.places is None else self.places
 
     def from_padded(self, padded: Tensor) -> Tensor:
         """The inverse of `padded`: `[num_rows, at least max_len]` to flat `[num_tokens]`."""
-        width = int(self.lengths.max()) if self.num_rows else 0
+        width, places = self.padding()
         if padded.dim() != 2 or padded.shape[0] != self.num_rows or padded.shape[1] < width:
             raise BatchError(f"shape {tuple(padded.shape)} where [{self.num_rows}, {width}] was expected")
-        return padded[_mask(self.lengths, padded.shape[1])]
+        return padded[:, :width].reshape(-1)[places]
 
     def attention_mask(self) -> Tensor:
         """bool `[num_rows, max_len]`: True where `padded` holds a token."""
-        return _mask(self.lengths, int(self.lengths.max()) if self.num_rows else 0)
+        return torch.arange(self.padding()[0], device=self.lengths.device) < self.lengths[:, None]
 
     def to(self, device: torch.device | str) -> TrainingInputBatch:
         """All columns on `device`."""
+        width, places = self.padding()
         return replace(
             self,
-            token_columns={name: column.to(device) for name, column in self.token_columns.items()},
-            row_columns={name: column.to(device) for name, column in self.row_columns.items()},
-            row_offsets=self.row_offsets.to(device),
+            token_columns={name: moved(column, device) for name, column in self.token_columns.items()},
+            row_columns={name: moved(column, device) for name, column in self.row_columns.items()},
+            row_offsets=moved(self.row_offsets, device),
+            places=(width, moved(places, device)),
         )
+
+
+def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """On `device`; waits for what is queued there only on the way to the host. (Unpinned memory is read at once.)"""
+    return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -318,13 +332,11 @@ def _spec(name: str) -> ColumnSpec:
     return SCHEMA[name]
 
 
-def _check_token_column(name: str) -> None:
-    if _spec(name).per == "row":
-        raise BatchError(f"column {name!r} has one value per row: there is nothing to pad")
-
-
-def _mask(lengths: Tensor, width: int) -> Tensor:
-    return torch.arange(width, device=lengths.device) < lengths[:, None]
+def _padding(lengths: Tensor) -> tuple[int, Tensor]:
+    width = int(lengths.max()) if len(lengths) else 0
+    filled = width - lengths
+    shift = torch.repeat_interleave(filled.cumsum(0) - filled, lengths)
+    return width, torch.arange(len(shift), device=lengths.device) + shift
 
 
 def _padded_metadata(metadata: BatchMetadata, count: int, uid: str | None) -> BatchMetadata:

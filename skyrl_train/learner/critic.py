@@ -26,7 +26,7 @@ from skyrl_train.model.causal_lm import load_tokenizer, model_at
 from skyrl_train.model.lora import add_adapter
 from skyrl_train.model.value_model import HEAD, empty_value_model, load_value_model, token_values
 from skyrl_train.seeding import derive_seed
-from skyrl_train.telemetry.metrics import Mean, StepMetrics
+from skyrl_train.telemetry.metrics import Mean, StepMetrics, later
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
@@ -83,8 +83,9 @@ class CriticLearner(HoldsModel):
             ValueLossInputs(values=values, old_values=old_values, returns=returns, loss_mask=mask), self._algorithm
         )
         loss = (rows.padded("loss_weights") * output.token_losses).sum()
-        share = float(mask.sum()) / max(1, denominators.num_tokens)
-        return loss, {"loss/value": Mean(float(loss.detach()), share), **output.metrics}
+        num_tokens = layout.scored.num_loss_tokens if layout.scored is not None else int(mask.sum())
+        share = num_tokens / max(1, denominators.num_tokens)
+        return loss, {"loss/value": Mean(later(loss), share), **output.metrics}
 
 
 def build_critic_learner(config: Config, plan: BatchPlan, *, strategy: ModelStrategy | None = None) -> CriticLearner:

@@ -7,6 +7,7 @@ How rows are split changes speed and memory, never the result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from skyrl_train.batch.microbatch import MicroBatchStrategy, layout_of, micro_ba
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.distributed.strategy import ModelStrategy
-from skyrl_train.errors import BatchError
+from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.memory_meter import MemoryMeter
 from skyrl_train.model.last_layer import reading
 from skyrl_train.model.layouts import hidden_states
@@ -113,27 +114,32 @@ class Passes:
     def score(self, planned: Sequence[Planned], batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
         """`[num_tokens]` of `batch` on the CPU: `score` of every planned row, 0 elsewhere."""
         scores = torch.zeros(batch.num_tokens, dtype=self._score_dtype())
+        found: list[tuple[Tensor, Tensor]] = []
         for part in planned:
             with self._computing(part) as (rows, layout):
                 padded = self._compute(score, rows, layout)
                 if len(part.rows):
-                    values = rows.from_padded(padded).to("cpu", scores.dtype)
-                    scores[_token_indices(batch, part.rows)] = values
+                    found.append((_token_indices(batch, part.rows), rows.from_padded(padded)))
+        for places, values in found:  # after the last forward, so that the host waits for the device once
+            scores[places] = values.to("cpu", scores.dtype)
         return scores
 
     def accumulate(self, planned: Sequence[Planned], loss_of: LossOfRows, *, step: int) -> Accumulated:
         """Adds the gradient of the sum of `loss_of` over the planned forwards. `step` is the optimizer step, from which
         dropout's randomness is derived."""
         metrics: list[StepMetrics] = []
-        non_finite = ""
+        losses: list[Tensor] = []
+        surprises: list[Tensor] = []
         for number, part in enumerate(planned, start=1):
             self.strategy.begin_backward(self.model, is_last=number == len(planned))
             with self._computing(part) as (rows, layout):
                 loss, measured = self._loss_and_gradient(loss_of, rows, layout, step)
-                if not non_finite and not bool(torch.isfinite(loss)):
-                    non_finite = f"loss {float(loss)} in the micro-batch of {rows.metadata.uids[0]!r}"
-                metrics += [measured, self._layout_metrics(rows, layout)]
-        return Accumulated(metrics=merge_metrics(metrics), non_finite=non_finite)
+                losses.append(loss)
+                surprises += layout.scored.surprises if layout.scored is not None else []
+                metrics += [measured, self._layout_metrics(part.batch, layout)]
+        # one wait for the device, for all that the pass left there
+        self._require_foreseen(surprises)
+        return Accumulated(metrics=merge_metrics(metrics), non_finite=_first_non_finite(losses, planned))
 
     @contextmanager
     def _computing(self, part: Planned) -> Iterator[tuple[TrainingInputBatch, Layout]]:
@@ -142,6 +148,7 @@ class Passes:
         self.current = Size(num_rows=part.batch.num_rows, longest=longest, positions=part.batch.num_tokens)
         with nullcontext() if self.meter is None else self.meter.counting():
             layout = make_layout(part.batch, part.layout, merge=self.merge_turns, group=self.strategy.group)
+            layout = layout.with_scored(part.batch)
             ranks = 1 if self.strategy.group is None else self.strategy.group.size
             self.current = Size(num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions * ranks)
             rows, layout = part.batch.to(self.device), layout.to(self.device)
@@ -166,6 +173,14 @@ class Passes:
         finally:
             forget_dropout_keys(self.model)
 
+    def _require_foreseen(self, surprises: Sequence[Tensor]) -> None:
+        """Raises ModelError where the head's gradient was formed for another loss than the one that came."""
+        if surprises and bool(torch.stack(list(surprises)).any()):
+            raise ModelError(
+                f"{self.name}: the loss is declared a sum over tokens, but its gradient is not that of such a sum. Do not "
+                "declare it (POLICY_LOSSES, trainer.algorithm.policy_loss): its gradient is then computed as it comes"
+            )
+
     def _layout_metrics(self, rows: TrainingInputBatch, layout: Layout) -> StepMetrics:
         """Positions computed for how many tokens, the number of forwards, and what became of turns."""
         prefix = f"layout/{self.name}"
@@ -186,6 +201,15 @@ class Passes:
 
     def _score_dtype(self) -> torch.dtype:
         return torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
+
+
+def _first_non_finite(losses: Sequence[Tensor], planned: Sequence[Planned]) -> str:
+    """The first loss that is not finite and where it was; empty where all are."""
+    values = torch.stack(list(losses)).tolist() if losses else []
+    for value, part in zip(values, planned):
+        if not math.isfinite(value):
+            return f"loss {value} in the micro-batch of {part.batch.metadata.uids[0]!r}"
+    return ""
 
 
 def _require_vocabulary(batch: TrainingInputBatch, vocabulary: int) -> None:

@@ -19,6 +19,7 @@ from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.kl import token_kl, unbiased_kl
 from skyrl_train.algorithms.losses import POLICY_LOSSES, is_tokenwise, policy_loss
 from skyrl_train.algorithms.off_policy import log_ratio_ledger
+from skyrl_train.algorithms.ratios import masked
 from skyrl_train.algorithms.step_columns import missing_step_column
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
@@ -42,7 +43,7 @@ from skyrl_train.model.causal_lm import (
 from skyrl_train.model.logprobs import LossOfTokens, OfDistribution, TokenScores, score_tokens, sum_of_squares
 from skyrl_train.model.lora import adapter_off, adapter_tensors, add_adapter, write_adapter
 from skyrl_train.registry import resolve
-from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics
+from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics, later
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
@@ -184,12 +185,12 @@ class PolicyLearner(HoldsModel):
             loss_of_tokens=loss_of_tokens if is_tokenwise(self._algorithm) else None,
         )
         terms = self._terms({name: rows.padded(name) for name in rows.token_columns}, scores.logprobs, scores.entropy)
-        num_tokens = float(rows["loss_mask"].sum())
+        num_tokens = layout.scored.num_loss_tokens if layout.scored is not None else int(rows["loss_mask"].sum())
         share = num_tokens / max(1, denominators.num_tokens)
         metrics: StepMetrics = {
-            **{f"loss/{name}": Mean(float(term.detach()), share) for name, term in terms.parts.items()},
-            "loss/total": Mean(float(terms.total.detach()), share),
-            "policy/entropy": Mean(float(scores.entropy.detach().sum()), num_tokens),
+            **{f"loss/{name}": Mean(later(term), share) for name, term in terms.parts.items()},
+            "loss/total": Mean(later(terms.total), share),
+            "policy/entropy": Mean(later(scores.entropy.sum()), float(num_tokens)),
             **_rollout_difference(terms.inputs),
             **_ledger(terms.inputs, rows, self._algorithm),
             **terms.metrics,
@@ -244,10 +245,10 @@ def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
     """How far the engine that sampled is from the model that trains; near 0 where weights were synced right."""
     if inputs.rollout_logprobs is None:
         return {}
-    difference = (inputs.old_logprobs - inputs.rollout_logprobs)[inputs.loss_mask].abs()
+    difference = masked(inputs.old_logprobs - inputs.rollout_logprobs, inputs.loss_mask).abs()
     return {
-        "policy/rollout_logprob_diff": Mean(float(difference.sum()), float(difference.numel())),
-        "policy/rollout_logprob_diff_max": Max(float(difference.amax()) if difference.numel() else 0.0),
+        "policy/rollout_logprob_diff": Mean(later(difference.sum()), later(inputs.loss_mask.sum())),
+        "policy/rollout_logprob_diff_max": Max(later(difference.amax()) if difference.numel() else 0.0),
     }
 
 

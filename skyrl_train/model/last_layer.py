@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from skyrl_train.batch.layout import Layout
+from skyrl_train.batch.scored_tokens import find_scored
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.distributed.fsdp import decoder_layers
 from skyrl_train.model.attention import READ
-from skyrl_train.model.logprobs import loss_tokens, states_before
 from skyrl_train.model.lora import KeyedDropout
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def reading(model: PreTrainedModel, rows: TrainingInputBatch, layout: Layout) ->
     if read is None:
         yield
         return
-    positions = torch.unique(states_before(loss_tokens(rows), layout)[1])
+    positions = (layout.scored or find_scored(rows, layout)).read
     if len(positions) <= _WORTH_IT * layout.num_positions:
         read.value = positions
     try:

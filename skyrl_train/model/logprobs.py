@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.layout import Layout, sequence_offsets, spread_to_rows
+from skyrl_train.batch.layout import Layout, spread_to_rows
+from skyrl_train.batch.scored_tokens import ScoredTokens, find_scored
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.errors import BatchError
 
 ELEMENTS_PER_TILE = 1 << 21
 """Logits per tile on a CPU: 8 MiB in float32, near the size of a core's caches."""
@@ -56,8 +56,9 @@ class TokenScores:
     """nats; all 0 and without gradient where it was not asked for."""
 
 
-Foresee = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""`(tile, its logprobs, its entropies) -> (d loss / d logprob, d loss / d entropy)`, each `[tokens of the tile]`."""
+Foresee = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""`(tile, its logprobs, its entropies) -> (d loss / d logprob, d loss / d entropy)`, each `[tokens of the tile]`; None: the
+loss has no entropy in it."""
 
 
 LossOfTokens = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -81,6 +82,8 @@ class _TileMaths:
     softcap: float | None
     compute_dtype: torch.dtype
     tokens_per_tile: int
+    surprises: list[Tensor] | None
+    """Where to note a gradient that is not the foreseen one; None: it is computed anew."""
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """`[tokens, vocabulary]` in float32 (float64 for float64), and the derivative of the cap where there is one."""
@@ -141,13 +144,16 @@ class _TokenScore(torch.autograd.Function):
                 entropy[tile] = -torch.linalg.vecdot(p, log_p)
             if foreseen is not None and foresee is not None:
                 by_logprob, by_entropy = foresee(tile, logprobs[tile], entropy[tile])
-                expected[0, tile], expected[1, tile] = by_logprob, by_entropy
+                expected[0, tile] = by_logprob
+                if by_entropy is not None:
+                    expected[1, tile] = by_entropy
                 grad_z = _grad_of_logits(log_p, p, targets[tile], by_logprob, by_entropy, entropy[tile])
                 foreseen.add(tile, maths.through_head(grad_z, slope), hidden[tile], tile_weight)
             elif num_tokens <= maths.tokens_per_tile and differentiated:
                 kept, kept_slope = z, slope
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum_exp, entropy, expected, kept, kept_slope)
         ctx.maths, ctx.with_entropy, ctx.foreseen = maths, with_entropy, foreseen
+        ctx.set_materialize_grads(False)  # None says without a look at the device that the loss has no entropy in it
         if not with_entropy:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
@@ -155,13 +161,15 @@ class _TokenScore(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(
-        ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
         hidden, weight, bias, targets, log_sum_exp, entropy, expected, kept, kept_slope = ctx.saved_tensors
         maths: _TileMaths = ctx.maths
         foreseen: _Gradients | None = ctx.foreseen
         ctx.foreseen = None  # this node lives as long as the loss does; its weight's gradient need not
-        if foreseen is not None and _is_as_expected(grad_logprobs, grad_entropy, expected, ctx.with_entropy):
+        if grad_logprobs is None:
+            grad_logprobs = torch.zeros_like(log_sum_exp)
+        if foreseen is not None and _is_as_expected(grad_logprobs, grad_entropy, expected, maths.surprises):
             return foreseen.result(weight)
         found = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad)
         tile_weight = weight.to(maths.compute_dtype)
@@ -169,7 +177,7 @@ class _TokenScore(torch.autograd.Function):
             tile = slice(start, start + maths.tokens_per_tile)
             z, slope = (kept, kept_slope) if kept is not None else maths.logits(hidden[tile], tile_weight, bias)
             log_p = z - log_sum_exp[tile, None]
-            by_entropy = grad_entropy[tile] if ctx.with_entropy else None
+            by_entropy = None if grad_entropy is None else grad_entropy[tile]
             grad_z = _grad_of_logits(log_p, log_p.exp(), targets[tile], grad_logprobs[tile], by_entropy, entropy[tile])
             found.add(tile, maths.through_head(grad_z, slope), hidden[tile], tile_weight)
         return found.result(weight)
@@ -180,7 +188,7 @@ def _grad_of_logits(
 ) -> Tensor:
     """`[tokens, vocabulary]`, from the gradients of each token's log-probability and entropy. Overwrites its input."""
     coefficients = by_logprob[:, None]
-    if by_entropy is None or not bool(by_entropy.any()):
+    if by_entropy is None:
         grad_z = p.mul_(-coefficients)
     else:
         log_p.add_(entropy[:, None]).mul_(by_entropy[:, None]).add_(coefficients)
@@ -188,15 +196,21 @@ def _grad_of_logits(
     return grad_z.scatter_add_(1, targets[:, None], coefficients)
 
 
-def _is_as_expected(grad_logprobs: Tensor, grad_entropy: Tensor, expected: Tensor, with_entropy: bool) -> bool:
-    tolerance = 64 * torch.finfo(expected.dtype).eps
-    given = [grad_logprobs, grad_entropy] if with_entropy else [grad_logprobs]
+def _is_as_expected(
+    grad_logprobs: Tensor, grad_entropy: Tensor | None, expected: Tensor, surprises: list[Tensor] | None
+) -> bool:
+    """With `surprises`, the answer is yes, and whether it is true is noted there, to be read with what else comes back from
+    the device."""
+    if not grad_logprobs.numel():
+        return True
+    given = torch.stack([grad_logprobs, torch.zeros_like(grad_logprobs) if grad_entropy is None else grad_entropy])
     # rounding is judged against the largest coefficient: small ones add nothing that would be seen beside it
-    return all(
-        bool(((mine - foreseen).abs().amax() <= tolerance * foreseen.abs().amax()).item())
-        for mine, foreseen in zip(given, expected)
-        if mine.numel()
-    )
+    allowed = 64 * torch.finfo(expected.dtype).eps * expected.abs().amax(1)
+    as_expected = ((given - expected).abs().amax(1) <= allowed).all()
+    if surprises is None:
+        return bool(as_expected)
+    surprises.append(~as_expected)
+    return True
 
 
 @dataclass
@@ -244,6 +258,7 @@ def token_scores(
     tokens_per_tile: int | None = None,
     foresee: Foresee | None = None,
     of_distribution: OfDistribution | None = None,
+    surprises: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs, entropy)` of `targets`, each `[tokens]`, in float32 (float64 for float64 hidden states).
 
@@ -253,7 +268,8 @@ def token_scores(
 
     With `foresee`, gradients are computed tile by tile in the forward pass, and none of its work is repeated: for a
     loss that is a sum over tokens, their coefficients are known as soon as a tile is. The backward pass compares them
-    with those it is given and computes anew where they differ, so that a wrong guess costs only time.
+    with those it is given and computes anew where they differ, so that a wrong guess costs only time. That waits for the
+    device: with `surprises`, a bool scalar is appended there instead, True where they differ and the gradient is wrong.
 
     With `of_distribution` its numbers stand in place of the log-probabilities, without a gradient.
     """
@@ -264,6 +280,7 @@ def token_scores(
         softcap=head.softcap,
         compute_dtype=compute_dtype or hidden.dtype,
         tokens_per_tile=tokens_per_tile or max(TOKENS_PER_TILE, budget // vocabulary),
+        surprises=surprises,
     )
     with torch.autocast(hidden.device.type, enabled=False):
         if of_distribution is not None:
@@ -303,70 +320,41 @@ def score_tokens(
     `loss_of_tokens` is what the loss will be, where it is a sum over tokens: it saves a product; `of_distribution` gives
     other numbers in place of log-probabilities (see `token_scores`).
     """
-    scored, before = states_before(loss_tokens(rows), layout)
-    positions = layout.position_of_token[scored]
-    targets = rows["input_ids"][scored].long()
-    copies: Tensor | None = None
-    if layout.is_shared:
-        positions, copies = torch.unique(positions, return_inverse=True)
-        one_of = torch.empty_like(positions).scatter_(0, copies, torch.arange(len(copies), device=copies.device))
-        before, targets = before[one_of], targets[one_of]
+    scored = layout.scored or find_scored(rows, layout)
     logprobs, entropy = token_scores(
-        hidden.index_select(0, before),
-        targets,
+        hidden.index_select(0, scored.states),
+        rows["input_ids"][scored.tokens[scored.representatives]].long(),
         head,
         temperature=temperature,
         with_entropy=with_entropy,
         compute_dtype=compute_dtype,
-        foresee=_foresee(loss_of_tokens, scored, copies) if loss_of_tokens is not None else None,
         of_distribution=of_distribution,
+        foresee=_foresee(loss_of_tokens, scored) if loss_of_tokens is not None else None,
+        surprises=None if layout.scored is None or hidden.device.type == "cpu" else scored.surprises,
     )
 
     def spread(values: Tensor) -> Tensor:
-        own = values if copies is None else values.index_select(0, copies)
-        flat = own.new_zeros(rows.num_tokens).index_put((scored,), own)
+        own = values if scored.copies is None else values.index_select(0, scored.copies)
+        flat = own.new_zeros(rows.num_tokens).index_put((scored.tokens,), own)
         return spread_to_rows(layout.combine(flat), rows)
 
     return TokenScores(logprobs=spread(logprobs), entropy=spread(entropy))
 
 
-def _foresee(loss_of_tokens: LossOfTokens, scored: Tensor, copies: Tensor | None) -> Foresee:
-    """Differentiates the loss of one tile's tokens; `copies` says which distinct position each scored token is at."""
-    order = scored.new_empty(0) if copies is None else torch.argsort(copies, stable=True)
-    ends = order if copies is None else torch.bincount(copies).cumsum(0)
+def _foresee(loss_of_tokens: LossOfTokens, scored: ScoredTokens) -> Foresee:
+    """Differentiates the loss of one tile's tokens."""
 
-    def coefficients(tile: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:
+    def coefficients(tile: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor | None]:
         leaves = logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()
         with torch.enable_grad():
-            if copies is None:
-                loss = loss_of_tokens(scored[tile], *leaves)
+            if scored.copies is None:
+                loss = loss_of_tokens(scored.tokens[tile], *leaves)
             else:
-                members = order[(int(ends[tile.start - 1]) if tile.start else 0) : int(ends[tile.stop - 1])]
-                own = copies[members] - tile.start
-                loss = loss_of_tokens(scored[members], leaves[0][own], leaves[1][own])
-            found = torch.autograd.grad(loss, leaves, allow_unused=True)
-        by_logprob, by_entropy = (torch.zeros_like(leaves[0]) if each is None else each for each in found)
-        return by_logprob, by_entropy
+                first = int(scored.ends[tile.start - 1]) if tile.start else 0
+                members = scored.by_state[first : int(scored.ends[tile.stop - 1])]
+                own = scored.copies[members] - tile.start
+                loss = loss_of_tokens(scored.tokens[members], leaves[0][own], leaves[1][own])
+            by_logprob, by_entropy = torch.autograd.grad(loss, leaves, allow_unused=True)
+        return torch.zeros_like(leaves[0]) if by_logprob is None else by_logprob, by_entropy
 
     return coefficients
-
-
-def loss_tokens(rows: TrainingInputBatch) -> Tensor:
-    """int64: the flat places of the tokens that `loss_mask` marks. Raises BatchError for the first token of a row."""
-    mask = rows["loss_mask"]
-    begins = sequence_offsets(rows)[:-1]
-    first = mask[begins]
-    if bool(first.any()):
-        row = int(torch.searchsorted(rows.row_offsets, begins[first][0], right=True)) - 1
-        raise BatchError(f"row {row} marks its first token for the loss, but nothing comes before it to predict it")
-    return mask.nonzero().squeeze(1)
-
-
-def states_before(tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Those of `tokens` (flat places, int64) that this rank's hidden states predict, and which of these states are before
-    them."""
-    before = layout.locate(layout.position_of_token[tokens - 1])
-    if layout.group is None:
-        return tokens, before
-    own = before >= 0
-    return tokens[own], before[own]

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from skyrl_train.batch.layout import Layout, sequence_offsets
+from skyrl_train.batch.layout import Layout
+from skyrl_train.batch.scored_tokens import sequence_offsets
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import LoraConfig, ModelConfig
 from skyrl_train.errors import CheckpointError, ModelError

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from skyrl_train.batch.layout import Layout, spread_to_rows
+from skyrl_train.batch.scored_tokens import find_scored
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import ModelError
 from skyrl_train.model.causal_lm import (
@@ -24,7 +25,6 @@ from skyrl_train.model.causal_lm import (
     refuse_missing,
     resolve_model_path,
 )
-from skyrl_train.model.logprobs import loss_tokens, states_before
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -87,14 +87,14 @@ def token_values(hidden: Tensor, rows: TrainingInputBatch, layout: Layout, model
     hidden `[positions, hidden]` is the forward of `layout`. Raises BatchError where `loss_mask` marks a row's first
     token, before which there is no state.
     """
-    scored, before = states_before(loss_tokens(rows), layout)
-    states = hidden.index_select(0, before)
+    scored = layout.scored or find_scored(rows, layout)
+    states = hidden.index_select(0, scored.states if scored.copies is None else scored.states[scored.copies])
     head: Any = getattr(model, HEAD)
     with torch.autocast(hidden.device.type, enabled=False):
         weight, bias = head.weight, head.bias
         precision = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         values = nn.functional.linear(states.to(precision), weight.to(precision), bias.to(precision)).squeeze(1)
-    return spread_to_rows(layout.combine(values.new_zeros(rows.num_tokens).index_put((scored,), values)), rows)
+    return spread_to_rows(layout.combine(values.new_zeros(rows.num_tokens).index_put((scored.tokens,), values)), rows)
 
 
 def _stored_head(model: ModelConfig) -> dict[str, Tensor]:

@@ -6,8 +6,13 @@ gives `Mean(total=-2.0, weight=4.0)`, whose value is -0.5.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -70,10 +75,52 @@ StepMetrics = Mapping[str, Metric]
 """Name (`group/name`) to metric."""
 
 
+def later(scalar: Tensor) -> float:
+    """The number of a scalar; of one on a device the scalar itself, until `merge_metrics` reads all of them: reading each at
+    once would make the host wait for the device each time."""
+    scalar = scalar.detach()
+    return float(scalar) if scalar.device.type == "cpu" else cast("float", scalar)
+
+
+def _read_back(parts: Sequence[StepMetrics]) -> list[dict[str, Metric]]:
+    """The metrics with all that `later` left in them as numbers, in one transfer.
+
+    A Min or Max that is not a number is one of no tokens, and is left out.
+    """
+    waiting = [
+        value
+        for part in parts
+        for metric in part.values()
+        for value in _numbers(metric).values()
+        if not isinstance(value, (int, float))
+    ]
+    if not waiting:
+        return [dict(part) for part in parts]
+    import torch
+
+    read = iter(torch.stack([cast("Tensor", value).double() for value in waiting]).tolist())
+
+    def plain(metric: Metric) -> Metric:
+        numbers = [value if isinstance(value, (int, float)) else next(read) for value in _numbers(metric).values()]
+        return type(metric)(*numbers)
+
+    found = [{name: plain(metric) for name, metric in part.items()} for part in parts]
+    return [{name: metric for name, metric in part.items() if not _of_nothing(metric)} for part in found]
+
+
+def _numbers(metric: Metric) -> dict[str, float]:
+    return {field.name: getattr(metric, field.name) for field in fields(metric)}
+
+
+def _of_nothing(metric: Metric) -> bool:
+    return isinstance(metric, (Min, Max)) and math.isnan(metric.value)
+
+
 def merge_metrics(parts: Iterable[StepMetrics]) -> dict[str, Metric]:
-    """Merges by name. Raises TypeError where one name carries two kinds of reduction."""
+    """Merges by name, and reads back what `later` left on a device. Raises TypeError where one name carries two kinds of
+    reduction."""
     merged: dict[str, Metric] = {}
-    for part in parts:
+    for part in _read_back(list(parts)):
         for name, metric in part.items():
             if name not in merged:
                 merged[name] = metric

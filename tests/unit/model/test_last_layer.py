@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from skyrl_train.batch.layout import LAYOUTS
 from skyrl_train.batch.prefix_tree import Segment
+from skyrl_train.batch.scored_tokens import loss_tokens, states_before
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import BatchError
@@ -22,7 +23,6 @@ from skyrl_train.model.attention import READ
 from skyrl_train.model.joined_attention import joined_attention, parts_of_queries
 from skyrl_train.model.last_layer import narrow_last_layer, reading
 from skyrl_train.model.layouts import hidden_states
-from skyrl_train.model.logprobs import loss_tokens, states_before
 from skyrl_train.model.lora import add_adapter
 from tests.unit.model.test_attention import dense, dense_mask, long_tree, qkv, random_tree
 from tests.unit.model.test_model_layouts import EXACT, build, tree
