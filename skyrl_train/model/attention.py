@@ -35,8 +35,8 @@ from skyrl_train.model.joined_attention import accumulator, joined_attention, pa
 from skyrl_train.model.numerics import is_deterministic
 from skyrl_train.model.segments import Segments
 
-ATTENTION = "skyrl_segments"
-"""The name under which transformers finds `segment_attention`."""
+ATTENTION, PADDED = "skyrl_segments", "skyrl_padded"
+"""The names under which transformers finds `segment_attention` and `padded_attention`."""
 
 READ = "skyrl_read_positions"
 """Attribute of an attention module of which fewer queries may be asked (`model/last_layer.py`)."""
@@ -117,11 +117,7 @@ def _attend_on_cuda(
     half = query.dtype in (torch.bfloat16, torch.float16)
     same_size = key.shape[-1] == value.shape[-1]
     if len(segments.segments) == 1 and window is None and softcap is None and same_size:
-        if not half:  # of the fused kernels, only those for half precision know grouped heads
-            key, value = expanded(key, value, num_heads=query.shape[1])
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-        )
+        return _causal(query, key, value, scale=scale)
     flash = half and same_size and query.shape[-1] <= _MOST_FLASH and query.shape[-1] % 8 == 0
     if flash and not segments.is_tree and softcap is None and query.shape[0] == 1:
         return varlen(query, key, value, segments, scale=scale, window=window)
@@ -259,7 +255,39 @@ _TERMS = ("s_aux", "position_bias", "head_mask", "cache")
 """Arguments that change what attention computes, in models that merged layouts do not know."""
 
 
-_registered: dict[str, Any] = {ATTENTION: segment_attention}
+def padded_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attention of padded rows on CUDA, as `segment_attention` with one segment: grouped heads in float32 do not fall to
+    plain products, nor do windows, and no mask is made. Each row is its own, and none sees what fills it up behind it."""
+    width = query.shape[2]
+    if (sliding_window is None or sliding_window >= width) and others.get("softcap") is None:
+        # not by way of segments, which a compiled layer would be traced for
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return _causal(query.to(value.dtype), key.to(value.dtype), value, scale=scale).transpose(1, 2), None
+    one = Segments((Segment(0, width, width),), width)
+    terms: dict[str, Any] = {"scaling": scaling, "sliding_window": sliding_window, "segments": one, **others}
+    return segment_attention(module, query, key, value, attention_mask, **terms)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
+    """torch's fused kernels, of which only those for half precision know grouped heads."""
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        key, value = expanded(key, value, num_heads=query.shape[1])
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+_registered: dict[str, Any] = {ATTENTION: segment_attention, PADDED: padded_attention}
 
 
 def leave_uncompiled() -> None:
@@ -271,12 +299,9 @@ def leave_uncompiled() -> None:
 
 
 def register() -> None:
-    """Makes `ATTENTION` known to transformers, with no mask."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    """Makes `ATTENTION` and `PADDED` known to transformers. It makes no mask for names of which it knows none, and does not
+    look for packed rows then, for which it would wait for the device."""
+    from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION, _registered[ATTENTION])
-    AttentionMaskInterface.register(ATTENTION, _no_mask)
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+    for name, function in _registered.items():
+        AttentionInterface.register(name, function)

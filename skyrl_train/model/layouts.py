@@ -20,7 +20,7 @@ from skyrl_train.batch.prefix_tree import Segment
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.errors import ModelError
-from skyrl_train.model.attention import ATTENTION, register
+from skyrl_train.model.attention import ATTENTION, PADDED, register
 from skyrl_train.model.segments import Segments
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ _PADDED_ATTENTION = "skyrl_padded_attention"
 _TOLERANCE = 1e-3
 """Largest difference between layouts, relative to the largest hidden value, that is rounding in float32."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+_OTHER_MASKS = ("attention_chunk_size", "use_bidirectional_attention")
+"""Fields of a config under which rows attend in other ways."""
 
 
 def hidden_states(model: PreTrainedModel, layout: Layout) -> Tensor:
@@ -46,7 +48,7 @@ def hidden_states(model: PreTrainedModel, layout: Layout) -> Tensor:
         # transformers hands arguments that it does not know on to the attention function
         extra["segments"] = Segments(layout.segments or _one_segment(layout), layout.longest, layout.group)
     else:
-        _use_attention(model, _padded_attention(model))
+        _use_attention(model, _padded_attention(model, layout.input_ids.device))
     hidden: Tensor = model.base_model(
         input_ids=layout.input_ids, position_ids=layout.position_ids, use_cache=False, **extra
     ).last_hidden_state
@@ -59,7 +61,13 @@ def _one_segment(layout: Layout) -> tuple[Segment, ...]:
     return (Segment(0, width, width),)
 
 
-def _padded_attention(model: PreTrainedModel) -> str:
+def _padded_attention(model: PreTrainedModel, device: torch.device) -> str:
+    """What the model was loaded with; on CUDA, where rows attend in no other way than this package knows, `PADDED`."""
+    loaded = _loaded_attention(model)
+    return PADDED if loaded == "sdpa" and device.type == "cuda" and _is_plain(model) else loaded
+
+
+def _loaded_attention(model: PreTrainedModel) -> str:
     if not hasattr(model, _PADDED_ATTENTION):
         loaded = str(model.config._attn_implementation)
         # The fused kernels leave a cap on the scores out.
@@ -68,10 +76,18 @@ def _padded_attention(model: PreTrainedModel) -> str:
     return str(getattr(model, _PADDED_ATTENTION))
 
 
+def _is_plain(model: PreTrainedModel) -> bool:
+    """Whether tokens attend to those before them, all or the last few, and to no others."""
+    config = model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ()
+    others = [name for name in _OTHER_MASKS if getattr(config, name, None)]
+    return all(kind in _LAYER_TYPES for kind in kinds) and not others and getattr(config, "is_causal", True)
+
+
 def _use_attention(model: PreTrainedModel, name: str) -> None:
-    if name == ATTENTION:
+    if name in (ATTENTION, PADDED):
         register()
-        _padded_attention(model)
+        _loaded_attention(model)
     if model.config._attn_implementation != name:
         model.set_attn_implementation(name)
 
