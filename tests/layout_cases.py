@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_train.batch.jagged import offsets_of
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.learner.policy import PolicyLearner

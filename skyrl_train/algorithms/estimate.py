@@ -13,7 +13,8 @@ from skyrl_train.algorithms.checks import check_advantage_output, needed, requir
 from skyrl_train.algorithms.inputs import AdvantageInputs
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.reduce import whiten
-from skyrl_train.batch.training_batch import TrainingInputBatch, component_column, token_positions
+from skyrl_train.batch.jagged import token_positions
+from skyrl_train.batch.training_batch import TrainingInputBatch, component_column
 from skyrl_train.config.algorithm import ROLLOUT_LOSSES, AlgorithmConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import resolve

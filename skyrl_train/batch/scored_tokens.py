@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.training_batch import TrainingInputBatch, moved
+from skyrl_train.batch.jagged import moved
+from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError
 
 if TYPE_CHECKING:

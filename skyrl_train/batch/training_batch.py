@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from skyrl_train.batch.jagged import moved, offsets_of, padding_of, token_positions
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import did_you_mean
@@ -252,14 +253,14 @@ class TrainingInputBatch:
         column, lengths = self[name], self.lengths
         if rows is not None:
             column, lengths = column[token_positions(self.row_offsets, rows)], lengths[rows]
-        width, places = self.padding() if rows is None else _padding(lengths)
+        width, places = self.padding() if rows is None else padding_of(lengths)
         result = column.new_full((len(lengths) * width,), _spec(name).pad_value)
         result[places] = column
         return result.view(len(lengths), width)
 
     def padding(self) -> tuple[int, Tensor]:
         """The longest row, and int64 `[num_tokens]`: where each token is in what `padded` gives, flattened."""
-        return _padding(self.lengths) if self.places is None else self.places
+        return padding_of(self.lengths) if self.places is None else self.places
 
     def from_padded(self, padded: Tensor) -> Tensor:
         """The inverse of `padded`: `[num_rows, at least max_len]` to flat `[num_tokens]`."""
@@ -284,18 +285,6 @@ class TrainingInputBatch:
         )
 
 
-def moved(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """On `device`; waits for what is queued there only on the way to the host. (Unpinned memory is read at once.)"""
-    return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
-
-
-def offsets_of(lengths: Tensor) -> Tensor:
-    """int64 `[rows + 1]`: 0, then the running total of `lengths` int64 `[rows]`."""
-    offsets = lengths.new_zeros(len(lengths) + 1)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    return offsets
-
-
 def batch_of_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> TrainingInputBatch:
     """Rows of these lengths without content, each a trajectory and a prompt of its own: to try a strategy on."""
     sizes = torch.as_tensor(lengths, dtype=torch.int64)
@@ -317,26 +306,12 @@ def batch_of_lengths(lengths: Sequence[int] | NDArray[np.int64]) -> TrainingInpu
     )
 
 
-def token_positions(row_offsets: Tensor, rows: Tensor) -> Tensor:
-    """int64: where in a flat column the tokens of `rows` are, row after row."""
-    lengths = row_offsets[rows + 1] - row_offsets[rows]
-    shift = torch.repeat_interleave(row_offsets[rows] - offsets_of(lengths)[:-1], lengths)
-    return torch.arange(len(shift), device=shift.device) + shift
-
-
 def _spec(name: str) -> ColumnSpec:
     if name.startswith(_COMPONENT):
         return _COMPONENT_SPEC
     if name not in SCHEMA:
         raise BatchError(f"column {name!r} is not in the schema ({', '.join(SCHEMA)}). {did_you_mean(name, SCHEMA)}")
     return SCHEMA[name]
-
-
-def _padding(lengths: Tensor) -> tuple[int, Tensor]:
-    width = int(lengths.max()) if len(lengths) else 0
-    filled = width - lengths
-    shift = torch.repeat_interleave(filled.cumsum(0) - filled, lengths)
-    return width, torch.arange(len(shift), device=lengths.device) + shift
 
 
 def _padded_metadata(metadata: BatchMetadata, count: int, uid: str | None) -> BatchMetadata:

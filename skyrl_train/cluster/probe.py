@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.batch.jagged import offsets_of
+from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.cluster.fleet import EngineFleet
 from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.schema import Config

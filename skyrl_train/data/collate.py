@@ -12,8 +12,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from skyrl_train.batch.jagged import offsets_of
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.data.packing import align_rows, pack, plan_packing
 from skyrl_train.data.token_store import ExampleSet, Ints
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.batch.jagged import offsets_of
+from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, PlacementConfig, TrainerConfig
 from skyrl_train.types import (

@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from skyrl_train.batch.jagged import offsets_of
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, offsets_of
+from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutName
 from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig
