@@ -2,8 +2,13 @@
 
     python scripts/bench_weight_sync.py                           # 4, 100 and 500 MB; two FSDP2 ranks, one engine
     python scripts/bench_weight_sync.py --megabytes 4 --ranks 1 --syncs 3
+    python scripts/bench_weight_sync.py --device cuda             # a rank and an engine on each GPU, through CUDA IPC
+    python scripts/bench_weight_sync.py --device cuda --apart     # half of the GPUs train, half generate: NCCL
+    python scripts/bench_weight_sync.py --device cuda --tensor-parallel 2 --megabytes 3000 15000
 
-Prints a row per size: the first sync, and the median and the longest of the later ones.
+Prints a row per size: bytes that travelled, the first sync, the median and the longest of the later ones, and GB/s of the
+median. A model of so many megabytes in float32 travels as half of them where engines compute in bfloat16, as they do on
+GPUs unless `--dtype` says otherwise.
 """
 
 from __future__ import annotations
@@ -15,18 +20,28 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig, StrategyConfig, TrainerConfig
+from skyrl_train.config.schema import (
+    Config,
+    ModelConfig,
+    PlacementConfig,
+    PlatformConfig,
+    StrategyConfig,
+    TrainerConfig,
+)
+from skyrl_train.config.validate_cluster import cluster_violations
 
 VOCABULARY = 4096
-_WIDTHS = {4: 128, 100: 640, 500: 1280}
+_WIDTHS = {4: 128, 100: 640, 500: 1280, 3000: 2048, 15000: 3584}
 """Megabytes of float32 to hidden size; other sizes take the nearest width and as many layers as it needs."""
+_DEFAULT_MEGABYTES = {"cpu": [4, 100, 500], "cuda": [500, 3000]}
 
 
 def save_model(folder: Path, megabytes: int) -> int:
@@ -61,22 +76,38 @@ def save_model(folder: Path, megabytes: int) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def measure(folder: Path, *, ranks: int, engines: int, syncs: int, transport: str) -> list[float]:
-    """Seconds of each sync of the model in `folder`."""
+def make_config(folder: Path, args: argparse.Namespace) -> Config:
+    """For the model in `folder`. On GPUs ranks and engines share all of them, or have half of them each."""
+    cuda = args.device == "cuda"
+    ranks = args.ranks or (_count_gpus() // (1 + args.apart) if cuda else 2)
+    engines = args.engines or (max(1, ranks // args.tensor_parallel) if cuda else 1)
+    vllm = VLLMConfig(num_engines=engines, tensor_parallel_size=args.tensor_parallel, weight_transport=args.transport)
+    return Config(
+        output_dir=str(folder / "run"),
+        platform=PlatformConfig(name="gpu", device="cuda:0") if cuda else PlatformConfig(),
+        model=ModelConfig(path=str(folder), dtype=args.dtype or ("bfloat16" if cuda else "float32")),
+        trainer=TrainerConfig(total_steps=1),
+        strategy=StrategyConfig(name="fsdp2" if ranks > 1 else "single"),
+        placement=PlacementConfig(
+            backend="ray", policy_num_workers=ranks, start_timeout_s=900.0, colocate_all=cuda and not args.apart
+        ),
+        generator=GeneratorConfig(backend="vllm", max_context_length=256, vllm=vllm),
+    )
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def measure(config: Config, *, syncs: int) -> list[dict[str, Any]]:
+    """The records of so many syncs, in order."""
     from skyrl_train.batch.plan import plan_batches
     from skyrl_train.cluster.build import Cluster
 
-    output = folder / "run"
+    output = Path(config.output_dir)
     output.mkdir()
-    vllm = VLLMConfig(num_engines=engines, weight_transport=transport)  # type: ignore[arg-type]
-    config = Config(
-        output_dir=str(output),
-        model=ModelConfig(path=str(folder)),
-        trainer=TrainerConfig(total_steps=1),
-        strategy=StrategyConfig(name="fsdp2" if ranks > 1 else "single"),
-        placement=PlacementConfig(backend="ray", policy_num_workers=ranks, start_timeout_s=900.0),
-        generator=GeneratorConfig(backend="vllm", max_context_length=256, vllm=vllm),
-    )
     with ExitStack() as stack:
         cluster = Cluster(config, stack)
         _, carrier = cluster.build_engine(stack)
@@ -84,31 +115,56 @@ def measure(folder: Path, *, ranks: int, engines: int, syncs: int, transport: st
         for version in range(syncs):
             carrier.sync(policy.weights(), version)
     lines = (output / "weight_sync.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["seconds"] for line in lines]
+    return [json.loads(line) for line in lines]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=list(_WIDTHS))
-    parser.add_argument("--ranks", type=int, default=2, help="of the policy: FSDP2 where more than one")
-    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--megabytes", type=int, nargs="+", help="of float32; 4 100 500 on a CPU, 500 3000 on GPUs")
+    parser.add_argument("--ranks", type=int, help="of the policy: FSDP2 where more than one; 2, or one a GPU")
+    parser.add_argument("--engines", type=int, help="1, or as many as their GPUs hold")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="devices of an engine")
+    parser.add_argument("--apart", action="store_true", help="ranks and engines share no GPU")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the engines; bfloat16 on GPUs")
     parser.add_argument("--syncs", type=int, default=6)
     parser.add_argument("--transport", default="auto", help="generator.vllm.weight_transport")
     args = parser.parse_args(argv)
+    if args.device == "cuda" and _count_gpus() < 1 + args.apart:
+        parser.error(f"--device cuda finds {_count_gpus()} GPUs and needs {1 + args.apart}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    print(f"{args.ranks} ranks, {args.engines} engines; seconds")
-    print("| megabytes | first sync | median of the others | longest of the others | MB/s |\n|---|---|---|---|---|")
-    for megabytes in args.megabytes:
+    print_header = True
+    for megabytes in args.megabytes or _DEFAULT_MEGABYTES[args.device]:
         with tempfile.TemporaryDirectory(prefix="bench-weight-sync-") as scratch:
-            num_bytes = save_model(Path(scratch), megabytes)
-            first, *others = measure(
-                Path(scratch), ranks=args.ranks, engines=args.engines, syncs=args.syncs, transport=args.transport
-            )
-            others = others or [first]
-            middle = statistics.median(others)
-            row = f"{num_bytes / 1e6:.0f} | {first:.2f} | {middle:.2f} | {max(others):.2f} | {num_bytes / 1e6 / middle:.0f}"
-            print(f"| {row} |", flush=True)
+            save_model(Path(scratch), megabytes)
+            config = make_config(Path(scratch), args)
+            if violations := list(cluster_violations(config)):
+                parser.error("; ".join(str(violation) for violation in violations))
+            if print_header:
+                _print_header(config)
+                print_header = False
+            first, *others = measure(config, syncs=args.syncs)
+            print(_row(first, others or [first]), flush=True)
     return 0
+
+
+def _print_header(config: Config) -> None:
+    vllm, placement = config.generator.vllm, config.placement
+    shared = "on the same devices" if placement.colocate_all else "apart"
+    print(
+        f"{placement.policy_num_workers} ranks and {vllm.num_engines} engines of {vllm.tensor_parallel_size} {shared}, "
+        f"{config.platform.name}, engines in {config.model.dtype}; seconds"
+    )
+    print(
+        "| MB that travel | first sync | median of the others | longest of the others | GB/s |\n|---|---|---|---|---|"
+    )
+
+
+def _row(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    seconds = [record["seconds"] for record in others]
+    middle, num_bytes = statistics.median(seconds), first["num_bytes"]
+    numbers = [f"{number:.2f}" for number in (first["seconds"], middle, max(seconds), num_bytes / 1e9 / middle)]
+    return f"| {num_bytes / 1e6:.0f} | {' | '.join(numbers)} |"
 
 
 if __name__ == "__main__":
