@@ -95,8 +95,9 @@ def _engines(config: Config) -> str:
     if generator.backend != "vllm":
         return f"generator={generator.backend}"
     vllm, gpu = generator.vllm, config.platform.name == "gpu"
+    count = count_engines(config)
     parts = [
-        f"{vllm.num_engines} vLLM engine{'s' * (vllm.num_engines != 1)}"
+        f"{count} vLLM engine{'s' * (count != 1)}"
         + (f" of {vllm.devices_per_engine} GPU{'s' * (vllm.devices_per_engine != 1)}" if gpu else ""),
         f"CUDA graphs {'off' if vllm.enforce_eager else 'on'}" if gpu else "",
         f"prefix caching {'on' if vllm.prefix_caching else 'off'}",

@@ -223,7 +223,7 @@ class _Choice:
         if size == 1 and facts is not None:
             size = self._tensor_parallel_size(config, facts, per_node)
         pipeline, _ = divmod(vllm.devices_per_engine, vllm.tensor_parallel_size)
-        engines = vllm.num_engines if vllm.num_engines > 1 else max(1, nodes * per_node // (size * pipeline))
+        engines = vllm.num_engines or max(1, nodes * per_node // (size * pipeline))
         vllm = replace(vllm, num_engines=engines, tensor_parallel_size=size)
         return replace(config, generator=replace(config.generator, vllm=vllm))
 

@@ -135,7 +135,7 @@ def roles_of(config: Config) -> tuple[Role, ...]:
 
 def count_engines(config: Config) -> int:
     """Engines that the run starts on devices that it reserves; 0 for every other generator."""
-    return config.generator.vllm.num_engines if config.generator.backend == "vllm" else 0
+    return config.generator.vllm.count(config.placement) if config.generator.backend == "vllm" else 0
 
 
 def num_cpus(layout: Layout) -> int:

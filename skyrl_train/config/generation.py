@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.placement import PlacementConfig
@@ -73,16 +73,14 @@ class VLLMConfig:
         """Tensor-parallel times pipeline-parallel."""
         return self.tensor_parallel_size * int(self.engine_args.get("pipeline_parallel_size", 1))
 
-    def placed(self, placement: PlacementConfig) -> VLLMConfig:
-        """With as many engines as it has devices where their number is 0."""
+    def count(self, placement: PlacementConfig) -> int:
+        """Engines: as many as are stated, or as the placement has devices for."""
         if self.num_engines:
-            return self
+            return self.num_engines
         size = max(1, self.devices_per_engine)
         if placement.colocate_all:
-            count = placement.policy_num_workers // size
-        else:
-            count = placement.inference_num_nodes * max(1, placement.inference_num_gpus_per_node // size)
-        return replace(self, num_engines=max(1, count))
+            return max(1, placement.policy_num_workers // size)
+        return max(1, placement.inference_num_nodes * max(1, placement.inference_num_gpus_per_node // size))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ a test keeps the two equal.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -373,9 +373,3 @@ class Config:
     """Where metrics go."""
     plan: PlanConfig = field(default_factory=PlanConfig)
     """What a plan is made for; nothing else reads it."""
-
-    def __post_init__(self) -> None:
-        """The number of engines where the placement says it, so that everything else has one thing to read."""
-        vllm = self.generator.vllm.placed(self.placement)
-        if vllm is not self.generator.vllm:
-            object.__setattr__(self, "generator", replace(self.generator, vllm=vllm))

@@ -134,13 +134,13 @@ def _inference(config: Config) -> Iterator[Violation]:
             value=f"{vllm.devices_per_engine} GPUs of an engine",
             remedy=f"try generator.vllm.tensor_parallel_size={gpus} generator.vllm.num_engines={nodes}",
         )
-    elif vllm.num_engines % nodes or (gpus and vllm.num_engines * vllm.devices_per_engine != nodes * gpus):
+    elif vllm.count(placement) % nodes or (gpus and vllm.count(placement) * vllm.devices_per_engine != nodes * gpus):
         wanted = f"{nodes} nodes" if not gpus else f"{nodes} nodes x {gpus} GPUs"
         engines = max(1, nodes * (gpus or 1) // vllm.devices_per_engine)
         yield Violation(
             field="generator.vllm.num_engines",
             rule=f"times the {vllm.devices_per_engine} devices of an engine must fill {wanted} evenly",
-            value=repr(vllm.num_engines),
+            value=repr(vllm.count(placement)),
             remedy=f"try generator.vllm.num_engines={engines}",
         )
 
@@ -191,7 +191,7 @@ def _colocated_engines(config: Config) -> Iterator[Violation]:
             value=repr(size),
             remedy=f"try generator.vllm.tensor_parallel_size={math.gcd(ranks_per_node, size)}",
         )
-    elif vllm.num_engines * size > ranks or vllm.num_engines % nodes:
+    elif vllm.count(placement) * size > ranks or vllm.count(placement) % nodes:
         among = f" / {size} devices of an engine" if size > 1 else ""
         yield Violation(
             field="generator.vllm.num_engines",
@@ -199,7 +199,7 @@ def _colocated_engines(config: Config) -> Iterator[Violation]:
                 f"must be at most placement.policy_num_workers={ranks}{among}, and a multiple of "
                 f"placement.policy_num_nodes={nodes}, with placement.colocate_all"
             ),
-            value=repr(vllm.num_engines),
+            value=repr(vllm.count(placement)),
             remedy=f"try generator.vllm.num_engines={ranks // size}",
         )
 

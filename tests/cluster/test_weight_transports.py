@@ -20,6 +20,7 @@ from skyrl_train.cluster.probe import WeightSyncProbe
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.transport import RayTransport
 from skyrl_train.cluster.turns import DeviceTurns
+from skyrl_train.config.bundles import count_engines
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, ModelConfig
 from skyrl_train.errors import ActorError, EngineError
@@ -72,7 +73,7 @@ def started(session: RaySession, folder: Path, vllm: VLLMConfig) -> Iterator[Clu
         model=ModelConfig(),
         generator=GeneratorConfig(backend="vllm", max_context_length=400, verify_weight_sync=True, vllm=vllm),
     )
-    fleet = EngineFleet(config, session, [SLOT] * config.generator.vllm.num_engines)
+    fleet = EngineFleet(config, session, [SLOT] * count_engines(config))
     turns = DeviceTurns(fleet, shared=False, record_file=folder / "turns.jsonl")
     learner = start_learner(config, make_plan(config), session, [SLOT] * 2, role="policy", turns=turns)()
     fleet.wait_ready()

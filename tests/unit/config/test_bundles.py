@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyrl_train.cluster.build import with_time_to_load
-from skyrl_train.config.bundles import Bundle, Layout, missing_room, plan_layout
+from skyrl_train.config.bundles import Bundle, Layout, count_engines, missing_room, plan_layout
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig, PlatformConfig
 
@@ -78,10 +78,9 @@ def test_an_engine_of_several_devices_lies_on_those_of_consecutive_ranks_of_one_
     ],
 )
 def test_there_are_as_many_engines_as_their_devices_hold(placement: PlacementConfig, size: int, expected: int) -> None:
-    config = Config(placement=placement, generator=GeneratorConfig(vllm=VLLMConfig(tensor_parallel_size=size)))
-    assert config.generator.vllm.num_engines == expected
-    stated = Config(placement=placement, generator=GeneratorConfig(vllm=VLLMConfig(num_engines=1)))
-    assert stated.generator.vllm.num_engines == 1
+    vllm = VLLMConfig(tensor_parallel_size=size)
+    assert count_engines(Config(placement=placement, generator=GeneratorConfig(backend="vllm", vllm=vllm))) == expected
+    assert VLLMConfig(num_engines=1).count(placement) == 1
 
 
 def test_with_everything_in_one_place_each_device_has_one_of_each() -> None:
