@@ -109,8 +109,13 @@ def _in_bundle(group: PlacementGroup, index: int) -> PlacementGroupSchedulingStr
 
 def _devices_of(group: PlacementGroup) -> dict[int, tuple[str, str]]:
     """Node and GPU of each bundle of one GPU: Ray tells them to whoever runs there."""
-    ask = ray.remote(_own_device).options(num_cpus=0, num_gpus=_SHARED_GPU, runtime_env=RaySession.runtime_env(1))
-    refs = [ask.options(scheduling_strategy=_in_bundle(group, index)).remote() for index in range(group.bundle_count)]
+    ask, env = ray.remote(_own_device), RaySession.runtime_env(1)
+    refs = [
+        ask.options(
+            num_cpus=0, num_gpus=_SHARED_GPU, runtime_env=env, scheduling_strategy=_in_bundle(group, index)
+        ).remote()
+        for index in range(group.bundle_count)
+    ]
     try:
         return dict(enumerate(ray.get(refs, timeout=_ASK_TIMEOUT_S)))
     except ray.exceptions.GetTimeoutError:
