@@ -56,7 +56,7 @@ class Case:
     """Modules that must be installed beside torch and transformers."""
     cuda_only: bool = False
     min_devices: int = 0
-    """CUDA devices without which the case means nothing; 0 also allows a CPU."""
+    """So many of several CUDA devices are needed; a CPU has as many ranks as one likes."""
 
     def num_processes(self, machine: Machine) -> int:
         """How many processes run the body."""
@@ -71,7 +71,7 @@ class Case:
             return f"{', '.join(missing)} not installed"
         if self.cuda_only and machine.device == "cpu":
             return "needs a CUDA device"
-        if self.min_devices > len(machine.devices):
+        if machine.device == "cuda" and self.min_devices > len(machine.devices):
             return f"needs {self.min_devices} CUDA devices, found {len(machine.devices)}"
         if "vllm" in self.packages and _vllm_build() != machine.device:
             return f"vLLM is installed in its {_vllm_build()} build, which does not run on {machine.device}"
@@ -140,6 +140,7 @@ CASES: tuple[Case, ...] = (
         name="strategy/sequence_parallel",
         body="ranks:strategy_step",
         arguments={"name": "sequence_parallel", "dtype": "float32"},
+        min_devices=2,
         processes="each_device",
     ),
     Case(name="auto_micro_batches", body="learners:auto_micro_batches"),
@@ -151,7 +152,8 @@ CASES: tuple[Case, ...] = (
             arguments={"tensor_parallel_size": size},
             packages=("vllm",),
             deadline_s=420.0,
-            min_devices=size if size > 1 else 0,
+            cuda_only=size > 1,
+            min_devices=size,
         )
         for name, size in (("vllm", 1), ("vllm_tensor_parallel", 2))
     ),
