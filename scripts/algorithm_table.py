@@ -73,6 +73,13 @@ ESTIMATORS = (
         "reference log-probs",
         "",
     ),
+    Entry(
+        "self_distillation",
+        "arXiv:2601.19897",
+        "`log π(· given context) − log π_old` per token",
+        "`generator.privileged_context`",
+        "",
+    ),
 )
 LOSSES = (
     Entry("regular", "arXiv:1707.06347, 2503.14476", "`−min(ρA, clip(ρ)A)`", "", "TRL"),

@@ -150,6 +150,8 @@ class Trajectory:
     failure: Failure | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The environment's own numbers (`get_metrics`)."""
+    teacher_prompt_token_ids: tuple[int, ...] = ()
+    """The first prompt with what only a teacher of the same weights is shown; empty where there is none."""
     greedy_reward: float | None = None
     """Reward of the greedy sample of the same prompt, where one was drawn as a baseline."""
 

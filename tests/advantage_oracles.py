@@ -360,6 +360,7 @@ ADVANTAGE_ORACLES: dict[str, Callable[[Sequence[Sample], AlgorithmConfig], Advan
     "optimal_token_baseline": optimal_token_baseline_oracle,
     "gdpo": gdpo_oracle,
     "on_policy_distillation": distillation_oracle,
+    "self_distillation": distillation_oracle,
 }
 
 

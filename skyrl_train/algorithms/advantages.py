@@ -164,11 +164,13 @@ ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
     "optimal_token_baseline": optimal_token_baseline,
     "gdpo": gdpo,
     "on_policy_distillation": on_policy_distillation,
+    "self_distillation": on_policy_distillation,
 }
 
 OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
     "gae": ("values",),
     "on_policy_distillation": ("old_logprobs", "ref_logprobs"),
+    "self_distillation": ("old_logprobs", "ref_logprobs"),
     "optimal_token_baseline": ("old_logprobs", "sum_pi_squared"),
 }
 """What estimators read beside rewards and masks; those that are not named read nothing more, a user's own may read all."""

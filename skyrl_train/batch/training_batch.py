@@ -50,6 +50,7 @@ SCHEMA: dict[str, ColumnSpec] = {
     "returns": ColumnSpec(torch.float32, 0.0, True, "token"),
     "loss_weights": ColumnSpec(torch.float64, 0.0, True, "token"),
     "sum_pi_squared": ColumnSpec(torch.float32, 0.0, True, "token"),
+    "entropy_coef": ColumnSpec(torch.float64, 0.0, True, "token"),
     "policy_weights": ColumnSpec(torch.float64, 0.0, True, "token"),
     "sequence_log_ratio": ColumnSpec(torch.float64, 0.0, True, "token"),
     "position_ids": ColumnSpec(torch.int32, 0, True, "token"),

@@ -174,7 +174,15 @@ class AlgorithmConfig:
     ref_update_interval: Annotated[int, Range(0)] = 0
     """Replace the reference by the current policy every so many training batches; 0 never."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus (with a controller, the first weight)."""
+    entropy_controller: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive moves the weight after every optimizer step, and applies it while the entropy is at most `entropy_target`."""
+    entropy_target: Positive = 0.2
+    """adaptive: mean entropy per trained token (nats) that is kept up."""
+    entropy_coef_delta: Positive = 0.005
+    """adaptive: by how much the weight moves."""
+    entropy_coef_max: Positive = 1.0
+    """adaptive: largest weight."""
     value_clip: NonNegative = 0.2
     """Critic: new values are clipped to within this of the old ones; 0 is off."""
     critic_warmup_steps: Annotated[int, Range(0)] = 0
@@ -187,7 +195,9 @@ class AlgorithmConfig:
 
 REFERENCE_ESTIMATORS = ("on_policy_distillation",)
 """Advantage estimators that read the reference's (the teacher's) log-probabilities."""
-SCORED_ESTIMATORS = ("optimal_token_baseline",)
+SELF_TAUGHT_ESTIMATORS = ("self_distillation",)
+"""Advantage estimators whose teacher is the policy itself, shown privileged context."""
+SCORED_ESTIMATORS = ("optimal_token_baseline", *SELF_TAUGHT_ESTIMATORS)
 """Advantage estimators that read the policy's probabilities before the update."""
 OUTCOME_ESTIMATORS = ("gdpo",)
 """Advantage estimators whose rewards belong to trajectories and to no turn."""
@@ -326,6 +336,13 @@ def algorithm_violations(config: AlgorithmConfig, prefix: str = "trainer.algorit
         f"try {prefix}clip_cov_low=1",
     )
     require(
+        not (config.entropy_controller == "adaptive" and not 0 <= config.entropy_coef <= config.entropy_coef_max),
+        "entropy_coef",
+        f"must lie between 0 and entropy_coef_max={config.entropy_coef_max:g} with entropy_controller=adaptive",
+        config.entropy_coef,
+        f"try {prefix}entropy_coef=0",
+    )
+    require(
         not (config.kl_controller == "adaptive" and config.kl_reward_coef == 0),
         "kl_controller",
         "adaptive needs a first weight: kl_reward_coef above 0",
@@ -336,6 +353,15 @@ def algorithm_violations(config: AlgorithmConfig, prefix: str = "trainer.algorit
         remedy = f"try {prefix}reward_components={{{name}: 1}}"
         require(
             _is_number(weight), f"reward_components.{name}", "must be a number, the reward's weight", weight, remedy
+        )
+    for name in ("kl_loss_coef", "kl_reward_coef"):
+        weight = getattr(config, name)
+        require(
+            config.advantage_estimator not in SELF_TAUGHT_ESTIMATORS or weight == 0,
+            name,
+            f"must be 0 with advantage_estimator={config.advantage_estimator}, whose teacher takes the reference's place",
+            weight,
+            f"try {prefix}{name}=0",
         )
     require(
         config.advantage_estimator in OUTCOME_ESTIMATORS or not config.reward_components,

@@ -109,6 +109,9 @@ class GeneratorConfig:
     """Generations per trajectory."""
     max_context_length: PositiveInt = 512
     """Tokens of prompt, responses and observations together; a trajectory that is full ends there."""
+    privileged_context: str = ""
+    """algorithm=self_distillation: where in the data row stands what the teacher alone is shown, e.g.
+    `reward_spec.ground_truth`; it is put after the last message."""
     step_wise_trajectories: bool = False
     """true: one training row per turn. false: one row per trajectory."""
     merge_stepwise: Literal["auto", "off"] = "auto"

@@ -10,7 +10,13 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.config.algorithm import REFERENCE_ESTIMATORS, algorithm_violations, needs_critic, needs_reference
+from skyrl_train.config.algorithm import (
+    REFERENCE_ESTIMATORS,
+    SELF_TAUGHT_ESTIMATORS,
+    algorithm_violations,
+    needs_critic,
+    needs_reference,
+)
 from skyrl_train.config.engine_args import engine_argument_violations, seeds_violations
 from skyrl_train.config.registered import REGISTRIES, module_exists, registered_names
 from skyrl_train.config.schema import Config
@@ -240,6 +246,16 @@ def _reference(config: Config) -> Iterator[Violation]:
             "reference.model.path",
             f"must name another model than the policy: {algorithm.advantage_estimator} learns from where the two differ",
             "set reference.model.path to the folder or hub name of a teacher",
+        )
+    context = config.generator.privileged_context
+    if (algorithm.advantage_estimator in SELF_TAUGHT_ESTIMATORS) != bool(context):
+        yield _violation(
+            config,
+            "generator.privileged_context",
+            "names what the teacher of algorithm=self_distillation is shown, and of no other",
+            "try algorithm=self_distillation, or generator.privileged_context=''"
+            if context
+            else "try generator.privileged_context=reward_spec.ground_truth",
         )
     if algorithm.ref_update_interval and not needs_reference(algorithm):
         yield _violation(

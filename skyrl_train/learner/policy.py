@@ -221,7 +221,10 @@ class PolicyLearner(HoldsModel):
                 token_kls = unbiased_kl(token_kls, logprobs, inputs.old_logprobs, mask)
             parts["kl"] = (weights * token_kls).sum()
             total = total + algorithm.kl_loss_coef * parts["kl"]
-        if algorithm.entropy_coef:
+        if "entropy_coef" in columns:
+            parts["entropy"] = (weights * entropy).sum()
+            total = total - (weights * columns["entropy_coef"] * entropy).sum()
+        elif algorithm.entropy_coef:
             parts["entropy"] = (weights * entropy).sum()
             total = total - algorithm.entropy_coef * parts["entropy"]
         return _Terms(total=total, parts=parts, inputs=inputs, metrics=output.metrics)

@@ -50,6 +50,8 @@ class Job:
     """Identifies the prompt in seeds wherever it stands in the batch."""
     sample_index: int
     sampling: SamplingParams
+    teacher_token_ids: tuple[int, ...]
+    """The prompt with its privileged context; empty without one."""
     seed: int
     global_step: int
     purpose: str
@@ -155,7 +157,13 @@ class AgentLoop:
             outcome=outcome,
             failure=broken.to_failure(turn_index=len(self._turns)) if broken else None,
             metrics=metrics or {},
+            teacher_prompt_token_ids=self._teacher_prompt(),
         )
+
+    def _teacher_prompt(self) -> tuple[int, ...]:
+        """None where the environment changed the messages that it was made of."""
+        unchanged = self._turns and self._turns[0].prompt_token_ids == self._job.prompt_token_ids
+        return self._job.teacher_token_ids if unchanged else ()
 
 
 def _turn(prompt: NextPrompt, output: GenerationOutput, text: str, reward: float) -> Turn:

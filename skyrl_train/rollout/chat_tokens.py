@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from skyrl_train.errors import DataError
@@ -154,3 +154,20 @@ def _common_suffix(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, 
     while length < min(len(left), len(right)) and left[-1 - length] == right[-1 - length]:
         length += 1
     return left[len(left) - length :]
+
+
+def with_context(prompt: Prompt, name: str) -> Prompt:
+    """The data row with its column `name` (dots go into nested columns) after its last message's text.
+
+    Raises DataError naming the row and the column where it has no such text.
+    """
+    value: Any = prompt.extras
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    last = prompt.messages[-1] if prompt.messages else {}
+    if not isinstance(value, (str, int, float)) or not str(value) or not isinstance(last.get("content"), str):
+        raise DataError(
+            f"prompt {prompt.uid} has no text {name!r} to show the teacher after its last message. "
+            "Set generator.privileged_context to a column that every row has."
+        )
+    return replace(prompt, messages=(*prompt.messages[:-1], {**last, "content": f"{last['content']}\n\n{value}"}))

@@ -20,7 +20,7 @@ from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.agent_loop import AgentLoop, Job, Limits
-from skyrl_train.rollout.chat_tokens import ChatTokenizer, ChatTokens
+from skyrl_train.rollout.chat_tokens import ChatTokenizer, ChatTokens, with_context
 from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner
 from skyrl_train.rollout.environments import check_environment, make_environment
 from skyrl_train.rollout.loop_thread import LoopThread
@@ -59,6 +59,7 @@ class RolloutGenerator:
             max_context_length=generator.max_context_length,
             request_timeout_s=generator.request_timeout_s,
         )
+        self._context = generator.privileged_context
         self._seed = seed
         self._runner = EnvRunner(max_workers=environment.max_workers, timeout_s=environment.step_timeout_s)
         self._thread = LoopThread(name="rollout")
@@ -120,10 +121,12 @@ class RolloutGenerator:
             prompt_number = derive_seed(0, f"prompt/{prompt.uid}", seen[prompt.uid])
             seen[prompt.uid] += 1
             token_ids = self._chat.data_prompt(prompt)
+            teacher_ids = self._chat.data_prompt(with_context(prompt, self._context)) if self._context else ()
             jobs.extend(
                 Job(
                     prompt=prompt,
                     prompt_token_ids=token_ids,
+                    teacher_token_ids=teacher_ids,
                     prompt_index=prompt_index,
                     prompt_number=prompt_number,
                     sample_index=sample_index,

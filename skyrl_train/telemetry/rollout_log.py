@@ -96,6 +96,8 @@ def encode_trajectory(
         "metrics": dict(trajectory.metrics),
         "turns": [_encode_turn(turn) for turn in trajectory.turns],
     }
+    if trajectory.teacher_prompt_token_ids:
+        record["teacher_prompt_token_ids"] = trajectory.teacher_prompt_token_ids
     if trajectory.greedy_reward is not None:
         record["greedy_reward"] = trajectory.greedy_reward
     if advantages is not None:
@@ -176,6 +178,7 @@ def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
             kind=FailureKind(failure["kind"]), message=str(failure["message"]), turn_index=int(failure["turn_index"])
         ),
         metrics={name: float(value) for name, value in record.get("metrics", {}).items()},
+        teacher_prompt_token_ids=_token_ids(record.get("teacher_prompt_token_ids", []), "teacher_prompt_token_ids"),
         greedy_reward=_finite(record["greedy_reward"], "greedy_reward") if "greedy_reward" in record else None,
     )
     return prompt, trajectory

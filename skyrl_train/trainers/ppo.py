@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from skyrl_train.algorithms.entropy_controller import EntropyControllerState
 from skyrl_train.algorithms.kl_controller import initial_state, next_state
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import Config
@@ -104,6 +105,7 @@ class PPOTrainer:
         self.timer = StepTimer()
         self.totals = start.totals
         self.data_position = start.data_position
+        self.entropy = start.state.entropy_controller if start.state else None
         self.kl = start.state.kl_controller if start.state else initial_state(config.trainer.algorithm)
         self._last_checkpoint = start.checkpoint
 
@@ -125,13 +127,16 @@ class PPOTrainer:
                 with self._phase("assemble"):
                     batch = steps.assemble(generated.rollouts, config, step=step, weight_version=step - 1)
                 with self._phase("score"):
-                    batch = steps.score(batch, learners, config)
+                    batch = steps.score(batch, learners, config, rollouts=generated.rollouts)
                 with self._phase("estimate"):
                     batch = steps.estimate(batch, config, kl_coef=self.kl.coef)
                 with self._phase("log"):
                     self._keep(generated.rollouts, batch, step)
                 with self._phase("update"):
-                    update = steps.update(batch, learners, config, on_progress=self.console.on_progress)
+                    update = steps.update(
+                        batch, learners, config, on_progress=self.console.on_progress, entropy=self.entropy
+                    )
+                    self.entropy = update.entropy
                 with self._phase("sync"):
                     steps.sync(learners.policy, self.transport, version=step)
                     self._move_reference(step)
@@ -240,6 +245,7 @@ class PPOTrainer:
                 data_position=self.data_position,
                 weight_version=step,
                 kl_controller=self.kl,
+                entropy_controller=self.entropy or EntropyControllerState(),
                 totals=self.totals,
                 config=flat_config(self.config),
                 data=self.data,

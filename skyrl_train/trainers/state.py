@@ -10,11 +10,12 @@ import hashlib
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.algorithms.entropy_controller import EntropyControllerState
 from skyrl_train.algorithms.kl_controller import KLControllerState
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import CheckpointError
@@ -80,6 +81,8 @@ class TrainerState:
     """Every setting by its dotted name, as JSON, secrets redacted."""
     data: DataFingerprint
     versions: Mapping[str, str]
+    entropy_controller: EntropyControllerState = field(default_factory=EntropyControllerState)
+    """The weight of the entropy bonus."""
 
     def write(self, folder: Path) -> None:
         """Writes `trainer_state.json` into a checkpoint."""
@@ -95,7 +98,10 @@ class TrainerState:
                 raise ValueError(f"not of format {FORMAT}")
             totals, data = Totals(**content.pop("totals")), DataFingerprint(**content.pop("data"))
             controller = KLControllerState.from_json(content.pop("kl_controller"))
-            return TrainerState(**content, totals=totals, data=data, kl_controller=controller)
+            entropy = EntropyControllerState.from_json(content.pop("entropy_controller"))
+            return TrainerState(
+                **content, entropy_controller=entropy, totals=totals, data=data, kl_controller=controller
+            )
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} cannot be used ({type(error).__name__}: {error}). Resume from another checkpoint with "

@@ -9,23 +9,30 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynamically
+from skyrl_train.algorithms.entropy_controller import (
+    EntropyControllerState,
+    initial_entropy_state,
+    next_entropy_state,
+)
 from skyrl_train.algorithms.estimate import estimate_advantages
 from skyrl_train.algorithms.filters import mask_rows, shape_rewards
 from skyrl_train.algorithms.reward_columns import with_greedy_rewards, with_reward_columns
+from skyrl_train.algorithms.self_distillation import teacher_logprobs
 from skyrl_train.algorithms.step_columns import with_step_columns
 from skyrl_train.batch import assemble as assembly
 from skyrl_train.batch.minibatch import MiniBatch, mini_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import SCORED_ESTIMATORS, FilterConfig, needs_greedy_sample
+from skyrl_train.config.algorithm import SCORED_ESTIMATORS, SELF_TAUGHT_ESTIMATORS, FilterConfig, needs_greedy_sample
 from skyrl_train.config.generation import SamplingConfig
 from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, Reference, ScoresDistributions, WeightTransport
-from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
+from skyrl_train.telemetry.metrics import Mean, StepMetrics, merge_metrics
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
 Progress = Callable[[int, int], None]
@@ -73,6 +80,8 @@ class Update:
     """Merged over all optimizer steps."""
     num_optimizer_steps: int
     """Of the policy."""
+    entropy: EntropyControllerState
+    """After the last of them."""
 
 
 def sampling_params(config: SamplingConfig) -> SamplingParams:
@@ -140,13 +149,18 @@ def assemble(rollouts: RolloutBatch, config: Config, *, step: int, weight_versio
     return mask_rows(batch, rollouts, config.trainer.algorithm)
 
 
-def score(batch: TrainingInputBatch, learners: Learners, config: Config) -> TrainingInputBatch:
+def score(
+    batch: TrainingInputBatch, learners: Learners, config: Config, *, rollouts: RolloutBatch | None = None
+) -> TrainingInputBatch:
     """Adds `old_logprobs` where they can matter, and `ref_logprobs` and `values` where there is a reference and a
-    critic."""
+    critic. A policy that is its own teacher reads the teacher's prompts from the `rollouts` that the batch is made of."""
     columns: dict[str, Tensor] = {}
     if needs_old_logprobs(config.trainer):
         columns["old_logprobs"] = learners.policy.forward(batch)
-    if config.trainer.algorithm.advantage_estimator in SCORED_ESTIMATORS:
+    estimator = config.trainer.algorithm.advantage_estimator
+    if estimator in SELF_TAUGHT_ESTIMATORS and rollouts is not None:
+        columns["ref_logprobs"] = teacher_logprobs(batch, rollouts, learners.policy.forward)
+    elif estimator in SCORED_ESTIMATORS:
         columns["sum_pi_squared"] = _scorer(learners.policy).forward_sum_pi_squared(batch)
     if learners.reference is not None:
         columns["ref_logprobs"] = learners.reference.forward(batch)
@@ -160,12 +174,20 @@ def estimate(batch: TrainingInputBatch, config: Config, *, kl_coef: float) -> Tr
     return estimate_advantages(batch, config.trainer.algorithm, kl_reward_coef=kl_coef)
 
 
-def update(batch: TrainingInputBatch, learners: Learners, config: Config, *, on_progress: Progress) -> Update:
+def update(
+    batch: TrainingInputBatch,
+    learners: Learners,
+    config: Config,
+    *,
+    on_progress: Progress,
+    entropy: EntropyControllerState | None = None,
+) -> Update:
     """All optimizer steps of one training batch; the critic's before the policy's, and without the policy's during the
-    critic's warm-up.
+    critic's warm-up. `entropy`: the state of the controller of the entropy bonus before them; None where it is the first.
 
     Raises NonFiniteError, naming the training step and the optimizer step: the update ends there.
     """
+    steering = _Steering(learners.policy, config, entropy)
     parts: list[StepMetrics] = []
     policy_parts: list[StepMetrics] = []
     if learners.critic is not None:
@@ -174,9 +196,40 @@ def update(batch: TrainingInputBatch, learners: Learners, config: Config, *, on_
     if learners.critic is None or batch.metadata.global_step > config.trainer.algorithm.critic_warmup_steps:
         boundaries = _known(batch.metadata.policy_mini_batch_boundaries, "policy_mini_batch_boundaries")
         policy_parts = update_learner(
-            learners.policy, batch, boundaries, config, name="policy", on_progress=on_progress, prepare=_step_columns
+            learners.policy, batch, boundaries, config, name="policy", on_progress=on_progress, steering=steering
         )
-    return Update(metrics=merge_metrics([*parts, *policy_parts]), num_optimizer_steps=len(policy_parts))
+    return Update(
+        metrics=merge_metrics([*parts, *policy_parts]),
+        num_optimizer_steps=len(policy_parts),
+        entropy=steering.entropy,
+    )
+
+
+class _Steering:
+    """What the policy's optimizer steps need of each other: columns over each mini-batch, the weight of the entropy."""
+
+    def __init__(self, policy: Learner, config: Config, entropy: EntropyControllerState | None) -> None:
+        self._policy, self._algorithm = policy, config.trainer.algorithm
+        self.entropy = entropy or initial_entropy_state(self._algorithm)
+
+    def prepare(self, mini_batch: MiniBatch) -> tuple[MiniBatch, StepMetrics]:
+        """The closed mini-batch with the columns that its loss reads across rows, and what was found."""
+
+        def score_now(what: Literal["logprobs", "entropy"], rows: TrainingInputBatch) -> Tensor:
+            return self._policy.forward(rows) if what == "logprobs" else _scorer(self._policy).forward_entropy(rows)
+
+        rows, metrics = with_step_columns(mini_batch.batch, self._algorithm, score_now)
+        if self._algorithm.entropy_controller == "adaptive":
+            weight = torch.full((rows.num_tokens,), self.entropy.applied, dtype=torch.float64)
+            rows = rows.with_columns(entropy_coef=weight)
+            metrics = {**metrics, "policy/entropy_coef": Mean(self.entropy.applied, 1.0)}
+        return replace(mini_batch, batch=rows), metrics
+
+    def observe(self, metrics: StepMetrics) -> None:
+        """Moves the weight of the entropy after one optimizer step."""
+        if self._algorithm.entropy_controller == "adaptive" and "policy/entropy" in metrics:
+            found = metrics["policy/entropy"].value
+            self.entropy = next_entropy_state(self.entropy, entropy=found, config=self._algorithm)
 
 
 def update_learner(
@@ -187,11 +240,11 @@ def update_learner(
     *,
     name: str,
     on_progress: Progress,
-    prepare: Callable[[MiniBatch, Learner, Config], tuple[MiniBatch, StepMetrics]] | None = None,
+    steering: _Steering | None = None,
 ) -> list[StepMetrics]:
     """Close, accumulate, step: once for each mini-batch of each epoch. The metrics of each optimizer step.
 
-    `prepare` completes each closed mini-batch with what its loss reads across rows, and says what it found.
+    `steering` completes each closed mini-batch with what its loss reads across rows, and sees what each step found.
     """
     algorithm = config.trainer.algorithm
     epochs = config.trainer.update_epochs_per_batch
@@ -207,8 +260,10 @@ def update_learner(
         )
         for number, mini_batch in enumerate(closed, start=1):
             try:
-                ready, found = (mini_batch, {}) if prepare is None else prepare(mini_batch, learner, config)
+                ready, found = (mini_batch, {}) if steering is None else steering.prepare(mini_batch)
                 parts.append(merge_metrics([found, learner.forward_backward(ready), learner.optim_step()]))
+                if steering is not None:
+                    steering.observe(parts[-1])
             except NonFiniteError as error:
                 raise NonFiniteError(
                     f"training step {batch.metadata.global_step}, {name}: optimizer step {len(parts) + 1} of {total} "
@@ -216,16 +271,6 @@ def update_learner(
                 ) from error
             on_progress(len(parts), total)
     return parts
-
-
-def _step_columns(mini_batch: MiniBatch, policy: Learner, config: Config) -> tuple[MiniBatch, StepMetrics]:
-    """The policy's mini-batch with the columns that its loss reads across rows."""
-
-    def score_now(what: Literal["logprobs", "entropy"], rows: TrainingInputBatch) -> Tensor:
-        return policy.forward(rows) if what == "logprobs" else _scorer(policy).forward_entropy(rows)
-
-    rows, metrics = with_step_columns(mini_batch.batch, config.trainer.algorithm, score_now)
-    return replace(mini_batch, batch=rows), metrics
 
 
 def _scorer(policy: Learner) -> ScoresDistributions:

@@ -71,6 +71,7 @@ def test_who_needs_which_model() -> None:
         (AlgorithmConfig(reward_components={"solved": 1}), "reward_components"),
         (AlgorithmConfig(advantage_estimator="gdpo", reward_components={"solved": "much"}), "reward_components.solved"),
         (AlgorithmConfig(advantage_estimator="gdpo", step_rewards="turn_return"), "step_rewards"),
+        (AlgorithmConfig(entropy_controller="adaptive", entropy_coef=2.0), "entropy_coef"),
         (AlgorithmConfig(clip_cov_low=9.0), "clip_cov_low"),
         (AlgorithmConfig(kl_controller="adaptive"), "kl_controller"),
         *(
