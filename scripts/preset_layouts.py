@@ -42,6 +42,7 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
 from skyrl_train.config.algorithm import needs_critic, needs_reference
 from skyrl_train.config.load import load_config
+from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import Config, OptimizerConfig, TrainerConfig
@@ -284,7 +285,18 @@ def build(config: Config, role: str, dtype: torch.dtype, strategy: ModelStrategy
     )
     if role == "critic":
         return CriticLearner(engine, model=config.model, algorithm=config.trainer.algorithm)
-    return PolicyLearner(engine, model=config.model, algorithm=config.trainer.algorithm, temperature=1.0)
+    return PolicyLearner(
+        engine,
+        model=config.model,
+        algorithm=config.trainer.algorithm,
+        temperature=1.0,
+        on_policy=not needs_old_logprobs(scored_before(config).trainer),
+    )
+
+
+def scored_before(config: Config) -> Config:
+    """The same with more than one epoch to come, for which the policy scores the batch where its loss reads that."""
+    return replace(config, trainer=replace(config.trainer, update_epochs_per_batch=2))
 
 
 class Steps:
@@ -322,9 +334,7 @@ class Steps:
             columns = {name: from_table(batch, table) for name, table in self.tables.items()}
             batch = batch.with_columns(**columns)
         else:
-            # With more than one epoch to come the policy scores the batch, where its loss compares with what it was.
-            scoring = replace(config, trainer=replace(config.trainer, update_epochs_per_batch=2))
-            scored = steps.score(batch, learners, scoring)
+            scored = steps.score(batch, learners, scored_before(config))
             if is_plain:
                 new = scored.token_columns.keys() - batch.token_columns.keys()
                 self.tables = {name: to_table(scored, scored[name]) for name in new}

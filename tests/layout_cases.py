@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -82,6 +84,17 @@ def batch_of_rows(
         row_offsets=offsets_of(lengths),
         metadata=BatchMetadata(uids=tuple(f"p{index}" for index in prompt), global_step=1, weight_version=1),
     )
+
+
+Regime = Literal["drawn", "shared", "own"]
+REGIMES: tuple[Regime, ...] = ("drawn", "shared", "own")
+"""Where old, reference and rollout log-probabilities come from: random numbers, as after many updates; or on-policy, as in
+the first update after scoring: the model itself, in one plain layout for all, or in each layout by itself."""
+
+
+def on_policy(batch: TrainingInputBatch, scores: Tensor) -> TrainingInputBatch:
+    """The batch as before the first optimizer step: old, reference and rollout log-probabilities are these."""
+    return batch.with_columns(old_logprobs=scores, ref_logprobs=scores, rollout_logprobs=scores)
 
 
 def close(batch: TrainingInputBatch, *, reduction: str = "sequence_mean") -> MiniBatch:

@@ -6,7 +6,7 @@ layers, where only the order of summation is left to differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -29,6 +29,7 @@ from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, Trai
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
+from tests.layout_cases import Regime, on_policy
 
 VOCABULARY = 50
 TOLERANCE = 1e-10
@@ -199,26 +200,66 @@ class Step:
         )
 
 
-def closed(step: Step, batch_of: RolloutBatch, layout: Layout) -> MiniBatch:
-    """The mini-batch with its rows ordered and padded as the layout says."""
+Rescore = Callable[[TrainingInputBatch], TrainingInputBatch]
+
+
+def closed(step: Step, batch_of: RolloutBatch, layout: Layout, rescore: Rescore = lambda batch: batch) -> MiniBatch:
+    """The mini-batch with its rows ordered and padded as the layout says, scored again before it is closed."""
     batch = scored_batch(batch_of, step_wise=layout.step_wise)
     if layout.order_seed is not None:
         order = torch.randperm(batch.num_rows, generator=torch.Generator().manual_seed(layout.order_seed))
         batch = batch.take(order)
-    return step.close(batch.pad_rows(layout.dummy_rows))
+    return step.close(rescore(batch.pad_rows(layout.dummy_rows)))
 
 
-def learner_gradient(model: nn.Module, step: Step, batch_of: RolloutBatch, layout: Layout = Layout()) -> Tensor:
-    """By the learner that trains: each rank's shard is cut and computed on its own, and the gradients add up."""
-    mini_batch = closed(step, batch_of, layout)
+def learner_of(model: nn.Module, step: Step, layout: Layout) -> PolicyLearner:
     engine = ModelEngine(
         model,  # type: ignore[arg-type]
         name="policy",
         micro_batching=layout.strategy(),
         optimizer=OptimizerConfig(),
     )
-    learner = PolicyLearner(engine, model=ModelConfig(), algorithm=step.algorithm, temperature=1.0)
-    engine.zero_grad()
+    return PolicyLearner(engine, model=ModelConfig(), algorithm=step.algorithm, temperature=1.0)
+
+
+def rescoring(model: nn.Module, step: Step, batch_of: RolloutBatch, layout: Layout, regime: Regime) -> Rescore:
+    """What gives a batch of these rollouts the columns of this regime."""
+    if regime == "drawn":
+        return lambda batch: batch
+    if regime == "own":
+        learner = learner_of(model, step, layout)
+
+        def scored_by_layout(batch: TrainingInputBatch) -> TrainingInputBatch:
+            staged = stage(batch, layout.dp_size)
+            return on_policy(batch, staged.collect([learner.forward(shard) for shard in staged.shards]))
+
+        return scored_by_layout
+    plain = scored_batch(batch_of, step_wise=False)
+    scores = learner_of(model, step, Layout()).forward(plain)
+    trajectory, position = _places(plain)
+    table = scores.new_zeros(len(batch_of.trajectories), int(position.max()) + 1)
+    table[trajectory, position] = scores
+
+    def scored_once(batch: TrainingInputBatch) -> TrainingInputBatch:
+        trajectory, position = _places(batch)
+        return on_policy(batch, torch.where(batch["loss_mask"], table[trajectory, position], 0.0))
+
+    return scored_once
+
+
+def _places(batch: TrainingInputBatch) -> tuple[Tensor, Tensor]:
+    """Trajectory and position of each token; dummy rows are told as the last trajectory's."""
+    position = torch.cat([torch.arange(length) for length in batch.lengths.tolist()])
+    return torch.repeat_interleave(batch["trajectory_index"].long(), batch.lengths), position
+
+
+def learner_gradient(
+    model: nn.Module, step: Step, batch_of: RolloutBatch, layout: Layout = Layout(), regime: Regime = "drawn"
+) -> Tensor:
+    """By the learner that trains: each rank's shard is cut and computed on its own, and the gradients add up."""
+    mini_batch = closed(step, batch_of, layout, rescoring(model, step, batch_of, layout, regime))
+    learner = learner_of(model, step, layout)
+    learner.engine.zero_grad()
     scores = {"logprobs": learner.forward, "entropy": learner.forward_entropy}
     rows, _ = with_step_columns(mini_batch.batch, step.algorithm, lambda what, batch: scores[what](batch))
     for shard in stage(rows, layout.dp_size).shards:
@@ -226,10 +267,12 @@ def learner_gradient(model: nn.Module, step: Step, batch_of: RolloutBatch, layou
     return flat_gradient(model)
 
 
-def plain_gradient(model: nn.Module, step: Step, batch_of: RolloutBatch, layout: Layout = Layout()) -> Tensor:
+def plain_gradient(
+    model: nn.Module, step: Step, batch_of: RolloutBatch, layout: Layout = Layout(), regime: Regime = "drawn"
+) -> Tensor:
     """The same written out: full logits of every row, dummy rows and dummy micro-batches computed, a value term
     added."""
-    mini_batch = closed(step, batch_of, layout)
+    mini_batch = closed(step, batch_of, layout, rescoring(model, step, batch_of, layout, regime))
     shards = stage(mini_batch.batch, layout.dp_size).shards
     counts = [len(layout.strategy().split(shard, training=True)) for shard in shards]
     model.zero_grad(set_to_none=True)

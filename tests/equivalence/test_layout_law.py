@@ -25,10 +25,14 @@ from skyrl_train.batch.minibatch import LOSS_REDUCTIONS
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm
+from tests.layout_cases import REGIMES
 from tests.learner_cases import make_double, save_tiny_model
 
-DRAWN = settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+DRAWN = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DRAWN_SLOWLY = settings(DRAWN, max_examples=40)
+ANY_LOSS = st.sampled_from(sorted(POLICY_LOSSES))
+ANY_REGIME = st.sampled_from(REGIMES)
+ANY_KL = st.sampled_from(sorted(KL_ESTIMATORS))
 EVERY_LOSS = pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
 EVERY_REDUCTION = pytest.mark.parametrize("reduction", sorted(LOSS_REDUCTIONS))
 
@@ -47,49 +51,63 @@ def step_of(loss: str = "regular", reduction: str = "token_mean", **settings: ob
 
 
 @EVERY_REDUCTION
-@EVERY_LOSS
 @DRAWN
-@given(batch_of=rollouts(), layout=layouts(), normalize=st.booleans(), kl=st.sampled_from(sorted(KL_ESTIMATORS)))
-def test_any_layout_gives_the_gradient_of_the_plainest(model, loss, reduction, batch_of, layout, normalize, kl):
+@given(loss=ANY_LOSS, regime=ANY_REGIME, batch_of=rollouts(), layout=layouts(), normalize=st.booleans(), kl=ANY_KL)
+def test_any_layout_gives_the_gradient_of_the_plainest(model, reduction, loss, regime, batch_of, layout, normalize, kl):
+    """At length below for each loss; `test_layouts.py` takes each loss through each way to compute rows."""
     step = step_of(loss, reduction, normalize_advantages=normalize, kl_estimator=kl)
-    expected = learner_gradient(model, step, batch_of)
-    assert_same_gradient(learner_gradient(model, step, batch_of, layout), expected)
+    expected = learner_gradient(model, step, batch_of, regime=regime)
+    assert_same_gradient(learner_gradient(model, step, batch_of, layout, regime), expected)
+
+
+@EVERY_LOSS
+def test_every_loss_has_one_gradient_on_policy(model, loss):
+    """Scored once for all layouts, and by each layout itself, where every ratio is 1 but for rounding."""
+    step = step_of(loss, "sequence_mean", kl_estimator="abs", kl_cov_share=0.5, clip_cov_low=0.0, clip_cov_share=0.5)
+    expected = learner_gradient(model, step, fixed_rollouts(), regime="shared")
+    for regime, layout in zip(("own", "shared") * len(ALL_DIFFERENT), ALL_DIFFERENT):
+        assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout, regime), expected)
 
 
 @pytest.mark.slow
 @EVERY_REDUCTION
 @EVERY_LOSS
 @DRAWN_SLOWLY
-@given(batch_of=rollouts(), layout=layouts(), normalize=st.booleans(), kl=st.sampled_from(sorted(KL_ESTIMATORS)))
+@given(regime=ANY_REGIME, batch_of=rollouts(), layout=layouts(), normalize=st.booleans(), kl=ANY_KL)
 def test_any_layout_gives_the_gradient_of_the_plainest_at_length(
-    model, loss, reduction, batch_of, layout, normalize, kl
+    model, loss, reduction, regime, batch_of, layout, normalize, kl
 ):
     step = step_of(loss, reduction, normalize_advantages=normalize, kl_estimator=kl)
-    expected = learner_gradient(model, step, batch_of)
-    assert_same_gradient(learner_gradient(model, step, batch_of, layout), expected)
+    expected = learner_gradient(model, step, batch_of, regime=regime)
+    assert_same_gradient(learner_gradient(model, step, batch_of, layout, regime), expected)
 
 
 @EVERY_REDUCTION
-@settings(DRAWN, max_examples=6)
-@given(batch_of=rollouts(), layout=layouts(), loss=st.sampled_from(sorted(POLICY_LOSSES)))
-def test_dummy_rows_and_dummy_micro_batches_that_are_computed_change_nothing(model, reduction, batch_of, layout, loss):
+@DRAWN
+@given(batch_of=rollouts(), layout=layouts(), loss=ANY_LOSS, regime=ANY_REGIME)
+def test_dummy_rows_and_dummy_micro_batches_that_are_computed_change_nothing(
+    model, reduction, batch_of, layout, loss, regime
+):
     """Written out with a value term, without the learner's shortcut of leaving rows without loss out."""
     step = step_of(loss, reduction)
-    assert_same_gradient(plain_gradient(model, step, batch_of, layout), plain_gradient(model, step, batch_of))
+    expected = plain_gradient(model, step, batch_of, regime=regime)
+    assert_same_gradient(plain_gradient(model, step, batch_of, layout, regime), expected)
 
 
+@pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("layout", ALL_DIFFERENT)
-def test_each_kind_of_layout_on_its_own(model, layout):
+def test_each_kind_of_layout_on_its_own(model, layout, regime):
     step = step_of("regular", "sequence_mean", normalize_advantages=True)
-    expected = learner_gradient(model, step, fixed_rollouts())
-    assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout), expected)
+    expected = learner_gradient(model, step, fixed_rollouts(), regime=regime)
+    assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout, regime), expected)
 
 
 @pytest.mark.parametrize("dp_size", range(1, 9))
 def test_any_number_of_ranks(model, dp_size):
     step, batch_of = step_of("regular", "prompt_mean"), fixed_rollouts(1)
-    expected = learner_gradient(model, step, batch_of)
-    assert_same_gradient(learner_gradient(model, step, batch_of, Layout(dp_size=dp_size, rows=2)), expected)
+    for regime in REGIMES:
+        expected = learner_gradient(model, step, batch_of, regime=regime)
+        assert_same_gradient(learner_gradient(model, step, batch_of, Layout(dp_size=dp_size, rows=2), regime), expected)
 
 
 def test_another_set_of_trajectories_has_another_gradient(model):
