@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One real step of every preset under every layout, on the same recorded on-policy rollouts: do the gradient norms agree?
 
-    record (one step of the loop, bundled model) --> rollouts
+    record (one step of the loop, a tiny random model) --> rollouts, rewards drawn
     each preset x rows per trajectory or per turn x layout x 1 or 2 ranks x float32, float64:
         assemble --> score --> estimate --> close --> forward, backward --> gradient norm
 
@@ -20,6 +20,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +35,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torch import Tensor, multiprocessing, nn
 from torch import distributed as dist  # noqa: TID251 - the two ranks are processes of this script
+from transformers import AutoModelForCausalLM
 
 from skyrl_train.batch.layout import Layout as RowLayout
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
@@ -45,19 +49,19 @@ from skyrl_train.config.load import load_config
 from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import Config, OptimizerConfig, TrainerConfig
+from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.distributed.process_group import Rendezvous, join, leave
 from skyrl_train.distributed.strategy import ModelStrategy, Replicated, SingleProcess
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
 from skyrl_train.model.value_model import load_value_model
 from skyrl_train.run import train
 from skyrl_train.telemetry.metrics import StepMetrics
 from skyrl_train.telemetry.rollout_log import read_rollouts
 from skyrl_train.trainers import steps
-from skyrl_train.types import RolloutBatch
+from skyrl_train.types import RolloutBatch, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "algorithms.md"
@@ -65,7 +69,7 @@ BEGIN, END = "<!-- layouts: written by scripts/preset_layouts.py -->", "<!-- end
 PRESETS = tuple(sorted(path.stem for path in (conf_dir() / "algorithm").glob("*.yaml")))
 EXTRA = {
     "distillation": ("reference.model.path=the-policy-with-its-weights-moved",),
-    "gdpo": ("trainer.algorithm.reward_components={solved: 1.0, solved_first_turn: 0.5}",),
+    "gdpo": ("+trainer.algorithm.reward_components={solved: 1.0, solved_first_turn: 0.5}",),
 }
 """What a preset asks for beside its name."""
 SIZES = (
@@ -239,16 +243,40 @@ def _places(batch: TrainingInputBatch) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def config_of(preset: str, folder: Path, *overrides: str) -> Config:
+    """The preset on the model of `folder`."""
     register_resolvers()
     with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
-        chosen = [f"algorithm={preset}", *EXTRA.get(preset, ()), *overrides, f"output_dir={folder}"]
+        paths = [f"model.path={folder / 'model'}", f"output_dir={folder / 'recorded'}"]
+        chosen = [f"algorithm={preset}", *EXTRA.get(preset, ()), *overrides, *paths]
         return load_config(compose("config", [*SIZES, *chosen]))
 
 
-def record(folder: Path) -> Path:
-    """One step's rollouts by the bundled model as it is, with the greedy samples that ReMax compares with."""
-    train(config_of("remax", folder, "data.max_train_prompts=3", "trainer.dump_rollouts=true", "seed=3"))
-    return folder / "rollouts" / "train_step_000001.jsonl"
+def save_model(folder: Path) -> None:
+    """A random model of the bundled one's family and vocabulary, small enough for hundreds of steps in float64."""
+    bundled = ModelConfig()
+    sizes: Any = load_causal_lm(bundled, "cpu").config
+    sizes.hidden_size, sizes.intermediate_size, sizes.initializer_range = 48, 64, 0.2
+    torch.manual_seed(0)
+    with quiet_transformers():
+        AutoModelForCausalLM.from_config(sizes).save_pretrained(folder)
+    load_tokenizer(bundled).save_pretrained(folder)
+
+
+def record(folder: Path) -> RolloutBatch:
+    """One step's rollouts by the model as it is, through the whole loop: prompts, environment, engine.
+
+    A random model solves nothing, so rewards, those of greedy samples and the components of GDPO are drawn.
+    """
+    train(config_of("grpo", folder, "data.max_train_prompts=3", "trainer.dump_rollouts=true"))
+    rollouts = read_rollouts(folder / "recorded" / "rollouts" / "train_step_000001.jsonl")[1]
+    draws = random.Random(0)
+
+    def rewarded(trajectory: Trajectory) -> Trajectory:
+        turns = tuple(replace(turn, reward=draws.choice([0.0, 0.5, 1.0])) for turn in trajectory.turns)
+        metrics = {name: draws.choice([0.0, 1.0]) for name in ("solved", "solved_first_turn")}
+        return replace(trajectory, turns=turns, metrics=metrics, greedy_reward=0.5)
+
+    return replace(rollouts, trajectories=tuple(rewarded(trajectory) for trajectory in rollouts.trajectories))
 
 
 def in_float64(model: nn.Module) -> None:
@@ -264,7 +292,7 @@ def in_float64(model: nn.Module) -> None:
 
 
 def build(config: Config, role: str, dtype: torch.dtype, strategy: ModelStrategy) -> PolicyLearner | CriticLearner:
-    """The bundled model in this role. Its optimizer has a rate of 0: a step tells the gradient's norm and moves nothing."""
+    """The model in this role. Its optimizer has a rate of 0: a step tells the gradient's norm and moves nothing."""
     model: Any = (load_value_model if role == "critic" else load_causal_lm)(config.model, "cpu")
     generator = torch.Generator().manual_seed(1)
     if role == "critic":
@@ -384,13 +412,12 @@ def run_alone(presets: Sequence[str], rollouts: RolloutBatch, folder: Path) -> d
     return found
 
 
-def run_rank(rank: int, folder: Path, recording: Path, alone: dict[tuple[str, torch.dtype], Ran]) -> None:
+def run_rank(rank: int, folder: Path, rollouts: RolloutBatch, alone: dict[tuple[str, torch.dtype], Ran]) -> None:
     """One of two ranks: each step's rows are dealt to both, and their gradients are summed. Rank 0 keeps the norms."""
     torch.set_num_threads(1)
     place = f"file://{folder}/meeting"
     join(Rendezvous(rank=rank, num_ranks=2, init_method=place, timeout_s=TIMEOUT_S), torch.device("cpu"))
-    rollouts = read_rollouts(recording)[1]
-    found = {}
+    found: dict[Case, Norms] = {}
     for (preset, dtype), first in alone.items():
         own = Steps(preset, dtype, rollouts, folder, Replicated())
         own.tables, own.plain_slopes = first.tables, first.plain_slopes
@@ -403,11 +430,10 @@ def run_rank(rank: int, folder: Path, recording: Path, alone: dict[tuple[str, to
 
 def run_all(presets: Sequence[str], folder: Path) -> list[tuple[Case, int, Norms, Norms]]:
     """Each case with its number of ranks, its norms, and those of the plain case."""
-    recording = record(folder / "recorded")
-    alone = run_alone(presets, read_rollouts(recording)[1], folder)
-    multiprocessing.start_processes(
-        run_rank, args=(folder, recording, alone), nprocs=2, join=True, start_method="spawn"
-    )
+    save_model(folder / "model")
+    rollouts = record(folder)
+    alone = run_alone(presets, rollouts, folder)
+    multiprocessing.start_processes(run_rank, args=(folder, rollouts, alone), nprocs=2, join=True, start_method="spawn")
     together: dict[Case, Norms] = torch.load(folder / "two_ranks.pt", weights_only=False)
     found = []
     for ran in alone.values():
@@ -469,16 +495,27 @@ def rows_of(found: Sequence[tuple[Case, int, Norms, Norms]]) -> list[Row]:
     return rows
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    lines = [
-        "| Preset | Gradient norm | float64, shared | float64, own | float32, shared | float32, own | Flipped in float32 |",
-        "|---|---|---|---|---|---|---|",
+HEADER = (
+    "| Preset | Gradient norm | float64, shared | float64, own | float32, shared | float32, own | Flipped in float32 |",
+    "|---|---|---|---|---|---|---|",
+)
+
+
+def line_of(row: Row) -> str:
+    cells = " | ".join(f"{row.largest[dtype, shared]:.0e}" for dtype in DTYPES for shared in (True, False))
+    flipped = f"{row.num_flipped} ({row.as_it_is:.0e} with them)" if row.num_flipped else "none"
+    return f"| `{row.preset}` | {row.norm:.4f} | {cells} | {flipped} |"
+
+
+def in_jobs(presets: Sequence[str], jobs: int) -> tuple[list[str], bool]:
+    """The table's lines, each job measuring its share of the presets in processes of its own, and whether all are within."""
+    running = [
+        subprocess.Popen([sys.executable, __file__, *presets[job::jobs]], stdout=subprocess.PIPE, text=True)
+        for job in range(min(jobs, len(presets)))
     ]
-    for row in rows:
-        cells = " | ".join(f"{row.largest[dtype, shared]:.0e}" for dtype in DTYPES for shared in (True, False))
-        flipped = f"{row.num_flipped} ({row.as_it_is:.0e} with them)" if row.num_flipped else "0"
-        lines.append(f"| `{row.preset}` | {row.norm:.4f} | {cells} | {flipped} |")
-    return "\n".join(lines)
+    printed = [line for process in running for line in process.communicate()[0].splitlines()]
+    within = all(process.returncode == 0 for process in running)
+    return sorted(line for line in printed if line.startswith("| `")), within
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -486,21 +523,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="put the table into docs/algorithms.md")
     parser.add_argument("presets", nargs="*", help="only these (default: all of conf/algorithm)")
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side (three each)")
     parsed = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        rows = rows_of(run_all(parsed.presets or PRESETS, Path(folder)))
-    content = markdown(rows)
+    presets = parsed.presets or PRESETS
+    if parsed.jobs > 1:
+        lines, within = in_jobs(presets, parsed.jobs)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = rows_of(run_all(presets, Path(folder)))
+        lines, within = [line_of(row) for row in rows], all(row.within for row in rows)
+        print(*(f"outside of the limits: {row.preset}" for row in rows if not row.within), sep="\n")
+    content = "\n".join([*HEADER, *lines])
     print(content)
     if parsed.write:
         document = DOCUMENT.read_text(encoding="utf-8")
         before, _, rest = document.partition(BEGIN)
         _, _, after = rest.partition(END)
         DOCUMENT.write_text(f"{before}{BEGIN}\n\n{content}\n\n{END}{after}", encoding="utf-8")
-    outside = [row.preset for row in rows if not row.within]
-    if outside:
-        print(f"outside of the limits: {', '.join(outside)}")
-    return 1 if outside else 0
+    return 0 if within and len(lines) == len(presets) else 1
 
 
 if __name__ == "__main__":

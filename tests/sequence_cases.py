@@ -23,7 +23,7 @@ from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.model.lora import adapter_tensors, add_adapter
 from skyrl_train.model.value_model import load_value_model
 from tests.gloo_ranks import on_ranks
-from tests.layout_cases import close, tree_batch, use_layout
+from tests.layout_cases import close, on_policy, tree_batch, use_layout
 from tests.learner_cases import fixed_rows, make_double
 
 TIMEOUT_S = 60.0
@@ -53,6 +53,8 @@ class Case:
     checkpointing: bool = False
     adapter: bool = False
     """Trained in place of all weights, with dropout."""
+    on_policy: bool = False
+    """Old and reference log-probabilities are those that this layout computes first."""
 
     @property
     def name(self) -> str:
@@ -63,6 +65,7 @@ CASES = [
     *(Case(layout=layout, merge=merge, family=family) for layout, merge in LAYOUTS for family in FAMILIES),
     *(Case(layout=layout, merge=merge, role="critic") for layout, merge in LAYOUTS),
     *(Case(layout="prefix_shared", policy_loss=loss) for loss in sorted(POLICY_LOSSES)),
+    *(Case(layout=layout, merge=merge, policy_loss="kl_cov", on_policy=True) for layout, merge in LAYOUTS),
     Case(layout="packed", rows=1),
     Case(layout="prefix_shared", checkpointing=True),
     *(Case(layout=layout, adapter=True) for layout in ("padded", "prefix_shared")),
@@ -141,11 +144,14 @@ def make_learner(folder: Path, case: Case, strategy: ModelStrategy) -> PolicyLea
     return learner  # type: ignore[no-any-return]
 
 
-def outcome(learner: PolicyLearner | CriticLearner, *, dp_rank: int = 0, dp_size: int = 1) -> Outcome:
+def outcome(
+    learner: PolicyLearner | CriticLearner, *, on_policy_scored: bool = False, dp_rank: int = 0, dp_size: int = 1
+) -> Outcome:
     """Of `tree_batch(12)`, of which this rank computes its share. Called by all ranks."""
     strategy = learner.engine.strategy
-    closed = close(tree_batch(12))
-    scores = learner.forward(closed.batch)
+    batch = tree_batch(12)
+    scores = learner.forward(batch)
+    closed = close(on_policy(batch, scores) if on_policy_scored else batch)
     learner.forward_backward(replace(closed, batch=stage(closed.batch, dp_size).shards[dp_rank]))
     parameters = learner.engine.parameters.values()
     strategy.reduce_gradients(parameters)
@@ -156,7 +162,7 @@ def outcome(learner: PolicyLearner | CriticLearner, *, dp_rank: int = 0, dp_size
 def alone(folder: Path, case: Case) -> Outcome:
     """One process, one row at a time, padded, nothing shared."""
     plain = replace(case, layout="padded", merge=False, rows=1, checkpointing=False)
-    return outcome(make_learner(folder, plain, SingleProcess()))
+    return outcome(make_learner(folder, plain, SingleProcess()), on_policy_scored=case.on_policy)
 
 
 def run_ranks(folder: Path, ranks: Ranks, cases: list[Case]) -> dict[str, Outcome]:
@@ -180,7 +186,9 @@ def _run_rank(rank: int, folder: Path, ranks: Ranks, cases: list[Case]) -> dict[
     found = {}
     for case in cases:
         learner = make_learner(folder, case, strategy)
-        found[case.name] = outcome(learner, dp_rank=rank // size, dp_size=ranks.num_ranks // size)
+        found[case.name] = outcome(
+            learner, on_policy_scored=case.on_policy, dp_rank=rank // size, dp_size=ranks.num_ranks // size
+        )
         first = strategy.of_rank_0(found[case.name].scores)
         if not torch.equal(first, found[case.name].scores):
             raise ValueError(f"rank {rank} scores otherwise than rank 0: {case}")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from skyrl_train.algorithms.critic_losses import ValueLossInputs, value_loss
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.batch.layout import Layout, spread_to_rows
 from skyrl_train.batch.sharing import computed_together
@@ -21,13 +22,14 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model import joined_attention
 from skyrl_train.telemetry.metrics import StepMetrics, to_values
-from tests.layout_cases import close, distance, flat_gradient, tree_batch, use_layout
+from tests.layout_cases import REGIMES, Regime, close, distance, flat_gradient, on_policy, tree_batch, use_layout
 from tests.learner_cases import make_learner, save_tiny_model
 
 TOLERANCE = 1e-10
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, clip_cov_share=0.3, clip_cov_low=0.0, kl_cov_share=0.3)
 LAYOUTS = [("padded", True), ("packed", False), ("packed", True), ("prefix_shared", False), ("auto", True)]
 """With and without turns merged."""
+ANY_REGIME = pytest.mark.parametrize("regime", REGIMES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,31 +50,58 @@ def plain(learner: PolicyLearner) -> None:
     use_layout(learner, "padded", merge=False, rows=1)
 
 
-def gradient(learner: PolicyLearner, batch: TrainingInputBatch, *, reduction: str = "sequence_mean") -> Tensor:
-    learner.forward_backward(close(batch, reduction=reduction))
+def gradient(
+    learner: PolicyLearner,
+    batch: TrainingInputBatch,
+    *,
+    reduction: str = "sequence_mean",
+    regime: Regime = "drawn",
+) -> Tensor:
+    """With `own`, the learner scores the batch first, in the layout that it has now."""
+    scored = on_policy(batch, learner.forward(batch)) if regime == "own" else batch
+    learner.forward_backward(close(scored, reduction=reduction))
     return flat_gradient(learner)
 
 
-@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
-def test_every_loss_has_one_gradient(learner: PolicyLearner, loss: str) -> None:
-    batch = tree_batch(7)
-    learner._algorithm = replace(ALGORITHM, policy_loss=loss)
+def batch_of(learner: PolicyLearner, seed: int, regime: Regime) -> TrainingInputBatch:
+    """A random tree, which on-policy the learner scored plainly. The learner is left plain."""
     plain(learner)
+    batch = tree_batch(seed)
+    return batch if regime == "drawn" else on_policy(batch, learner.forward(batch))
+
+
+@ANY_REGIME
+@pytest.mark.parametrize("loss", sorted(POLICY_LOSSES))
+def test_every_loss_has_one_gradient(learner: PolicyLearner, loss: str, regime: Regime) -> None:
+    learner._algorithm = replace(ALGORITHM, policy_loss=loss)
+    batch = batch_of(learner, 7, regime)
     expected = gradient(learner, batch)
     for layout, merge in LAYOUTS:
         use_layout(learner, layout, merge=merge, rows=5)
-        assert distance(gradient(learner, batch), expected) < TOLERANCE, (layout, merge)
+        assert distance(gradient(learner, batch, regime=regime), expected) < TOLERANCE, (layout, merge)
     learner._algorithm = ALGORITHM
 
 
+@pytest.mark.parametrize("name", sorted(KL_ESTIMATORS))
+def test_every_kl_to_a_reference_that_is_the_policy_has_one_gradient(learner: PolicyLearner, name: str) -> None:
+    learner._algorithm = replace(ALGORITHM, kl_estimator=name, kl_loss_coef=1.0)  # type: ignore[arg-type]
+    batch = batch_of(learner, 7, "own")
+    expected = gradient(learner, batch)
+    for layout, merge in LAYOUTS:
+        use_layout(learner, layout, merge=merge, rows=5)
+        assert distance(gradient(learner, batch, regime="own"), expected) < TOLERANCE, (layout, merge)
+    learner._algorithm = ALGORITHM
+
+
+@ANY_REGIME
 @pytest.mark.parametrize("reduction", ["token_mean", "seq_mean_token_sum_norm", "prompt_mean"])
-def test_every_reduction_has_one_gradient(learner: PolicyLearner, reduction: str) -> None:
-    batch = tree_batch(8)
-    plain(learner)
+def test_every_reduction_has_one_gradient(learner: PolicyLearner, reduction: str, regime: Regime) -> None:
+    batch = batch_of(learner, 8, regime)
     expected = gradient(learner, batch, reduction=reduction)
     for layout, merge in LAYOUTS:
         use_layout(learner, layout, merge=merge)
-        assert distance(gradient(learner, batch, reduction=reduction), expected) < TOLERANCE, (layout, merge)
+        found = gradient(learner, batch, reduction=reduction, regime=regime)
+        assert distance(found, expected) < TOLERANCE, (layout, merge)
 
 
 @settings(max_examples=25, deadline=None)
@@ -81,21 +110,23 @@ def test_every_reduction_has_one_gradient(learner: PolicyLearner, reduction: str
     layout=st.sampled_from(LAYOUTS),
     rows=st.integers(1, 12),
     tokens=st.one_of(st.none(), st.integers(4, 80)),
+    regime=st.sampled_from(REGIMES),
 )
 def test_random_trees_have_one_gradient(
-    learner: PolicyLearner, seed: int, layout: tuple[str, bool], rows: int, tokens: int | None
+    learner: PolicyLearner, seed: int, layout: tuple[str, bool], rows: int, tokens: int | None, regime: Regime
 ) -> None:
-    batch = tree_batch(seed)
-    plain(learner)
+    batch = batch_of(learner, seed, regime)
     expected = gradient(learner, batch)
     use_layout(learner, layout[0], merge=layout[1], rows=rows, tokens=tokens)  # type: ignore[arg-type]
-    assert distance(gradient(learner, batch), expected) < TOLERANCE
+    assert distance(gradient(learner, batch, regime=regime), expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("regime", ["drawn", "own"])
 @pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
-def test_recomputed_activations_give_the_same_gradient(learner: PolicyLearner, layout: str, merge: bool) -> None:
-    batch = tree_batch(9)
-    plain(learner)
+def test_recomputed_activations_give_the_same_gradient(
+    learner: PolicyLearner, layout: str, merge: bool, regime: Regime
+) -> None:
+    batch = batch_of(learner, 9, regime)
     expected = gradient(learner, batch)
     use_layout(learner, layout, merge=merge, rows=5)  # type: ignore[arg-type]
     model = learner.engine.model
@@ -104,7 +135,7 @@ def test_recomputed_activations_give_the_same_gradient(learner: PolicyLearner, l
         gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
     )
     assert model.is_gradient_checkpointing
-    found = gradient(learner, batch)
+    found = gradient(learner, batch, regime=regime)
     model.gradient_checkpointing_disable()
     assert distance(found, expected) < TOLERANCE
 
@@ -143,23 +174,23 @@ def test_an_on_policy_update_needs_no_old_log_probabilities(learner: PolicyLearn
     learner._on_policy, learner._algorithm = False, ALGORITHM
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     layout=st.sampled_from(LAYOUTS),
     num_ranks=st.integers(2, 4),
     loss=st.sampled_from(sorted(POLICY_LOSSES)),
+    regime=st.sampled_from(REGIMES),
 )
 def test_ranks_add_up_to_one_process(
-    learner: PolicyLearner, seed: int, layout: tuple[str, bool], num_ranks: int, loss: str
+    learner: PolicyLearner, seed: int, layout: tuple[str, bool], num_ranks: int, loss: str, regime: Regime
 ) -> None:
     """Prompts and trajectories go to ranks whole, or are cut, as the layout computes them together."""
-    batch = tree_batch(seed)
     learner._algorithm = replace(ALGORITHM, policy_loss=loss)
-    plain(learner)
+    batch = batch_of(learner, seed, regime)
     expected = gradient(learner, batch)
     use_layout(learner, layout[0], merge=layout[1], rows=4)  # type: ignore[arg-type]
-    closed = close(batch)
+    closed = close(on_policy(batch, learner.forward(batch)) if regime == "own" else batch)
     together = computed_together(layout[0], merge_turns=layout[1])  # type: ignore[arg-type]
     for shard in stage(closed.batch, num_ranks, together=together).shards:
         learner.forward_backward(replace(closed, batch=shard))

@@ -19,7 +19,7 @@ from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.model.value_model import load_value_model
 from tests.equivalence.test_layouts import LAYOUTS, TOLERANCE
-from tests.layout_cases import close, distance, flat_gradient, tree_batch, use_layout
+from tests.layout_cases import REGIMES, Regime, close, distance, flat_gradient, tree_batch, use_layout
 from tests.learner_cases import fixed_rows, make_double, save_tiny_model
 
 
@@ -33,29 +33,40 @@ def critic(tmp_path_factory: pytest.TempPathFactory) -> CriticLearner:
     return CriticLearner(engine, model=config, algorithm=AlgorithmConfig(value_clip=0.2))
 
 
-def one_by_one(critic: CriticLearner, batch: TrainingInputBatch) -> tuple[Tensor, Tensor]:
-    """Gradient and values with one row at a time, padded, nothing shared."""
+def one_by_one(critic: CriticLearner, batch: TrainingInputBatch) -> Tensor:
+    """The gradient with one row at a time, padded, nothing shared."""
     use_layout(critic, "padded", merge=False, rows=1)  # type: ignore[arg-type]
     critic.forward_backward(close(batch))
-    return flat_gradient(critic), critic.forward(batch)  # type: ignore[arg-type]
+    return flat_gradient(critic)  # type: ignore[arg-type]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     layout=st.sampled_from(LAYOUTS),
     num_ranks=st.integers(1, 3),
     rows=st.integers(1, 12),
     tokens=st.one_of(st.none(), st.integers(4, 80)),
+    regime=st.sampled_from(REGIMES),
 )
 def test_random_trees_have_one_gradient_and_one_set_of_values(
-    critic: CriticLearner, seed: int, layout: tuple[str, bool], num_ranks: int, rows: int, tokens: int | None
+    critic: CriticLearner,
+    seed: int,
+    layout: tuple[str, bool],
+    num_ranks: int,
+    rows: int,
+    tokens: int | None,
+    regime: Regime,
 ) -> None:
+    """On-policy, old values are those of the critic itself."""
     batch = tree_batch(seed)
-    gradient, values = one_by_one(critic, batch)
+    use_layout(critic, "padded", merge=False, rows=1)  # type: ignore[arg-type]
+    values = critic.forward(batch)
+    batch = batch if regime == "drawn" else batch.with_columns(values=values)
+    gradient = one_by_one(critic, batch)
     name, merge = layout
     use_layout(critic, name, merge=merge, rows=rows, tokens=tokens)  # type: ignore[arg-type]
-    closed = close(batch)
+    closed = close(batch.with_columns(values=critic.forward(batch)) if regime == "own" else batch)
     staged = stage(closed.batch, num_ranks, together=computed_together(name, merge_turns=merge))  # type: ignore[arg-type]
     for shard in staged.shards:
         critic.forward_backward(replace(closed, batch=shard))

@@ -17,7 +17,7 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.equivalence.test_layouts import ALGORITHM, flat_gradient, plain
 from tests.gloo_ranks import on_ranks
-from tests.layout_cases import close, distance, tree_batch, use_layout
+from tests.layout_cases import close, distance, on_policy, tree_batch, use_layout
 from tests.learner_cases import make_double, make_learner, save_tiny_model
 
 
@@ -27,8 +27,8 @@ def strategy(name: str) -> ModelStrategy:
     return Sharded(device=torch.device("cpu"), dtype=torch.float64, cpu_offload=False)
 
 
-def run_rank(rank: int, folder: Path, name: str) -> Tensor:
-    """The gradient after one mini-batch of which this rank computes its shard, whole."""
+def run_rank(rank: int, folder: Path, name: str) -> list[Tensor]:
+    """The gradients after one mini-batch of which this rank computes its shard, whole: drawn columns, and own ones."""
     model = load_causal_lm(ModelConfig(path=str(folder)), "cpu")
     make_double(model)
     spread = strategy(name)
@@ -42,9 +42,15 @@ def run_rank(rank: int, folder: Path, name: str) -> Tensor:
     learner = PolicyLearner(engine, model=ModelConfig(), algorithm=ALGORITHM, temperature=1.0)
     use_layout(learner, "prefix_shared", rows=2 + rank)
     closed = close(tree_batch(12))
-    learner.forward_backward(replace(closed, batch=stage(closed.batch, 2, together="prompt").shards[rank]))
-    spread.reduce_gradients(engine.parameters.values())
-    return torch.cat([spread.full(p.grad).flatten() for p in engine.parameters.values() if p.grad is not None])
+    shard = stage(closed.batch, 2, together="prompt").shards[rank]
+    found = []
+    for scored in (shard, on_policy(shard, learner.forward(shard))):
+        engine.zero_grad()
+        learner.forward_backward(replace(closed, batch=scored))
+        spread.reduce_gradients(engine.parameters.values())
+        gradients = [spread.full(p.grad).flatten() for p in engine.parameters.values() if p.grad is not None]
+        found.append(torch.cat(gradients).clone())
+    return found
 
 
 @pytest.mark.slow
@@ -58,7 +64,9 @@ def test_two_ranks_have_the_gradient_of_one(
     gradients = on_ranks(run_rank, tmp_path, name)
     learner = make_learner(tmp_path, double=True, algorithm=ALGORITHM)
     plain(learner)
-    learner.forward_backward(close(tree_batch(12)))
-    expected = flat_gradient(learner)
-    for found in gradients:
-        assert distance(found, expected) < tolerance
+    batch = tree_batch(12)
+    for number, scored in enumerate((batch, on_policy(batch, learner.forward(batch)))):
+        learner.forward_backward(close(scored))
+        expected = flat_gradient(learner)
+        for found in gradients:
+            assert distance(found[number], expected) < tolerance

@@ -14,6 +14,7 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.telemetry.metrics import to_values
+from tests.layout_cases import on_policy
 from tests.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
 
 LENGTHS = [5, 9, 7, 12, 4, 15, 6, 8]
@@ -26,11 +27,21 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> PolicyLearner:
 
 
 def gradient(
-    learner: PolicyLearner, batch: TrainingInputBatch, *, rows: int = 100, reduction: str = "token_mean"
+    learner: PolicyLearner,
+    batch: TrainingInputBatch,
+    *,
+    rows: int = 100,
+    reduction: str = "token_mean",
+    scores_first: bool = False,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The gradient of one closed mini-batch, cut into micro-batches of so many rows, and its metrics."""
+    """The gradient of one closed mini-batch, cut into micro-batches of so many rows, and its metrics.
+
+    With `scores_first`, old and reference log-probabilities are the learner's own, in the same micro-batches.
+    """
     learner.engine.zero_grad()
     learner.engine.passes.micro_batching = fixed_rows(rows)
+    if scores_first:
+        batch = on_policy(batch, learner.forward(batch))
     mini_batch = close_mini_batch(batch, loss_reduction=reduction, max_sequence_length_for_norm=64)
     metrics = to_values(learner.forward_backward(mini_batch))
     metrics = {name: value for name, value in metrics.items() if not name.startswith("layout/")}
@@ -49,12 +60,16 @@ def assert_same(left: tuple[Tensor, dict[str, float]], right: tuple[Tensor, dict
 def test_any_micro_batch_size_gives_the_same_gradient(learner: PolicyLearner, rows: int, reduction: str) -> None:
     batch = make_batch(LENGTHS)
     assert_same(gradient(learner, batch, rows=rows, reduction=reduction), gradient(learner, batch, reduction=reduction))
+    scored = gradient(learner, batch, rows=rows, reduction=reduction, scores_first=True)[0]
+    expected = gradient(learner, batch, reduction=reduction, scores_first=True)[0]
+    assert float((scored - expected).norm() / expected.norm()) < 1e-10
 
 
 def test_any_row_order_gives_the_same_gradient(learner: PolicyLearner) -> None:
     batch = make_batch(LENGTHS)
-    shuffled = batch.take([6, 1, 7, 0, 3, 5, 2, 4])
-    assert_same(gradient(learner, shuffled, rows=3), gradient(learner, batch, rows=3))
+    order = [6, 1, 7, 0, 3, 5, 2, 4]
+    for each in (batch, on_policy(batch, learner.forward(batch))):
+        assert_same(gradient(learner, each.take(order), rows=3), gradient(learner, each, rows=3))
 
 
 def test_dummy_rows_change_nothing(learner: PolicyLearner) -> None:

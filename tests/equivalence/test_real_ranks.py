@@ -17,6 +17,7 @@ from layouts import (
     flat_gradient,
     plain_gradient,
     plain_loss,
+    rescoring,
 )
 from torch import distributed, nn
 
@@ -27,6 +28,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.gloo_ranks import on_ranks
+from tests.layout_cases import REGIMES, Regime
 from tests.learner_cases import make_double, save_tiny_model
 
 STEP = Step(algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, loss_reduction="sequence_mean"))
@@ -48,8 +50,13 @@ def largest_anywhere(count: int) -> int:
 
 def run_rank(rank: int, folder: Path) -> dict[str, Any]:
     """One rank's micro-batches, dummies included; gradients are reduced after the last of them."""
-    model = load(folder)
-    shard = stage(closed(STEP, fixed_rollouts(), UNEVEN).batch, 2).shards[rank]
+    return {regime: compute_rank(load(folder), rank, regime) for regime in REGIMES}
+
+
+def compute_rank(model: nn.Module, rank: int, regime: Regime) -> dict[str, Any]:
+    rescore = rescoring(model, STEP, fixed_rollouts(), replace(UNEVEN, dp_size=1), regime)
+    shard = stage(closed(STEP, fixed_rollouts(), UNEVEN, rescore).batch, 2).shards[rank]
+    model.zero_grad(set_to_none=True)
     own = len(UNEVEN.strategy().split(shard, training=True))
     parts = list(micro_batches(shard, UNEVEN.strategy(), training=True, agree=largest_anywhere))
     for part, reduces in zip(parts, reduction_schedule(len(parts))):
@@ -63,12 +70,14 @@ def run_rank(rank: int, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_gloo_ranks_have_the_gradient_of_one_process(tmp_path: Path) -> None:
     save_tiny_model(tmp_path)
-    results = on_ranks(run_rank, tmp_path)
-    expected = plain_gradient(load(tmp_path), STEP, fixed_rollouts())
-    for result in results:
-        assert_same_gradient(result["gradient"], expected)
-    assert results[0]["ran"] == results[1]["ran"]
-    assert {result["own"] for result in results} != {results[0]["ran"]}, "one rank should run a dummy micro-batch"
+    found = on_ranks(run_rank, tmp_path)
+    for regime in REGIMES:
+        results = [rank[regime] for rank in found]
+        expected = plain_gradient(load(tmp_path), STEP, fixed_rollouts(), regime=regime)
+        for result in results:
+            assert_same_gradient(result["gradient"], expected)
+        assert results[0]["ran"] == results[1]["ran"]
+        assert {result["own"] for result in results} != {results[0]["ran"]}, "one rank should run a dummy micro-batch"
 
 
 def test_the_same_step_in_one_process(tmp_path: Path) -> None:
@@ -76,6 +85,9 @@ def test_the_same_step_in_one_process(tmp_path: Path) -> None:
     expected = plain_gradient(model, STEP, fixed_rollouts())
     for layout in (UNEVEN, replace(UNEVEN, dp_size=1)):
         assert_same_gradient(plain_gradient(model, STEP, fixed_rollouts(), layout), expected)
+    expected = plain_gradient(model, STEP, fixed_rollouts(), regime="shared")
+    for regime in REGIMES[1:]:
+        assert_same_gradient(plain_gradient(model, STEP, fixed_rollouts(), UNEVEN, regime), expected)
 
 
 @pytest.fixture(autouse=True)
