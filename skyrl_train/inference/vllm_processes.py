@@ -27,6 +27,7 @@ _MARK = "SKYRL_TRAIN_ENGINE"
 _PROC = Path("/proc")
 _WATCHDOG_TIMEOUT_S = 10.0
 _SHUTDOWN_TIMEOUT_S = 5.0
+_STATUS_TIMEOUT_S = 0.5
 
 
 class EngineProcesses:
@@ -55,9 +56,9 @@ class EngineProcesses:
         """Calls `on_death` with a reason, on a thread, once one of `processes` (of multiprocessing) has ended."""
 
         def wait() -> None:
-            connection.wait([process.sentinel for process in processes])
+            ended = connection.wait([process.sentinel for process in processes])
             if not self._closed.is_set():
-                on_death("; ".join(filter(None, map(_reason, processes))) or "a process of vLLM ended")
+                on_death("; ".join(_reason(process) for process in processes if process.sentinel in ended))
 
         if processes:
             threading.Thread(target=wait, name="vllm-processes", daemon=True).start()
@@ -143,10 +144,11 @@ def _state(pid: int) -> str:
 
 
 def _reason(process: Any) -> str:
-    code = process.exitcode
-    if code is None:
-        return ""
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
+    """How it ended. vLLM watches it as well, and whichever thread comes second does not know its status at once."""
+    deadline = time.monotonic() + _STATUS_TIMEOUT_S
+    while (code := process.exitcode) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    how = "ended" if code is None else f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
     return f"vLLM's process {process.name} (pid {process.pid}) {how}"
 
 

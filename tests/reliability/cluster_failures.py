@@ -52,7 +52,7 @@ OVERRIDES = (
     "trainer.export_hf=false",
     "placement.silence_timeout_s=5",
 )
-CASE_TIMEOUT_S = 400.0
+CASE_TIMEOUT_S = 900.0
 DELAY_S = {"generate": 0.3, "score": 0.1, "update": 0.3, "sync": 0.0}
 
 

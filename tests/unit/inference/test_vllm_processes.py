@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -79,6 +80,29 @@ def test_a_stopped_process_is_seen() -> None:
     finally:
         processes.close()
         child.wait(5)
+
+
+def test_a_death_is_told_with_its_reason() -> None:
+    processes, told = EngineProcesses(), list[str]()
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,), name="Core")
+    child.start()
+    processes.watch([child], told.append)
+    child.kill()
+    assert wait_until(lambda: bool(told))
+    assert told == [f"vLLM's process Core (pid {child.pid}) was killed by signal 9"]
+    processes.close()
+
+
+def test_an_end_that_was_asked_for_is_no_death() -> None:
+    processes, told = EngineProcesses(), list[str]()
+    child = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    child.start()
+    processes.watch([child], told.append)
+    processes.expect_end()
+    child.kill()
+    child.join()
+    assert not wait_until(lambda: bool(told), seconds=0.3)
+    processes.close()
 
 
 def test_a_start_that_fails_leaves_no_mark_behind() -> None:
