@@ -139,7 +139,9 @@ class Cluster:
         self._output("actors.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def _verify_syncs(self, policy: Learner) -> None:
-        if self._transport is not None and self.config.generator.verify_weight_sync:
+        """The first sync of a run is always probed: an engine that cannot take this model's weights says nothing itself."""
+        if self._transport is not None:
+            self._transport.verify_each = self.config.generator.verify_weight_sync
             vocabulary = len(load_tokenizer(self.config.model))
             self._transport.verify = WeightSyncProbe(
                 fleet=self._transport.pool.fleet,

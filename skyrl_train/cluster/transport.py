@@ -37,7 +37,9 @@ class SyncRecord:
     num_bytes: int
     num_engines: int
     probe_difference: float | None
-    """Largest difference of a probe's log-probabilities; None where `generator.verify_weight_sync` is off."""
+    """Largest difference of a probe's log-probabilities; None where none was sent (`RayTransport.verify`)."""
+    probe_seconds: float | None
+    """What the probe took; not in `seconds`."""
 
 
 class RayTransport:
@@ -62,7 +64,10 @@ class RayTransport:
         self._late: dict[int, RemoteActor] = {}
         """Engines that were started anew and have no weights yet, by index."""
         self.verify: Verify | None = None
-        """Set where `generator.verify_weight_sync` is on."""
+        """Called after the first sync, and where `verify_each` after each."""
+        self.verify_each = True
+        """False where `generator.verify_weight_sync` is off."""
+        self._is_first = True
         pool.bring_up_to_date = self.bring_up_to_date
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -86,12 +91,17 @@ class RayTransport:
                 self._again = lambda chosen: self._sent(held, chosen)
                 buckets = self._update(engines, version, self._again)
         self.pool.set_version(version)
+        synced = time.monotonic()
+        probed = self.verify is not None and (self.verify_each or self._is_first)
+        difference = self.verify(version) if self.verify is not None and probed else None
+        self._is_first = False
         record = SyncRecord(
             version=version,
-            seconds=time.monotonic() - started,
+            seconds=synced - started,
             num_bytes=sum(bucket.num_bytes for bucket in buckets),
             num_engines=len(engines),
-            probe_difference=self.verify(version) if self.verify is not None else None,
+            probe_difference=difference,
+            probe_seconds=time.monotonic() - synced if probed else None,
         )
         with self._record_file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(vars(record)) + "\n")

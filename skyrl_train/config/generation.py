@@ -134,9 +134,11 @@ class GeneratorConfig:
     http: HTTPConfig = field(default_factory=lambda: HTTPConfig())
     """The http backend."""
     verify_weight_sync: bool = False
-    """After each sync compare the engine's log-probabilities of a probe with the trainer's, and stop where they drift."""
+    """After each sync, not the first alone, compare the engine's log-probabilities of a probe with the trainer's, and stop
+    where they drift."""
     weight_sync_tolerance: PositiveFloat = 0.001
-    """Largest difference of a probe's log-probability that `verify_weight_sync` accepts; bfloat16 needs about 0.2."""
+    """Largest difference of a probe's log-probability that `verify_weight_sync` accepts; bfloat16 needs about 0.2. The
+    probe of the first sync allows 0.5 where types are not float32 on a CPU."""
     replay_path: str = ""
     """Rollouts to train on (backend replay): a JSON-lines file, or a folder of them, such as a run's `rollouts/`."""
 

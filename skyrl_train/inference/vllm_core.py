@@ -224,7 +224,10 @@ class VLLMCore:
         try:
             return function()
         except Exception as error:
-            self._broken = self._broken or f"a weight update failed half-way, so the engine answers nothing: {error}"
+            self._broken = self._broken or (
+                f"a weight update of this {self._engine.model_config.hf_config.model_type} model failed half-way, so the "
+                f"engine answers nothing: {error}"
+            )
             self._updating = False
             self.fail_all(EngineDeadError(self._broken))
             raise EngineDeadError(self._broken) from error

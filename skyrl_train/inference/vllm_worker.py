@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -60,6 +61,11 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
     _group: WeightGroup | None = None
     _adapter: dict[str, Tensor]
 
+    @cached_property
+    def _renaming(self) -> Any | None:
+        """What `in_checkpoint_form` needs of the model; None where its names are those of its checkpoint."""
+        return renaming_of(self.model_config.hf_config)
+
     @property
     def _takes_adapter(self) -> bool:
         return self.vllm_config.lora_config is not None
@@ -108,7 +114,8 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         if self._takes_adapter:
             self._adapter |= {name: tensor.to("cpu", copy=True) for name, tensor in unpack(bucket, flat)}
             return
-        self.model.load_weights([(name, tensor.to(self.device)) for name, tensor in unpack(bucket, flat)])
+        arrived = ((name, tensor.to(self.device)) for name, tensor in unpack(bucket, flat))
+        self.model.load_weights([part for named in arrived for part in in_checkpoint_form(*named, self._renaming)])
 
     def _arrived(self, bucket: Bucket) -> tuple[Bucket, Tensor]:
         """The bucket with its checksum, and its bytes in memory that this worker owns."""
@@ -141,6 +148,28 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def renaming_of(hf_config: Any) -> Any | None:
+    """How transformers names a model's modules otherwise than checkpoints do, as it does for Mixtral's experts; None where
+    it does not. vLLM knows the checkpoint's names alone."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    conversions = get_checkpoint_conversion_mapping(hf_config.model_type) or []  # type: ignore[no-untyped-call]
+    if not any(type(conversion) is WeightRenaming for conversion in conversions):
+        return None
+    return SimpleNamespace(_weight_conversions=conversions, config=hf_config)
+
+
+def in_checkpoint_form(name: str, tensor: Tensor, renaming: Any | None) -> list[tuple[str, Tensor]]:
+    """One parameter of the trainer's model under the names of its checkpoint: itself, or its parts, e.g. one for each
+    expert."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    if renaming is None:
+        return [(name, tensor)]
+    return list(revert_weight_conversion(renaming, {name: tensor}).items())
 
 
 def repack_tied_heads(model: Any) -> None:

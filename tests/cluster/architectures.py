@@ -1,15 +1,33 @@
-"""Tiny random models of the architectures that train, for engines that have to compute as the trainer does."""
+"""Tiny random models of the architectures that train, for engines that have to compute as the trainer does.
+
+`python -m tests.cluster.architectures NAME` prints what an engine makes of one, as JSON; a process of its own for each, for
+vLLM sets up the group of ranks for experts only in the first engine of a process.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.cluster.probe import probe_row
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.inference.vllm import VLLMEngine
+from skyrl_train.inference.vllm_settings import engine_settings
+from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
+from skyrl_train.types import GenerationRequest, SamplingParams
+from skyrl_train.weight_sync.buckets import in_buckets
+from tests.learner_cases import fixed_rows
 
 VOCABULARY = 128
 _SIZES: Mapping[str, Any] = {
@@ -61,6 +79,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         "n_group": 2,
         "topk_group": 1,
         "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
         "q_lora_rank": 32,
         "kv_lora_rank": 32,
         "qk_nope_head_dim": 32,
@@ -109,3 +128,52 @@ def _multimodal() -> Any:
         "patch_size": 14,
     }
     return AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
+
+
+def outcome(name: str, folder: Path) -> dict[str, float]:
+    """Largest differences of log-probabilities between an engine and a learner that holds this architecture: as loaded, and
+    after each of two syncs of weights as after a long training. Raises EngineError where the engine refuses it."""
+    model = ModelConfig(path=str(build(name, folder)), attention="eager" if name in EAGER else "auto")
+    engine = VLLMEngine(
+        engine_settings(Config(model=model, generator=GeneratorConfig(backend="vllm", max_context_length=400)))
+    )
+    trained = ModelEngine(
+        load_causal_lm(model, "cpu"), name="policy", micro_batching=fixed_rows(1), optimizer=OptimizerConfig()
+    )
+    learner = PolicyLearner(trained, model=model, algorithm=AlgorithmConfig(), temperature=1.0)
+
+    def difference(request_id: str) -> float:
+        request = GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=tuple(3 + index * 7 % 60 for index in range(200)),
+            sampling=SamplingParams(temperature=1.0, max_generate_length=16),
+            seed=1,
+        )
+        output = engine.generate(request).result(120)
+        scores = learner.forward(probe_row(request.prompt_token_ids, output))[-len(output.token_ids) :]
+        return float((scores.double() - torch.tensor(output.logprobs).double()).abs().max())
+
+    try:
+        found = {"loaded": difference("loaded")}
+        for version in (1, 2):
+            generator = torch.Generator().manual_seed(version)
+            for parameter in trained.parameters.values():
+                parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+            weights = list(learner.weights())
+            engine.begin_update()
+            for bucket in in_buckets(iter(weights)):
+                engine.update(bucket)
+            engine.finish_update(version, len(weights))
+            found[f"sync_{version}"] = difference(f"sync-{version}")
+        return found
+    finally:
+        engine.close()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            told: dict[str, float] | str = outcome(sys.argv[1], Path(place))
+        except SkyrlTrainError as refusal:
+            told = f"{type(refusal).__name__}: {refusal}"
+    print(json.dumps(told))

