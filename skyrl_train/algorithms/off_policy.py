@@ -63,22 +63,24 @@ def off_policy_weights(
     weights, changed = _weights(ratio, product, geometric, config)
     if config.batch_normalize:
         weights = weights / _mean_weight(weights, turns, config)
-    left_out = rejected(log_ratio, turns, config.reject)
+    under, over = torch.zeros_like(loss_mask), torch.zeros_like(loss_mask)
     if config.sequence_mask != "none":
         value = geometric if config.sequence_mask == "geometric" else product
         low, high = _away_from_1(config.sequence_mask_low, config.sequence_mask_high, ratio.dtype)
-        left_out = left_out | (value < low) | (value > high)
+        under, over = value < low, value > high
     low, high = _away_from_1(config.outlier_low, config.outlier_high, ratio.dtype)
     if config.outlier_low > 0:
-        left_out = left_out | (turns.total((ratio < low).double()) > 0)
+        under = under | (turns.total((ratio < low).double()) > 0)
     if config.outlier_high > 0:
-        left_out = left_out | (turns.total((ratio > high).double()) > 0)
+        over = over | (turns.total((ratio > high).double()) > 0)
+    left_out = rejected(log_ratio, turns, config.reject) | under | over
     weights = torch.where(left_out, torch.zeros_like(weights), weights)
     weights = torch.where(loss_mask, weights, torch.ones_like(weights))
 
     tokens = [masked(column.double(), loss_mask).sum() for column in (ratio, weights, changed)]
-    counts = [flags.sum().double() for flags in (left_out & turns.starts, turns.starts, loss_mask)]
-    ratio_sum, weight_sum, changed_sum, turns_out, num_turns, num_tokens = torch.stack([*tokens, *counts]).tolist()
+    flags = (left_out & turns.starts, under & turns.starts, over & turns.starts, turns.starts, loss_mask)
+    sums = torch.stack([*tokens, *(flag.sum().double() for flag in flags)]).tolist()
+    ratio_sum, weight_sum, changed_sum, turns_out, turns_under, turns_over, num_turns, num_tokens = sums
     return Correction(
         weights=weights,
         metrics={
@@ -86,6 +88,8 @@ def off_policy_weights(
             "off_policy/weight": Mean(weight_sum, num_tokens),
             "off_policy/weights_bounded_fraction": Mean(changed_sum, num_tokens),
             "off_policy/turns_left_out_fraction": Mean(turns_out, num_turns),
+            "off_policy/turns_under_low_fraction": Mean(turns_under, num_turns),
+            "off_policy/turns_over_high_fraction": Mean(turns_over, num_turns),
         },
     )
 

@@ -25,6 +25,11 @@ TIMEOUT_S = 1800.0
 logger = logging.getLogger(__name__)
 
 
+class StepOrderError(RuntimeError, AssertionError):
+    """A batch was asked for that is not the one in flight. An AssertionError too, as the collator that this one stands in
+    for raises (SkyRL's `AsyncBatchCollator`, whose surface this class has)."""
+
+
 class AsyncBatchCollator(Generic[T]):
     """Runs `compute(step)` on a worker thread and keeps its result until it is fetched.
 
@@ -42,7 +47,7 @@ class AsyncBatchCollator(Generic[T]):
     def __init__(
         self,
         compute: Callable[[int], T],
-        thread_name_prefix: str = "batch-collator",
+        thread_name_prefix: str = "batch-collate",
         *,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
@@ -72,14 +77,14 @@ class AsyncBatchCollator(Generic[T]):
     def submit(self, step: int) -> None:
         """Starts to make the batch of `step`.
 
-        Raises RuntimeError while another one is in flight, and after `shutdown`.
+        Raises StepOrderError while another one is in flight, RuntimeError after `shutdown`.
         """
         if self._is_shut_down:
             raise RuntimeError(f"{self._name}: step {step} was submitted after the collator was shut down")
         if self._slot is not None:
-            raise RuntimeError(
-                f"{self._name}: step {step} was submitted while the batch of step {self._slot[0]} is in flight; "
-                "fetch it with get, or discard it with clear"
+            raise StepOrderError(
+                f"{self._name}: slot already occupied: step {step} was submitted while the batch of step "
+                f"{self._slot[0]} is in flight; fetch it with get, or discard it with clear"
             )
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
@@ -90,16 +95,14 @@ class AsyncBatchCollator(Generic[T]):
     def get(self, step: int) -> T:
         """The batch of `step`, once it is ready; the slot is free again.
 
-        Raises RuntimeError where another step, or none, is in flight (it stays there); what the worker raised;
+        Raises StepOrderError where another step, or none, is in flight (it stays there); what the worker raised;
         DeadlineError where the batch does not come.
         """
         if self._slot is None:
-            raise RuntimeError(f"{self._name}: the batch of step {step} was asked for, but none is in flight")
+            raise StepOrderError(f"{self._name}: the batch of step {step} was asked for, but none is in flight")
         pending, future = self._slot
         if pending != step:
-            raise RuntimeError(
-                f"{self._name}: the batch of step {step} was asked for, but that of step {pending} is in flight"
-            )
+            raise StepOrderError(f"{self._name}: step {pending} is in flight, and {pending} != expected step {step}")
         self._wait(pending, future)
         self._slot = None
         return future.result()

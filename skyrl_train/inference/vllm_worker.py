@@ -134,6 +134,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
         if self._takes_adapter:
             return
+        require_all_loaded(self.model, self.model_config.hf_config.model_type)
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             repack_tied_heads(self.model)
@@ -170,6 +171,28 @@ def in_checkpoint_form(name: str, tensor: Tensor, renaming: Any | None) -> list[
     if renaming is None:
         return [(name, tensor)]
     return list(revert_weight_conversion(renaming, {name: tensor}).items())
+
+
+def require_all_loaded(model: Any, model_type: str) -> None:
+    """Raises EngineError for parameters that an update left out: vLLM would go on with the old ones, or with memory that
+    nobody wrote. So it is where a model's loader copies past the hooks of a reload, as that of gpt-oss does, and the first
+    sync, of the weights that were loaded anyway, could not tell."""
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    missing = []
+    for path, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load() or is_deferred_attention_layer(layer) or isinstance(layer, ParallelLMHead):
+            continue
+        loaded = {name for name, _ in info.loaded_weights}
+        missing += [
+            f"{path}.{name}" for name, weight in layer._parameters.items() if weight is not None and name not in loaded
+        ]
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise EngineError(f"vLLM cannot take new weights of a {model_type} model: {shown} did not receive any")
 
 
 def repack_tied_heads(model: Any) -> None:

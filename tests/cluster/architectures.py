@@ -81,9 +81,9 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
         "first_k_dense_replace": 1,
         "topk_method": "noaux_tc",
         "q_lora_rank": 32,
-        "kv_lora_rank": 32,
+        "kv_lora_rank": 512,
         "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 32,
+        "qk_rope_head_dim": 64,
         "v_head_dim": 32,
     },
     "gpt_oss": {

@@ -92,6 +92,8 @@ def test_a_row_outside_the_mask_is_left_out_whole(measure: str, low: float, high
     found = correct(config)
     assert found.weights.tolist() == [[0.0] * 3, [1.0] * 3, [0.0] * 3]
     assert found.metrics["off_policy/turns_left_out_fraction"].value == pytest.approx(2 / 3)
+    assert found.metrics["off_policy/turns_under_low_fraction"].value == pytest.approx(1 / 3)
+    assert found.metrics["off_policy/turns_over_high_fraction"].value == pytest.approx(1 / 3)
 
 
 def test_one_outlier_leaves_its_row_out() -> None:
