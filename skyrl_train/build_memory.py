@@ -29,6 +29,7 @@ def size_micro_batches(
     trainer = config.trainer
     if trainer.micro_batching != "auto":
         return []
+    from skyrl_train.cli.plan_memory import models_of
     from skyrl_train.learner.sizing import SizingLimits, size_all
 
     limits = SizingLimits(
@@ -37,6 +38,8 @@ def size_micro_batches(
         limit_bytes=round(trainer.memory_budget_gb * _GIB),
         margin=trainer.memory_margin,
         retries=trainer.memory_retries,
+        source=trainer.memory_probe,
+        models={} if trainer.memory_probe == "measure" else models_of(config),
     )
     stored = read_reports(file)
     if config.placement.backend == "ray":

@@ -29,7 +29,7 @@ def plan_memory(config: Config) -> DeviceMemory | None:
     if not config.plan.device_memory_gb:
         return None
     device_bytes = int(config.plan.device_memory_gb * 1e9)
-    facts = _facts(config)
+    facts = models_of(config)
     in_turns = config.placement.colocate_all and config.placement.backend == "ray"
     shared = {role: _sharing(config, role, facts) for role in facts}
     margin_bytes = int(device_bytes * config.trainer.memory_margin)
@@ -74,8 +74,9 @@ def _pass(role: str, phase: Phase, facts: MemoryFacts, limit_bytes: int, longest
     )
 
 
-def _facts(config: Config) -> Mapping[str, MemoryFacts]:
-    """Of each model that the run holds. A reference that is the policy without its adapter is no model of its own."""
+def models_of(config: Config) -> Mapping[str, MemoryFacts]:
+    """What a prediction needs of each model that the run holds. A reference that is the policy without its adapter is no
+    model of its own."""
     from skyrl_train.learner.memory_trace import facts_at
 
     placement = config.placement

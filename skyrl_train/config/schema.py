@@ -221,6 +221,10 @@ class TrainerConfig:
     where tensors are counted; on CUDA a cap, for a device that others use too."""
     memory_margin: Annotated[float, Range(0.0, 0.5)] = 0.05
     """Share by which a micro-batch may need more than was measured at the start (auto)."""
+    memory_probe: Literal["measure", "trace", "both"] = "measure"
+    """Where micro-batches that size themselves (auto) know their memory from. measure: forwards and backwards of growing
+    size at the start. trace: the plan's prediction (layers counted for known families, traced on tensors without memory
+    for others), with nothing run. both: measured, beginning at the prediction, and the difference is told."""
     memory_retries: NonNegativeInt = 3
     """How often one mini-batch is cut smaller and computed anew where memory runs out nevertheless (auto)."""
     layout: LayoutChoice = "padded"

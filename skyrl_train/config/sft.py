@@ -102,6 +102,10 @@ class SFTTrainerConfig:
     """GiB that the models of one process may hold (auto); 0 is what the CUDA device has free. Needed on a CPU."""
     memory_margin: Annotated[float, Range(0.0, 0.5)] = 0.05
     """Share by which a micro-batch may need more than was measured at the start (auto)."""
+    memory_probe: Literal["measure", "trace", "both"] = "measure"
+    """Where micro-batches that size themselves (auto) know their memory from. measure: forwards and backwards of growing
+    size at the start. trace: the plan's prediction (layers counted for known families, traced on tensors without memory
+    for others), with nothing run. both: measured, beginning at the prediction, and the difference is told."""
     memory_retries: NonNegativeInt = 3
     """How often one step is cut smaller and computed anew where memory runs out nevertheless (auto)."""
     pad_to_multiple_of: PositiveInt = 1
@@ -215,6 +219,7 @@ _SHARED = (
     "max_tokens_per_forward_microbatch",
     "memory_budget_gb",
     "memory_margin",
+    "memory_probe",
     "memory_retries",
     "resume_mode",
     "resume_path",

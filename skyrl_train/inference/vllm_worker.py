@@ -152,15 +152,12 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
 
 def renaming_of(hf_config: Any) -> Any | None:
-    """How transformers names a model's modules otherwise than checkpoints do, as it does for Mixtral's experts; None where
-    it does not. vLLM knows the checkpoint's names alone."""
+    """How the parameters of transformers' model differ from the checkpoint's in name or shape, as those of experts do, which
+    it holds in one; None where they do not. Not every loader of vLLM knows both forms."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming
 
     conversions = get_checkpoint_conversion_mapping(hf_config.model_type) or []  # type: ignore[no-untyped-call]
-    if not any(type(conversion) is WeightRenaming for conversion in conversions):
-        return None
-    return SimpleNamespace(_weight_conversions=conversions, config=hf_config)
+    return SimpleNamespace(_weight_conversions=conversions, config=hf_config) if conversions else None
 
 
 def in_checkpoint_form(name: str, tensor: Tensor, renaming: Any | None) -> list[tuple[str, Tensor]]:

@@ -119,11 +119,12 @@ class Prober:
             size *= 2
         return found
 
-    def grow(self, lengths: list[int], *, max_positions: int, training: bool) -> list[MemoryProbe]:
-        """Rows of the first length, doubled until the next would not fit on some rank, or would be more than a pass has;
-        then as many positions of each other length, and where the longest row fits once alone, one row of each."""
+    def grow(self, lengths: list[int], *, max_positions: int, training: bool, first_rows: int = 1) -> list[MemoryProbe]:
+        """`first_rows` rows of the first length, or one where so many do not fit, doubled until the next would not fit on
+        some rank, or would be more than a pass has; then as many positions of each other length, and where the longest row
+        fits once alone, one row of each."""
         found: list[MemoryProbe] = []
-        rows, length = 1, lengths[0]
+        rows, length = first_rows, lengths[0]
         while (probe := self.probe(rows, length, training=training)) is not None:
             found.append(probe)
             growing = max(0, probe.peak_bytes - self.meter.in_use_bytes())
@@ -131,6 +132,8 @@ class Prober:
             if self.learner.engine.strategy.agree(int(is_last)) or 2 * rows * length > max_positions:
                 break
             rows *= 2
+        if not found and first_rows > 1:
+            return self.grow(lengths, max_positions=max_positions, training=training)
         if found:
             sizes = [(found[-1].positions // other, other) for other in lengths[1:]]
             sizes += [(1, other) for other in lengths[1:]] if len(found) == 1 else []

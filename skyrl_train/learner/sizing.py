@@ -12,8 +12,8 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
@@ -21,6 +21,7 @@ from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudg
 from skyrl_train.batch.memory_model import MemoryModel, MemoryProbe, fit_memory_model
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.memory import MemoryFacts, predicted_peak_bytes, resident_bytes
 from skyrl_train.learner.memory_meter import GIB, CountingMeter, CudaMeter, MemoryMeter
 from skyrl_train.learner.optimizer import allocate_state
 from skyrl_train.learner.probe import Probed, Prober, lengths_to_probe
@@ -47,6 +48,10 @@ class SizingLimits:
     """Of one process; 0 is what the device has."""
     margin: float
     retries: int
+    source: Literal["measure", "trace", "both"] = "measure"
+    """`trainer.memory_probe`."""
+    models: Mapping[str, MemoryFacts] = field(default_factory=dict)
+    """What predictions need, by the model's name; not read where all is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,8 @@ class PhaseReport:
     """Of all ranks; 0 where rows are padded (`TokenBudgets.cell_shares`)."""
     model: MemoryModel
     probes: tuple[MemoryProbe, ...]
+    predicted_tokens: int = 0
+    """The budget by prediction; 0 where none was made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +99,19 @@ class SizingReport:
         probes = sum(len(phase.probes) for phase in phases.values() if phase is not None)
         fit = max(phase.model.largest_relative_error for phase in phases.values() if phase is not None)
         source = "of the run that is resumed" if self.is_reused else f"{probes} probes, fitted within {fit:.1%}"
+        if probes == 0:
+            source = "predicted, nothing was run"
+        elif any(phase is not None and phase.predicted_tokens for phase in phases.values()):
+            told = ", ".join(_beside(name, phase) for name, phase in phases.items() if phase is not None)
+            source = f"{source}; predicted: {told}"
         return (
             f"{self.name:<11} {', '.join(parts)} a micro-batch in {self.forward.limit_bytes / GIB:.3g} GiB ({source})"
         )
+
+
+def _beside(name: str, phase: PhaseReport) -> str:
+    """`training 4096 (+2.1%)`: the predicted budget, and by how much it exceeds the one that was measured."""
+    return f"{name} {phase.predicted_tokens} ({phase.predicted_tokens / phase.tokens - 1:+.1%})"
 
 
 def make_meter(device: torch.device, limits: SizingLimits) -> MemoryMeter:
@@ -160,7 +177,15 @@ def _size_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> Phas
     agree, meter = prober.learner.engine.strategy.agree, prober.meter
     lengths = lengths_to_probe(limits.longest)
     most = max(2, limits.max_rows) * limits.longest
-    probes = prober.grow(lengths, max_positions=most, training=training)
+    predicted = 0
+    if limits.source != "measure":
+        traced = _traced_phase(prober, limits, training=training)
+        if limits.source == "trace":
+            return traced
+        predicted = traced.tokens
+    # The prediction may be too high: half of it leaves room, and two sizes give the fit its slope.
+    rows = max(1, predicted // limits.longest // 4)
+    probes = prober.grow(lengths, max_positions=most, training=training, first_rows=rows)
     if len({probe.positions for probe in probes}) < 2:
         raise _too_long(prober, limits, training=training)
     cap, held = most, 0
@@ -188,10 +213,46 @@ def _size_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> Phas
                 cell_share=_cell_share(prober, model, limits, tokens, training=training),
                 model=model,
                 probes=tuple(probes),
+                predicted_tokens=predicted,
             )
     raise MemoryLimitError(
         f"{prober.learner.engine.name}: no token budget held in {_TRIALS} trials, the last of {tokens} positions; does "
         "something else use the device? Set trainer.memory_budget_gb, or trainer.memory_margin higher"
+    )
+
+
+def _traced_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> PhaseReport:
+    """The budget by prediction alone: sizes double as those that are measured do, and the largest of the longest row is
+    where each shorter one starts."""
+    engine, meter = prober.learner.engine, prober.meter
+    facts, phase = limits.models[engine.name], "training" if training else "scoring"
+    # What lies there beside this model, e.g. a reference in the same process.
+    beside = meter.in_use_bytes() - sum(resident_bytes(facts, training=False).values())
+    most = max(2, limits.max_rows) * limits.longest
+
+    def predicted(rows: int, length: int) -> MemoryProbe:
+        peak = beside + predicted_peak_bytes(facts, rows, length, rows * length, training=training)
+        return MemoryProbe(rows=rows, longest=length, positions=rows * length, training=training, peak_bytes=peak)
+
+    lengths = lengths_to_probe(limits.longest)
+    probes = [predicted(1, limits.longest)]
+    while probes[-1].peak_bytes <= meter.limit_bytes and 2 * probes[-1].positions <= most:
+        probes.append(predicted(2 * probes[-1].rows, limits.longest))
+    if probes[0].peak_bytes > meter.limit_bytes:
+        raise _too_long(prober, limits, training=training, reason=f"by prediction of {phase}")
+    probes += [predicted(max(1, probes[-1].positions // length), length) for length in lengths[1:]]
+    model = fit_memory_model(_near_the_limit(probes), margin=limits.margin)
+    own = min(most, _budget(prober, model, limits, training=training))
+    tokens = -engine.strategy.agree(-own)
+    return PhaseReport(
+        tokens=tokens,
+        own_tokens=own,
+        limit_bytes=meter.limit_bytes,
+        # A cell that only losses pad takes less than a position.
+        cell_share=0.0 if engine.passes.layout == "padded" else 1 + limits.margin,
+        model=model,
+        probes=(),
+        predicted_tokens=tokens,
     )
 
 
@@ -259,6 +320,7 @@ def _facts(engine: ModelEngine, limits: SizingLimits, limit_bytes: int) -> dict[
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "limit_bytes": str(limit_bytes),
         "margin": str(limits.margin),
+        "source": limits.source,
         "torch": torch.__version__,
     }
 

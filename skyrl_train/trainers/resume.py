@@ -87,6 +87,7 @@ LAYOUT = (
     "trainer.layout",
     "trainer.max_tokens_per_forward_microbatch",
     "trainer.max_tokens_per_microbatch",
+    "trainer.memory_probe",
     "trainer.micro_batching",
     "trainer.micro_forward_batch_size_per_gpu",
     "trainer.micro_train_batch_size_per_gpu",

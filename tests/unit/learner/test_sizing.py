@@ -14,7 +14,9 @@ from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudg
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import MemoryLimitError
+from skyrl_train.learner.memory import MemorySettings
 from skyrl_train.learner.memory_meter import CountingMeter
+from skyrl_train.learner.memory_trace import facts_at
 from skyrl_train.learner.optimizer import allocate_state, build_optimizer
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.probe import Prober, lengths_to_probe
@@ -216,3 +218,35 @@ def test_the_report_is_of_plain_values(folder: Path) -> None:
     report: SizingReport = size_all([learner_of(folder)], LIMITS, {})["policy"]
     assert report.line().startswith("policy")
     assert "GiB" in report.line()
+
+
+ROOMY = SizingLimits(longest=128, max_rows=64, limit_bytes=16 * MIB, margin=0.05, retries=3)
+
+
+def predicted(folder: Path, source: str) -> SizingLimits:
+    """Limits that know what a prediction needs."""
+    facts = facts_at(str(folder), MemorySettings(num_ranks=1, strategy="single", accelerator=False))
+    return replace(ROOMY, source=source, models={"policy": facts})  # type: ignore[arg-type]
+
+
+def test_a_trace_sizes_micro_batches_near_the_measured_ones_and_runs_nothing(folder: Path) -> None:
+    measured = size_all([learner_of(folder)], ROOMY, {})["policy"]
+    learner = learner_of(folder)
+    traced = size_all([learner], predicted(folder, "trace"), {})["policy"]
+    for phase, other in ((traced.training, measured.training), (traced.forward, measured.forward)):
+        assert phase is not None
+        assert other is not None
+        assert phase.probes == ()
+        assert abs(phase.tokens / other.tokens - 1) < 0.25
+    assert "predicted, nothing was run" in traced.line()
+
+
+def test_both_measures_from_the_prediction_on_and_tells_the_difference(folder: Path) -> None:
+    measured = size_all([learner_of(folder)], ROOMY, {})["policy"]
+    both = size_all([learner_of(folder)], predicted(folder, "both"), {})["policy"]
+    assert both.training is not None
+    assert measured.training is not None
+    assert len(both.training.probes) < len(measured.training.probes)
+    assert abs(both.training.tokens / measured.training.tokens - 1) < 0.05
+    assert f"predicted: training {both.training.predicted_tokens} (" in both.line()
+    assert report_from_json(json.loads(json.dumps(report_to_json(both)))) == both
