@@ -134,13 +134,14 @@ def outcome(name: str, folder: Path) -> dict[str, float]:
     """Largest differences of log-probabilities between an engine and a learner that holds this architecture: as loaded, and
     after each of two syncs of weights as after a long training. Raises EngineError where the engine refuses it."""
     model = ModelConfig(path=str(build(name, folder)), attention="eager" if name in EAGER else "auto")
-    engine = VLLMEngine(
-        engine_settings(Config(model=model, generator=GeneratorConfig(backend="vllm", max_context_length=400)))
-    )
     trained = ModelEngine(
         load_causal_lm(model, "cpu"), name="policy", micro_batching=fixed_rows(1), optimizer=OptimizerConfig()
     )
     learner = PolicyLearner(trained, model=model, algorithm=AlgorithmConfig(), temperature=1.0)
+    # After the trainer's model: vLLM puts activations of its own into transformers.
+    engine = VLLMEngine(
+        engine_settings(Config(model=model, generator=GeneratorConfig(backend="vllm", max_context_length=400)))
+    )
 
     def difference(request_id: str) -> float:
         request = GenerationRequest(
