@@ -104,7 +104,11 @@ def close_mini_batch(
     counts = _count(batch, row_tokens, max_sequence_length_for_norm)
     weights = torch.zeros(batch.num_tokens, dtype=torch.float64, device=trained.device)
     if counts.denominators.num_tokens:
-        weights[trained] = torch.repeat_interleave(reduction(counts), row_tokens)
+        row_weights = reduction(counts)
+        if "sample_count" in batch:
+            copies = batch["sample_count"].double()
+            row_weights = torch.where(copies > 0, copies * row_weights, 0.0)
+        weights[trained] = torch.repeat_interleave(row_weights, row_tokens)
     closed = batch.with_columns(loss_weights=weights)
     if normalize_advantages:
         closed = closed.with_columns(advantages=whiten(batch["advantages"], trained))
@@ -138,22 +142,26 @@ def _trained_tokens(batch: TrainingInputBatch, trained: Tensor) -> Tensor:
 
 def _count(batch: TrainingInputBatch, row_tokens: Tensor, max_sequence_length_for_norm: int) -> RowCounts:
     row_tokens = row_tokens.double()
-    has_loss = row_tokens > 0
+    copies = batch["sample_count"].double() if "sample_count" in batch else torch.ones_like(row_tokens)
+    counted = row_tokens * copies
+    has_loss = counted > 0
 
-    def over(group: Tensor) -> tuple[int, Tensor]:
-        """Groups with loss, and each row's group total."""
+    def over(group: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """One row of each group with loss, and each row's group total."""
         _, number = torch.unique(group, return_inverse=True)
-        totals = torch.zeros_like(row_tokens).index_add_(0, number, row_tokens)
-        return int(torch.unique(group[has_loss]).numel()), totals[number]
+        totals = torch.zeros_like(row_tokens).index_add_(0, number, tokens)
+        rows = has_loss.nonzero().squeeze(1)
+        one_of = torch.full_like(number, -1).scatter_(0, number[rows], rows)
+        return one_of[one_of >= 0], totals[number]
 
-    num_sequences, trajectory_tokens = over(batch["trajectory_index"])
-    num_prompts, prompt_tokens = over(batch["prompt_index"])
+    trajectories, trajectory_tokens = over(batch["trajectory_index"], row_tokens)
+    prompts, prompt_tokens = over(batch["prompt_index"], counted)
     return RowCounts(
         denominators=LossDenominators(
-            num_tokens=int(row_tokens.sum()),
-            num_sequences=num_sequences,
+            num_tokens=int(counted.sum()),
+            num_sequences=int(copies[trajectories].sum()),
             num_rows=int((~batch["is_padding"]).sum()),
-            num_prompts=num_prompts,
+            num_prompts=len(prompts),
         ),
         trajectory_tokens=trajectory_tokens,
         prompt_tokens=prompt_tokens,

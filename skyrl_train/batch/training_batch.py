@@ -60,6 +60,7 @@ SCHEMA: dict[str, ColumnSpec] = {
     "is_last_step": ColumnSpec(torch.bool, False, False, "row"),
     "is_padding": ColumnSpec(torch.bool, True, False, "row"),
     "is_stale": ColumnSpec(torch.bool, False, True, "row"),
+    "sample_count": ColumnSpec(torch.int32, 0, True, "row"),
     "greedy_rewards": ColumnSpec(torch.float32, 0.0, True, "row"),
 }
 """Token columns (position t belongs to token t of `input_ids`), then row columns.

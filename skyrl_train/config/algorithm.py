@@ -77,6 +77,11 @@ class FilterConfig:
     """Tokens of one response at which the soft penalty has its full size: what `max_generate_length` allows, say."""
     overlong_penalty: NonNegative = 1.0
     """Full size of the soft penalty."""
+    resample: Literal["none", "pow", "max_min", "max_random"] = "none"
+    """PF-PPO: draw the batch's trajectories again, with replacement. pow: by their score's size to `resample_power`.
+    max_min: the highest and the lowest. max_random: the highest four times as likely as the others."""
+    resample_power: NonNegative = 2.0
+    """Power of `resample=pow`."""
     non_stop_scale: Share = 1.0
     """Rewards of a trajectory whose last response did not end by itself are multiplied by this; 1 is off."""
     non_stop_penalty: NonNegative = 0.0

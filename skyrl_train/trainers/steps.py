@@ -20,6 +20,7 @@ from skyrl_train.algorithms.entropy_controller import (
 )
 from skyrl_train.algorithms.estimate import estimate_advantages
 from skyrl_train.algorithms.filters import mask_rows, shape_rewards
+from skyrl_train.algorithms.resampling import with_sample_counts
 from skyrl_train.algorithms.reward_columns import with_greedy_rewards, with_reward_columns
 from skyrl_train.algorithms.self_distillation import teacher_logprobs
 from skyrl_train.algorithms.step_columns import with_step_columns
@@ -170,8 +171,12 @@ def score(
 
 
 def estimate(batch: TrainingInputBatch, config: Config, *, kl_coef: float) -> TrainingInputBatch:
-    """Adds `advantages` and `returns`. `kl_coef` weighs the KL that is taken from the rewards."""
-    return estimate_advantages(batch, config.trainer.algorithm, kl_reward_coef=kl_coef)
+    """Adds `advantages` and `returns`, and how often each trajectory counts where they are resampled.
+
+    `kl_coef` weighs the KL that is taken from the rewards.
+    """
+    estimated = estimate_advantages(batch, config.trainer.algorithm, kl_reward_coef=kl_coef)
+    return with_sample_counts(estimated, config.trainer.algorithm.filters, seed=config.seed)
 
 
 def update(

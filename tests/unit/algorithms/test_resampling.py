@@ -1,0 +1,61 @@
+"""A trajectory that is drawn k times is trained as k copies of it are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.resampling import sampling_weights, with_sample_counts
+from skyrl_train.batch.minibatch import LOSS_REDUCTIONS, close_mini_batch
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.algorithm import FilterConfig
+from tests.learner_cases import make_batch
+
+COUNTS = [2, 0, 1, 3, 0, 0]
+"""Of six trajectories of three prompts; none of the last prompt is drawn."""
+
+
+def batch_of_six() -> TrainingInputBatch:
+    return make_batch([5, 9, 6, 4, 7, 8])
+
+
+@pytest.mark.parametrize("reduction", sorted(LOSS_REDUCTIONS))
+def test_counted_trajectories_weigh_what_copies_of_them_do(reduction: str) -> None:
+    batch = batch_of_six()
+    counted = close_mini_batch(
+        batch.with_columns(sample_count=torch.tensor(COUNTS, dtype=torch.int32)),
+        loss_reduction=reduction,
+        max_sequence_length_for_norm=9,
+    )
+    rows = [row for row, count in enumerate(COUNTS) for _ in range(count)]
+    copies = batch.take(rows).with_columns(trajectory_index=torch.arange(len(rows), dtype=torch.int32))
+    expected = close_mini_batch(copies, loss_reduction=reduction, max_sequence_length_for_norm=9)
+    assert replace(counted.denominators, num_rows=0) == replace(expected.denominators, num_rows=0)
+    whole = [float(counted.batch.take([row])["loss_weights"].sum()) for row in range(6)]
+    by_copies = [0.0] * 6
+    for place, row in enumerate(rows):
+        by_copies[row] += float(expected.batch.take([place])["loss_weights"].sum())
+    assert whole == pytest.approx(by_copies, abs=1e-15)
+
+
+def test_draws_are_a_function_of_seed_and_step_and_follow_the_scores() -> None:
+    batch = batch_of_six()
+    rewards = torch.zeros(batch.num_tokens)
+    rewards[batch.row_offsets[1:] - 1] = torch.tensor([0.0, -3.0, 0.0, 4.0, 0.0, 0.0])
+    batch = batch.with_columns(rewards=rewards)
+    config = FilterConfig(resample="pow")
+    one, again = (with_sample_counts(batch, config, seed=1)["sample_count"].tolist() for _ in range(2))
+    assert one == again
+    assert sum(one) == 6
+    assert [one[row] for row in (0, 2, 4, 5)] == [0, 0, 0, 0]
+    totals = sum(with_sample_counts(batch, config, seed=seed)["sample_count"].double() for seed in range(300))
+    assert float(totals[3] / totals[1]) == pytest.approx(16 / 9, rel=0.2)  # type: ignore[index]
+    assert with_sample_counts(batch, FilterConfig(), seed=1) is batch
+
+
+def test_the_weights_by_hand() -> None:
+    scores = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    for name, expected in (("pow", [1.0, 4.0, 0.25]), ("max_min", [1.0, 1.0, 0.0]), ("max_random", [0.4, 0.1, 0.1])):
+        assert sampling_weights(scores, FilterConfig(resample=name)).tolist() == pytest.approx(expected, abs=1e-7)  # type: ignore[arg-type]
