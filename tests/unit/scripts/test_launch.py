@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 
 from skyrl_train.cli import register_resolvers
 from skyrl_train.cli.auto_placement import place
+from skyrl_train.config.bundles import count_engines
 from skyrl_train.config.load import load_config
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
@@ -175,7 +176,7 @@ def test_one_node_trains_with_all_that_it_has(tmp_path: Path, num_gpus: int, eng
     assert validate_config(config) == []
     placed = config.placement
     assert (placed.backend, placed.colocate_all) == ("ray", colocated)
-    assert config.generator.vllm.num_engines == engines
+    assert count_engines(config) == engines
 
 
 def test_a_node_is_set_up_without_starting_anything(tmp_path: Path) -> None:
