@@ -1,7 +1,8 @@
 """`placement=auto` on Ray clusters with stated numbers of GPUs: what is counted, chosen and reserved, and the tiny model
 trained in the very bundles, on the CPU over gloo.
 
-Run by `test_auto_placement.py` in a process of its own: a process can be connected to one Ray session only. Prints JSON.
+Run by `test_auto_placement.py` in a process of its own: a process can be connected to one Ray session only. Prints a line
+of JSON for each number of GPUs.
 """
 
 from __future__ import annotations
@@ -86,4 +87,5 @@ def on_cluster(count: int, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({count: on_cluster(count, Path(sys.argv[1])) for count in COUNTS}))
+    for count in COUNTS:
+        print(json.dumps({"count": count, **on_cluster(count, Path(sys.argv[1]))}), flush=True)

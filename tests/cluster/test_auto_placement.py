@@ -24,42 +24,42 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def found(model_folder: Path) -> dict[str, Any]:
+def found(model_folder: Path) -> dict[int, Any]:
     result = subprocess.run(
         [sys.executable, "-m", "tests.cluster.auto_placement_on_ray", str(model_folder)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
         cwd=ROOT,
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    printed: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return printed
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"count"')]
+    return {line["count"]: line for line in lines}
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_each_gpu_of_the_cluster_has_a_rank_and_an_engine(found: dict[str, Any], count: int) -> None:
-    policy, engine = found[str(count)]["policy"], found[str(count)]["engine"]
+def test_each_gpu_of_the_cluster_has_a_rank_and_an_engine(found: dict[int, Any], count: int) -> None:
+    policy, engine = found[count]["policy"], found[count]["engine"]
     assert len(set(policy)) == count
     assert policy == engine
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_the_tiny_model_trains_in_the_same_bundles(found: dict[str, Any], count: int, model_folder: Path) -> None:
+def test_the_tiny_model_trains_in_the_same_bundles(found: dict[int, Any], count: int, model_folder: Path) -> None:
     config = make_config(model_folder)
     alone = build_policy_learner(config, make_plan(config), role="policy")
     three_steps(alone)
     total = sum(float(tensor.double().abs().sum()) for tensor in weights_of(alone).values())
-    assert found[str(count)]["trained"] == pytest.approx(total, rel=1e-6)
+    assert found[count]["trained"] == pytest.approx(total, rel=1e-6)
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_more_gpus_than_there_are_is_refused_without_waiting(found: dict[str, Any], count: int) -> None:
-    refusal = found[str(count)]["refusal"]
+def test_more_gpus_than_there_are_is_refused_without_waiting(found: dict[int, Any], count: int) -> None:
+    refusal = found[count]["refusal"]
     assert "1 node with" in refusal["says"]
     assert f"GPU {count}" in refusal["says"]
-    assert refusal["seconds"] < 3.0
+    assert refusal["seconds"] < 30.0, "under a second where nothing else runs; waiting would take 300"
 
 
 @pytest.mark.parametrize("offload", [False, True])
