@@ -3,6 +3,7 @@
     python scripts/bench_update.py compare --models tiny,mid --kinds single,step --rounds 3
     python scripts/bench_update.py growth                      # cost against turns and samples, and the plot
     python scripts/bench_update.py head                        # logits memory at a large vocabulary
+    python scripts/bench_update.py --device cuda               # tokens/s and GPU, model FLOPs utilisation; or --device cpu
 
 Every measurement is a process of its own, one thread, so that peak memory is its own; variants take turns, round after
 round, and medians of CPU seconds are quoted. A variant's gradient is compared with the first one's before its time
@@ -51,7 +52,15 @@ MAX_DISTANCE = 1e-5
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="measure updates on one device, on the wall clock")
+    parser.add_argument("--model", help="with --device: tiny, mid or qwen2.5-0.5b (the default on cuda; tiny on cpu)")
+    parser.add_argument("--kind", default="single", help="with --device: single or step")
+    parser.add_argument("--layouts", default="padded,packed,shared,auto", help="with --device")
+    parser.add_argument("--steps", type=int, default=3, help="with --device: timed updates")
+    parser.add_argument("--tokens", type=int, default=16384, help="with --device: computed positions of a micro-batch")
+    parser.add_argument("--float32", action="store_true", help="with --device cuda: not bfloat16")
+    parser.add_argument("--checkpointing", action="store_true", help="with --device: recompute activations")
+    commands = parser.add_subparsers(dest="command")
     compare = commands.add_parser("compare")
     compare.add_argument("--models", default="tiny,mid")
     compare.add_argument("--kinds", default="single,step")
@@ -76,12 +85,31 @@ def main() -> None:
     one = commands.add_parser("one", help="a single measurement, as JSON")
     one.add_argument("spec", help="JSON")
     args = parser.parse_args()
+    if args.device:
+        run_device(args)
+        return
+    if args.command is None:
+        parser.error("name a command (compare, growth, head), or --device")
     {"compare": run_compare, "growth": run_growth, "head": run_head, "one": run_one}[args.command](args)
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="computed positions of a micro-batch (ours)")
     parser.add_argument("--json", help="append every measurement to this file")
+
+
+def run_device(args: argparse.Namespace) -> None:
+    """Tokens per second and model FLOPs utilisation of one device, a line for each layout."""
+    import torch
+    from update_device import measure
+
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    elif not torch.cuda.is_available():
+        raise SystemExit("--device cuda: torch finds no CUDA device here; --device cpu runs on this machine")
+    args.model = args.model or ("tiny" if args.device == "cpu" else "qwen2.5-0.5b")
+    args.bf16 = args.device == "cuda" and not args.float32
+    measure(args)
 
 
 def run_compare(args: argparse.Namespace) -> None:

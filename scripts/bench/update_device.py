@@ -1,0 +1,125 @@
+"""Updates on one device, on the wall clock: tokens per second, and which share of the device's arithmetic they used.
+
+Model FLOPs are what the step needs at least, whatever a layout computes: each distinct prefix of its rows once, forward
+(1x) and backward (2x), without recomputed activations.
+
+    6 * weights of the layers * positions  +  6 * vocabulary * hidden * scored tokens  +  12 * layers * query size * pairs
+
+where a pair is a token that attends to another or to itself. Utilisation is that over the time and the peak rate of the
+device: dense bfloat16 as NVIDIA's data sheets state it, or, for other devices, types and the CPU, the rate of a large
+matrix product measured here.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+from typing import Any
+
+import torch
+from update_ours import Ours
+from update_work import KINDS, SIZES, ModelSize
+
+from skyrl_train.batch.forwards import forward_of_tree
+from skyrl_train.batch.prefix_tree import prefix_order
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.model.numerics import set_numerics
+
+PEAK_BF16 = {
+    "A100": 312e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "A10": 125e12,
+}
+"""FLOP/s in bfloat16, dense, by a part of the device's name; the longest that fits counts. From NVIDIA's data sheets, which
+state twice as much for sparse matrices."""
+_PRODUCT = {"cpu": 1024, "cuda": 8192}
+"""Side of the matrices whose product is measured."""
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """FLOP/s, and where the number is from."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        known = sorted((each for each in PEAK_BF16 if each in name), key=len)
+        if known:
+            return PEAK_BF16[known[-1]], f"data sheet of {known[-1]}"
+    side = _PRODUCT[device.type]
+    left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    seconds = []
+    for _ in range(4):
+        _wait(device)
+        start = time.perf_counter()
+        left @ right
+        _wait(device)
+        seconds.append(time.perf_counter() - start)
+    return 2 * side**3 / min(seconds[1:]), f"measured, {side} x {side} in {str(dtype).removeprefix('torch.')}"
+
+
+def needed_flops(batch: TrainingInputBatch, size: ModelSize) -> float:
+    """Of a forward and backward of the rows."""
+    ids, bounds = batch["input_ids"].numpy(), batch.row_offsets.tolist()
+    order = prefix_order([ids[start:stop] for start, stop in pairwise(bounds)])
+    tree = forward_of_tree(order, [range(batch.num_rows)])
+    query, kv = size.hidden, size.hidden // size.heads * size.kv_heads
+    layer = size.hidden * (query + 2 * kv) + query * size.hidden + 3 * size.hidden * size.intermediate
+    scored = int(batch["loss_mask"].sum())
+    return (
+        6.0 * size.layers * layer * tree.positions
+        + 6.0 * size.vocabulary * size.hidden * scored
+        + 12.0 * size.layers * query * tree.pairs
+    )
+
+
+def measure(args: Any) -> None:
+    """Print a table: one line for each layout."""
+    device = torch.device("cuda:0" if args.device == "cuda" else args.device)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    set_numerics(deterministic=False)
+    size = SIZES[args.model]
+    peak, source = peak_flops(device, dtype)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread"
+    print(f"{name}; {args.model}, {args.kind}; peak {peak / 1e12:.3g} TFLOP/s ({source})\n")
+    print("| layout | tokens | positions | s per update | tokens/s and GPU | model FLOPs utilisation | peak GiB |")
+    print("|---|---|---|---|---|---|---|")
+    for variant in args.layouts.split(","):
+        print(_row(variant, size, device, args, peak), flush=True)
+
+
+def _row(variant: str, size: ModelSize, device: torch.device, args: Any, peak: float) -> str:
+    ours = Ours(
+        size,
+        KINDS[args.kind](size.vocabulary),
+        variant=variant,
+        tokens=args.tokens,
+        bf16=args.bf16,
+        checkpointing=args.checkpointing,
+        device=str(device),
+    )
+    ours.score()
+    ours.update()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(args.steps):
+        ours.update()
+    _wait(device)
+    seconds = (time.perf_counter() - start) / args.steps
+    flops = needed_flops(ours.batch, size)
+    held = f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f}" if device.type == "cuda" else "-"
+    return (
+        f"| {variant} | {ours.batch.num_tokens:,} | {ours.positions:,} | {seconds:.3f} "
+        f"| {ours.batch.num_tokens / seconds:,.0f} | {flops / seconds / peak:.1%} | {held} |"
+    )
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
