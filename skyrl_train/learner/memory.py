@@ -30,6 +30,7 @@ Phase = Literal["training", "scoring"]
 Kinds = Mapping[str, int]
 
 TOKENS_PER_TILE, ELEMENTS_PER_TILE, ELEMENTS_PER_TILE_ACCELERATOR = 128, 1 << 21, 1 << 26
+TOKENS_PER_PRODUCT = 4096
 """Of the output head: those of `model/logprobs.py`, which a test keeps equal. That module imports torch."""
 BLOCK, MAX_BLOCKS = 128, 1024
 """Of flex attention's block mask: those of `model/segments.py`, which a test keeps equal too."""
@@ -306,7 +307,10 @@ def _head_in_training(facts: MemoryFacts, positions: int) -> float:
     copy = precision.compute * weight if precision.casts else 0
     # under autocast, the last tile's gradient in the compute type and its product for the weight
     product = (14 * first + precision.compute * weight) if own and precision.casts else 0
-    return 2 * states + own + copy + max(16 * first, 12 * first + 4 * second, 4 * first + 16 * second, product)
+    # gradients of several tiles' logits, for one product
+    rows = min(positions, TOKENS_PER_PRODUCT) if facts.settings.accelerator and second else 0
+    kept = precision.compute * rows * facts.model.vocabulary_size
+    return 2 * states + own + copy + kept + max(16 * first, 12 * first + 4 * second, 4 * first + 16 * second, product)
 
 
 def _head_in_scoring(facts: MemoryFacts, positions: int) -> float:

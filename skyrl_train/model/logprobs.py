@@ -32,6 +32,10 @@ TOKENS_PER_TILE = 128
 ELEMENTS_PER_TILE_ACCELERATOR = 1 << 26
 """Logits per tile elsewhere: 256 MiB in float32, enough rows to fill the device."""
 
+TOKENS_PER_PRODUCT = 4096
+"""Tokens elsewhere whose logits' gradients are kept, in the compute type, for one product with the hidden states: each reads
+and writes the weight's gradient in float32, which a tile of 442 (at 152,000 entries) does not pay for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputHead:
@@ -82,6 +86,7 @@ class _TileMaths:
     softcap: float | None
     compute_dtype: torch.dtype
     tokens_per_tile: int
+    tokens_per_product: int
     surprises: list[Tensor] | None
     """Where to note a gradient that is not the foreseen one; None: it is computed anew."""
 
@@ -128,7 +133,9 @@ class _TokenScore(torch.autograd.Function):
         entropy = hidden.new_zeros(num_tokens, dtype=dtype)
         log_sum_exp = hidden.new_empty(num_tokens, dtype=dtype)
         differentiated = any(ctx.needs_input_grad)
-        foreseen = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad) if foresee and differentiated else None
+        foreseen = (
+            _Gradients.like(hidden, weight, bias, ctx.needs_input_grad, maths) if foresee and differentiated else None
+        )
         expected = hidden.new_zeros(2, num_tokens, dtype=dtype)
         tile_weight = weight.to(maths.compute_dtype)
         kept: Tensor | None = None
@@ -148,7 +155,7 @@ class _TokenScore(torch.autograd.Function):
                 if by_entropy is not None:
                     expected[1, tile] = by_entropy
                 grad_z = _grad_of_logits(log_p, p, targets[tile], by_logprob, by_entropy, entropy[tile])
-                foreseen.add(tile, maths.through_head(grad_z, slope), hidden[tile], tile_weight)
+                foreseen.add(tile, maths.through_head(grad_z, slope), hidden, tile_weight)
             elif num_tokens <= maths.tokens_per_tile and differentiated:
                 kept, kept_slope = z, slope
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum_exp, entropy, expected, kept, kept_slope)
@@ -171,7 +178,7 @@ class _TokenScore(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(log_sum_exp)
         if foreseen is not None and _is_as_expected(grad_logprobs, grad_entropy, expected, maths.surprises):
             return foreseen.result(weight)
-        found = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad)
+        found = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad, maths)
         tile_weight = weight.to(maths.compute_dtype)
         for start in range(0, hidden.shape[0], maths.tokens_per_tile):
             tile = slice(start, start + maths.tokens_per_tile)
@@ -179,7 +186,7 @@ class _TokenScore(torch.autograd.Function):
             log_p = z - log_sum_exp[tile, None]
             by_entropy = None if grad_entropy is None else grad_entropy[tile]
             grad_z = _grad_of_logits(log_p, log_p.exp(), targets[tile], grad_logprobs[tile], by_entropy, entropy[tile])
-            found.add(tile, maths.through_head(grad_z, slope), hidden[tile], tile_weight)
+            found.add(tile, maths.through_head(grad_z, slope), hidden, tile_weight)
         return found.result(weight)
 
 
@@ -220,26 +227,54 @@ class _Gradients:
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    tokens_per_product: int
+    """Logits' gradients of neighbouring tiles are kept up to so many tokens for one product."""
+    kept: Tensor | None = None
+    """`[at most tokens_per_product, vocabulary]` in the compute type."""
+    first: int = 0
+    """The first token whose gradient is kept."""
 
     @classmethod
-    def like(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> _Gradients:
+    def like(
+        cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool], maths: _TileMaths
+    ) -> _Gradients:
+        tiles, _ = divmod(maths.tokens_per_product, maths.tokens_per_tile)
         return cls(
             hidden=torch.empty_like(hidden) if needed[0] else None,
             weight=torch.zeros_like(weight, dtype=_accumulator(weight.dtype)) if needed[1] else None,
             bias=torch.zeros_like(bias) if needed[2] and bias is not None else None,
+            tokens_per_product=max(1, tiles) * maths.tokens_per_tile,
         )
 
     def add(self, tile: slice, grad_z: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """The share of one tile; `weight` and the products are in the compute type."""
+        """The share of one tile of `hidden` `[tokens, hidden]`, of which tiles come in order; `weight` and the products
+        are in the compute type."""
         if self.bias is not None:
             self.bias += grad_z.sum(0)
-        grad_z = grad_z.to(weight.dtype)
+        num_tokens, stop = len(hidden), tile.start + len(grad_z)
+        if tile.start == self.first and (stop == num_tokens or len(grad_z) == self.tokens_per_product):
+            self._multiply(tile.start, grad_z.to(weight.dtype), hidden, weight)
+            self.first = stop
+            return
+        if self.kept is None:
+            size = min(num_tokens, self.tokens_per_product)
+            self.kept = grad_z.new_empty(size, grad_z.shape[1], dtype=weight.dtype)
+        self.kept[tile.start - self.first : stop - self.first] = grad_z
+        if stop - self.first == self.tokens_per_product or stop == num_tokens:
+            self._multiply(self.first, self.kept[: stop - self.first], hidden, weight)
+            self.first = stop
+        if stop == num_tokens:
+            self.kept = None
+
+    def _multiply(self, start: int, grad_z: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """The products of the tokens from `start` on; their sum is in float32 or better."""
+        span = slice(start, start + len(grad_z))
         if self.hidden is not None:
-            self.hidden[tile] = grad_z @ weight
+            self.hidden[span] = grad_z @ weight
         if self.weight is not None and self.weight.dtype == weight.dtype:
-            self.weight.addmm_(grad_z.T, hidden.to(weight.dtype))
+            self.weight.addmm_(grad_z.T, hidden[span].to(weight.dtype))
         elif self.weight is not None:
-            self.weight += grad_z.T @ hidden.to(weight.dtype)
+            self.weight += grad_z.T @ hidden[span].to(weight.dtype)
 
     def result(self, weight: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
         """In the order of the function's inputs."""
@@ -256,6 +291,7 @@ def token_scores(
     with_entropy: bool = True,
     compute_dtype: torch.dtype | None = None,
     tokens_per_tile: int | None = None,
+    tokens_per_product: int | None = None,
     foresee: Foresee | None = None,
     of_distribution: OfDistribution | None = None,
     surprises: list[Tensor] | None = None,
@@ -274,12 +310,14 @@ def token_scores(
     With `of_distribution` its numbers stand in place of the log-probabilities, without a gradient.
     """
     vocabulary = head.weight.shape[0]
-    budget = ELEMENTS_PER_TILE if hidden.device.type == "cpu" else ELEMENTS_PER_TILE_ACCELERATOR
+    on_host = hidden.device.type == "cpu"
+    budget = ELEMENTS_PER_TILE if on_host else ELEMENTS_PER_TILE_ACCELERATOR
     maths = _TileMaths(
         scale=head.scale / temperature,
         softcap=head.softcap,
         compute_dtype=compute_dtype or hidden.dtype,
         tokens_per_tile=tokens_per_tile or max(TOKENS_PER_TILE, budget // vocabulary),
+        tokens_per_product=tokens_per_product or (1 if on_host else TOKENS_PER_PRODUCT),
         surprises=surprises,
     )
     with torch.autocast(hidden.device.type, enabled=False):

@@ -161,6 +161,7 @@ def test_constants_are_those_of_the_modules_that_have_them():
     assert memory.TOKENS_PER_TILE == logprobs.TOKENS_PER_TILE
     assert memory.ELEMENTS_PER_TILE == logprobs.ELEMENTS_PER_TILE
     assert memory.ELEMENTS_PER_TILE_ACCELERATOR == logprobs.ELEMENTS_PER_TILE_ACCELERATOR
+    assert memory.TOKENS_PER_PRODUCT == logprobs.TOKENS_PER_PRODUCT
 
 
 @pytest.mark.parametrize("module", ["memory", "memory_blocks", "memory_facts", "architectures"])

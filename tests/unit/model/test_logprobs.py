@@ -261,3 +261,30 @@ class TestForeseenCoefficients:
         assert tiles == 6
         for left, right in zip(found, expected):
             torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(("per_tile", "per_product"), [(2, 6), (3, 3), (3, 4), (2, 100), (5, 10)])
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_gradients_of_several_tiles_in_one_product(per_tile: int, per_product: int, foreseen: bool) -> None:
+    """As on a device with a large vocabulary; 13 tokens, so that last tiles and products are short."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(size, 8, generator=generator, dtype=torch.float64).requires_grad_() for size in (13, 11)
+    )
+    bias = torch.randn(11, generator=generator, dtype=torch.float64).requires_grad_()
+    targets = torch.randint(0, 11, (13,), generator=generator)
+    factor = torch.randn(2, 13, generator=generator, dtype=torch.float64)
+    head = OutputHead(weight=weight, bias=bias)
+    found = []
+    for sizes in ({"tokens_per_tile": 13}, {"tokens_per_tile": per_tile, "tokens_per_product": per_product}):
+        logprobs, entropy = token_scores(
+            hidden,
+            targets,
+            head,
+            foresee=(lambda tile, *_: (factor[0, tile], factor[1, tile])) if foreseen else None,
+            **sizes,
+        )
+        loss = (factor[0] * logprobs + factor[1] * entropy).sum()
+        found.append(torch.autograd.grad(loss, (hidden, weight, bias)))
+    for mine, expected in zip(*found):
+        torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-13)
