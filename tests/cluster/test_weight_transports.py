@@ -23,7 +23,7 @@ from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.bundles import count_engines
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, ModelConfig
-from skyrl_train.errors import ActorError, EngineError
+from skyrl_train.errors import ActorError
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.types import GenerationRequest, SamplingParams
 from skyrl_train.weight_sync.buckets import Receiver
@@ -163,7 +163,7 @@ def test_a_rank_that_dies_while_it_sends_leaves_engines_that_answer_nothing(clus
         request_id="refused", prompt_token_ids=(5, 6), sampling=SamplingParams(max_generate_length=2), seed=0
     )
     for engine in cluster.fleet.living:
-        with pytest.raises(EngineError, match="parameters arrived"):
+        with pytest.raises(ActorError, match="parameters arrived"):
             cluster.fleet.call("finish_update", "sync", 9, 1, engines=[engine])
-        with pytest.raises(EngineError, match="half-way"):
+        with pytest.raises(ActorError, match="half-way"):
             cluster.fleet.call("generate", "generate", request, engines=[engine])
