@@ -37,9 +37,10 @@ def test_each_range_is_whitened_on_its_own_and_the_rest_becomes_0() -> None:
     assert found.tolist() == pytest.approx([-half, half, -half, half, 0.0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [7.0], [0.1 + 0.2, 0.3]])
-def test_equal_values_and_a_single_one_become_exactly_0(values: list[float]) -> None:
-    column = torch.tensor(values)
+def test_equal_values_and_a_single_one_become_exactly_0(values: list[float], dtype: torch.dtype) -> None:
+    column = torch.tensor(values, dtype=dtype)
     assert not whiten(column, torch.ones_like(column, dtype=torch.bool)).any()
 
 
