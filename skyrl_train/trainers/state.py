@@ -98,7 +98,10 @@ class TrainerState:
                 raise ValueError(f"not of format {FORMAT}")
             totals, data = Totals(**content.pop("totals")), DataFingerprint(**content.pop("data"))
             controller = KLControllerState.from_json(content.pop("kl_controller"))
-            entropy = EntropyControllerState.from_json(content.pop("entropy_controller"))
+            # Checkpoints of before there was a controller have none: its weight was fixed then, and still is.
+            entropy = EntropyControllerState.from_json(
+                content.pop("entropy_controller", EntropyControllerState().to_json())
+            )
             return TrainerState(
                 **content, entropy_controller=entropy, totals=totals, data=data, kl_controller=controller
             )

@@ -1,5 +1,6 @@
 """Killed, stopped and resumed runs equal one that was left alone."""
 
+import json
 import signal
 import threading
 from dataclasses import replace
@@ -7,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.algorithms.entropy_controller import EntropyControllerState
 from skyrl_train.errors import CheckpointError, ConfigError, SkyrlTrainError, StopRequested
 from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.trainers.evaluation_report import read_evaluations
+from skyrl_train.trainers.state import TrainerState
 from tests.fakes_trainer import (
     FakeLearner,
     fake_run,
@@ -290,13 +293,21 @@ def test_changed_prompts_are_refused(tmp_path):
         fake_run(tmp_path, prompts=make_prompts(8, answer="42")).run()
 
 
+def test_a_state_of_before_there_was_an_entropy_controller_is_read(tmp_path):
+    fake_run(tmp_path, config=make_config(tmp_path, total_steps=2)).run()
+    path = tmp_path / "checkpoints" / "step_000002" / "trainer_state.json"
+    content = json.loads(path.read_text())
+    del content["entropy_controller"]
+    path.write_text(json.dumps(content))
+
+    assert TrainerState.read(path.parent).entropy_controller == EntropyControllerState()
+
+
 def test_a_damaged_trainer_state_is_named(tmp_path):
     run = fake_run(tmp_path, config=make_config(tmp_path, total_steps=2))
     run.run()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "trainer_state.json").write_text('{"format": 1, "global_step": 3}')
-    from skyrl_train.trainers.state import TrainerState
-
     with pytest.raises(CheckpointError, match=r"broken/trainer_state\.json cannot be used"):
         TrainerState.read(tmp_path / "broken")
 
