@@ -25,6 +25,7 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers, resolve_model_path
 from skyrl_train.model.compiled import compile_layers
+from skyrl_train.model.numerics import set_numerics
 
 if TYPE_CHECKING:
     from skyrl_train.distributed.strategy import ModelStrategy
@@ -117,6 +118,7 @@ def make_learner(
     strategy: ModelStrategy | None = None,
 ) -> PolicyLearner:
     """A policy on `device`, as a run would build it; `dtype` float64 computes all of it in float64."""
+    set_numerics(deterministic=False)
     model_config = ModelConfig(path=str(folder), gradient_checkpointing=checkpointing)
     model = load_causal_lm(model_config, "cpu" if strategy is not None and strategy.sharded else device)
     if dtype == "float64":
