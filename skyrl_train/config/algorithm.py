@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.rules import Range
-from skyrl_train.errors import Violation
 
 Share = Annotated[float, Range(0.0, 1.0)]
 NonNegative = Annotated[float, Range(0.0)]
@@ -229,23 +228,6 @@ def needs_critic(config: AlgorithmConfig) -> bool:
     return config.advantage_estimator == "gae"
 
 
-def _why_not_rollout_logprobs(config: AlgorithmConfig) -> str:
-    """Why the engine's log-probabilities cannot stand for those of before the update; empty where they can."""
-    if config.off_policy.enabled:
-        return "with off_policy corrections, which weigh what lies between the two"
-    if config.policy_loss in ROLLOUT_LOSSES:
-        return f"with policy_loss={config.policy_loss}, which takes its ratio against them by itself"
-    if config.policy_loss in (*LIKELIHOOD_LOSSES, *UNANCHORED_LOSSES):
-        return f"with policy_loss={config.policy_loss}, which has no ratio"
-    if config.kl_reward_coef > 0:
-        return f"with kl_reward_coef={config.kl_reward_coef:g}: a KL compares two models as the trainer computes them"
-    if config.advantage_estimator in SCORED_ESTIMATORS:
-        return f"with advantage_estimator={config.advantage_estimator}, which reads the policy's own probabilities"
-    if config.advantage_estimator in REFERENCE_ESTIMATORS:
-        return f"with advantage_estimator={config.advantage_estimator}, which compares two models as the trainer does"
-    return ""
-
-
 REJECTION_CRITERIA = tuple(
     f"{level}_{divergence}"
     for level in ("token", "sequence_sum", "sequence_mean", "sequence_max")
@@ -255,29 +237,6 @@ REJECTION_CRITERIA = tuple(
 """Keys of `off_policy.reject`."""
 
 
-def _rejection_violations(config: OffPolicyConfig, prefix: str) -> list[Violation]:
-    found = []
-    for name, bound in config.reject.items():
-        field_name = f"{prefix}off_policy.reject.{name}"
-        if name not in REJECTION_CRITERIA:
-            rule, remedy = f"is no criterion; choose from {', '.join(REJECTION_CRITERIA)}", "try sequence_mean_k3"
-        elif name.endswith("k1"):
-            pair = list(bound) if isinstance(bound, (list, tuple)) else []
-            if len(pair) == 2 and all(map(_is_number, pair)) and 0 < pair[0] <= pair[1]:
-                continue
-            rule, remedy = "must be [low, high] of the ratio, both above 0", f"try {field_name}=[0.5,2]"
-        else:
-            if _is_number(bound) and bound > 0:
-                continue
-            rule, remedy = "must be a number above 0, the largest divergence", f"try {field_name}=0.01"
-        found.append(Violation(field=field_name, rule=rule, value=str(bound), remedy=remedy))
-    return found
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def reads_whole_step(config: AlgorithmConfig) -> bool:
     """Whether weights of tokens are taken over the optimizer step, or over trajectories that may lie in several rows."""
     correction = config.off_policy
@@ -285,108 +244,3 @@ def reads_whole_step(config: AlgorithmConfig) -> bool:
     return (
         config.entropy_quantile > 0 or correction.batch_normalize or (weighs and config.sequence_unit == "trajectory")
     )
-
-
-def algorithm_violations(config: AlgorithmConfig, prefix: str = "trainer.algorithm.") -> list[Violation]:
-    """Rules between fields of the algorithm. Names are not looked up here: the registries do that."""
-    found: list[Violation] = []
-
-    def require(holds: bool, name: str, rule: str, value: object, remedy: str) -> None:
-        if not holds:
-            found.append(Violation(field=prefix + name, rule=rule, value=str(value), remedy=remedy))
-
-    correction, filters = config.off_policy, config.filters
-    require(
-        not (correction.enabled and config.policy_loss in ROLLOUT_LOSSES),
-        "off_policy.weight",
-        f"cannot be combined with policy_loss={config.policy_loss}, whose ratio already starts at the rollout",
-        correction.weight,
-        f"switch the correction off, or choose another {prefix}policy_loss",
-    )
-    why = _why_not_rollout_logprobs(config)
-    require(
-        not (config.use_rollout_logprobs and why),
-        "use_rollout_logprobs",
-        f"cannot be true {why}",
-        config.use_rollout_logprobs,
-        f"try {prefix}use_rollout_logprobs=false",
-    )
-    low_reward, high_reward = filters.reward_clip_low, filters.reward_clip_high
-    require(
-        low_reward is None or high_reward is None or low_reward < high_reward,
-        "filters.reward_clip_low",
-        f"must be below reward_clip_high={high_reward}",
-        low_reward,
-        f"try {prefix}filters.reward_clip_low=null",
-    )
-    found += _rejection_violations(correction, prefix)
-    require(
-        not (correction.batch_normalize and correction.weight == "none"),
-        "off_policy.batch_normalize",
-        "needs weights to normalise: off_policy.weight other than none",
-        correction.batch_normalize,
-        f"try {prefix}off_policy.weight=token",
-    )
-    for low, high in (("weight_low", "weight_high"), ("sequence_mask_low", "sequence_mask_high")):
-        low_value, high_value = getattr(correction, low), getattr(correction, high)
-        remedy = f"try {prefix}off_policy.{low}=0"
-        require(
-            low_value <= high_value, f"off_policy.{low}", f"must not be above {high}={high_value:g}", low_value, remedy
-        )
-    require(
-        config.clip_cov_low <= config.clip_cov_high,
-        "clip_cov_low",
-        f"must not be above clip_cov_high={config.clip_cov_high:g}",
-        config.clip_cov_low,
-        f"try {prefix}clip_cov_low=1",
-    )
-    require(
-        not (config.entropy_controller == "adaptive" and not 0 <= config.entropy_coef <= config.entropy_coef_max),
-        "entropy_coef",
-        f"must lie between 0 and entropy_coef_max={config.entropy_coef_max:g} with entropy_controller=adaptive",
-        config.entropy_coef,
-        f"try {prefix}entropy_coef=0",
-    )
-    require(
-        not (config.kl_controller == "adaptive" and config.kl_reward_coef == 0),
-        "kl_controller",
-        "adaptive needs a first weight: kl_reward_coef above 0",
-        config.kl_controller,
-        f"try {prefix}kl_reward_coef=0.05",
-    )
-    for name, weight in config.reward_components.items():
-        remedy = f"try {prefix}reward_components={{{name}: 1}}"
-        require(
-            _is_number(weight), f"reward_components.{name}", "must be a number, the reward's weight", weight, remedy
-        )
-    for name in ("kl_loss_coef", "kl_reward_coef"):
-        weight = getattr(config, name)
-        require(
-            config.advantage_estimator not in SELF_TAUGHT_ESTIMATORS or weight == 0,
-            name,
-            f"must be 0 with advantage_estimator={config.advantage_estimator}, whose teacher takes the reference's place",
-            weight,
-            f"try {prefix}{name}=0",
-        )
-    require(
-        config.advantage_estimator in OUTCOME_ESTIMATORS or not config.reward_components,
-        "reward_components",
-        "are read by advantage_estimator=gdpo alone",
-        dict(config.reward_components),
-        f"try {prefix}advantage_estimator=gdpo",
-    )
-    require(
-        not (config.advantage_estimator in OUTCOME_ESTIMATORS and config.step_rewards != "outcome"),
-        "step_rewards",
-        f"must be outcome with advantage_estimator={config.advantage_estimator}, which scores whole trajectories",
-        config.step_rewards,
-        f"try {prefix}step_rewards=outcome",
-    )
-    require(
-        not (filters.dynamic_sampling != "none" and config.advantage_estimator == "gae"),
-        "filters.dynamic_sampling",
-        "compares the trajectories of a prompt, which advantage_estimator=gae does not",
-        filters.dynamic_sampling,
-        f"try {prefix}filters.dynamic_sampling=none",
-    )
-    return found

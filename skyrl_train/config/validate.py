@@ -13,10 +13,10 @@ from pathlib import Path
 from skyrl_train.config.algorithm import (
     REFERENCE_ESTIMATORS,
     SELF_TAUGHT_ESTIMATORS,
-    algorithm_violations,
     needs_critic,
     needs_reference,
 )
+from skyrl_train.config.algorithm_rules import algorithm_violations
 from skyrl_train.config.engine_args import engine_argument_violations, seeds_violations
 from skyrl_train.config.registered import REGISTRIES, module_exists, registered_names
 from skyrl_train.config.schema import Config

@@ -13,10 +13,10 @@ from skyrl_train.config.algorithm import (
     AlgorithmConfig,
     FilterConfig,
     OffPolicyConfig,
-    algorithm_violations,
     needs_critic,
     needs_reference,
 )
+from skyrl_train.config.algorithm_rules import algorithm_violations
 from skyrl_train.config.load import load_config
 
 CONF = Path(__file__).resolve().parents[3] / "conf"

@@ -17,7 +17,8 @@ from skyrl_train.algorithms.off_policy import off_policy_weights
 from skyrl_train.algorithms.ratios import masked, rows_of, turns_of
 from skyrl_train.algorithms.rejection import rejected
 from skyrl_train.algorithms.step_columns import high_entropy
-from skyrl_train.config.algorithm import REJECTION_CRITERIA, AlgorithmConfig, OffPolicyConfig, algorithm_violations
+from skyrl_train.config.algorithm import REJECTION_CRITERIA, AlgorithmConfig, OffPolicyConfig
+from skyrl_train.config.algorithm_rules import algorithm_violations
 from tests.loss_oracles import LOSS_ORACLES, random_loss_inputs, rows_in, turns_in
 
 BOUNDS = {"k1": [0.8, 1.3], "k2": 0.02, "k3": 0.02}

@@ -1,0 +1,184 @@
+"""Rules between the settings of `trainer.algorithm`. Names are not looked up here: the registries do that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skyrl_train.config.algorithm import (
+    LIKELIHOOD_LOSSES,
+    OUTCOME_ESTIMATORS,
+    REFERENCE_ESTIMATORS,
+    REJECTION_CRITERIA,
+    ROLLOUT_LOSSES,
+    SCORED_ESTIMATORS,
+    SELF_TAUGHT_ESTIMATORS,
+    UNANCHORED_LOSSES,
+    AlgorithmConfig,
+    OffPolicyConfig,
+)
+from skyrl_train.errors import Violation
+
+_PREFIX = "trainer.algorithm."
+
+
+def algorithm_violations(config: AlgorithmConfig) -> list[Violation]:
+    """All of them, named as on the command line."""
+    return [*_correction_violations(config), *_loss_violations(config), *_estimator_violations(config)]
+
+
+def _require(holds: bool, name: str, rule: str, value: object, remedy: str) -> Iterator[Violation]:
+    """A violation of the setting `name` unless the rule holds; `remedy` is a setting to try, or advice."""
+    if not holds:
+        advice = f"try {_PREFIX}{remedy}" if "=" in remedy else remedy
+        yield Violation(field=_PREFIX + name, rule=rule, value=str(value), remedy=advice)
+
+
+def _correction_violations(config: AlgorithmConfig) -> Iterator[Violation]:
+    """Of off-policy corrections, and of log-probabilities that the engine reported."""
+    correction = config.off_policy
+    yield from _require(
+        not (correction.enabled and config.policy_loss in ROLLOUT_LOSSES),
+        "off_policy.weight",
+        f"cannot be combined with policy_loss={config.policy_loss}, whose ratio already starts at the rollout",
+        correction.weight,
+        f"switch the correction off, or choose another {_PREFIX}policy_loss",
+    )
+    why = _why_not_rollout_logprobs(config)
+    yield from _require(
+        not (config.use_rollout_logprobs and why),
+        "use_rollout_logprobs",
+        f"cannot be true {why}",
+        config.use_rollout_logprobs,
+        "use_rollout_logprobs=false",
+    )
+    yield from _rejection_violations(correction)
+    yield from _require(
+        not (correction.batch_normalize and correction.weight == "none"),
+        "off_policy.batch_normalize",
+        "needs weights to normalise: off_policy.weight other than none",
+        correction.batch_normalize,
+        "off_policy.weight=token",
+    )
+    for low, high in (("weight_low", "weight_high"), ("sequence_mask_low", "sequence_mask_high")):
+        low_value, high_value = getattr(correction, low), getattr(correction, high)
+        yield from _require(
+            low_value <= high_value,
+            f"off_policy.{low}",
+            f"must not be above {high}={high_value:g}",
+            low_value,
+            f"off_policy.{low}=0",
+        )
+
+
+def _loss_violations(config: AlgorithmConfig) -> Iterator[Violation]:
+    """Of the terms of the loss and the weights that move."""
+    yield from _require(
+        config.clip_cov_low <= config.clip_cov_high,
+        "clip_cov_low",
+        f"must not be above clip_cov_high={config.clip_cov_high:g}",
+        config.clip_cov_low,
+        "clip_cov_low=1",
+    )
+    yield from _require(
+        not (config.entropy_controller == "adaptive" and not 0 <= config.entropy_coef <= config.entropy_coef_max),
+        "entropy_coef",
+        f"must lie between 0 and entropy_coef_max={config.entropy_coef_max:g} with entropy_controller=adaptive",
+        config.entropy_coef,
+        "entropy_coef=0",
+    )
+    yield from _require(
+        not (config.kl_controller == "adaptive" and config.kl_reward_coef == 0),
+        "kl_controller",
+        "adaptive needs a first weight: kl_reward_coef above 0",
+        config.kl_controller,
+        "kl_reward_coef=0.05",
+    )
+
+
+def _estimator_violations(config: AlgorithmConfig) -> Iterator[Violation]:
+    """Of rewards, filters and what an advantage estimator takes."""
+    estimator, filters = config.advantage_estimator, config.filters
+    low, high = filters.reward_clip_low, filters.reward_clip_high
+    yield from _require(
+        low is None or high is None or low < high,
+        "filters.reward_clip_low",
+        f"must be below reward_clip_high={high}",
+        low,
+        "filters.reward_clip_low=null",
+    )
+    for name, weight in config.reward_components.items():
+        yield from _require(
+            _is_number(weight),
+            f"reward_components.{name}",
+            "must be a number, the reward's weight",
+            weight,
+            f"reward_components={{{name}: 1}}",
+        )
+    for name in ("kl_loss_coef", "kl_reward_coef"):
+        weight = getattr(config, name)
+        yield from _require(
+            estimator not in SELF_TAUGHT_ESTIMATORS or weight == 0,
+            name,
+            f"must be 0 with advantage_estimator={estimator}, whose teacher takes the reference's place",
+            weight,
+            f"{name}=0",
+        )
+    yield from _require(
+        estimator in OUTCOME_ESTIMATORS or not config.reward_components,
+        "reward_components",
+        "are read by advantage_estimator=gdpo alone",
+        dict(config.reward_components),
+        "advantage_estimator=gdpo",
+    )
+    yield from _require(
+        not (estimator in OUTCOME_ESTIMATORS and config.step_rewards != "outcome"),
+        "step_rewards",
+        f"must be outcome with advantage_estimator={estimator}, which scores whole trajectories",
+        config.step_rewards,
+        "step_rewards=outcome",
+    )
+    yield from _require(
+        not (filters.dynamic_sampling != "none" and estimator == "gae"),
+        "filters.dynamic_sampling",
+        "compares the trajectories of a prompt, which advantage_estimator=gae does not",
+        filters.dynamic_sampling,
+        "filters.dynamic_sampling=none",
+    )
+
+
+def _why_not_rollout_logprobs(config: AlgorithmConfig) -> str:
+    """Why the engine's log-probabilities cannot stand for those of before the update; empty where they can."""
+    if config.off_policy.enabled:
+        return "with off_policy corrections, which weigh what lies between the two"
+    if config.policy_loss in ROLLOUT_LOSSES:
+        return f"with policy_loss={config.policy_loss}, which takes its ratio against them by itself"
+    if config.policy_loss in (*LIKELIHOOD_LOSSES, *UNANCHORED_LOSSES):
+        return f"with policy_loss={config.policy_loss}, which has no ratio"
+    if config.kl_reward_coef > 0:
+        return f"with kl_reward_coef={config.kl_reward_coef:g}: a KL compares two models as the trainer computes them"
+    if config.advantage_estimator in SCORED_ESTIMATORS:
+        return f"with advantage_estimator={config.advantage_estimator}, which reads the policy's own probabilities"
+    if config.advantage_estimator in REFERENCE_ESTIMATORS:
+        return f"with advantage_estimator={config.advantage_estimator}, which compares two models as the trainer does"
+    return ""
+
+
+def _rejection_violations(config: OffPolicyConfig) -> Iterator[Violation]:
+    for name, bound in config.reject.items():
+        field_name = f"{_PREFIX}off_policy.reject.{name}"
+        if name not in REJECTION_CRITERIA:
+            rule, remedy = f"is no criterion; choose from {', '.join(REJECTION_CRITERIA)}", "try sequence_mean_k3"
+        elif name.endswith("k1"):
+            pair = list(bound) if isinstance(bound, (list, tuple)) else []
+            if len(pair) == 2 and all(map(_is_number, pair)) and 0 < pair[0] <= pair[1]:
+                continue
+            rule, remedy = "must be [low, high] of the ratio, both above 0", f"try {field_name}=[0.5,2]"
+        else:
+            if _is_number(bound) and bound > 0:
+                continue
+            rule, remedy = "must be a number above 0, the largest divergence", f"try {field_name}=0.01"
+        yield Violation(field=field_name, rule=rule, value=str(bound), remedy=remedy)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
