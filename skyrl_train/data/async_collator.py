@@ -102,7 +102,10 @@ class AsyncBatchCollator(Generic[T]):
             raise StepOrderError(f"{self._name}: the batch of step {step} was asked for, but none is in flight")
         pending, future = self._slot
         if pending != step:
-            raise StepOrderError(f"{self._name}: step {pending} is in flight, and {pending} != expected step {step}")
+            raise StepOrderError(
+                f"{self._name}: the batch of step {step} was asked for, but that of step {pending} is in flight: "
+                f"{pending} != expected step {step}"
+            )
         self._wait(pending, future)
         self._slot = None
         return future.result()
