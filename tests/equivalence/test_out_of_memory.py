@@ -187,7 +187,9 @@ def test_memory_that_runs_out_on_one_rank_changes_no_step(tmp_path: Path, monkey
     for case, dtype in CASES.items():
         runs = [rank[case] for rank in ranks]
         assert runs[0].num_meetings == runs[1].num_meetings
-        assert runs[0].num_meetings >= (2 if case == "ddp" else 20)
+        assert runs[0].num_meetings >= (2 if case == "ddp" else 16), (
+            "gradients are summed once, parameters gathered often"
+        )
         for run in runs:
             check_steps(run, TOLERANCES[dtype])
             assert torch.equal(*run.around_probes)
