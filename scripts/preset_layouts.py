@@ -61,7 +61,7 @@ from skyrl_train.run import train
 from skyrl_train.telemetry.metrics import StepMetrics
 from skyrl_train.telemetry.rollout_log import read_rollouts
 from skyrl_train.trainers import steps
-from skyrl_train.types import RolloutBatch, Trajectory
+from skyrl_train.types import RolloutBatch, StopReason, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENT = ROOT / "docs" / "algorithms.md"
@@ -263,16 +263,20 @@ def save_model(folder: Path) -> None:
 
 
 def record(folder: Path) -> RolloutBatch:
-    """One step's rollouts by the model as it is, through the whole loop: prompts, environment, engine.
+    """One step's rollouts by the model as it is, through the whole loop: prompts, environment, engine; and the prompts that
+    a policy is shown as its own teacher.
 
-    A random model solves nothing, so rewards, those of greedy samples and the components of GDPO are drawn.
+    A random model solves nothing and seldom stops, so rewards, those of greedy samples and the components of GDPO are drawn,
+    and every other trajectory is told to have ended by itself.
     """
-    train(config_of("grpo", folder, "data.max_train_prompts=3", "trainer.dump_rollouts=true"))
+    train(config_of("self_distillation", folder, "data.max_train_prompts=3", "trainer.dump_rollouts=true"))
     rollouts = read_rollouts(folder / "recorded" / "rollouts" / "train_step_000001.jsonl")[1]
     draws = random.Random(0)
 
     def rewarded(trajectory: Trajectory) -> Trajectory:
         turns = tuple(replace(turn, reward=draws.choice([0.0, 0.5, 1.0])) for turn in trajectory.turns)
+        end = StopReason.LENGTH if trajectory.sample_index % 2 else StopReason.STOP
+        turns = (*turns[:-1], replace(turns[-1], stop_reason=end))
         metrics = {name: draws.choice([0.0, 1.0]) for name in ("solved", "solved_first_turn")}
         return replace(trajectory, turns=turns, metrics=metrics, greedy_reward=0.5)
 
@@ -362,7 +366,7 @@ class Steps:
             columns = {name: from_table(batch, table) for name, table in self.tables.items()}
             batch = batch.with_columns(**columns)
         else:
-            scored = steps.score(batch, learners, scored_before(config))
+            scored = steps.score(batch, learners, scored_before(config), rollouts=self.rollouts)
             if is_plain:
                 new = scored.token_columns.keys() - batch.token_columns.keys()
                 self.tables = {name: to_table(scored, scored[name]) for name in new}
@@ -437,7 +441,9 @@ def run_all(presets: Sequence[str], folder: Path) -> list[tuple[Case, int, Norms
     together: dict[Case, Norms] = torch.load(folder / "two_ranks.pt", weights_only=False)
     found = []
     for ran in alone.values():
-        plain = next(iter(ran.norms.values()))
+        first, plain = next(iter(ran.norms.items()))
+        if not plain.policy:
+            raise ValueError(f"{first.preset}: these rollouts give it no gradient, which says nothing of layouts")
         for case, norms in ran.norms.items():
             found += [(case, 1, norms, plain), (case, 2, together[case], plain)]
     return found
