@@ -69,7 +69,7 @@ def test_three_steps_give_the_weights_of_one_process(
         assert three_steps(learner) == pytest.approx(norms, rel=1e-5)
         difference = relative_difference(weights_of(learner), weights)
     print(f"\nrelative difference of the weights, {strategy} x {num_ranks}, pairs, {layout}: {difference:.2e}")
-    assert difference < 1e-6
+    assert difference < 5e-6  # three steps of AdamW, which makes steps of 1e-2 of small gradients' rounding
 
 
 def test_metrics_count_rows_once(session: RaySession, model_folder: Path) -> None:
