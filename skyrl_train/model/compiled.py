@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,4 +49,9 @@ def _why_not(device: torch.device) -> str:
         find()
     except Exception as error:
         return f"torch finds no C++ compiler ({type(error).__name__}). Install one (g++), or name it in CXX"
+    folder = str(Path(torch.__file__).parent)
+    if " " in folder:  # torch does not quote it in the commands that it gives the compiler
+        return (
+            f"torch is installed in {folder!r}, whose blank its compiler commands do not survive. Install it elsewhere"
+        )
     return ""

@@ -43,6 +43,15 @@ def test_a_model_without_decoder_layers_is_refused() -> None:
         compile_layers(Other(2, 2), name="some/model")  # type: ignore[arg-type]
 
 
+def test_a_torch_whose_folder_has_a_blank_is_refused(learner: PolicyLearner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__file__", "/home/a user/torch/__init__.py")
+    with pytest.raises(
+        ModelError, match=r"installed in '/home/a user/torch', whose blank .* Or set model.compile=false"
+    ):
+        compile_layers(learner.engine.model, name="some/model")
+
+
+@pytest.mark.skipif(" " in torch.__file__, reason="torch compiles nothing where its own folder has a blank in its path")
 @pytest.mark.slow
 def test_the_gradient_is_the_same_and_no_micro_batch_is_compiled_anew(learner: PolicyLearner, tmp_path: Path) -> None:
     from torch._dynamo.utils import counters
