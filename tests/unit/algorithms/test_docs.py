@@ -13,6 +13,7 @@ from scripts import algorithm_table
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.paths import conf_dir
 from tests.advantage_oracles import Sample, Step, advantage_inputs_of
 from tests.loss_oracles import random_loss_inputs
 
@@ -29,6 +30,20 @@ def test_the_script_measures_what_the_table_says() -> None:
     written = algorithm_table.rewrite(DOCUMENT, algorithm_table.table(num_cases=1))
     blank = re.compile(r"\| [\d.e+-]+ \|$", flags=re.MULTILINE)
     assert blank.sub("|", written) == blank.sub("|", DOCUMENT)
+
+
+def test_every_preset_has_one_gradient_in_all_layouts() -> None:
+    """Written by `scripts/preset_layouts.py`, of which `tests/equivalence/test_preset_layouts.py` runs a part."""
+    section = DOCUMENT.split("<!-- layouts: ")[1].split("<!-- end of layouts -->")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| `")]
+    assert [name.strip("`") for name, *_ in rows] == sorted(
+        path.stem for path in (conf_dir() / "algorithm").glob("*.yaml")
+    )
+    for _, norm, *differences, _ in rows:
+        in_float64, in_float32 = differences[:2], differences[2:]
+        assert float(norm) > 0
+        assert max(map(float, in_float64)) <= 1e-10
+        assert max(map(float, in_float32)) <= 1e-5
 
 
 def example(name: str) -> Any:
