@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -61,10 +61,12 @@ def assemble(
     and samples stay countable; it has no loss and no estimator or denominator counts it.
 
     Raises BatchError naming the trajectory and the turn: a turn that does not extend the one before (one row cannot
-    hold both), a turn without response, log-probabilities that do not match, a reward that is no number; and as
-    `compute_prompt_mini_batch_boundaries` does.
+    hold both), or adds no token to it where the returns of turns are compared, a turn without response,
+    log-probabilities that do not match, a reward that is no number; and as `compute_prompt_mini_batch_boundaries` does.
     """
     rows = list(_rows(rollouts, step_wise))
+    if config.trainer.algorithm.step_rewards == "turn_return" and not step_wise:
+        _check_turns_are_apart(rollouts)
     uids = tuple(rollouts.prompts[row.prompt_index].uid for row in rows)
     lengths = np.fromiter((row.num_tokens for row in rows), np.int64, len(rows))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
@@ -158,6 +160,18 @@ def _check_turns(trajectory: Trajectory, *, merged: bool) -> None:
                 f"{name}, turn {index}: its prompt does not begin with the tokens of turn {index - 1}, so that one row "
                 "cannot hold both. Set generator.step_wise_trajectories=true to train one row per turn"
             )
+
+
+def _check_turns_are_apart(rollouts: RolloutBatch) -> None:
+    """In one row, a turn is a maximal run of sampled tokens, so that a token of another lies between two of them."""
+    for trajectory in rollouts.trajectories:
+        for index, (previous, turn) in enumerate(pairwise(trajectory.turns), start=1):
+            if len(turn.prompt_token_ids) == len(previous.prompt_token_ids) + len(previous.response_token_ids):
+                raise BatchError(
+                    f"trajectory {trajectory.prompt_uid}/{trajectory.sample_index}, turn {index}: nothing was observed "
+                    f"after turn {index - 1}, so that one row cannot tell their returns apart "
+                    "(step_rewards=turn_return). Set generator.step_wise_trajectories=true to train one row per turn"
+                )
 
 
 def _extends(turn: Turn, previous: Turn) -> bool:

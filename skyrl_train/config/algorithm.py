@@ -102,7 +102,7 @@ class AlgorithmConfig:
     normalize_by_std: bool = True
     """GRPO: divide by the group's standard deviation (false is Dr. GRPO's choice)."""
     step_rewards: Literal["outcome", "turn_return"] = "outcome"
-    """Step-wise: the trajectory's reward for every turn, or each turn's discounted return-to-go."""
+    """Of trajectories of several turns: their whole reward for every turn, or each turn's discounted return-to-go."""
     reward_components: Mapping[str, Any] = field(default_factory=dict)
     """gdpo: weight of each reward by its name among the environment's metrics, e.g. `{correct: 1, format: 0.5}`;
     without any, the reward itself is the only one."""

@@ -293,16 +293,6 @@ def _lora(config: Config) -> Iterator[Violation]:
         )
 
 
-def _step_wise(config: Config) -> Iterator[Violation]:
-    if config.trainer.algorithm.step_rewards == "turn_return" and not config.generator.step_wise_trajectories:
-        yield _violation(
-            config,
-            "trainer.algorithm.step_rewards",
-            "turn_return needs one row per turn",
-            "add generator.step_wise_trajectories=true",
-        )
-
-
 def _docs_per_step(config: Config) -> Iterator[Violation]:
     if config.trainer.docs_per_step_exact and not config.trainer.docs_per_step:
         yield _violation(
@@ -382,7 +372,6 @@ RULES = (
     Rule(("trainer.algorithm.advantage_estimator", "critic.model"), _critic),
     Rule(("trainer.algorithm", "reference", "model.path"), _reference),
     Rule(("model.lora", "critic.model"), _lora),
-    Rule(("trainer.algorithm.step_rewards", "generator.step_wise_trajectories"), _step_wise),
     Rule(("trainer.docs_per_step", "trainer.docs_per_step_exact"), _docs_per_step),
     Rule(("trainer", "platform"), _memory),
     Rule(("data.train", "generator.backend"), _data),

@@ -39,6 +39,22 @@ def test_step_wise_each_turn_is_a_row_with_its_own_response():
     assert batch["is_last_step"].tolist() == [False, True]
 
 
+def test_returns_of_turns_with_nothing_between_them_need_rows_of_their_own():
+    touching = (make_turn([1, 2], [3, 4]), make_turn([1, 2, 3, 4], [5]))
+    rollouts = make_rollouts(make_trajectory("a", 0, *TWO_TURNS), make_trajectory("b", 0, *touching), n_samples=1)
+    config = make_config(prompts=2, mini_batch=2, n_samples=1)
+
+    def rows(step_rewards, *, step_wise):
+        algorithm = replace(config.trainer.algorithm, step_rewards=step_rewards)
+        changed = replace(config, trainer=replace(config.trainer, algorithm=algorithm))
+        return assemble(rollouts, step_wise=step_wise, config=changed, global_step=1, weight_version=0).num_rows
+
+    assert rows("outcome", step_wise=False) == 2
+    assert rows("turn_return", step_wise=True) == 4
+    with pytest.raises(BatchError, match="trajectory b/0, turn 1: nothing was observed after turn 0"):
+        rows("turn_return", step_wise=False)
+
+
 def test_rows_are_numbered_by_prompt_and_sample():
     batch = assembled(
         make_trajectory("a", 0, *TWO_TURNS),

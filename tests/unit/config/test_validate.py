@@ -93,7 +93,6 @@ SINGLE_SAMPLE = {"generator__n_samples_per_prompt": 1, "trainer__algorithm__adva
             {"critic__model__path": "policy", "critic__model__lora__rank": 8, "critic__model__lora__dropout": 0.1},
             "critic.model.lora.dropout",
         ),
-        ({"trainer__algorithm__step_rewards": "turn_return"}, "trainer.algorithm.step_rewards"),
         ({"trainer__docs_per_step_exact": True}, "trainer.docs_per_step_exact"),
         ({"data__train": []}, "data.train"),
         ({"output_dir": ""}, "output_dir"),
@@ -147,6 +146,7 @@ def test_each_rule_names_the_field_that_breaks_it(broken: dict[str, Any], field:
         {"trainer__algorithm__kl_loss_coef": 0.1, "trainer__algorithm__ref_update_interval": 2},
         {"trainer__algorithm__policy_loss": "json:dumps"},
         {"trainer__algorithm__step_rewards": "turn_return", "generator__step_wise_trajectories": True},
+        {"trainer__algorithm__step_rewards": "turn_return", "trainer__algorithm__filters__overlong": True},
         {"data__validation": []},
         {
             "trainer__algorithm__advantage_estimator": "reinforce++",
