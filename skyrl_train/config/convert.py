@@ -6,14 +6,13 @@ bool for an int, no `abc` for a number, no `4.5` for an int.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
-from skyrl_train.config.fields import hints, is_optional, suggest
+from skyrl_train.config.fields import hints, is_optional, section_of, suggest
 from skyrl_train.config.rules import Range
 from skyrl_train.errors import Violation
 from skyrl_train.registry import did_you_mean
@@ -62,13 +61,14 @@ class Conversion:
         for key in node:
             if key not in types_of:
                 self.unknown_key(f"{prefix}{key}", node[key])
-        values = {}
+        values: dict[str, Any] = {}
         for name, annotation in types_of.items():
             if name not in node:
                 continue
             path = f"{prefix}{name}"
-            if dataclasses.is_dataclass(annotation):
-                values[name] = self.section(annotation, node[name], f"{path}.")  # type: ignore[arg-type]
+            nested = section_of(annotation)
+            if nested is not None:
+                values[name] = self.section(nested, node[name], f"{path}.")
                 continue
             try:
                 values[name] = convert(node[name], annotation, path)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from skyrl_train.config.convert import as_typed
-from skyrl_train.config.fields import SchemaField, is_optional, strip, walk
+from skyrl_train.config.fields import SchemaField, fact, is_optional, strip, walk
 from skyrl_train.config.registered import REGISTRIES, registered_names
-from skyrl_train.config.rules import Range
+from skyrl_train.config.rules import ForksWhere, Interchangeable, Range
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
 
@@ -39,6 +39,15 @@ groups, the experiment, the settings on the command line.
 - Text with commas, spaces or brackets needs quotes inside the shell's: `"KEY='a, b'"`. A list is `KEY=[a,b]`.
 
 Whatever is wrong is reported before anything is loaded, all at once.
+
+The column "on resume" says what a changed setting means to a run that goes on from a checkpoint:
+
+| class | a run that goes on after the setting changed |
+|---|---|
+| free | goes on: nothing that is learnt depends on the setting |
+| layout | goes on and says so: the same training up to rounding |
+| forks | is refused: it would be another run |
+| fixed | is refused: shapes of the checkpoint, or the meaning of its token ids, follow from the setting |
 """
 
 
@@ -87,7 +96,8 @@ def _sections(root: type, title: str, described: dict[type, str]) -> Iterator[st
         yield f"### `{section.path}`\n"
         schema = strip(section.annotation)
         if schema in described:
-            yield f"{documentation(section)} The same settings as `{described[schema]}`.\n"
+            resume = f"; on resume: {section.resume.value}" if section.resume is not None else ""
+            yield f"{documentation(section)} The same settings as `{described[schema]}`{resume}.\n"
             continue
         described[schema] = section.path
         yield f"{inspect.cleandoc(schema.__doc__ or '')}\n"
@@ -98,10 +108,10 @@ def _sections(root: type, title: str, described: dict[type, str]) -> Iterator[st
 
 def _table(fields: list[SchemaField]) -> Iterator[str]:
     if fields:
-        yield "| setting | type | default | meaning |\n|---|---|---|---|"
+        yield "| setting | type | default | on resume | meaning |\n|---|---|---|---|---|"
         for field in fields:
-            meaning = _cell(documentation(field))
-            yield f"| `{field.path}` | {_cell(type_text(field))} | `{as_typed(field.default)}` | {meaning} |"
+            cells = (type_text(field), f"`{as_typed(field.default)}`", resume_text(field), documentation(field))
+            yield f"| `{field.path}` | {' | '.join(_cell(cell) for cell in cells)} |"
         yield ""
 
 
@@ -118,6 +128,15 @@ def type_text(field: SchemaField) -> str:
 def names_of(file: str, dictionary: str) -> list[str]:
     """A registry's names, each as code."""
     return [f"`{name}`" for name in registered_names(file, dictionary)]
+
+
+def resume_text(field: SchemaField) -> str:
+    """What a changed value means to a run that goes on from a checkpoint, e.g. `layout`."""
+    resume = field.resume.value if field.resume is not None else ""
+    where, alike = fact(field.annotation, ForksWhere), fact(field.annotation, Interchangeable)
+    if where is not None:
+        return f"{resume}; forks where {where.value}"
+    return resume if alike is None else f"{resume}; layout between {', '.join(f'`{value}`' for value in alike.values)}"
 
 
 def _type_text(annotation: Any) -> str:
@@ -138,10 +157,13 @@ def _type_text(annotation: Any) -> str:
 
 
 def documentation(field: SchemaField) -> str:
-    """The docstring under a field's declaration; empty where there is none."""
-    return _docstrings(sys.modules[field.owner.__module__].__file__ or "").get(
-        f"{field.owner.__name__}.{field.name}", ""
-    )
+    """The docstring under a field's declaration; where a class redeclares one without, that of its base. Empty where there
+    is none."""
+    for owner in field.owner.__mro__:
+        found = _docstrings(sys.modules[owner.__module__].__file__ or "").get(f"{owner.__name__}.{field.name}")
+        if found is not None:
+            return found
+    return ""
 
 
 @cache

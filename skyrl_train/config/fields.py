@@ -8,7 +8,11 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from skyrl_train.config.rules import ReadWith, Resume
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +29,15 @@ class SchemaField:
     """Resolved type, with `Annotated`."""
     default: Any
     """The root's own default; a nested section's default may differ from its class's."""
+    resume: Resume | None
+    """Its class on resume: that of its type, else that of the innermost section around it which states one."""
+    read_with: tuple[str, ...] = ()
+    """Dotted names of settings without which nothing reads it, e.g. `critic.model.path`."""
 
     @property
     def section(self) -> bool:
         """True for a nested dataclass."""
-        return dataclasses.is_dataclass(self.annotation)
+        return section_of(self.annotation) is not None
 
     @property
     def open(self) -> bool:
@@ -52,24 +60,45 @@ def is_optional(annotation: Any) -> bool:
     return get_origin(annotation) in (Union, types.UnionType) and type(None) in get_args(annotation)
 
 
+def fact(annotation: Any, kind: type[T]) -> T | None:
+    """What an annotation carries of that kind, e.g. its `Range`."""
+    facts = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
+    return next((each for each in facts if isinstance(each, kind)), None)
+
+
+def section_of(annotation: Any) -> type | None:
+    """The dataclass that an annotation nests; None for a plain setting."""
+    schema = strip(annotation)
+    return schema if isinstance(schema, type) and dataclasses.is_dataclass(schema) else None
+
+
 @cache
 def hints(schema: type) -> Mapping[str, Any]:
     """Resolved annotations of a dataclass, in order of declaration."""
     return get_type_hints(schema, include_extras=True)
 
 
-def walk(schema: type, default: Any = None, prefix: str = "") -> Iterator[SchemaField]:
-    """Every field, sections before what is in them."""
+def walk(schema: type, default: Any = None, section: SchemaField | None = None) -> Iterator[SchemaField]:
+    """Every field, sections before what is in them. `section`: the field that `schema` is the type of; None for a root."""
     default = schema() if default is None else default
+    prefix, resume, read_with = (f"{section.path}.", section.resume, section.read_with) if section else ("", None, ())
     for field in dataclasses.fields(schema):
         annotation = hints(schema)[field.name]
-        value = getattr(default, field.name)
+        path = prefix + field.name
+        condition = fact(annotation, ReadWith)
         entry = SchemaField(
-            path=prefix + field.name, owner=schema, name=field.name, annotation=annotation, default=value
+            path=path,
+            owner=schema,
+            name=field.name,
+            annotation=annotation,
+            default=getattr(default, field.name),
+            resume=fact(annotation, Resume) or resume,
+            read_with=read_with if condition is None else (*read_with, f"{path}.{condition.setting}"),
         )
         yield entry
-        if entry.section:
-            yield from walk(annotation, value, f"{entry.path}.")
+        nested = section_of(annotation)
+        if nested is not None:
+            yield from walk(nested, entry.default, entry)
 
 
 def defaults(schema: type) -> dict[str, Any]:

@@ -8,12 +8,17 @@ from typing import Annotated, Any, Literal
 
 from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.rules import (
+    Forks,
     Fraction,
+    Free,
+    Interchangeable,
+    LayoutOnly,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
+    Resume,
     Seconds,
 )
 
@@ -45,7 +50,7 @@ class VLLMConfig:
     the policy with `placement.colocate_all`, those of `placement.inference_num_nodes`; elsewhere one."""
     tensor_parallel_size: PositiveInt = 1
     """Devices of one engine."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Forks[Literal["auto", "float32", "bfloat16"]] = "auto"
     """auto is `model.dtype`. The trainer's own type is the one whose log-probabilities agree with the trainer's."""
     kv_cache_gib: NonNegativeFloat = 0.0
     """Keys and values of one engine; 0 is a quarter GiB on a CPU, and what `gpu_memory_utilization` leaves on a GPU."""
@@ -58,14 +63,14 @@ class VLLMConfig:
     on a GPU, which is false."""
     prefix_caching: bool = True
     """Keep the keys and values of prompts that come again. Reset at each weight sync."""
-    weight_transport: Literal["auto", "shared_memory", "broadcast", "cuda_ipc", "files"] = "auto"
+    weight_transport: Free[Literal["auto", "shared_memory", "broadcast", "cuda_ipc", "files"]] = "auto"
     """auto: shared_memory on a CPU, cuda_ipc where engines share the trainer's devices, else broadcast."""
     lora_sync: Literal["merged", "adapter"] = "merged"
     """With `model.lora`: engines get all weights with the adapter merged, or the adapter alone, which they apply beside
     the weights of `model.path`: far fewer bytes a sync, somewhat slower generation."""
-    max_restarts: NonNegativeInt = 1
+    max_restarts: Free[NonNegativeInt] = 1
     """How often one dead engine is started anew before the run goes on without it."""
-    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    engine_args: Forks[Mapping[str, Any]] = field(default_factory=dict)
     """Anything else that the installed `vllm.EngineArgs` takes, e.g. {quantization: fp8}; not what the trainer sets."""
 
     @property
@@ -97,49 +102,55 @@ class HTTPConfig:
     """Attempts after the first, for requests that the server did not answer."""
 
 
+SAME_SAMPLES = Interchangeable(
+    ("vllm", "http"), "vLLM draws the same tokens for the same seed, in engines of this run or behind a server"
+)
+"""hf draws others from the same distribution, so that a run that goes on with it would not repeat its steps."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
     """`generator=hf|vllm|http|replay`: how rollouts are made."""
 
-    backend: Literal["hf", "vllm", "http", "replay"] = "hf"
+    backend: Annotated[Literal["hf", "vllm", "http", "replay"], Resume.FORKS, SAME_SAMPLES] = "hf"
     """hf: the model in this process. vllm: engines on Ray. http: an OpenAI-compatible server. replay: recordings."""
-    n_samples_per_prompt: PositiveInt = 8
+    n_samples_per_prompt: Forks[PositiveInt] = 8
     """Trajectories per training prompt: the group over which GRPO compares."""
-    max_turns: PositiveInt = 2
+    max_turns: Forks[PositiveInt] = 2
     """Generations per trajectory."""
-    max_context_length: PositiveInt = 512
+    max_context_length: Forks[PositiveInt] = 512
     """Tokens of prompt, responses and observations together; a trajectory that is full ends there."""
-    privileged_context: str = ""
+    privileged_context: Forks[str] = ""
     """algorithm=self_distillation: where in the data row stands what the teacher alone is shown, e.g.
     `reward_spec.ground_truth`; it is put after the last message."""
-    step_wise_trajectories: bool = False
+    step_wise_trajectories: Forks[bool] = False
     """true: one training row per turn. false: one row per trajectory."""
-    merge_stepwise: Literal["auto", "off"] = "auto"
+    merge_stepwise: LayoutOnly[Literal["auto", "off"]] = "auto"
     """auto: turns whose prompt extends the turn before are computed in one row, and trained as the rows they are."""
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: Forks[SamplingConfig] = field(default_factory=SamplingConfig)
     """For training rollouts."""
-    eval_sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    eval_sampling: Free[SamplingConfig] = field(default_factory=SamplingConfig)
     """For evaluation."""
-    eval_n_samples_per_prompt: PositiveInt = 1
+    eval_n_samples_per_prompt: Free[PositiveInt] = 1
     """Trajectories per held-out prompt; pass@n is reported for it."""
-    seeds: Literal["request", "engine"] = "request"
+    seeds: Forks[Literal["request", "engine"]] = "request"
     """request: each response has a seed of its own, so that a resumed run samples what it would have. engine (vllm, http):
     one seed for all, so that a resume is not identical."""
-    max_batch_size: PositiveInt = 256
+    max_batch_size: LayoutOnly[PositiveInt] = 256
     """Sequences that the hf backend generates together."""
-    request_timeout_s: Seconds = 600.0
+    request_timeout_s: Free[Seconds] = 600.0
     """Deadline of one generation request."""
-    vllm: VLLMConfig = field(default_factory=lambda: VLLMConfig())
+    vllm: LayoutOnly[VLLMConfig] = field(default_factory=lambda: VLLMConfig())
     """The vllm backend."""
-    http: HTTPConfig = field(default_factory=lambda: HTTPConfig())
+    http: Free[HTTPConfig] = field(default_factory=lambda: HTTPConfig())
     """The http backend."""
-    verify_weight_sync: bool = False
+    verify_weight_sync: Free[bool] = False
     """After each sync, not the first alone, compare the engine's log-probabilities of a probe with the trainer's, and stop
     where they drift."""
-    weight_sync_tolerance: PositiveFloat = 0.001
+    weight_sync_tolerance: Free[PositiveFloat] = 0.001
     """Largest difference of a probe's log-probability that `verify_weight_sync` accepts; bfloat16 needs about 0.2. The
     probe of the first sync allows 0.5 where types are not float32 on a CPU."""
-    replay_path: str = ""
+    replay_path: Forks[str] = ""
     """Rollouts to train on (backend replay): a JSON-lines file, or a folder of them, such as a run's `rollouts/`."""
 
 

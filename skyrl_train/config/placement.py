@@ -1,14 +1,43 @@
-"""`placement=`: which processes run where. Part of the schema; see `config/schema.py`."""
+"""`platform=`, `strategy=` and `placement=`: what a run runs on. Part of the schema; see `config/schema.py`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-from skyrl_train.config.rules import NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds
+from skyrl_train.config.rules import CutsRows, Free, LayoutOnly, NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds
 
 ROLES = ("policy", "critic", "ref")
 """First part of the names of a model's settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlatformConfig:
+    """`platform=cpu|gpu`: what the machine offers. Chosen by looking for a CUDA device unless stated."""
+
+    name: Literal["cpu", "gpu"] = "cpu"
+    """Chooses the other groups' defaults: tiny bundled model and inline learner on cpu, Qwen2.5 with vLLM on gpu."""
+    device: str = "cpu"
+    """torch device of the inline learner and of `generator=hf`, e.g. `cpu` or `cuda:0`."""
+    num_threads: PositiveInt = 1
+    """torch threads per process. One is fastest on small shared machines: idle threads spin on busy cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig:
+    """`strategy=single|ddp|fsdp2`: how one model is spread over ranks."""
+
+    name: Literal["single", "ddp", "fsdp2"] = "single"
+    """single: one process. ddp: a replica per rank. fsdp2: sharded over ranks."""
+    sequence_parallel_size: CutsRows[PositiveInt] = 1
+    """So many ranks compute each micro-batch together, each a part of its positions: for long rows. Must divide the
+    ranks and the attention heads of every model; a micro-batch's caps hold for all of them together."""
+    cpu_offload: bool = False
+    """Keep parameters and optimizer state in host memory (fsdp2)."""
+    gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
+    """When ranks sum gradients (fsdp2). step: with an optimizer step's last micro-batch; until then each rank keeps the
+    gradient of the whole model, 4 bytes a trained parameter. micro_batch: with each, which keeps shards alone. auto: step
+    where whole gradients take at most a tenth of the device's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +59,11 @@ class PlacementConfig:
     """Memory of one GPU in GB (10^9 bytes) to choose for (auto); 0 asks the driver, and takes 80 where it does not say."""
     backend: Literal["inline", "ray"] = "inline"
     """inline: one process, no Ray, debuggable with pdb. ray: actors on a cluster."""
-    policy_num_workers: PositiveInt = 1
+    policy_num_workers: CutsRows[PositiveInt] = 1
     """Data-parallel ranks of the policy."""
-    critic_num_workers: PositiveInt = 1
+    critic_num_workers: CutsRows[PositiveInt] = 1
     """Data-parallel ranks of the critic."""
-    ref_num_workers: PositiveInt = 1
+    ref_num_workers: LayoutOnly[PositiveInt] = 1
     """Data-parallel ranks of the reference."""
     policy_num_nodes: PositiveInt = 1
     """Nodes that the policy's ranks are spread over, equally many on each."""
@@ -56,17 +85,17 @@ class PlacementConfig:
     """Models and engines share devices; each gives its memory up while the others work."""
     colocate_policy_ref: bool = True
     """Policy and reference share devices."""
-    ray_address: str = ""
+    ray_address: Free[str] = ""
     """A cluster to join (`auto`, `ray://host:port`, `host:port`); empty starts a session of this machine alone."""
-    wait_for_nodes_s: NonNegativeFloat = 0.0
+    wait_for_nodes_s: Free[NonNegativeFloat] = 0.0
     """How long a joined cluster may take to have the devices that are asked for: nodes that are still joining, or an
     autoscaler. 0 refuses at once what its nodes cannot hold."""
-    start_timeout_s: Seconds = 300.0
+    start_timeout_s: Free[Seconds] = 300.0
     """Deadline of Ray, of each actor's start and of loading a model. Where models are loaded it has a second more for
     every 50 MB of their weights."""
-    call_timeout_s: Seconds = 1800.0
+    call_timeout_s: Free[Seconds] = 1800.0
     """Deadline of one call to a worker or an engine, and of each collective among ranks."""
-    silence_timeout_s: Seconds = 60.0
+    silence_timeout_s: Free[Seconds] = 60.0
     """A worker that gives no sign of life for so long ends the run, whatever its call's deadline."""
 
     def __post_init__(self) -> None:

@@ -1,9 +1,64 @@
-"""Rules that a field's type carries, e.g. `Annotated[int, Range(1)]`."""
+"""Facts that a field's type carries: its range, and whether a run may go on from a checkpoint after it changed.
+
+    batch_size: Forks[PositiveInt] = 32
+
+is a setting of at least 1 whose change makes another run. A section carries a class too, which holds for those of its
+fields that state none: `eval_sampling: Free[SamplingConfig]`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from enum import Enum
+from typing import Annotated, Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+
+class Resume(Enum):
+    """What a changed setting means to a run that goes on from a checkpoint; the value is its name in the reference."""
+
+    FREE = "free"
+    """Nothing that is learnt depends on it: what is shown, kept or evaluated, deadlines, addresses, checks."""
+    LAYOUT = "layout"
+    """It moves work between ranks, engines and micro-batches: rounding differs, and nothing else. The run says so."""
+    FORKS = "forks"
+    """It makes another run of it."""
+    FIXED = "fixed"
+    """Shapes of the saved tensors, or what token ids mean, follow from it: no run can begin there with another value."""
+
+
+class ForksWhere(Enum):
+    """Where a setting that may otherwise change makes another run of it."""
+
+    SCHEDULE_ENDS = "a learning-rate schedule ends with the run"
+    DOCUMENTS_CLOSE_STEPS = "`trainer.docs_per_step` closes the steps"
+
+
+@dataclass(frozen=True)
+class Interchangeable:
+    """Values of a setting that forks between which a change is a matter of layout."""
+
+    values: tuple[Any, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReadWith:
+    """On a section: nothing in it is read while `setting` of it is 0 or empty."""
+
+    setting: str
+    """Relative to the section."""
+
+
+Free = Annotated[T, Resume.FREE]
+LayoutOnly = Annotated[T, Resume.LAYOUT]
+Forks = Annotated[T, Resume.FORKS]
+Fixed = Annotated[T, Resume.FIXED]
+EndsSchedule = Annotated[T, Resume.FREE, ForksWhere.SCHEDULE_ENDS]
+"""Moves the end of the run, with which the learning rate may end."""
+CutsRows = Annotated[T, Resume.LAYOUT, ForksWhere.DOCUMENTS_CLOSE_STEPS]
+"""Decides which rows are computed together, and with that when a step has its documents."""
 
 
 @dataclass(frozen=True)

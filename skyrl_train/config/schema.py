@@ -15,41 +15,38 @@ from typing import Annotated, Any, Literal
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.placement import PlacementConfig as PlacementConfig
+from skyrl_train.config.placement import PlatformConfig as PlatformConfig
+from skyrl_train.config.placement import StrategyConfig as StrategyConfig
 from skyrl_train.config.rules import (
+    CutsRows,
+    EndsSchedule,
+    Fixed,
+    Forks,
     Fraction,
+    Free,
     LayoutChoice,
+    LayoutOnly,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Range,
+    ReadWith,
     Seconds,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlatformConfig:
-    """`platform=cpu|gpu`: what the machine offers. Chosen by looking for a CUDA device unless stated."""
-
-    name: Literal["cpu", "gpu"] = "cpu"
-    """Chooses the other groups' defaults: tiny bundled model and inline learner on cpu, Qwen2.5 with vLLM on gpu."""
-    device: str = "cpu"
-    """torch device of the inline learner and of `generator=hf`, e.g. `cpu` or `cuda:0`."""
-    num_threads: PositiveInt = 1
-    """torch threads per process. One is fastest on small shared machines: idle threads spin on busy cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """`model.lora`: train a low-rank adapter in place of the weights. The reference is the model without it."""
 
-    rank: NonNegativeInt = 0
+    rank: Fixed[NonNegativeInt] = 0
     """Rank of the adapter; 0 trains all weights."""
-    alpha: PositiveFloat = 32.0
+    alpha: Forks[PositiveFloat] = 32.0
     """The adapter's output is multiplied by alpha / rank."""
-    dropout: Annotated[float, Range(0.0, 0.95)] = 0.0
+    dropout: Forks[Annotated[float, Range(0.0, 0.95)]] = 0.0
     """Share of the adapter's inputs that is dropped (supervised training only)."""
-    targets: tuple[str, ...] = ("all-linear",)
+    targets: Fixed[tuple[str, ...]] = ("all-linear",)
     """Names of the layers that are adapted, e.g. `[q_proj,v_proj]`; `all-linear` is all but the output head."""
 
 
@@ -57,23 +54,23 @@ class LoraConfig:
 class ModelConfig:
     """`model=`: the policy's model and tokenizer."""
 
-    path: str = "builtin:tiny_qwen2"
+    path: Fixed[str] = "builtin:tiny_qwen2"
     """Folder in Hugging Face format, a hub name, or `builtin:NAME` for a model inside the package."""
-    tokenizer_path: str | None = None
+    tokenizer_path: Fixed[str | None] = None
     """Where the tokenizer is, if not with the model."""
-    revision: str | None = None
+    revision: Fixed[str | None] = None
     """Branch, tag or commit of a hub model."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Forks[Literal["float32", "bfloat16"]] = "float32"
     """Type of the forward pass; master weights and optimizer state are float32."""
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = "auto"
+    attention: LayoutOnly[Literal["auto", "sdpa", "eager", "flash_attention_2"]] = "auto"
     """Attention kernel for the padded layout; auto is sdpa."""
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: LayoutOnly[bool] = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    compile: bool = False
+    compile: LayoutOnly[bool] = False
     """Compile the decoder layers with torch.compile: one graph for all sizes; takes a while at the first forward."""
-    trust_remote_code: bool = False
+    trust_remote_code: Free[bool] = False
     """Run Python code that comes with the model. Off: such a model is refused."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: Annotated[LoraConfig, ReadWith("rank")] = field(default_factory=LoraConfig)
     """Train an adapter."""
 
 
@@ -81,23 +78,23 @@ class ModelConfig:
 class DataConfig:
     """`data=`: prompts for training and for evaluation."""
 
-    train: tuple[str, ...] = ("builtin:word_problems/train",)
+    train: Free[tuple[str, ...]] = ("builtin:word_problems/train",)
     """Parquet or JSON-lines files, folders of them, hub names (`owner/name:split`, `owner/name/config:split`), or
     `builtin:NAME/SPLIT`."""
-    validation: tuple[str, ...] = ("builtin:word_problems/validation",)
+    validation: Free[tuple[str, ...]] = ("builtin:word_problems/validation",)
     """Held-out prompts; empty turns evaluation off."""
-    row_format: str = "prompt"
+    row_format: Free[str] = "prompt"
     """What rows without a `prompt` are: `gsm8k`, as its makers publish it, or a custom function of a `Row`
     (`data/rows.py`) as `package.module:attr`, which returns the columns that it should have. `prompt` refuses them."""
-    max_train_prompts: NonNegativeInt = 0
+    max_train_prompts: Free[NonNegativeInt] = 0
     """Use only the first so many training prompts; 0 is all."""
-    max_validation_prompts: NonNegativeInt = 0
+    max_validation_prompts: Free[NonNegativeInt] = 0
     """Use only the first so many held-out prompts; 0 is all."""
-    max_prompt_length: PositiveInt = 256
+    max_prompt_length: Free[PositiveInt] = 256
     """Tokens. A longer first prompt is handled by `over_long`."""
-    over_long: Literal["drop", "error"] = "drop"
+    over_long: Free[Literal["drop", "error"]] = "drop"
     """What becomes of a prompt over `max_prompt_length`: left out and counted, or refused before training."""
-    shuffle: bool = True
+    shuffle: Forks[bool] = True
     """Another order each epoch, derived from `seed`."""
 
 
@@ -105,16 +102,16 @@ class DataConfig:
 class EnvironmentConfig:
     """`environment=`: where answers are judged."""
 
-    env_class: str | None = "word_problems"
+    env_class: Forks[str | None] = "word_problems"
     """A built-in name, one registered in skyrl-gym, or your own as `package.module:attr`; judges all rows, whatever
     they name. null (`environment=by_row`) takes each row's own `env_class`."""
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Forks[Mapping[str, Any]] = field(default_factory=dict)
     """Handed to the environment as `env_config`, e.g. `db_path` for text2sql or `search_url` for search."""
-    step_timeout_s: Seconds = 60.0
+    step_timeout_s: Free[Seconds] = 60.0
     """Deadline of each `init`, `step` and `close`. An environment that exceeds it fails its trajectory, not the run."""
-    max_workers: PositiveInt = 16
+    max_workers: Free[PositiveInt] = 16
     """Threads that run environments beside the event loop."""
-    max_failed_fraction: Fraction = 0.5
+    max_failed_fraction: Free[Fraction] = 0.5
     """Stop the run when a larger share of a batch's trajectories failed: something is broken for good."""
 
 
@@ -146,7 +143,7 @@ class OptimizerConfig:
 class PolicyConfig:
     """`trainer.policy`: how the policy is updated."""
 
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: Forks[OptimizerConfig] = field(default_factory=OptimizerConfig)
     """The policy's optimizer."""
 
 
@@ -154,10 +151,10 @@ class PolicyConfig:
 class CriticModelConfig:
     """`critic.model`: the value model."""
 
-    path: str = ""
+    path: Forks[str] = ""
     """Folder, hub name or `builtin:NAME`, `policy` for a copy of the policy's weights with a new value head, or empty
     for no critic. The `score` head of a reward model with one label is kept; a new head starts at 0."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: Annotated[LoraConfig, ReadWith("rank")] = field(default_factory=LoraConfig)
     """Train an adapter and the value head in place of all weights; independent of the policy's `model.lora`."""
 
 
@@ -167,7 +164,7 @@ class CriticConfig:
 
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
     """What it starts from."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: Forks[OptimizerConfig] = field(default_factory=OptimizerConfig)
     """Its own optimizer."""
 
 
@@ -175,7 +172,7 @@ class CriticConfig:
 class ReferenceModelConfig:
     """`reference.model`: what the policy is held near, or learns from."""
 
-    path: str = "policy"
+    path: Forks[str] = "policy"
     """Folder or hub name, or `policy` for the policy as it starts. It reads the policy's tokens, so it must share the
     policy's tokenizer."""
 
@@ -189,97 +186,87 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerConfig:
-    """`trainer`: the loop, its batch sizes, and what is kept."""
+class LoopConfig:
+    """What `trainer` means alike in reinforcement learning and in supervised training; defaults may differ."""
 
-    total_steps: NonNegativeInt = 0
-    """Training batches in all; 0 derives it from `epochs`."""
-    epochs: PositiveInt = 1
-    """Passes over the training prompts, where `total_steps` is 0."""
-    train_batch_size: PositiveInt = 32
-    """Prompts per training batch (rollout)."""
-    policy_mini_batch_size: PositiveInt = 16
-    """Prompts per optimizer step of the policy; must divide `train_batch_size`."""
-    critic_mini_batch_size: PositiveInt = 16
-    """Prompts per optimizer step of the critic; must divide `train_batch_size`."""
-    update_epochs_per_batch: PositiveInt = 1
-    """Passes over each training batch."""
-    micro_batching: str = "fixed"
+    layout: CutsRows[LayoutChoice] = "padded"
+    """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the
+    cheapest for each step. Changes speed and memory, never the gradient."""
+    micro_batching: CutsRows[str] = "fixed"
     """`fixed` rows, `token_budget`, `auto` (sizes itself), or your own strategy as `package.module:attr`."""
-    micro_train_batch_size_per_gpu: PositiveInt = 32
+    micro_train_batch_size_per_gpu: CutsRows[PositiveInt] = 32
     """Rows per forward and backward on one rank (fixed)."""
-    micro_forward_batch_size_per_gpu: PositiveInt = 64
+    micro_forward_batch_size_per_gpu: LayoutOnly[PositiveInt] = 64
     """Rows per forward-only pass on one rank (fixed)."""
-    max_tokens_per_microbatch: PositiveInt = 8192
-    """Hard cap on computed token positions of a forward and backward on one rank (token_budget)."""
-    max_tokens_per_forward_microbatch: PositiveInt = 16384
+    max_tokens_per_microbatch: CutsRows[PositiveInt] = 8192
+    """Hard cap on computed token positions of a forward and backward on one rank (token_budget, packed rows of
+    supervised training)."""
+    max_tokens_per_forward_microbatch: LayoutOnly[PositiveInt] = 16384
     """The same for forward-only passes."""
-    auto_micro_batch_size: bool = False
-    """The same as `micro_batching=auto`: no size is stated, each model runs the largest micro-batches that fit."""
-    memory_budget_gb: NonNegativeFloat = 0.0
+    memory_budget_gb: LayoutOnly[NonNegativeFloat] = 0.0
     """GiB that the models of one process may hold (auto). 0: what the CUDA device has free. Must be given on a CPU,
     where tensors are counted; on CUDA a cap, for a device that others use too."""
-    memory_margin: Annotated[float, Range(0.0, 0.5)] = 0.05
+    memory_margin: LayoutOnly[Annotated[float, Range(0.0, 0.5)]] = 0.05
     """Share by which a micro-batch may need more than was measured at the start (auto)."""
-    memory_probe: Literal["measure", "trace", "both"] = "measure"
+    memory_probe: LayoutOnly[Literal["measure", "trace", "both"]] = "measure"
     """Where micro-batches that size themselves (auto) know their memory from. measure: forwards and backwards of growing
     size at the start. trace: the plan's prediction (layers counted for known families, traced on tensors without memory
     for others), with nothing run. both: measured, beginning at the prediction, and the difference is told."""
-    memory_retries: NonNegativeInt = 3
+    memory_retries: LayoutOnly[NonNegativeInt] = 3
     """How often one mini-batch is cut smaller and computed anew where memory runs out nevertheless (auto)."""
-    layout: LayoutChoice = "padded"
-    """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the
-    cheapest for each step. Changes speed and memory, never the gradient."""
-    docs_per_step: NonNegativeInt = 0
+    eval_before_train: Free[bool] = True
+    """Evaluate once before the first step, so that curves start at the starting point."""
+    eval_interval: Free[NonNegativeInt] = 10
+    """Evaluate every so many steps; 0 only before and after."""
+    ckpt_interval: Free[NonNegativeInt] = 10
+    """Save every so many steps; 0 only at the end and on a signal."""
+    max_ckpts_to_keep: Free[PositiveInt] = 2
+    """Older checkpoints are deleted after a newer one is complete."""
+    resume_mode: Free[Literal["latest", "none", "from_path"]] = "latest"
+    """latest: from this output folder, if it holds a checkpoint. from_path: from `resume_path`."""
+    resume_path: Free[str] = ""
+    """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig(LoopConfig):
+    """`trainer`: the loop, its batch sizes, and what is kept."""
+
+    total_steps: EndsSchedule[NonNegativeInt] = 0
+    """Training batches in all; 0 derives it from `epochs`."""
+    epochs: EndsSchedule[PositiveInt] = 1
+    """Passes over the training prompts, where `total_steps` is 0."""
+    train_batch_size: Forks[PositiveInt] = 32
+    """Prompts per training batch (rollout)."""
+    policy_mini_batch_size: Forks[PositiveInt] = 16
+    """Prompts per optimizer step of the policy; must divide `train_batch_size`."""
+    critic_mini_batch_size: Forks[PositiveInt] = 16
+    """Prompts per optimizer step of the critic; must divide `train_batch_size`."""
+    update_epochs_per_batch: Forks[PositiveInt] = 1
+    """Passes over each training batch."""
+    auto_micro_batch_size: CutsRows[bool] = False
+    """The same as `micro_batching=auto`: no size is stated, each model runs the largest micro-batches that fit."""
+    docs_per_step: Forks[NonNegativeInt] = 0
     """Close an optimizer step at so many rollouts instead of at a fixed number of prompts; 0 is off."""
-    docs_per_step_exact: bool = False
+    docs_per_step_exact: Forks[bool] = False
     """Cut the last micro-batch so that a step has exactly `docs_per_step` rollouts."""
-    batch_validation: Literal["strict", "relaxed"] = "strict"
+    batch_validation: LayoutOnly[Literal["strict", "relaxed"]] = "strict"
     """strict refuses uneven divisions over ranks and micro-batches; relaxed pads them and says what it costs."""
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    algorithm: Forks[AlgorithmConfig] = field(default_factory=AlgorithmConfig)
     """Advantages, losses, KL."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The policy's optimizer."""
-    eval_before_train: bool = True
-    """Evaluate once before the first step, so that curves start at the starting point."""
-    eval_interval: NonNegativeInt = 10
-    """Evaluate every so many steps; 0 only before and after."""
-    eval_batch_size: PositiveInt = 256
+    eval_batch_size: Free[PositiveInt] = 256
     """Held-out prompts generated together."""
-    ckpt_interval: NonNegativeInt = 10
-    """Save every so many steps; 0 only at the end and on a signal."""
-    max_ckpts_to_keep: PositiveInt = 2
-    """Older checkpoints are deleted after a newer one is complete."""
-    resume_mode: Literal["latest", "none", "from_path"] = "latest"
-    """latest: from this output folder, if it holds a checkpoint. from_path: from `resume_path`."""
-    resume_path: str = ""
-    """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder."""
-    dump_rollouts: bool = True
+    dump_rollouts: Free[bool] = True
     """Write every trajectory to `rollouts/` as JSON lines."""
-    export_hf: bool = True
+    export_hf: Free[bool] = True
     """Write the final policy in Hugging Face format to `export/`."""
 
     def __post_init__(self) -> None:
         """Every reader of `micro_batching` sees what the alias says; another choice beside it is a violation."""
         if self.auto_micro_batch_size and self.micro_batching == "fixed":
             object.__setattr__(self, "micro_batching", "auto")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrategyConfig:
-    """`strategy=single|ddp|fsdp2`: how one model is spread over ranks."""
-
-    name: Literal["single", "ddp", "fsdp2"] = "single"
-    """single: one process. ddp: a replica per rank. fsdp2: sharded over ranks."""
-    sequence_parallel_size: PositiveInt = 1
-    """So many ranks compute each micro-batch together, each a part of its positions: for long rows. Must divide the
-    ranks and the attention heads of every model; a micro-batch's caps hold for all of them together."""
-    cpu_offload: bool = False
-    """Keep parameters and optimizer state in host memory (fsdp2)."""
-    gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
-    """When ranks sum gradients (fsdp2). step: with an optimizer step's last micro-batch; until then each rank keeps the
-    gradient of the whole model, 4 bytes a trained parameter. micro_batch: with each, which keeps shards alone. auto: step
-    where whole gradients take at most a tenth of the device's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,22 +328,34 @@ class PlanConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """Everything a run depends on."""
+class RunConfig:
+    """What every kind of run depends on: reinforcement learning's `Config`, and `SFTConfig`."""
 
-    run_name: str = "skyrl_train"
+    run_name: Free[str] = "skyrl_train"
     """Shown by trackers and in the output folder's name."""
-    seed: NonNegativeInt = 0
+    seed: Forks[NonNegativeInt] = 0
     """Every random choice is derived from it."""
-    deterministic: bool = False
+    deterministic: LayoutOnly[bool] = False
     """On GPUs, take only kernels whose result does not vary from call to call, in training and in vLLM: a resumed run is
     then identical, as it always is on a CPU. Slower; without it rounding may differ, but not data, prompts and seeds."""
-    output_dir: str = "outputs"
+    output_dir: Free[str] = "outputs"
     """Where the run writes; Hydra's run folder unless stated (`hydra.run.dir=...` moves it)."""
-    platform: PlatformConfig = field(default_factory=PlatformConfig)
+    platform: LayoutOnly[PlatformConfig] = field(default_factory=PlatformConfig)
     """What the machine offers."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The policy's model."""
+    """The model that is trained."""
+    strategy: LayoutOnly[StrategyConfig] = field(default_factory=StrategyConfig)
+    """How a model is spread over ranks."""
+    placement: LayoutOnly[PlacementConfig] = field(default_factory=PlacementConfig)
+    """Which processes run where."""
+    tracker: Free[TrackerConfig] = field(default_factory=TrackerConfig)
+    """Where metrics go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(RunConfig):
+    """Everything a run depends on."""
+
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
@@ -365,15 +364,9 @@ class Config:
     """How rollouts are made."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     """The loop."""
-    critic: CriticConfig = field(default_factory=CriticConfig)
+    critic: Annotated[CriticConfig, ReadWith("model.path")] = field(default_factory=CriticConfig)
     """The value model."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The reference model."""
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    """How a model is spread over ranks."""
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    """Which processes run where."""
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    """Where metrics go."""
-    plan: PlanConfig = field(default_factory=PlanConfig)
+    plan: Free[PlanConfig] = field(default_factory=PlanConfig)
     """What a plan is made for; nothing else reads it."""

@@ -1,28 +1,30 @@
 """The configuration of supervised training (`conf/sft.yaml`): one frozen dataclass per section, as in `schema.py`.
 
-Model, optimizer, platform, strategy, placement and tracker are the sections of reinforcement learning.
+What it shares with reinforcement learning is declared there, in `RunConfig` and `LoopConfig`; here are its own settings, and
+defaults that differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
-from skyrl_train.config.rules import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Seconds
-from skyrl_train.config.schema import (
-    Config,
-    ModelConfig,
-    OptimizerConfig,
-    PlacementConfig,
-    PlatformConfig,
-    PolicyConfig,
-    StrategyConfig,
-    TrackerConfig,
-    TrainerConfig,
+from skyrl_train.config.rules import (
+    CutsRows,
+    EndsSchedule,
+    Forks,
+    Free,
+    LayoutOnly,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Range,
+    Seconds,
 )
+from skyrl_train.config.schema import Config, LoopConfig, OptimizerConfig, PolicyConfig, RunConfig, TrainerConfig
 from skyrl_train.config.validate import LORA_DROPOUT, validate_config
 from skyrl_train.errors import Violation
 
@@ -33,144 +35,97 @@ Weight = Annotated[float, Range(0.0)]
 class SFTDataConfig:
     """`data` (`sft_data=`): examples to learn from, and held-out ones."""
 
-    train: tuple[str, ...] = ("builtin:word_problems/train",)
+    train: Free[tuple[str, ...]] = ("builtin:word_problems/train",)
     """Parquet or JSON-lines files, folders of them, hub names (`owner/name:split`, `owner/name/config:split`), or
     `builtin:NAME/SPLIT`."""
-    weights: tuple[Weight, ...] = ()
+    weights: Forks[tuple[Weight, ...]] = ()
     """For each entry of `train`, how often its rows are used per epoch (0.5: half of them, in turns); empty is once."""
-    validation: tuple[str, ...] = ("builtin:word_problems/validation",)
+    validation: Free[tuple[str, ...]] = ("builtin:word_problems/validation",)
     """Held-out examples: each entry is a set with a loss of its own. Empty turns evaluation off."""
-    max_train_rows: NonNegativeInt = 0
+    max_train_rows: Free[NonNegativeInt] = 0
     """Read only the first so many training rows; 0 is all."""
-    max_validation_rows: NonNegativeInt = 0
+    max_validation_rows: Free[NonNegativeInt] = 0
     """Read only the first so many rows of each held-out set; 0 is all."""
-    format: Literal["auto", "chat", "prompt_completion", "alpaca", "text"] = "auto"
+    format: Free[Literal["auto", "chat", "prompt_completion", "alpaca", "text"]] = "auto"
     """Which columns rows have; auto looks at each row."""
-    prompt_column: str = "prompt"
+    prompt_column: Free[str] = "prompt"
     """Column with the prompt (text or messages), with dots into nested ones."""
-    completion_column: str = "completion"
+    completion_column: Free[str] = "completion"
     """Column with the answer (text or messages), e.g. `answer` or `extra_info.answer`."""
-    chat_template: bool = True
+    chat_template: Free[bool] = True
     """Prompt and answer given as texts become chat messages. false: they are trained as plain text."""
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Free[Mapping[str, Any]] = field(default_factory=dict)
     """Handed to the chat template, e.g. `{enable_thinking: false}`."""
-    loss_on: Literal["last", "all"] = "all"
+    loss_on: Free[Literal["last", "all"]] = "all"
     """Of a conversation, train on the assistant's last message or on all of them."""
-    max_length: PositiveInt = 1024
+    max_length: Forks[PositiveInt] = 1024
     """Tokens of an example. A longer one is handled by `over_long`."""
-    over_long: Literal["truncate", "drop", "error"] = "truncate"
+    over_long: Forks[Literal["truncate", "drop", "error"]] = "truncate"
     """What becomes of a longer example: cut, left out, or refused before training. Counted in any case."""
-    shuffle: bool = True
+    shuffle: Forks[bool] = True
     """Another order each epoch, derived from `seed`."""
-    incomplete_step: Literal["keep", "drop", "wrap"] = "wrap"
+    incomplete_step: Forks[Literal["keep", "drop", "wrap"]] = "wrap"
     """What is left of an epoch and fills no step: a short step, left out, or filled up from the next epoch."""
-    cache: bool = True
+    cache: Free[bool] = True
     """Keep tokenised sources on disk, for later runs and for those that run at the same time."""
-    cache_dir: str = ""
+    cache_dir: Free[str] = ""
     """Where; empty is `$SKYRL_TRAIN_CACHE`, or `skyrl_train` in the user's cache folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTTrainerConfig:
+class SFTTrainerConfig(LoopConfig):
     """`trainer`: the loop, what makes a step, and what is kept."""
 
-    num_steps: NonNegativeInt = 0
+    micro_batching: CutsRows[str] = "token_budget"
+    micro_train_batch_size_per_gpu: CutsRows[PositiveInt] = 8
+    micro_forward_batch_size_per_gpu: LayoutOnly[PositiveInt] = 16
+    eval_interval: Free[NonNegativeInt] = 50
+    ckpt_interval: Free[NonNegativeInt] = 50
+    num_steps: EndsSchedule[NonNegativeInt] = 0
     """Optimizer steps in all; 0 derives it from `num_epochs`."""
-    num_epochs: PositiveInt = 1
+    num_epochs: EndsSchedule[PositiveInt] = 1
     """Passes over the training examples, where `num_steps` is 0."""
-    batch_size: PositiveInt = 32
+    batch_size: Forks[PositiveInt] = 32
     """Examples per optimizer step, over all ranks and micro-batches."""
-    tokens_per_step: NonNegativeInt = 0
+    tokens_per_step: Forks[NonNegativeInt] = 0
     """Instead: as many examples per optimizer step as hold at most so many tokens; 0 is off."""
-    docs_per_step: NonNegativeInt = 0
+    docs_per_step: Forks[NonNegativeInt] = 0
     """Instead: fill micro-batches until a step has at least so many examples; 0 is off."""
-    docs_per_step_exact: bool = False
+    docs_per_step_exact: Forks[bool] = False
     """Cut the last micro-batch so that a step has exactly `docs_per_step` examples."""
-    layout: Literal["padded", "packed", "prefix_shared", "auto"] = "padded"
-    """packed: several examples in a row, as many as a micro-batch takes. Changes speed and memory, not the gradient."""
-    micro_batching: str = "token_budget"
-    """`token_budget`, `fixed` rows, `auto` (sizes itself), or your own strategy as `package.module:attr`."""
-    micro_train_batch_size_per_gpu: PositiveInt = 8
-    """Rows per forward and backward on one rank (fixed)."""
-    micro_forward_batch_size_per_gpu: PositiveInt = 16
-    """Rows per forward-only pass on one rank (fixed)."""
-    max_tokens_per_microbatch: PositiveInt = 8192
-    """Hard cap on computed token positions of a forward and backward on one rank (token_budget, packed rows)."""
-    max_tokens_per_forward_microbatch: PositiveInt = 16384
-    """The same for forward-only passes."""
-    memory_budget_gb: NonNegativeFloat = 0.0
-    """GiB that the models of one process may hold (auto); 0 is what the CUDA device has free. Needed on a CPU."""
-    memory_margin: Annotated[float, Range(0.0, 0.5)] = 0.05
-    """Share by which a micro-batch may need more than was measured at the start (auto)."""
-    memory_probe: Literal["measure", "trace", "both"] = "measure"
-    """Where micro-batches that size themselves (auto) know their memory from. measure: forwards and backwards of growing
-    size at the start. trace: the plan's prediction (layers counted for known families, traced on tensors without memory
-    for others), with nothing run. both: measured, beginning at the prediction, and the difference is told."""
-    memory_retries: NonNegativeInt = 3
-    """How often one step is cut smaller and computed anew where memory runs out nevertheless (auto)."""
-    pad_to_multiple_of: PositiveInt = 1
+    pad_to_multiple_of: CutsRows[PositiveInt] = 1
     """Fill rows up to a multiple of so many tokens; counted against the caps."""
-    async_batch_collation: bool = True
+    async_batch_collation: Free[bool] = True
     """Make the next batch on a thread while the current one trains. The batches are the same either way."""
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
+    optimizer: Forks[OptimizerConfig] = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
     """Optimizer and learning-rate schedule."""
-    eval_before_train: bool = True
-    """Evaluate once before the first step."""
-    eval_interval: NonNegativeInt = 50
-    """Evaluate every so many steps; 0 only before and after."""
-    eval_batch_size: PositiveInt = 64
+    eval_batch_size: Free[PositiveInt] = 64
     """Held-out examples scored together."""
-    eval_samples: NonNegativeInt = 0
+    eval_samples: Free[NonNegativeInt] = 0
     """Answers to generate at each evaluation, from the first examples of each held-out set; they go to `samples/`."""
-    eval_sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
+    eval_sampling: Free[SamplingConfig] = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     """How they are sampled; greedy unless stated."""
-    eval_sample_timeout_s: Seconds = 600.0
+    eval_sample_timeout_s: Free[Seconds] = 600.0
     """Deadline for generating the samples of one evaluation."""
-    early_stopping_patience: NonNegativeInt = 0
+    early_stopping_patience: Free[NonNegativeInt] = 0
     """Stop after so many evaluations without a lower loss; 0 is off."""
-    early_stopping_min_delta: NonNegativeFloat = 0.0
+    early_stopping_min_delta: Free[NonNegativeFloat] = 0.0
     """A lower loss counts from this difference on."""
-    keep_best: bool = False
+    keep_best: Free[bool] = False
     """Keep the checkpoint with the lowest held-out loss in `best/`."""
-    export: Literal["last", "best", "none"] = "last"
+    export: Free[Literal["last", "best", "none"]] = "last"
     """Which weights to write in Hugging Face format to `export/` at the end."""
-    ckpt_interval: NonNegativeInt = 50
-    """Save every so many steps; 0 only at the end and on a signal."""
-    max_ckpts_to_keep: PositiveInt = 2
-    """Older checkpoints are deleted after a newer one is complete."""
-    resume_mode: Literal["latest", "none", "from_path"] = "latest"
-    """latest: from this output folder, if it holds a checkpoint. from_path: from `resume_path`."""
-    resume_path: str = ""
-    """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig:
+class SFTConfig(RunConfig):
     """Everything a supervised run depends on."""
 
-    run_name: str = "sft"
-    """Shown by trackers and in the output folder's name."""
-    seed: NonNegativeInt = 0
-    """Every random choice is derived from it."""
-    deterministic: bool = False
-    """On GPUs, take only kernels whose result does not vary from call to call: a resumed run is then identical, as it always
-    is on a CPU. Slower; without it rounding may differ, while the data do not."""
-    output_dir: str = "outputs"
-    """Where the run writes; Hydra's run folder unless stated (`hydra.run.dir=...` moves it)."""
-    platform: PlatformConfig = field(default_factory=PlatformConfig)
-    """What the machine offers."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The model to train."""
+    run_name: Free[str] = "sft"
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     """Examples."""
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)
     """The loop."""
-    strategy: StrategyConfig = field(default_factory=StrategyConfig)
-    """How the model is spread over ranks."""
-    placement: PlacementConfig = field(default_factory=PlacementConfig)
-    """Which processes run where."""
-    tracker: TrackerConfig = field(default_factory=TrackerConfig)
-    """Where metrics go."""
 
 
 AnyConfig = Config | SFTConfig
@@ -183,17 +138,10 @@ def learner_config(config: SFTConfig, *, total_steps: int = 0) -> Config:
     Each example is a prompt with one sample, and each training batch one optimizer step.
     """
     trainer = config.trainer
-    shared = {name: getattr(trainer, name) for name in _SHARED}
+    of_run = {shared.name: getattr(config, shared.name) for shared in fields(RunConfig)}
+    of_loop = {shared.name: getattr(trainer, shared.name) for shared in fields(LoopConfig)}
     return Config(
-        run_name=config.run_name,
-        seed=config.seed,
-        deterministic=config.deterministic,
-        output_dir=config.output_dir,
-        platform=config.platform,
-        model=config.model,
-        strategy=config.strategy,
-        placement=config.placement,
-        tracker=config.tracker,
+        **of_run,
         generator=GeneratorConfig(n_samples_per_prompt=1, merge_stepwise="off"),
         trainer=TrainerConfig(
             total_steps=total_steps,
@@ -205,28 +153,13 @@ def learner_config(config: SFTConfig, *, total_steps: int = 0) -> Config:
             algorithm=AlgorithmConfig(
                 advantage_estimator="reinforce++", policy_loss="cross_entropy", loss_reduction="token_mean"
             ),
-            **shared,
+            **of_loop,
         ),
     )
 
 
-_SHARED = (
-    "layout",
-    "micro_batching",
-    "micro_train_batch_size_per_gpu",
-    "micro_forward_batch_size_per_gpu",
-    "max_tokens_per_microbatch",
-    "max_tokens_per_forward_microbatch",
-    "memory_budget_gb",
-    "memory_margin",
-    "memory_probe",
-    "memory_retries",
-    "resume_mode",
-    "resume_path",
-)
-"""Settings of `trainer` that mean the same in both kinds of run."""
-_CHECKED = ("trainer.", "placement.", "strategy.", "output_dir", "model.", "platform.")
-"""What reinforcement learning's rules say about these holds here too."""
+_CHECKED = frozenset({"trainer", *(shared.name for shared in fields(RunConfig))})
+"""Sections and settings of which reinforcement learning's rules hold here too."""
 
 
 def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Violation]:
@@ -236,7 +169,7 @@ def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Vi
     found = [
         replace(violation, field=_renamed(violation.field, names), remedy=_renamed(violation.remedy, names))
         for violation in validate_config(learner_config(config), refused=renamed)
-        if violation.field.startswith(_CHECKED) and violation.field != LORA_DROPOUT
+        if violation.field.partition(".")[0] in _CHECKED and violation.field != LORA_DROPOUT
     ]
     own = [*_sources(config), *_steps(config), *_packing(config), *_evaluation(config)]
     return found + [violation for violation in own if violation.field not in refused]

@@ -2,14 +2,10 @@
 
 A resumed run repeats the steps after the checkpoint and writes the same lines again, so what was written of them is
 cut.
-That only holds while nothing changed that training depends on. Settings are therefore compared one by one:
-
-- `FREE` ones may change: they concern what is shown, kept or evaluated, not what is learnt. `data.train` may change its
-  path, since the prompts themselves are compared. The number of steps may change while the learning rate is constant;
-  otherwise the schedule depends on it.
-- `LAYOUT` ones may change too: they move work between ranks and micro-batches, which alters rounding and nothing else.
-  The run says so, because it is then equal but no longer identical.
-- any other change is refused, all at once, with the old and the new value.
+That only holds while nothing changed that training depends on. Settings are therefore compared one by one
+(`trainers/changes.py`), by the class that each states in the schema: those that change rounding alone are told, those that
+make another run of it are refused, all at once, with the old and the new value. Data may move, since the prompts
+themselves are compared.
 """
 
 from __future__ import annotations
@@ -21,83 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.config.rules import Resume
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import CheckpointError, ConfigError, Violation
 from skyrl_train.interfaces import CheckpointStore
 from skyrl_train.telemetry.files import write_json
 from skyrl_train.telemetry.metrics_log import cut_metrics_after
 from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.trainers.changes import START_ANEW, Change, changes_since
 from skyrl_train.trainers.evaluation_report import cut_evaluations_after
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
-from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, flat_config, library_versions
-
-FREE = (
-    "run_name",
-    "plan.",
-    "output_dir",
-    "tracker.",
-    "data.train",
-    "data.row_format",
-    "data.max_train_prompts",
-    "data.validation",
-    "data.max_validation_prompts",
-    "environment.max_workers",
-    "environment.max_failed_fraction",
-    "environment.step_timeout_s",
-    "generator.request_timeout_s",
-    "generator.eval_sampling.",
-    "generator.eval_n_samples_per_prompt",
-    "trainer.eval_before_train",
-    "trainer.eval_interval",
-    "trainer.eval_batch_size",
-    "trainer.ckpt_interval",
-    "trainer.max_ckpts_to_keep",
-    "trainer.resume_mode",
-    "trainer.resume_path",
-    "trainer.dump_rollouts",
-    "trainer.export_hf",
-    "data.cache",
-    "data.cache_dir",
-    "data.max_train_rows",
-    "data.max_validation_rows",
-    "trainer.async_batch_collation",
-    "trainer.early_stopping_min_delta",
-    "trainer.early_stopping_patience",
-    "trainer.eval_sample_timeout_s",
-    "trainer.eval_samples",
-    "trainer.eval_sampling.",
-    "trainer.export",
-    "trainer.keep_best",
-)
-"""A name that ends in a dot stands for all settings below it."""
-
-LAYOUT = (
-    "deterministic",
-    "platform.",
-    "placement.",
-    "strategy.",
-    "model.attention",
-    "model.gradient_checkpointing",
-    "generator.max_batch_size",
-    "generator.vllm.gpu_memory_utilization",
-    "generator.vllm.num_engines",
-    "generator.vllm.tensor_parallel_size",
-    "generator.vllm.weight_transport",
-    "trainer.batch_validation",
-    "trainer.layout",
-    "trainer.max_tokens_per_forward_microbatch",
-    "trainer.max_tokens_per_microbatch",
-    "trainer.memory_probe",
-    "trainer.micro_batching",
-    "trainer.micro_forward_batch_size_per_gpu",
-    "trainer.micro_train_batch_size_per_gpu",
-    "trainer.pad_to_multiple_of",
-)
-
-_STEPS = ("trainer.total_steps", "trainer.epochs", "trainer.num_steps", "trainer.num_epochs")
-_START_ANEW = (
-    "or start anew with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
-)
+from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, library_versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,12 +82,12 @@ def find_start(
     if checkpoint is None:
         return FRESH
     state = TrainerState.read(checkpoint)
-    layout_changes = check_same_config(state, config, checkpoint)
+    layout_changes = check_same_run(changes_since(state.config, config), checkpoint)
     if state.data != data:
         raise CheckpointError(
             f"the training prompts changed since {checkpoint}: {state.data.num_prompts} prompts with fingerprint "
             f"{state.data.sha256[:12]} then, {data.num_prompts} with {data.sha256[:12]} now. "
-            f"Restore the data, {_START_ANEW}"
+            f"Restore the data, {START_ANEW}"
         )
     own = checkpoint.resolve().is_relative_to(folder.checkpoints.resolve())
     complete = own and _completed_steps(folder) >= max(total_steps, 1) and state.global_step >= total_steps
@@ -204,48 +134,13 @@ def mark_complete(folder: RunFolder, global_step: int) -> None:
     write_json(folder.complete_file, {"global_step": global_step})
 
 
-def check_same_config(state: TrainerState, config: AnyConfig, checkpoint: Path) -> list[str]:
+def check_same_run(changes: Sequence[Change], checkpoint: Path) -> list[str]:
     """Lines about settings that changed and may; raises ConfigError about those that may not, all at once."""
-    old, new = {**flat_config(type(config)()), **state.config}, flat_config(config)
-    free = FREE if _schedule_needs_total(new) else (*FREE, *_STEPS)
-    layout = LAYOUT if config.trainer.docs_per_step == 0 else ()
-    changed = [name for name in sorted({*old, *new}) if old.get(name) != new.get(name) and not _is_among(name, free)]
-    refused = [name for name in changed if not _is_among(name, layout)]
+    refused = [change for change in changes if change.resume in (Resume.FORKS, Resume.FIXED)]
     if refused:
-        rule = f"must be as it was when {checkpoint} was written, which is {{}}"
-        raise ConfigError(
-            [
-                Violation(
-                    field=name,
-                    rule=rule.format(_shown(old.get(name))),
-                    value=_shown(new.get(name)),
-                    remedy=f"Set {name}={_shown(old.get(name))}, {_START_ANEW}",
-                )
-                for name in refused
-            ]
-        )
-    return [
-        f"{name} was {_shown(old.get(name))} and is {_shown(new.get(name))}: the same training up to rounding"
-        for name in changed
-    ]
-
-
-def _schedule_needs_total(config: Mapping[str, Any]) -> bool:
-    """Whether any optimizer that is used has a schedule that ends with the run; `config` is flat."""
-    return any(
-        schedule != "constant"
-        for name, schedule in config.items()
-        if name.endswith("optimizer.schedule") and (config.get("critic.model.path") or not name.startswith("critic."))
-    )
-
-
-def _is_among(name: str, patterns: Sequence[str]) -> bool:
-    return any(name.startswith(pattern) if pattern.endswith(".") else name == pattern for pattern in patterns)
-
-
-def _shown(value: Any) -> str:
-    """As typed on the command line: `[a,b]` without blanks, `null` for None."""
-    return value if isinstance(value, str) and value else json.dumps(value, separators=(",", ":"))
+        raise ConfigError([change.violation(checkpoint) for change in refused])
+    layout = [change for change in changes if change.resume is Resume.LAYOUT]
+    return [f"{change.line()}: the same training up to rounding" for change in layout]
 
 
 def _missing_resume_path() -> Violation:

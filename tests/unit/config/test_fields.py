@@ -4,8 +4,28 @@ import dataclasses
 
 import pytest
 
-from skyrl_train.config.fields import defaults, nearest, suggest, walk
-from skyrl_train.config.schema import Config
+from skyrl_train.config.fields import SchemaField, defaults, nearest, suggest, walk
+from skyrl_train.config.rules import Free, LayoutOnly, PositiveInt, Resume
+from skyrl_train.config.schema import Config, LoopConfig, RunConfig, TrainerConfig
+from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, learner_config
+
+
+def unclassified(schema: type) -> list[SchemaField]:
+    """Settings of which nothing says what a change means to a run that goes on."""
+    return [field for field in walk(schema) if not field.section and field.resume is None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    plain: PositiveInt = 1
+    own: LayoutOnly[PositiveInt] = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    section: Inner = dataclasses.field(default_factory=Inner)
+    classified: Free[Inner] = dataclasses.field(default_factory=Inner)
+    bare: int = 0
 
 
 @pytest.mark.parametrize(
@@ -49,3 +69,42 @@ def test_defaults_are_plain_containers() -> None:
     assert tree["data"]["train"] == ["builtin:word_problems/train"]
     assert tree["trainer"]["policy"]["optimizer"]["betas"] == [0.9, 0.999]
     assert set(tree) == {field.name for field in dataclasses.fields(Config)}
+
+
+@pytest.mark.parametrize("schema", [Config, SFTConfig])
+def test_every_field_states_whether_it_may_change_on_resume(schema: type) -> None:
+    missing = [field.path for field in unclassified(schema)]
+    assert missing == [], "declare them as Free[...], LayoutOnly[...], Forks[...] or Fixed[...]"
+
+
+def test_a_field_without_a_class_is_found() -> None:
+    assert [field.path for field in unclassified(Outer)] == ["section.plain", "bare"]
+
+
+def test_a_field_has_the_class_that_it_states_or_that_of_its_section() -> None:
+    fields = {field.path: field.resume for field in walk(Config)}
+    assert fields["generator.sampling.temperature"] is Resume.FORKS
+    assert fields["generator.eval_sampling.temperature"] is Resume.FREE
+    assert fields["placement.call_timeout_s"] is Resume.FREE
+    assert fields["placement.colocate_all"] is Resume.LAYOUT
+    assert fields["model.lora.rank"] is Resume.FIXED
+
+
+def test_what_nothing_reads_without_another_setting_names_it() -> None:
+    fields = {field.path: field.read_with for field in walk(Config)}
+    assert fields["critic.model.lora.targets"] == ("critic.model.path", "critic.model.lora.rank")
+    assert fields["model.lora.rank"] == ("model.lora.rank",)
+    assert fields["model.path"] == ()
+
+
+def test_supervised_training_shares_the_settings_that_are_declared_once() -> None:
+    assert issubclass(SFTConfig, RunConfig)
+    assert issubclass(SFTTrainerConfig, LoopConfig)
+    twice = {field.name for field in dataclasses.fields(TrainerConfig)} - {
+        field.name for field in dataclasses.fields(LoopConfig)
+    }
+    own = {field.name for field in dataclasses.fields(SFTTrainerConfig)} & twice
+    assert own == {"docs_per_step", "docs_per_step_exact", "eval_batch_size"}, "what they count differs"
+    config = SFTConfig(seed=7, trainer=SFTTrainerConfig(memory_retries=5, layout="packed"))
+    learner = learner_config(config)
+    assert (learner.seed, learner.trainer.memory_retries, learner.trainer.layout) == (7, 5, "packed")

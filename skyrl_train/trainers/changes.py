@@ -1,0 +1,136 @@
+"""What changed in the configuration since a checkpoint, and what that means to a run that goes on from there.
+
+Each setting states its class beside its declaration (`config/rules.py: Resume`). Here two configurations are compared, one
+setting at a time, and what depends on the rest of the run is decided: a setting that a schedule, the closing of steps or
+the presence of a model makes more, or less, than its class says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.config.convert import as_typed
+from skyrl_train.config.fields import SchemaField, fact, walk
+from skyrl_train.config.rules import ForksWhere, Interchangeable, Resume
+from skyrl_train.config.sft import AnyConfig
+from skyrl_train.errors import Violation
+from skyrl_train.trainers.state import flat_config
+
+Flat = Mapping[str, Any]
+"""Settings by their dotted names, as `flat_config` gives them."""
+ABSENT = object()
+"""Stands for the value of an entry that a mapping of the user's does not have."""
+
+START_ANEW = "start anew with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One setting whose value is another than in the checkpoint."""
+
+    setting: str
+    """Dotted name; for a mapping of the user's, that of the entry."""
+    was: Any
+    now: Any
+    resume: Resume
+
+    def line(self) -> str:
+        """`trainer.policy.optimizer.lr was 1e-06 and is 2e-06`."""
+        return f"{self.setting} was {_shown(self.was)} and is {_shown(self.now)}"
+
+    def violation(self, checkpoint: Path) -> Violation:
+        """Why the run cannot go on from the checkpoint, and what can be done."""
+        was = _shown(self.was)
+        rule = f"must be as it was when {checkpoint} was written, which is {was}"
+        way = f"Drop {self.setting}" if self.was is ABSENT else f"Set {self.setting}={was}"
+        if self.resume is Resume.FIXED:
+            rule += ": shapes of its tensors, or the meaning of its token ids, follow from this"
+        return Violation(field=self.setting, rule=rule, value=_shown(self.now), remedy=f"{way}, or {START_ANEW}")
+
+
+def changes_since(recorded: Flat, config: AnyConfig) -> list[Change]:
+    """Settings of `config` that differ from those in a checkpoint, by name, each with what that means here.
+
+    A setting that the checkpoint does not name is younger than it and had its default then. One that is no longer in the
+    schema cannot be given again, and forks.
+    """
+    old, new = _complete(recorded, type(config)), flat_config(config)
+    return [
+        Change(
+            setting=name,
+            was=old.get(name, ABSENT),
+            now=new.get(name, ABSENT),
+            resume=_meaning(name, old, new, type(config)),
+        )
+        for name in sorted({*old, *new})
+        if old.get(name, ABSENT) != new.get(name, ABSENT)
+    ]
+
+
+def _meaning(name: str, old: Flat, new: Flat, root: type) -> Resume:
+    """The class of a changed setting in this run."""
+    field = _field_of(name, root)
+    if field is None or field.resume is None:
+        return Resume.FORKS
+    was_read, is_read = (_is_read(field, flat) for flat in (old, new))
+    if not was_read and not is_read:
+        return Resume.FREE
+    if field.resume is Resume.FIXED and not was_read:
+        return Resume.FORKS  # the checkpoint holds nothing that could fail to fit
+    alike = fact(field.annotation, Interchangeable)
+    if alike is not None and {old.get(name), new.get(name)} <= set(alike.values):
+        return Resume.LAYOUT
+    where = fact(field.annotation, ForksWhere)
+    if where is ForksWhere.SCHEDULE_ENDS and _schedule_ends(new):
+        return Resume.FORKS
+    if where is ForksWhere.DOCUMENTS_CLOSE_STEPS and new["trainer.docs_per_step"]:
+        return Resume.FORKS
+    return field.resume
+
+
+def _is_read(field: SchemaField, flat: Flat) -> bool:
+    """Whether anything in a run with these settings reads the field."""
+    return all(flat.get(condition) for condition in field.read_with if condition != field.path)
+
+
+def _schedule_ends(flat: Flat) -> bool:
+    """Whether the learning rate of any optimizer that is used depends on the number of steps."""
+    return any(
+        schedule != "constant"
+        for name, schedule in flat.items()
+        if name.endswith("optimizer.schedule") and (flat.get("critic.model.path") or not name.startswith("critic."))
+    )
+
+
+def _complete(recorded: Flat, root: type) -> dict[str, Any]:
+    """With today's default for every field of which the checkpoint has nothing."""
+    stated = {_path_of(name, root) for name in recorded}
+    defaults = {name: value for name, value in flat_config(root()).items() if _path_of(name, root) not in stated}
+    return {**defaults, **recorded}
+
+
+def _path_of(name: str, root: type) -> str:
+    field = _field_of(name, root)
+    return name if field is None else field.path
+
+
+def _field_of(name: str, root: type) -> SchemaField | None:
+    """The field that a flat name belongs to: itself, or the mapping whose entry it is; None for a name that is unknown."""
+    fields = _fields(root)
+    parts: Sequence[str] = name.split(".")
+    prefixes = (".".join(parts[:count]) for count in range(len(parts), 0, -1))
+    return next((fields[prefix] for prefix in prefixes if prefix in fields), None)
+
+
+@cache
+def _fields(root: type) -> dict[str, SchemaField]:
+    return {field.path: field for field in walk(root) if not field.section}
+
+
+def _shown(value: Any) -> str:
+    """As it is typed on the command line."""
+    return "not set" if value is ABSENT else as_typed(value)
