@@ -138,16 +138,18 @@ class CommandLine:
             return None
         with as_in_a_run(config, index, multirun=self._multirun):
             loaded = read_root(config, self._root.schema)
-            violations = list(loaded.violations)
-            if self._rules:
-                violations += self._rule_violations(loaded)
+            violations = self._violations_of(loaded)
         for violation in violations:
             self._found.setdefault(str(violation), violation)
         return loaded.config.output_dir
 
-    def _rule_violations(self, loaded: Loaded[AnyConfig]) -> list[Violation]:
-        """Of rules between fields and of what is on this machine, with the placement that is chosen here."""
+    def _violations_of(self, loaded: Loaded[AnyConfig]) -> list[Violation]:
+        """Of names and types, then of rules between fields and of what is on this machine, with the placement that is
+        chosen here. Where rules are left to the caller, those between fields are named beside a refused value alone."""
         config, refused = loaded.config, loaded.refused
+        if not self._rules:
+            settings = self._root.of_settings(loaded.violations, config, refused=refused)
+            return [*settings, *self._root.violations(config, refused=refused)] if refused else []
         found: list[Violation] = []
         try:
             config = place(config, training=self._root.trains)
@@ -155,6 +157,7 @@ class CommandLine:
             found += [violation for violation in error.violations if violation.field not in refused]
             # What is left to choose stays out of the rules.
             refused = refused | {"placement"}
+        found = [*self._root.of_settings(loaded.violations, config, refused=refused), *found]
         found += self._root.violations(config, refused=refused)
         return [*found, *machine_violations(config, refused=refused)]
 

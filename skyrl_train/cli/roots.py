@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig, SFTConfig, validate_sft
 from skyrl_train.config.validate import validate_config
+from skyrl_train.config.validate_batch import with_sound_sizes
 from skyrl_train.errors import Violation
 
 
@@ -26,6 +27,14 @@ class Root:
         if isinstance(config, SFTConfig):
             return validate_sft(config, refused=refused)
         return validate_config(config, refused=refused)
+
+    def of_settings(
+        self, violations: Iterable[Violation], config: AnyConfig, *, refused: Collection[str]
+    ) -> list[Violation]:
+        """What is wrong with single settings, with remedies that go with the others."""
+        if isinstance(config, SFTConfig):
+            return list(violations)
+        return with_sound_sizes(violations, config, refused=refused)
 
 
 RL_ROOT = Root(schema=Config, platform_group="platform")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from skyrl_train.config.algorithm import (
     LIKELIHOOD_LOSSES,
@@ -14,7 +15,6 @@ from skyrl_train.config.algorithm import (
     SELF_TAUGHT_ESTIMATORS,
     UNANCHORED_LOSSES,
     AlgorithmConfig,
-    OffPolicyConfig,
 )
 from skyrl_train.errors import Violation
 
@@ -23,7 +23,7 @@ _PREFIX = "trainer.algorithm."
 
 def algorithm_violations(config: AlgorithmConfig) -> list[Violation]:
     """All of them, named as on the command line."""
-    return [*_correction_violations(config), *_loss_violations(config), *_estimator_violations(config)]
+    return [violation for rule in ALGORITHM_RULES for violation in rule(config)]
 
 
 def _require(holds: bool, name: str, rule: str, value: object, remedy: str) -> Iterator[Violation]:
@@ -33,8 +33,7 @@ def _require(holds: bool, name: str, rule: str, value: object, remedy: str) -> I
         yield Violation(field=_PREFIX + name, rule=rule, value=str(value), remedy=advice)
 
 
-def _correction_violations(config: AlgorithmConfig) -> Iterator[Violation]:
-    """Of off-policy corrections, and of log-probabilities that the engine reported."""
+def _double_correction(config: AlgorithmConfig) -> Iterator[Violation]:
     correction = config.off_policy
     yield from _require(
         not (correction.enabled and config.policy_loss in ROLLOUT_LOSSES),
@@ -43,6 +42,9 @@ def _correction_violations(config: AlgorithmConfig) -> Iterator[Violation]:
         correction.weight,
         f"switch the correction off, or choose another {_PREFIX}policy_loss",
     )
+
+
+def _rollout_logprobs(config: AlgorithmConfig) -> Iterator[Violation]:
     why = _why_not_rollout_logprobs(config)
     yield from _require(
         not (config.use_rollout_logprobs and why),
@@ -51,7 +53,10 @@ def _correction_violations(config: AlgorithmConfig) -> Iterator[Violation]:
         config.use_rollout_logprobs,
         "use_rollout_logprobs=false",
     )
-    yield from _rejection_violations(correction)
+
+
+def _batch_normalize(config: AlgorithmConfig) -> Iterator[Violation]:
+    correction = config.off_policy
     yield from _require(
         not (correction.batch_normalize and correction.weight == "none"),
         "off_policy.batch_normalize",
@@ -59,26 +64,23 @@ def _correction_violations(config: AlgorithmConfig) -> Iterator[Violation]:
         correction.batch_normalize,
         "off_policy.weight=token",
     )
-    for low, high in (("weight_low", "weight_high"), ("sequence_mask_low", "sequence_mask_high")):
-        low_value, high_value = getattr(correction, low), getattr(correction, high)
-        yield from _require(
-            low_value <= high_value,
-            f"off_policy.{low}",
-            f"must not be above {high}={high_value:g}",
-            low_value,
-            f"off_policy.{low}=0",
-        )
 
 
-def _loss_violations(config: AlgorithmConfig) -> Iterator[Violation]:
-    """Of the terms of the loss and the weights that move."""
+def _bounds(config: AlgorithmConfig, section: str, low: str, high: str, lowest: str) -> Iterator[Violation]:
+    """Of two settings of a section (empty: of the algorithm), of which the lower one must not be above the other."""
+    node = getattr(config, section) if section else config
+    low_value, high_value = getattr(node, low), getattr(node, high)
+    name = f"{section}.{low}" if section else low
     yield from _require(
-        config.clip_cov_low <= config.clip_cov_high,
-        "clip_cov_low",
-        f"must not be above clip_cov_high={config.clip_cov_high:g}",
-        config.clip_cov_low,
-        "clip_cov_low=1",
+        low_value <= high_value,
+        name,
+        f"must not be above {high}={high_value:g}",
+        low_value,
+        f"{name}={lowest}",
     )
+
+
+def _entropy_coef(config: AlgorithmConfig) -> Iterator[Violation]:
     yield from _require(
         not (config.entropy_controller == "adaptive" and not 0 <= config.entropy_coef <= config.entropy_coef_max),
         "entropy_coef",
@@ -86,6 +88,9 @@ def _loss_violations(config: AlgorithmConfig) -> Iterator[Violation]:
         config.entropy_coef,
         "entropy_coef=0",
     )
+
+
+def _kl_controller(config: AlgorithmConfig) -> Iterator[Violation]:
     yield from _require(
         not (config.kl_controller == "adaptive" and config.kl_reward_coef == 0),
         "kl_controller",
@@ -95,10 +100,8 @@ def _loss_violations(config: AlgorithmConfig) -> Iterator[Violation]:
     )
 
 
-def _estimator_violations(config: AlgorithmConfig) -> Iterator[Violation]:
-    """Of rewards, filters and what an advantage estimator takes."""
-    estimator, filters = config.advantage_estimator, config.filters
-    low, high = filters.reward_clip_low, filters.reward_clip_high
+def _reward_clip(config: AlgorithmConfig) -> Iterator[Violation]:
+    low, high = config.filters.reward_clip_low, config.filters.reward_clip_high
     yield from _require(
         low is None or high is None or low < high,
         "filters.reward_clip_low",
@@ -106,6 +109,9 @@ def _estimator_violations(config: AlgorithmConfig) -> Iterator[Violation]:
         low,
         "filters.reward_clip_low=null",
     )
+
+
+def _reward_weights(config: AlgorithmConfig) -> Iterator[Violation]:
     for name, weight in config.reward_components.items():
         yield from _require(
             _is_number(weight),
@@ -114,22 +120,32 @@ def _estimator_violations(config: AlgorithmConfig) -> Iterator[Violation]:
             weight,
             f"reward_components={{{name}: 1}}",
         )
-    for name in ("kl_loss_coef", "kl_reward_coef"):
-        weight = getattr(config, name)
-        yield from _require(
-            estimator not in SELF_TAUGHT_ESTIMATORS or weight == 0,
-            name,
-            f"must be 0 with advantage_estimator={estimator}, whose teacher takes the reference's place",
-            weight,
-            f"{name}=0",
-        )
+
+
+def _self_taught(config: AlgorithmConfig, name: str) -> Iterator[Violation]:
+    """Of a weight of the divergence from the reference."""
+    weight = getattr(config, name)
     yield from _require(
-        estimator in OUTCOME_ESTIMATORS or not config.reward_components,
+        config.advantage_estimator not in SELF_TAUGHT_ESTIMATORS or weight == 0,
+        name,
+        f"must be 0 with advantage_estimator={config.advantage_estimator}, whose teacher takes the reference's place",
+        weight,
+        f"{name}=0",
+    )
+
+
+def _reward_components(config: AlgorithmConfig) -> Iterator[Violation]:
+    yield from _require(
+        config.advantage_estimator in OUTCOME_ESTIMATORS or not config.reward_components,
         "reward_components",
         "are read by advantage_estimator=gdpo alone",
         dict(config.reward_components),
         "advantage_estimator=gdpo",
     )
+
+
+def _step_rewards(config: AlgorithmConfig) -> Iterator[Violation]:
+    estimator = config.advantage_estimator
     yield from _require(
         not (estimator in OUTCOME_ESTIMATORS and config.step_rewards != "outcome"),
         "step_rewards",
@@ -137,8 +153,12 @@ def _estimator_violations(config: AlgorithmConfig) -> Iterator[Violation]:
         config.step_rewards,
         "step_rewards=outcome",
     )
+
+
+def _dynamic_sampling(config: AlgorithmConfig) -> Iterator[Violation]:
+    filters = config.filters
     yield from _require(
-        not (filters.dynamic_sampling != "none" and estimator == "gae"),
+        not (filters.dynamic_sampling != "none" and config.advantage_estimator == "gae"),
         "filters.dynamic_sampling",
         "compares the trajectories of a prompt, which advantage_estimator=gae does not",
         filters.dynamic_sampling,
@@ -163,8 +183,8 @@ def _why_not_rollout_logprobs(config: AlgorithmConfig) -> str:
     return ""
 
 
-def _rejection_violations(config: OffPolicyConfig) -> Iterator[Violation]:
-    for name, bound in config.reject.items():
+def _rejection(config: AlgorithmConfig) -> Iterator[Violation]:
+    for name, bound in config.off_policy.reject.items():
         field_name = f"{_PREFIX}off_policy.reject.{name}"
         if name not in REJECTION_CRITERIA:
             rule, remedy = f"is no criterion; choose from {', '.join(REJECTION_CRITERIA)}", "try sequence_mean_k3"
@@ -182,3 +202,24 @@ def _rejection_violations(config: OffPolicyConfig) -> Iterator[Violation]:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+AlgorithmRule = Callable[[AlgorithmConfig], Iterator[Violation]]
+ALGORITHM_RULES: tuple[AlgorithmRule, ...] = (
+    _double_correction,
+    _rollout_logprobs,
+    _rejection,
+    _batch_normalize,
+    partial(_bounds, section="off_policy", low="weight_low", high="weight_high", lowest="0"),
+    partial(_bounds, section="off_policy", low="sequence_mask_low", high="sequence_mask_high", lowest="0"),
+    partial(_bounds, section="", low="clip_cov_low", high="clip_cov_high", lowest="1"),
+    _entropy_coef,
+    _kl_controller,
+    _reward_clip,
+    _reward_weights,
+    *(partial(_self_taught, name=name) for name in ("kl_loss_coef", "kl_reward_coef")),
+    _reward_components,
+    _step_rewards,
+    _dynamic_sampling,
+)
+"""One for what is decided together."""

@@ -101,6 +101,12 @@ class Problem:
     """Names in `Sizes` of every size that the rule depends on and that may be set otherwise."""
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """Names in `Sizes` of every size that the rule depends on."""
+        counts_sequences = self.kind in ("ranks", "even_ranks", "even_micro_batches")
+        return (*self.repairs, "n_samples_per_prompt") if counts_sequences else self.repairs
+
+    @property
     def key(self) -> tuple[str, str]:
         return self.kind, self.role.name
 

@@ -78,6 +78,13 @@ def engine_argument_violations(config: Config) -> Iterator[Violation]:
             yield _violation(field, value, "is no argument of the installed vllm.EngineArgs", remedy)
         elif not _fits(value, known.get(name, "")):
             yield _violation(field, value, f"must be of type {known[name]}, as vllm.EngineArgs says", f"drop {field}")
+
+
+def _pipeline_violations(config: Config) -> Iterator[Violation]:
+    """Of engines whose layers lie on several devices."""
+    given = config.generator.vllm.engine_args
+    if config.generator.backend != "vllm":
+        return
     if config.placement.colocate_all and "pipeline_parallel_size" in given:
         yield _violation(
             f"{_FIELD}.pipeline_parallel_size",
@@ -130,3 +137,7 @@ def _fits(value: Any, annotation: str) -> bool:
 
 def _violation(field: str, value: object, rule: str, remedy: str) -> Violation:
     return Violation(field=field, rule=rule, value=repr(value), remedy=remedy)
+
+
+ENGINE_ARGUMENT_RULES = (engine_argument_violations, _pipeline_violations, seeds_violations)
+"""Every rule of this file."""

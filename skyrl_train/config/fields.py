@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -99,6 +99,34 @@ def walk(schema: type, default: Any = None, section: SchemaField | None = None) 
         nested = section_of(annotation)
         if nested is not None:
             yield from walk(nested, entry.default, entry)
+
+
+def recorded(section: T, record: Callable[[str], object], prefix: str = "") -> T:
+    """A copy of a section that calls `record` with the dotted name of each setting that is read from it, or from a
+    section in it, by methods and properties too."""
+    names = {field.name for field in dataclasses.fields(section)}  # type: ignore[arg-type]
+    kind = type(section)
+
+    def read(copy: Any, name: str) -> Any:
+        value = object.__getattribute__(copy, name)
+        if name in names and not dataclasses.is_dataclass(value):
+            record(prefix + name)
+        return value
+
+    copy: T = object.__new__(type(kind.__name__, (kind,), {"__getattribute__": read}))
+    for name in names:
+        value = getattr(section, name)
+        if dataclasses.is_dataclass(value):
+            value = recorded(value, record, f"{prefix}{name}.")
+        object.__setattr__(copy, name, value)
+    return copy
+
+
+def is_refused(path: str, refused: Iterable[str]) -> bool:
+    """Whether a setting, an entry of it (`a.b[0]`, `a.b.key`) or the section that it is in is among those refused."""
+    return any(
+        field == path or field.startswith((f"{path}.", f"{path}[")) or path.startswith(f"{field}.") for field in refused
+    )
 
 
 def defaults(schema: type) -> dict[str, Any]:

@@ -6,8 +6,9 @@ defaults that differ.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -25,7 +26,8 @@ from skyrl_train.config.rules import (
     Seconds,
 )
 from skyrl_train.config.schema import Config, LoopConfig, OptimizerConfig, PolicyConfig, RunConfig, TrainerConfig
-from skyrl_train.config.validate import LORA_DROPOUT, validate_config
+from skyrl_train.config.validate import run_rules, validate_config
+from skyrl_train.config.validate_models import LORA_DROPOUT
 from skyrl_train.errors import Violation
 
 Weight = Annotated[float, Range(0.0)]
@@ -165,14 +167,13 @@ _CHECKED = frozenset({"trainer", *(shared.name for shared in fields(RunConfig))}
 def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Violation]:
     """Every rule between fields that does not hold; `refused` as in `validate_config`."""
     names = {"trainer.policy.optimizer": "trainer.optimizer", "trainer.train_batch_size": "trainer.batch_size"}
-    renamed = [field.replace("trainer.optimizer", "trainer.policy.optimizer") for field in refused]
+    theirs = {own: other for other, own in names.items()}
     found = [
         replace(violation, field=_renamed(violation.field, names), remedy=_renamed(violation.remedy, names))
-        for violation in validate_config(learner_config(config), refused=renamed)
+        for violation in validate_config(learner_config(config), refused=[_renamed(field, theirs) for field in refused])
         if violation.field.partition(".")[0] in _CHECKED and violation.field != LORA_DROPOUT
     ]
-    own = [*_sources(config), *_steps(config), *_packing(config), *_evaluation(config)]
-    return found + [violation for violation in own if violation.field not in refused]
+    return [*found, *run_rules(config, _RULES, refused)]
 
 
 def _renamed(text: str, names: Mapping[str, str]) -> str:
@@ -181,45 +182,41 @@ def _renamed(text: str, names: Mapping[str, str]) -> str:
     return text
 
 
-def _sources(config: SFTConfig) -> list[Violation]:
-    data, found = config.data, []
-    if not data.train:
-        found.append(
-            Violation(field="data.train", rule="must name a source", value="[]", remedy="try sft_data=word_problems")
-        )
+def _sources(config: SFTConfig) -> Iterator[Violation]:
+    if not config.data.train:
+        yield Violation(field="data.train", rule="must name a source", value="[]", remedy="try sft_data=word_problems")
+
+
+def _weights(config: SFTConfig) -> Iterator[Violation]:
+    data = config.data
     if data.weights and len(data.weights) != len(data.train):
-        found.append(
-            Violation(
-                field="data.weights",
-                rule=f"must be one for each of the {len(data.train)} entries of data.train",
-                value=str(list(data.weights)),
-                remedy="Drop data.weights to use each source once an epoch",
-            )
+        yield Violation(
+            field="data.weights",
+            rule=f"must be one for each of the {len(data.train)} entries of data.train",
+            value=str(list(data.weights)),
+            remedy="Drop data.weights to use each source once an epoch",
         )
-    return found
 
 
-def _steps(config: SFTConfig) -> list[Violation]:
-    trainer, found = config.trainer, []
+def _ends_of_steps(config: SFTConfig) -> Iterator[Violation]:
+    trainer = config.trainer
     if trainer.tokens_per_step and trainer.docs_per_step:
-        found.append(
-            Violation(
-                field="trainer.docs_per_step",
-                rule=f"excludes trainer.tokens_per_step={trainer.tokens_per_step}: a step ends in one way",
-                value=str(trainer.docs_per_step),
-                remedy="Set one of them to 0",
-            )
+        yield Violation(
+            field="trainer.docs_per_step",
+            rule=f"excludes trainer.tokens_per_step={trainer.tokens_per_step}: a step ends in one way",
+            value=str(trainer.docs_per_step),
+            remedy="Set one of them to 0",
         )
-    if trainer.docs_per_step_exact and not trainer.docs_per_step:
-        found.append(
-            Violation(
-                field="trainer.docs_per_step_exact",
-                rule="does nothing with trainer.docs_per_step=0",
-                value="True",
-                remedy="Set trainer.docs_per_step, or drop trainer.docs_per_step_exact",
-            )
+
+
+def _exact_documents(config: SFTConfig) -> Iterator[Violation]:
+    if config.trainer.docs_per_step_exact and not config.trainer.docs_per_step:
+        yield Violation(
+            field="trainer.docs_per_step_exact",
+            rule="does nothing with trainer.docs_per_step=0",
+            value="True",
+            remedy="Set trainer.docs_per_step, or drop trainer.docs_per_step_exact",
         )
-    return found
 
 
 def _packing(config: SFTConfig) -> list[Violation]:
@@ -240,24 +237,27 @@ def _packing(config: SFTConfig) -> list[Violation]:
     ]
 
 
-def _evaluation(config: SFTConfig) -> list[Violation]:
-    """What reads the held-out loss needs held-out examples."""
-    if config.data.validation:
-        return []
-    trainer = config.trainer
-    needing = {
-        "trainer.early_stopping_patience": trainer.early_stopping_patience > 0,
-        "trainer.keep_best": trainer.keep_best,
-        "trainer.export": trainer.export == "best",
-        "trainer.eval_samples": trainer.eval_samples > 0,
-    }
-    return [
-        Violation(
-            field=name,
+def _needs_validation(config: SFTConfig, name: str, is_set: Callable[[Any], bool]) -> Iterator[Violation]:
+    """Of a setting of `trainer` that reads the held-out loss."""
+    value = getattr(config.trainer, name)
+    if is_set(value) and not config.data.validation:
+        yield Violation(
+            field=f"trainer.{name}",
             rule="needs held-out examples",
-            value=str(getattr(trainer, name.rpartition(".")[2])),
+            value=str(value),
             remedy="Set data.validation=[FILE]",
         )
-        for name, is_set in needing.items()
-        if is_set
-    ]
+
+
+_RULES: tuple[Callable[[SFTConfig], Iterable[Violation]], ...] = (
+    _sources,
+    _weights,
+    _ends_of_steps,
+    _exact_documents,
+    _packing,
+    partial(_needs_validation, name="early_stopping_patience", is_set=lambda patience: patience > 0),
+    partial(_needs_validation, name="keep_best", is_set=bool),
+    partial(_needs_validation, name="export", is_set=lambda export: export == "best"),
+    partial(_needs_validation, name="eval_samples", is_set=lambda samples: samples > 0),
+)
+"""Every rule of supervised training alone."""

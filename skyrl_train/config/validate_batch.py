@@ -2,21 +2,22 @@
 
 The rules are in `batch_rules.py`; with `trainer.batch_validation=relaxed`, step-wise trajectories, a token budget or
 `docs_per_step` the strict ones cannot or need not hold, and what that costs is said in the plan's notes. All rules are
-reported, and each remedy, applied, leaves none broken (`batch_repairs.py`).
+reported whose sizes are known, and each remedy, applied, leaves none broken (`batch_repairs.py`): it sets what is not
+positive or was refused, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from skyrl_train.config.algorithm import needs_reference
-from skyrl_train.config.batch_repairs import Repair, find_repairs
+from skyrl_train.config.batch_repairs import find_repairs
 from skyrl_train.config.batch_rules import Problem, Sizes, problems
+from skyrl_train.config.fields import is_refused, recorded
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate_placement import placement_violations, process_violations
+from skyrl_train.config.validate_placement import PLACEMENT_RULES, PROCESS_RULES
 from skyrl_train.errors import Violation
 
 FIELDS = {
@@ -31,15 +32,13 @@ FIELDS = {
 }
 """Names in `Sizes` to names on the command line."""
 
-BATCH_SIZE_FIELDS = (
-    *FIELDS.values(),
+_STRICTNESS = (
     "generator.step_wise_trajectories",
     "trainer.batch_validation",
     "trainer.docs_per_step",
     "trainer.micro_batching",
-    "critic.model.path",
 )
-"""Settings that decide about batch sizes, beside those of the algorithm, the placement and the strategy."""
+"""Settings that decide whether uneven shares are refused."""
 
 _POSITIVE = (
     "trainer.train_batch_size",
@@ -59,27 +58,138 @@ _POSITIVE = (
 )
 
 
-def validate_batch_sizes(config: Config, *, num_train_prompts: int | None = None) -> list[Violation]:
+def validate_batch_sizes(
+    config: Config, *, num_train_prompts: int | None = None, refused: Collection[str] = ()
+) -> list[Violation]:
     """Every violation, each with the rule in words, the numbers, and changes after which nothing is wrong any more.
 
     Where one size is enough, the nearest valid values of it on both sides are offered; else the fewest sizes that have to
-    change together. Sizes that are not positive are reported alone: nothing can be said of the rest.
+    change together. Rules that read a size that is not positive, or a setting that was refused, are left out.
+
+    Args:
+        refused: settings that carry their default because what was given is no good; they are not reported again.
     """
-    negative = list(_not_positive(config))
-    if negative:
-        return negative
-    sizes = sizes_of(config, num_train_prompts=num_train_prompts)
-    found = problems(sizes)
-    repairs = find_repairs(sizes, partial(_goes_with_the_rest, config)) if found else []
+    negative = [field for field in _POSITIVE if field not in refused and _value(config, field) < 1]
+    search = _Search(config, [*refused, *negative], num_train_prompts)
     return [
-        Violation(
-            field=FIELDS[problem.field],
-            rule=_rule(sizes, problem),
-            value=str(getattr(sizes, problem.field)),
-            remedy=_remedy(sizes, problem, repairs),
-        )
-        for problem in found
+        *(
+            Violation(
+                field=field,
+                rule="must be a positive whole number",
+                value=str(_value(config, field)),
+                remedy=search.remedy() if field in FIELDS.values() else f"try {field}={_value(Config(), field)}",
+            )
+            for field in negative
+        ),
+        *search.violations(),
     ]
+
+
+def with_sound_sizes(violations: Iterable[Violation], config: Config, *, refused: Collection[str]) -> list[Violation]:
+    """The violations of single settings, in which a batch size that was refused is set so that all go together: its
+    default alone may break a rule between them."""
+    search = _Search(config, refused, None)
+    return [
+        replace(violation, remedy=search.remedy())
+        if violation.field in FIELDS.values() and violation.remedy.startswith("try ") and search.is_repairable
+        else violation
+        for violation in violations
+    ]
+
+
+class _Search:
+    """Which rules between the sizes of a config are broken, and what sets it right.
+
+    Args of the constructor:
+        wrong: settings whose value is not known: refused, so that they carry their default, or not positive.
+    """
+
+    def __init__(self, config: Config, wrong: Collection[str], num_train_prompts: int | None) -> None:
+        self._wrong = wrong
+        stated = [field for field in FIELDS.values() if field in wrong]
+        self._config = _with_defaults(config, [field for field in stated if _value(config, field) < 1])
+        self._new = {field: _value(self._config, field) for field in stated}
+        """Sizes that have to be set in any case, first to their defaults."""
+        self._sizes = sizes_of(self._config, num_train_prompts=num_train_prompts)
+        self._found = problems(self._sizes)
+        self._options = self._find_options()
+
+    @property
+    def is_repairable(self) -> bool:
+        """Whether there are sizes that go together."""
+        return bool(self._options)
+
+    def violations(self) -> list[Violation]:
+        """Of the rules that read nothing wrong."""
+        return [
+            Violation(
+                field=FIELDS[problem.field],
+                rule=_rule(self._sizes, problem),
+                value=str(getattr(self._sizes, problem.field)),
+                remedy=self.remedy(problem),
+            )
+            for problem in self._found
+            if not any(is_refused(field, self._wrong) for field in _reads(self._config, problem))
+        ]
+
+    def remedy(self, problem: Problem | None = None) -> str:
+        """`try A=8, or A=16, or B=4`; sizes that have to change together are `A=8 B=4 together`."""
+        options = [_typed(option) for option in self._options]
+        padded = replace(self._sizes, equal_ranks=False, equal_micro_batches=False)
+        if problem and problem.kind in ("even_ranks", "even_micro_batches") and not problems(padded):
+            relaxed = _typed({**self._new, "trainer.batch_validation": "relaxed"})
+            options.append(f"{relaxed}, which pads what is uneven")
+        if options:
+            return "try " + ", or ".join(options)
+        return "no sizes repair this with the placement and strategy as they are: change those first"
+
+    def _find_options(self) -> list[dict[str, int]]:
+        """Sizes to be set together, by their names on the command line; those that leave most of what was given."""
+        if not self._found:
+            return [self._new] if self._new else []
+        repairs = find_repairs(self._sizes, self._accepts)
+        changes = [{**self._new, **{FIELDS[field]: value for field, value in repair.changes}} for repair in repairs]
+        fewest = min(map(len, changes), default=0)
+        ordered = [{field: each[field] for field in FIELDS.values() if field in each} for each in changes]
+        return [option for option in ordered if len(option) == fewest]
+
+    def _accepts(self, field: str, value: int) -> bool:
+        is_section_refused = is_refused(FIELDS[field], set(self._wrong) - {FIELDS[field]})
+        return not is_section_refused and _goes_with_the_rest(self._config, field, value)
+
+
+def _with_defaults(config: Config, fields: Iterable[str]) -> Config:
+    for field in fields:
+        section, _, name = field.partition(".")
+        value: dict[str, Any] = {name: _value(Config(), field)}
+        part: dict[str, Any] = {section: replace(getattr(config, section), **value)}
+        config = replace(config, **part)
+    return config
+
+
+def _value(config: Config, field: str) -> int:
+    section, _, name = field.partition(".")
+    value: int = getattr(getattr(config, section), name)
+    return value
+
+
+def _typed(changes: Mapping[str, object]) -> str:
+    text = " ".join(f"{field}={value}" for field, value in changes.items())
+    return f"{text} together" if len(changes) > 1 else text
+
+
+def _reads(config: Config, problem: Problem) -> set[str]:
+    """The settings that decide about a rule, by their names on the command line."""
+    read = {FIELDS[size] for size in problem.reads}
+    if problem.role.workers_field in problem.reads:
+        read.add("strategy.sequence_parallel_size")
+    if problem.kind in ("even_ranks", "even_micro_batches"):
+        read.update(_STRICTNESS)
+    if problem.role.name == "critic":
+        read.add("critic.model.path")
+    if problem.role.name == "reference":
+        needs_reference(recorded(config.trainer.algorithm, read.add, "trainer.algorithm."))
+    return read
 
 
 def sizes_of(config: Config, *, num_train_prompts: int | None = None) -> Sizes:
@@ -114,15 +224,6 @@ def is_strict(config: Config) -> bool:
     )
 
 
-def _not_positive(config: Config) -> Iterator[Violation]:
-    for field in _POSITIVE:
-        section, name = field.split(".")
-        value = getattr(getattr(config, section), name)
-        if value < 1:
-            rule = "must be a positive whole number"
-            yield Violation(field=field, rule=rule, value=str(value), remedy=f"try {field}=1")
-
-
 def _rule(sizes: Sizes, problem: Problem) -> str:
     """What must hold, with the numbers."""
     role, samples, ranks = problem.role, sizes.n_samples_per_prompt, problem.role.data_parallel_size
@@ -150,21 +251,6 @@ def _rule(sizes: Sizes, problem: Problem) -> str:
     )
 
 
-def _remedy(sizes: Sizes, problem: Problem, repairs: Sequence[Repair]) -> str:
-    """`try A=8, or A=16, or B=4`; sizes that have to change together are `A=8 B=4 together`."""
-    options = [
-        " ".join(f"{FIELDS[field]}={value}" for field, value in repair.changes)
-        + (" together" if len(repair.changes) > 1 else "")
-        for repair in repairs
-    ]
-    padded = replace(sizes, equal_ranks=False, equal_micro_batches=False)
-    if problem.kind in ("even_ranks", "even_micro_batches") and not problems(padded):
-        options.append("trainer.batch_validation=relaxed, which pads what is uneven")
-    if options:
-        return "try " + ", or ".join(options)
-    return "no sizes repair this with the placement and strategy as they are: change those first"
-
-
 def _goes_with_the_rest(config: Config, field: str, value: int) -> bool:
     """Whether the rules of placement allow a number of ranks; they say nothing of other sizes."""
     section, _, name = FIELDS[field].partition(".")
@@ -179,7 +265,4 @@ def _goes_with_the_rest(config: Config, field: str, value: int) -> bool:
 
 
 def _placement_fields(config: Config) -> set[str]:
-    return {violation.field for check in _PLACEMENT_RULES for violation in check(config)}
-
-
-_PLACEMENT_RULES: tuple[Callable[[Config], Iterator[Violation]], ...] = (process_violations, placement_violations)
+    return {violation.field for rule in (*PROCESS_RULES, *PLACEMENT_RULES) for violation in rule(config)}

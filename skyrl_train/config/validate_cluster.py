@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate_placement import placement_violations
+from skyrl_train.config.validate_placement import PLACEMENT_RULES
 from skyrl_train.errors import Violation
 
 LARGEST_VLLM_RANK = 512
@@ -15,15 +16,11 @@ LARGEST_VLLM_TEMPERATURE = 2.0
 
 def cluster_violations(config: Config) -> Iterator[Violation]:
     """What contradicts itself in `placement`, `generator.vllm` and `generator.http`."""
-    yield from placement_violations(config)
-    if config.generator.backend == "vllm":
-        yield from _vllm(config)
-    if config.generator.backend == "http":
-        yield from _http(config)
-    if config.generator.backend in ("vllm", "http"):
-        yield from _temperatures(config)
-    if config.generator.vllm.lora_sync == "adapter":
-        yield from _lora_sync(config)
+    for rule in CLUSTER_RULES:
+        yield from rule(config)
+
+
+def _verify_weight_sync(config: Config) -> Iterator[Violation]:
     if config.generator.verify_weight_sync and config.generator.backend != "vllm":
         yield Violation(
             field="generator.verify_weight_sync",
@@ -33,21 +30,25 @@ def cluster_violations(config: Config) -> Iterator[Violation]:
         )
 
 
-def _temperatures(config: Config) -> Iterator[Violation]:
-    for name in ("sampling", "eval_sampling"):
-        temperature = getattr(config.generator, name).temperature
-        if temperature > LARGEST_VLLM_TEMPERATURE:
-            yield Violation(
-                field=f"generator.{name}.temperature",
-                rule=f"must be at most {LARGEST_VLLM_TEMPERATURE:g} with generator.backend={config.generator.backend}: "
-                "vLLM refuses a request with more",
-                value=repr(temperature),
-                remedy=f"try generator.{name}.temperature={LARGEST_VLLM_TEMPERATURE:g}, or generator=hf",
-            )
+def _temperature(config: Config, name: str) -> Iterator[Violation]:
+    """Of `generator.sampling` or `generator.eval_sampling`."""
+    if config.generator.backend not in ("vllm", "http"):
+        return
+    temperature = getattr(config.generator, name).temperature
+    if temperature > LARGEST_VLLM_TEMPERATURE:
+        yield Violation(
+            field=f"generator.{name}.temperature",
+            rule=f"must be at most {LARGEST_VLLM_TEMPERATURE:g} with generator.backend={config.generator.backend}: "
+            "vLLM refuses a request with more",
+            value=repr(temperature),
+            remedy=f"try generator.{name}.temperature={LARGEST_VLLM_TEMPERATURE:g}, or generator=hf",
+        )
 
 
 def _lora_sync(config: Config) -> Iterator[Violation]:
     """Rules of `generator.vllm.lora_sync=adapter`."""
+    if config.generator.vllm.lora_sync != "adapter":
+        return
     rank = config.model.lora.rank
     field, value = "generator.vllm.lora_sync", "adapter"
     if config.generator.backend != "vllm":
@@ -66,6 +67,8 @@ def _lora_sync(config: Config) -> Iterator[Violation]:
 
 
 def _vllm(config: Config) -> Iterator[Violation]:
+    if config.generator.backend != "vllm":
+        return
     sampling = config.generator.sampling
     truncated = sampling.top_p < 1.0 or sampling.top_k > 0 or sampling.min_p > 0.0
     if truncated and sampling.temperature not in (0.0, 1.0):
@@ -82,10 +85,21 @@ def _vllm(config: Config) -> Iterator[Violation]:
 
 def _http(config: Config) -> Iterator[Violation]:
     url = config.generator.http.url
-    if not url.startswith(("http://", "https://")):
+    if config.generator.backend == "http" and not url.startswith(("http://", "https://")):
         yield Violation(
             field="generator.http.url",
             rule="must begin with http:// or https://",
             value=repr(url),
             remedy=f"try generator.http.url=http://{url}",
         )
+
+
+CLUSTER_RULES: tuple[Callable[[Config], Iterator[Violation]], ...] = (
+    *PLACEMENT_RULES,
+    _vllm,
+    _http,
+    *(partial(_temperature, name=name) for name in ("sampling", "eval_sampling")),
+    _lora_sync,
+    _verify_weight_sync,
+)
+"""Those of placement are part of them."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.placement import ROLES, PlacementConfig
@@ -13,44 +14,50 @@ from skyrl_train.errors import Violation
 
 def placement_violations(config: Config) -> Iterator[Violation]:
     """What contradicts itself."""
-    for role in ROLES:
-        yield from _ranks(config.placement, role)
-    yield from _shared_nodes(config)
-    yield from _inference(config)
-    yield from _session(config.placement)
-    if config.placement.colocate_all and config.generator.backend == "vllm":
-        yield from _colocated_engines(config)
-    yield from _weight_transport(config)
+    for rule in PLACEMENT_RULES:
+        yield from rule(config)
 
 
 def process_violations(config: Config) -> Iterator[Violation]:
     """What one process, or one rank, cannot be asked for."""
+    for rule in PROCESS_RULES:
+        yield from rule(config)
+
+
+def _single_process(config: Config) -> Iterator[Violation]:
     placement = config.placement
-    if placement.backend == "ray":
-        if config.strategy.name == "single" and placement.policy_num_workers > 1:
-            yield Violation(
-                field="placement.policy_num_workers",
-                rule="must be 1 with strategy=single, which is one process",
-                value=repr(placement.policy_num_workers),
-                remedy="add strategy=fsdp2 or strategy=ddp, or set placement.policy_num_workers=1",
-            )
-        return
-    for field in ("policy_num_workers", "critic_num_workers", "ref_num_workers"):
-        if getattr(placement, field) > 1:
-            yield Violation(
-                field=f"placement.{field}",
-                rule="must be 1 with placement.backend=inline, which is one process",
-                value=repr(getattr(placement, field)),
-                remedy=f"add placement=ray, or set placement.{field}=1",
-            )
-    if config.strategy.name != "single":
+    if placement.backend == "ray" and config.strategy.name == "single" and placement.policy_num_workers > 1:
+        yield Violation(
+            field="placement.policy_num_workers",
+            rule="must be 1 with strategy=single, which is one process",
+            value=repr(placement.policy_num_workers),
+            remedy="add strategy=fsdp2 or strategy=ddp, or set placement.policy_num_workers=1",
+        )
+
+
+def _inline_workers(config: Config, role: str) -> Iterator[Violation]:
+    workers = getattr(config.placement, f"{role}_num_workers")
+    if config.placement.backend == "inline" and workers > 1:
+        yield Violation(
+            field=f"placement.{role}_num_workers",
+            rule="must be 1 with placement.backend=inline, which is one process",
+            value=repr(workers),
+            remedy=f"add placement=ray, or set placement.{role}_num_workers=1",
+        )
+
+
+def _inline_strategy(config: Config) -> Iterator[Violation]:
+    if config.placement.backend == "inline" and config.strategy.name != "single":
         yield Violation(
             field="strategy.name",
             rule="must be single with placement.backend=inline, which is one process",
             value=repr(config.strategy.name),
             remedy="add placement=ray, or strategy=single",
         )
-    if config.generator.backend == "vllm":
+
+
+def _inline_engines(config: Config) -> Iterator[Violation]:
+    if config.placement.backend == "inline" and config.generator.backend == "vllm":
         yield Violation(
             field="generator.backend",
             rule="vllm runs its engines on Ray, which placement.backend=inline does not start",
@@ -59,7 +66,8 @@ def process_violations(config: Config) -> Iterator[Violation]:
         )
 
 
-def _ranks(placement: PlacementConfig, role: str) -> Iterator[Violation]:
+def _ranks(config: Config, role: str) -> Iterator[Violation]:
+    placement = config.placement
     workers, nodes, gpus = (
         getattr(placement, f"{role}_{name}") for name in ("num_workers", "num_nodes", "num_gpus_per_node")
     )
@@ -79,29 +87,30 @@ def _ranks(placement: PlacementConfig, role: str) -> Iterator[Violation]:
         )
 
 
-def _shared_nodes(config: Config) -> Iterator[Violation]:
-    """Models that share the policy's devices lie on its nodes."""
+def _shared_nodes(config: Config, role: str) -> Iterator[Violation]:
+    """A model that shares the policy's devices, `critic` or `ref`, lies on its nodes."""
     placement = config.placement
-    used = {"ref": needs_reference(config.trainer.algorithm), "critic": bool(config.critic.model.path)}
-    shared = {"ref": placement.colocate_all or placement.colocate_policy_ref, "critic": placement.colocate_all}
-    for role in ("ref", "critic"):
-        nodes, workers = getattr(placement, f"{role}_num_nodes"), getattr(placement, f"{role}_num_workers")
-        if not used[role] or not shared[role]:
-            continue
-        setting = "colocate_all" if placement.colocate_all else "colocate_policy_ref"
-        if nodes not in (1, placement.policy_num_nodes) or workers % placement.policy_num_nodes:
-            yield Violation(
-                field=f"placement.{role}_num_nodes",
-                rule=(
-                    f"must be placement.policy_num_nodes={placement.policy_num_nodes}, and divide "
-                    f"placement.{role}_num_workers={workers}, with {setting}"
-                ),
-                value=repr(nodes),
-                remedy=(
-                    f"try placement.{role}_num_nodes={placement.policy_num_nodes} "
-                    f"placement.{role}_num_workers={placement.policy_num_workers}, or placement.{setting}=false"
-                ),
-            )
+    if role == "ref":
+        shares = needs_reference(config.trainer.algorithm) and (placement.colocate_all or placement.colocate_policy_ref)
+    else:
+        shares = bool(config.critic.model.path) and placement.colocate_all
+    if not shares:
+        return
+    nodes, workers = getattr(placement, f"{role}_num_nodes"), getattr(placement, f"{role}_num_workers")
+    setting = "colocate_all" if placement.colocate_all else "colocate_policy_ref"
+    if nodes not in (1, placement.policy_num_nodes) or workers % placement.policy_num_nodes:
+        yield Violation(
+            field=f"placement.{role}_num_nodes",
+            rule=(
+                f"must be placement.policy_num_nodes={placement.policy_num_nodes}, and divide "
+                f"placement.{role}_num_workers={workers}, with {setting}"
+            ),
+            value=repr(nodes),
+            remedy=(
+                f"try placement.{role}_num_nodes={placement.policy_num_nodes} "
+                f"placement.{role}_num_workers={placement.policy_num_workers}, or placement.{setting}=false"
+            ),
+        )
 
 
 def _inference(config: Config) -> Iterator[Violation]:
@@ -145,15 +154,19 @@ def _inference(config: Config) -> Iterator[Violation]:
         )
 
 
-def _session(placement: PlacementConfig) -> Iterator[Violation]:
-    for name, default in (("num_gpus", 0), ("num_nodes", 1), ("gpu_memory_gb", 0.0)):
-        if not placement.auto and getattr(placement, name) != default:
-            yield Violation(
-                field=f"placement.{name}",
-                rule="is read with placement=auto only",
-                value=repr(getattr(placement, name)),
-                remedy=f"add placement=auto, or drop placement.{name}",
-            )
+def _stated_devices(config: Config, name: str) -> Iterator[Violation]:
+    placement = config.placement
+    if not placement.auto and getattr(placement, name) != getattr(PlacementConfig(), name):
+        yield Violation(
+            field=f"placement.{name}",
+            rule="is read with placement=auto only",
+            value=repr(getattr(placement, name)),
+            remedy=f"add placement=auto, or drop placement.{name}",
+        )
+
+
+def _session(config: Config) -> Iterator[Violation]:
+    placement = config.placement
     if placement.backend == "inline" and placement.ray_address:
         yield Violation(
             field="placement.ray_address",
@@ -170,6 +183,10 @@ def _session(placement: PlacementConfig) -> Iterator[Violation]:
             value="''",
             remedy="try placement.ray_address=auto on a node of the cluster",
         )
+
+
+def _silence(config: Config) -> Iterator[Violation]:
+    placement = config.placement
     if placement.silence_timeout_s > placement.call_timeout_s:
         yield Violation(
             field="placement.silence_timeout_s",
@@ -181,6 +198,8 @@ def _session(placement: PlacementConfig) -> Iterator[Violation]:
 
 def _colocated_engines(config: Config) -> Iterator[Violation]:
     """An engine shares the devices of as many ranks as it has workers, all on one node."""
+    if not config.placement.colocate_all or config.generator.backend != "vllm":
+        return
     placement, vllm = config.placement, config.generator.vllm
     ranks, nodes, size = placement.policy_num_workers, placement.policy_num_nodes, vllm.tensor_parallel_size
     ranks_per_node = max(1, ranks // nodes)
@@ -215,3 +234,21 @@ def _weight_transport(config: Config) -> Iterator[Violation]:
         yield Violation(
             field="generator.vllm.weight_transport", rule=rule, value=repr(name), remedy="try weight_transport=auto"
         )
+
+
+PROCESS_RULES: tuple[Callable[[Config], Iterator[Violation]], ...] = (
+    _single_process,
+    *(partial(_inline_workers, role=role) for role in ROLES),
+    _inline_strategy,
+    _inline_engines,
+)
+PLACEMENT_RULES: tuple[Callable[[Config], Iterator[Violation]], ...] = (
+    *(partial(_ranks, role=role) for role in ROLES),
+    *(partial(_shared_nodes, role=role) for role in ("ref", "critic")),
+    _inference,
+    *(partial(_stated_devices, name=name) for name in ("num_gpus", "num_nodes", "gpu_memory_gb")),
+    _session,
+    _silence,
+    _colocated_engines,
+    _weight_transport,
+)

@@ -89,6 +89,32 @@ def test_names_types_rules_and_files_are_shown_together(capsys: pytest.CaptureFi
     assert fields == ["sed", "trainer.total_steps", "generator.n_samples_per_prompt", "data.train"]
 
 
+def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    both = "Try trainer.train_batch_size=32 trainer.policy_mini_batch_size=16 together"
+    assert problems(
+        capsys,
+        "trainer.train_batch_size=0",
+        "trainer.policy_mini_batch_size=-3",
+        "trainer.policy.optimizer.lr=0",
+        "trainer.micro_batching=auto",
+        "trainer.memory_budget_gb=1",
+        "trainer.docs_per_step=8",
+    ) == [
+        f"trainer.train_batch_size: must be at least 1; got 0. {both}",
+        f"trainer.policy_mini_batch_size: must be at least 1; got -3. {both}",
+        "trainer.policy.optimizer.lr: must be greater than 0; got 0. Try trainer.policy.optimizer.lr=1e-06",
+        "trainer.docs_per_step: must be 0 with trainer.micro_batching=auto: it closes steps at micro-batches, so that "
+        "another device would take other steps; got 8. Set trainer.docs_per_step=0, or trainer.micro_batching=token_budget",
+    ]
+    lines = problems(capsys, "trainer.train_batch_size=30", "trainer.policy.optimizer.lr=0")
+    assert [line.partition(":")[0] for line in lines] == [
+        "trainer.policy.optimizer.lr",
+        "trainer.policy_mini_batch_size",
+    ]
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from skyrl_train.config.fields import SchemaField, defaults, nearest, suggest, walk
+from skyrl_train.config.fields import SchemaField, defaults, is_refused, nearest, recorded, suggest, walk
 from skyrl_train.config.rules import Free, LayoutOnly, PositiveInt, Resume
 from skyrl_train.config.schema import Config, LoopConfig, RunConfig, TrainerConfig
 from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, learner_config
@@ -108,3 +108,29 @@ def test_supervised_training_shares_the_settings_that_are_declared_once() -> Non
     config = SFTConfig(seed=7, trainer=SFTTrainerConfig(memory_retries=5, layout="packed"))
     learner = learner_config(config)
     assert (learner.seed, learner.trainer.memory_retries, learner.trainer.layout) == (7, 5, "packed")
+
+
+def test_what_is_read_of_a_section_is_recorded_by_properties_too() -> None:
+    read: list[str] = []
+    config = recorded(Config(), read.append)
+    assert config.trainer.policy.optimizer.lr == Config().trainer.policy.optimizer.lr
+    assert not config.trainer.algorithm.off_policy.enabled
+    assert read[0] == "trainer.policy.optimizer.lr"
+    assert "trainer.algorithm.off_policy.weight" in read[1:]
+    assert all(path.startswith("trainer.algorithm.off_policy.") for path in read[1:])
+
+
+def test_a_changed_copy_is_recorded_like_the_original() -> None:
+    read: list[str] = []
+    changed = dataclasses.replace(recorded(Config().strategy, read.append, "strategy."), cpu_offload=True)
+    read.clear()
+    assert changed.cpu_offload
+    assert read == ["strategy.cpu_offload"]
+
+
+@pytest.mark.parametrize(
+    ("refused", "expected"),
+    [("a.b", True), ("a.b[0]", True), ("a.b.key", True), ("a", True), ("a.bc", False), ("a.c", False)],
+)
+def test_a_setting_is_refused_with_its_entries_and_its_section(refused: str, expected: bool) -> None:
+    assert is_refused("a.b", {refused}) is expected

@@ -20,8 +20,10 @@ from skyrl_train.config.schema import (
     StrategyConfig,
     TrainerConfig,
 )
-from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
+from skyrl_train.config.validate_batch import FIELDS, sizes_of, validate_batch_sizes, with_sound_sizes
+from skyrl_train.config.validate_models import value_of
 from skyrl_train.config.validate_placement import placement_violations, process_violations
+from skyrl_train.errors import Violation
 
 
 def config(
@@ -192,9 +194,59 @@ def test_sizes_that_the_placement_leaves_no_room_for_say_so():
     assert ranks.remedy.endswith("with the placement and strategy as they are: change those first")
 
 
-def test_sizes_must_be_positive():
-    found = validate_batch_sizes(config(0, -1))
-    assert [violation.field for violation in found] == ["trainer.train_batch_size", "trainer.policy_mini_batch_size"]
+def test_sizes_that_are_not_positive_hide_no_rule_that_reads_others():
+    both = "Try trainer.train_batch_size=32 trainer.policy_mini_batch_size=16 together"
+    assert messages(config(0, -3)) == [
+        f"trainer.train_batch_size: must be a positive whole number; got 0. {both}",
+        f"trainer.policy_mini_batch_size: must be a positive whole number; got -3. {both}",
+    ]
+    found = validate_batch_sizes(config(30, 16, 1, 0, workers=31))
+    assert [violation.field for violation in found] == [
+        "trainer.micro_train_batch_size_per_gpu",
+        "placement.policy_num_workers",
+        "trainer.policy_mini_batch_size",
+        "trainer.policy_mini_batch_size",
+    ]
+
+
+def test_a_size_that_is_not_positive_is_set_to_what_goes_with_the_others():
+    assert messages(config(30, 0)) == [
+        "trainer.policy_mini_batch_size: must be a positive whole number; got 0. Try trainer.policy_mini_batch_size=3"
+    ]
+
+
+def test_a_size_that_was_refused_is_reported_once_and_set_to_what_goes_with_the_others():
+    alone = Violation(field="trainer.train_batch_size", rule="must be an integer", value="'x'", remedy="try 32")
+    other = Violation(field="seed", rule="must be an integer", value="'x'", remedy="try seed=0")
+    carried, refused = config(32, 12, critic=5, workers=4, micro=8), {"trainer.train_batch_size", "seed"}
+    assert messages(carried, refused=refused) == []
+    assert with_sound_sizes([alone, other], carried, refused=refused) == [
+        replace(alone, remedy="try trainer.train_batch_size=60"),
+        other,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("refused", "hidden"),
+    [
+        ("trainer.policy.optimizer.lr", set()),
+        ("trainer.micro_train_batch_size_per_gpu", {"trainer.micro_train_batch_size_per_gpu"}),
+        ("trainer.batch_validation", {"trainer.micro_train_batch_size_per_gpu", "placement.ref_num_workers"}),
+        ("trainer.algorithm.gamma", set()),
+        ("trainer.algorithm.kl_loss_coef", {"placement.ref_num_workers"}),
+        ("strategy.sequence_parallel_size", {"trainer.micro_train_batch_size_per_gpu", "placement.ref_num_workers"}),
+        ("placement", {"trainer.micro_train_batch_size_per_gpu", "placement.ref_num_workers"}),
+    ],
+)
+def test_a_refused_setting_hides_the_rules_that_read_it_and_no_others(refused, hidden):
+    broken = config(30, 16, 1, 5, workers=2, ref_workers=4)
+    everything = {violation.field for violation in validate_batch_sizes(broken)}
+    assert everything == {
+        "trainer.policy_mini_batch_size",
+        "trainer.micro_train_batch_size_per_gpu",
+        "placement.ref_num_workers",
+    }
+    assert {violation.field for violation in validate_batch_sizes(broken, refused={refused})} == everything - hidden
 
 
 @pytest.mark.parametrize(
@@ -272,11 +324,14 @@ RANKS = st.one_of(st.sampled_from([1, 2, 4, 8]), st.integers(1, 12))
     group=st.sampled_from([1, 1, 1, 2]),
     data=st.one_of(st.none(), st.integers(1, 2000)),
     more=st.sampled_from([{}, {}, {"batch_validation": "relaxed"}, {"micro_batching": "token_budget"}]),
+    negative=st.one_of(
+        st.just({}), st.dictionaries(st.sampled_from(sorted(FIELDS.values())), st.integers(-3, 0), max_size=3)
+    ),
 )
 def test_all_broken_rules_are_said_and_every_suggestion_gives_a_valid_configuration(
-    prompts, mini, samples, micro, critic, workers, critic_workers, ref_workers, group, data, more
+    prompts, mini, samples, micro, critic, workers, critic_workers, ref_workers, group, data, more, negative
 ):
-    given_config = config(
+    known_config = config(
         prompts,
         mini,
         samples,
@@ -288,14 +343,50 @@ def test_all_broken_rules_are_said_and_every_suggestion_gives_a_valid_configurat
         group=group,
         **more,
     )
-    sizes = sizes_of(given_config, num_train_prompts=data)
+    given_config = typed(known_config, " ".join(f"{field}={value}" for field, value in negative.items()))
+    known_config = typed(known_config, " ".join(f"{field}={POSITIVE[field]}" for field in negative))
+    sizes = sizes_of(known_config, num_train_prompts=data)
     found = problems(sizes)
     assert [problem.key for problem in found] == sorted({problem.key for problem in found}, key=rank_of)
     assert {problem.key for problem in found} == simulated(sizes)
+    said = [FIELDS[problem.field] for problem in found if not read_by(problem.key) & set(negative)]
     violations = validate_batch_sizes(given_config, num_train_prompts=data)
-    assert len(violations) == len(found)
+    assert [violation.field for violation in violations] == [
+        *(field for field in FIELD_ORDER if field in negative),
+        *said,
+    ]
     for remedy in {violation.remedy for violation in violations}:
-        check_remedy(given_config, remedy, data)
+        check_remedy(known_config, given_config, remedy, data)
+
+
+POSITIVE = {field: value_of(Config(), field) for field in FIELDS.values()}
+"""Of the same kind as what a size should be; which one does not matter to rules that do not read it."""
+FIELD_ORDER = (
+    "trainer.train_batch_size",
+    "trainer.policy_mini_batch_size",
+    "trainer.critic_mini_batch_size",
+    "trainer.micro_train_batch_size_per_gpu",
+    "generator.n_samples_per_prompt",
+    "placement.policy_num_workers",
+    "placement.critic_num_workers",
+    "placement.ref_num_workers",
+)
+
+
+def read_by(key):
+    """The sizes that a rule depends on, by hand."""
+    kind, role = key
+    batch, samples = "trainer.train_batch_size", "generator.n_samples_per_prompt"
+    workers = "placement.ref_num_workers" if role == "reference" else f"placement.{role}_num_workers"
+    mini = batch if role == "reference" else f"trainer.{role}_mini_batch_size"
+    return {
+        "data": {batch},
+        "groups": {workers},
+        "ranks": {batch, samples, workers},
+        "divides": {batch, mini},
+        "even_ranks": {mini, samples, workers},
+        "even_micro_batches": {mini, samples, workers, "trainer.micro_train_batch_size_per_gpu"},
+    }[kind]
 
 
 KINDS = ("data", "groups", "ranks", "divides", "even_ranks", "even_micro_batches")
@@ -317,13 +408,13 @@ def typed(configuration, changes):
     return configuration
 
 
-def check_remedy(given_config, remedy, data):
+def check_remedy(known_config, given_config, remedy, data):
     """Each suggestion, typed in, leaves nothing to say of batch sizes and nothing new of the rest."""
     assert remedy.startswith("try ")
     for option in remedy[4:].split(", or "):
         after = typed(given_config, re.sub(r" together|, which pads what is uneven", "", option))
         assert validate_batch_sizes(after, num_train_prompts=data) == []
-        assert placement_fields(after) <= placement_fields(given_config)
+        assert placement_fields(after) <= placement_fields(known_config)
 
 
 def placement_fields(configuration):
