@@ -29,7 +29,6 @@ def size_micro_batches(
     trainer = config.trainer
     if trainer.micro_batching != "auto":
         return []
-    from skyrl_train.cli.plan_memory import models_of
     from skyrl_train.learner.sizing import SizingLimits, size_all
 
     limits = SizingLimits(
@@ -39,7 +38,6 @@ def size_micro_batches(
         margin=trainer.memory_margin,
         retries=trainer.memory_retries,
         source=trainer.memory_probe,
-        models={} if trainer.memory_probe == "measure" else models_of(config),
     )
     stored = read_reports(file)
     if config.placement.backend == "ray":

@@ -10,9 +10,9 @@ form; their maximum is convex, so the fit is lifted until no probe lies above it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, count
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,3 +197,80 @@ def _check_sizes(rows: int, longest: int, positions: int) -> None:
         raise BatchError(
             f"{rows} rows of at most {longest} tokens compute {longest} to {rows * longest} positions; got {positions}"
         )
+
+
+def probes_at_the_limit(
+    probe: Callable[[int, int], MemoryProbe],
+    lengths: Sequence[int],
+    limit_bytes: int,
+    *,
+    max_rows: int,
+    tolerance: float = 0.0,
+) -> list[MemoryProbe]:
+    """For each length, from the longest to the shortest, a probe of the most rows that fit, and of one row more where
+    there may be such; `probe` takes rows and their length.
+
+    Each length starts where the longer one ended: rows that fit at a length fit at any shorter one, and as many tokens as
+    fit in long rows are the first guess for short ones. `tolerance`: share of the rows by which the two probes may be
+    apart. Raises MemoryLimitError where one row of the longest does not fit, BatchError for lengths that are none.
+    """
+    if not lengths or min(lengths) < 1:
+        raise BatchError(f"lengths to probe are positive numbers of tokens; got {list(lengths)}")
+    found: list[MemoryProbe] = []
+    fitting, before = 1, max(lengths)
+    for length in sorted(set(lengths), reverse=True):
+        guess, _ = divmod(fitting * before, length)
+        search = _RowSearch(probe, length, limit_bytes)
+        fitting, probes = search.run(low=fitting, guess=min(guess, max_rows), most=max_rows, tolerance=tolerance)
+        found += probes
+        before = length
+    return found
+
+
+class _RowSearch:
+    """The most rows of one length that fit."""
+
+    def __init__(self, probe: Callable[[int, int], MemoryProbe], length: int, limit_bytes: int) -> None:
+        self._probe, self._length, self._limit_bytes = probe, length, limit_bytes
+        self._at: dict[int, MemoryProbe] = {}
+
+    def run(self, *, low: int, guess: int, most: int, tolerance: float) -> tuple[int, list[MemoryProbe]]:
+        """The rows, of which `low` are known to fit unless that is 1, and what was probed at the border."""
+        if low == 1 and not self._fits(1):
+            raise MemoryLimitError(
+                f"one row of {self._length} tokens takes {self._at[1].peak_bytes} bytes by prediction; "
+                f"{self._limit_bytes} bytes are there"
+            )
+        high = max(guess, low + 1)
+        while high <= most and self._fits(high):
+            expected = self._expected_border()
+            low, high = high, expected + 1 if expected > high else 2 * high
+        high = min(high, most + 1)
+        for turn in count(1):
+            if high - low <= 1 + tolerance * low:
+                break
+            middle, _ = divmod(low + high, 2)
+            if turn % 3:
+                # Memory is nearly a straight line in rows, and the border at most a row from where it meets the limit.
+                middle = min(max(self._expected_border(), low + 1), high - 1)
+            low, high = (middle, high) if self._fits(middle) else (low, middle)
+        self._fits(low)
+        return low, [self._at[rows] for rows in (low, high) if rows in self._at]
+
+    def _fits(self, rows: int) -> bool:
+        if rows not in self._at:
+            self._at[rows] = self._probe(rows, self._length)
+        return self._at[rows].peak_bytes <= self._limit_bytes
+
+    def _expected_border(self) -> int:
+        """Where the line through the two probes nearest to the limit meets it; 0 where it has no slope."""
+        near = sorted(self._at, key=lambda rows: abs(self._at[rows].peak_bytes - self._limit_bytes))[:2]
+        if len(near) < 2:
+            return 0
+        first, second = sorted(near)
+        rise = self._at[second].peak_bytes - self._at[first].peak_bytes
+        if rise <= 0:
+            return 0
+        room = self._limit_bytes - self._at[first].peak_bytes
+        rows, _ = divmod(room * (second - first), rise)
+        return first + rows

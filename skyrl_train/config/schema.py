@@ -210,8 +210,8 @@ class LoopConfig:
     """Share by which a micro-batch may need more than was measured at the start (auto)."""
     memory_probe: LayoutOnly[Literal["measure", "trace", "both"]] = "measure"
     """Where micro-batches that size themselves (auto) know their memory from. measure: forwards and backwards of growing
-    size at the start. trace: the plan's prediction (layers counted for known families, traced on tensors without memory
-    for others), with nothing run. both: measured, beginning at the prediction, and the difference is told."""
+    size at the start. trace: torch's own graph of the real step, on tensors without memory; nothing is run. both:
+    measured, beginning at what was traced, and the difference is told."""
     memory_retries: LayoutOnly[NonNegativeInt] = 3
     """How often one mini-batch is cut smaller and computed anew where memory runs out nevertheless (auto)."""
     eval_before_train: Free[bool] = True

@@ -2,7 +2,7 @@
 
 XLA lays out every buffer when it compiles. `jax.jit(f).lower(shapes).compile().memory_analysis()` therefore tells what
 (rows, length) will take before anything is computed, and gives the same probes as a measurement does, for users who train
-models in JAX: `fit_memory_model(compiled_probes(...)).token_budget(...)`.
+models in JAX: `fit_memory_model(probes_at_the_limit(...)).token_budget(...)`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from skyrl_train.batch.memory_model import MemoryProbe
-from skyrl_train.errors import BatchError, MemoryLimitError, SkyrlTrainError
+from skyrl_train.errors import SkyrlTrainError
 
 MakeArguments = Callable[[int, int], Sequence[Any]]
 """`(rows, length)` to the function's arguments: arrays, or `jax.ShapeDtypeStruct`s, which need no memory either."""
-_MAX_ROWS = 1 << 20
 
 
 class CompiledProbe:
@@ -63,50 +62,3 @@ class CompiledProbe:
             training=self._training,
             peak_bytes=self._resident_bytes + int(peak),
         )
-
-
-def compiled_probes(
-    probe: Callable[[int, int], MemoryProbe], lengths: Sequence[int], limit_bytes: int, *, max_rows: int = _MAX_ROWS
-) -> list[MemoryProbe]:
-    """For each length, from the longest to the shortest, the most rows that fit, and where there are such one row more.
-
-    Each length starts where the longer one ended: rows that fit at a length fit at any shorter one, and as many tokens as
-    fit in long rows are the first guess for short ones. Raises MemoryLimitError where one row of the longest does not
-    fit, BatchError for lengths that are none.
-    """
-    if not lengths or min(lengths) < 1:
-        raise BatchError(f"lengths to probe are positive numbers of tokens; got {list(lengths)}")
-    found: list[MemoryProbe] = []
-    fitting, before = 1, max(lengths)
-    for length in sorted(set(lengths), reverse=True):
-        guess, _ = divmod(fitting * before, length)
-        fitting, probes = _most_rows(probe, length, limit_bytes, low=fitting, guess=min(guess, max_rows), most=max_rows)
-        found += probes
-        before = length
-    return found
-
-
-def _most_rows(
-    probe: Callable[[int, int], MemoryProbe], length: int, limit_bytes: int, *, low: int, guess: int, most: int
-) -> tuple[int, list[MemoryProbe]]:
-    """The most rows that fit, of which `low` are known to, unless that is 1; and what was probed at the border."""
-    at: dict[int, MemoryProbe] = {}
-
-    def fits(rows: int) -> bool:
-        if rows not in at:
-            at[rows] = probe(rows, length)
-        return at[rows].peak_bytes <= limit_bytes
-
-    if low == 1 and not fits(1):
-        raise MemoryLimitError(
-            f"one row of {length} tokens takes {at[1].peak_bytes} bytes as compiled; {limit_bytes} bytes are there"
-        )
-    high = max(guess, low + 1)
-    while high <= most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle, _ = divmod(low + high, 2)
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    fits(low)
-    return low, [at[rows] for rows in (low, high) if rows in at]

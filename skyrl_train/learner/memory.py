@@ -17,6 +17,7 @@ each whole, and the gradients of the one before on their way to their shards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -194,6 +195,13 @@ def resident_bytes(facts: MemoryFacts, *, training: bool) -> Kinds:
         "optimizer state": states * trained,
     }
     return {**{kind: _share(count, shards) for kind, count in kinds.items() if count}, **kept_whole}
+
+
+def bytes_of_sharding(facts: MemoryFacts, *, training: bool) -> int:
+    """What a pass of a sharded model holds beside its shards and its activations: gathered parameters, and gradients on
+    their way to their shards; in the moment in which there are most of them."""
+    in_flight = _gradients_in_flight(facts) if training else 0
+    return _gathered(facts, layers=2) + math.ceil(in_flight)
 
 
 def block_mask_bytes(positions: int) -> int:

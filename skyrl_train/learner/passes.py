@@ -92,6 +92,8 @@ class Passes:
         """Counts what passes allocate, where micro-batches size themselves."""
         self.current = Size(num_rows=0, longest=0, positions=0)
         """The forward that is computed, or was last."""
+        self.without_memory: Callable[[], AbstractContextManager[None]] | None = None
+        """Inside of which passes are traced (`learner/step_trace.py`) in place of computed; nothing is read back then."""
 
     @property
     def device(self) -> torch.device:
@@ -118,7 +120,7 @@ class Passes:
         for part in planned:
             with self._computing(part) as (rows, layout):
                 padded = self._compute(score, rows, layout)
-                if len(part.rows):
+                if len(part.rows) and self.without_memory is None:
                     found.append((_token_indices(batch, part.rows), rows.from_padded(padded)))
         for places, values in found:  # after the last forward, so that the host waits for the device once
             scores[places] = values.to("cpu", scores.dtype)
@@ -134,6 +136,8 @@ class Passes:
             self.strategy.begin_backward(self.model, is_last=number == len(planned))
             with self._computing(part) as (rows, layout):
                 loss, measured = self._loss_and_gradient(loss_of, rows, layout, step)
+                if self.without_memory is not None:
+                    continue
                 losses.append(loss)
                 surprises += layout.scored.surprises if layout.scored is not None else []
                 metrics += [measured, self._layout_metrics(part.batch, layout)]
@@ -152,7 +156,8 @@ class Passes:
             ranks = 1 if self.strategy.group is None else self.strategy.group.size
             self.current = Size(num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions * ranks)
             rows, layout = part.batch.to(self.device), layout.to(self.device)
-            with reading(self.model, rows, layout):
+            traced = nullcontext() if self.without_memory is None else self.without_memory()
+            with reading(self.model, rows, layout), traced:
                 yield rows, layout
 
     def _compute(

@@ -26,6 +26,7 @@ from skyrl_train.batch.training_batch import SCHEMA, TrainingInputBatch, batch_o
 from skyrl_train.errors import RankOutOfMemory
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.memory_meter import MemoryMeter
+from skyrl_train.learner.step_trace import StepTrace
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.metrics import StepMetrics
 
@@ -57,6 +58,8 @@ class Prober:
 
     learner: Probed
     meter: MemoryMeter
+    trace: StepTrace | None = None
+    """Tells what passes would take, in place of running them."""
 
     def probe(self, num_rows: int, length: int, *, training: bool) -> MemoryProbe | None:
         """The peak on this rank; None where memory ran out on any. Called by all ranks between optimizer steps."""
@@ -67,27 +70,46 @@ class Prober:
         `shared` tokens of all rows are the same."""
         engine, length, num_rows = self.learner.engine, max(lengths), len(lengths)
         batch = probe_rows(lengths, vocabulary=engine.model.config.get_text_config().vocab_size, shared=shared)
-        engine.healing.begin_probing(self.meter, held=engine.held_tensors)
         try:
-            if training:
-                # all of them are there from the second micro-batch of a step on
-                engine.strategy.hold_gradients(engine.model, engine.parameters.values())
-                self.learner.forward_backward(MiniBatch(batch=batch, denominators=_NOTHING_COUNTED))
+            if self.trace is not None:
+                peak = self.trace.peak_bytes(lambda: self._pass(batch, training=training), training=training)
             else:
-                self.learner.forward(batch)
+                peak = self._measured_peak(batch, training=training)
         except RankOutOfMemory:
             return None
-        finally:
-            if training:
-                engine.zero_grad()
-            self.meter.release_cached()
         return MemoryProbe(
             rows=num_rows,
             longest=length,
             positions=engine.passes.current.positions,
             training=training,
-            peak_bytes=engine.healing.take_peak(),
+            peak_bytes=peak,
         )
+
+    def predict(self, num_rows: int, length: int, *, training: bool) -> MemoryProbe:
+        """As `probe`, of a prober that traces: no memory can run out there."""
+        found = self.probe(num_rows, length, training=training)
+        assert found is not None
+        return found
+
+    def _measured_peak(self, batch: TrainingInputBatch, *, training: bool) -> int:
+        engine = self.learner.engine
+        engine.healing.begin_probing(self.meter, held=engine.held_tensors)
+        try:
+            if training:
+                # all of them are there from the second micro-batch of a step on
+                engine.strategy.hold_gradients(engine.model, engine.parameters.values())
+            self._pass(batch, training=training)
+        finally:
+            if training:
+                engine.zero_grad()
+            self.meter.release_cached()
+        return engine.healing.take_peak()
+
+    def _pass(self, batch: TrainingInputBatch, *, training: bool) -> None:
+        if training:
+            self.learner.forward_backward(MiniBatch(batch=batch, denominators=_NOTHING_COUNTED))
+        else:
+            self.learner.forward(batch)
 
     def grow_uneven(self, longest: int, *, max_positions: int, max_rows: int, training: bool) -> list[MemoryProbe]:
         """One row of `longest` with many of three tokens, doubled as in `grow`: what packed rows take that losses pad."""

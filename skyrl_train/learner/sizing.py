@@ -12,19 +12,19 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudgets
-from skyrl_train.batch.memory_model import MemoryModel, MemoryProbe, fit_memory_model
+from skyrl_train.batch.memory_model import MemoryModel, MemoryProbe, fit_memory_model, probes_at_the_limit
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.memory import MemoryFacts, predicted_peak_bytes, resident_bytes
 from skyrl_train.learner.memory_meter import GIB, CountingMeter, CudaMeter, MemoryMeter
 from skyrl_train.learner.optimizer import allocate_state
 from skyrl_train.learner.probe import Probed, Prober, lengths_to_probe
+from skyrl_train.learner.step_trace import StepTrace
 
 SHRINK = 0.9
 """Of a budget that did not hold when it was tried out, so much is tried next."""
@@ -32,6 +32,8 @@ WORTH_A_TRIAL = 1.02
 """A budget that has held is replaced by one that is larger by this factor at least."""
 _PARTS = 1_000_000
 """Ranks agree on whole numbers: a share is told in millionths."""
+_TOLERANCE = 0.05
+"""Share of the rows by which the predicted sizes that fit, and do not, may be apart: a fit goes through both."""
 _TRIALS = 8
 """Budgets that are tried out before it is given up."""
 
@@ -50,8 +52,6 @@ class SizingLimits:
     retries: int
     source: Literal["measure", "trace", "both"] = "measure"
     """`trainer.memory_probe`."""
-    models: Mapping[str, MemoryFacts] = field(default_factory=dict)
-    """What predictions need, by the model's name; not read where all is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class SizingReport:
         fit = max(phase.model.largest_relative_error for phase in phases.values() if phase is not None)
         source = "of the run that is resumed" if self.is_reused else f"{probes} probes, fitted within {fit:.1%}"
         if probes == 0:
-            source = "predicted, nothing was run"
+            source = "traced, nothing was run"
         elif any(phase is not None and phase.predicted_tokens for phase in phases.values()):
             told = ", ".join(_beside(name, phase) for name, phase in phases.items() if phase is not None)
             source = f"{source}; predicted: {told}"
@@ -179,10 +179,10 @@ def _size_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> Phas
     most = max(2, limits.max_rows) * limits.longest
     predicted = 0
     if limits.source != "measure":
-        traced = _traced_phase(prober, limits, training=training)
-        if limits.source == "trace":
-            return traced
-        predicted = traced.tokens
+        foreseen = _predicted_phase(prober, limits, training=training)
+        if limits.source != "both":
+            return foreseen
+        predicted = foreseen.tokens
     # The prediction may be too high: half of it leaves room, and two sizes give the fit its slope.
     rows = max(1, predicted // limits.longest // 4)
     probes = prober.grow(lengths, max_positions=most, training=training, first_rows=rows)
@@ -221,35 +221,33 @@ def _size_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> Phas
     )
 
 
-def _traced_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> PhaseReport:
-    """The budget by prediction alone: sizes double as those that are measured do, and the largest of the longest row is
-    where each shorter one starts."""
+def _predicted_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> PhaseReport:
+    """The budget without a run: what fits is traced, from the longest row to the shortest, and fitted as measured probes
+    are."""
     engine, meter = prober.learner.engine, prober.meter
-    facts, phase = limits.models[engine.name], "training" if training else "scoring"
-    # What lies there beside this model, e.g. a reference in the same process.
-    beside = meter.in_use_bytes() - sum(resident_bytes(facts, training=False).values())
-    most = max(2, limits.max_rows) * limits.longest
-
-    def predicted(rows: int, length: int) -> MemoryProbe:
-        peak = beside + predicted_peak_bytes(facts, rows, length, rows * length, training=training)
-        return MemoryProbe(rows=rows, longest=length, positions=rows * length, training=training, peak_bytes=peak)
-
-    lengths = lengths_to_probe(limits.longest)
-    probes = [predicted(1, limits.longest)]
-    while probes[-1].peak_bytes <= meter.limit_bytes and 2 * probes[-1].positions <= most:
-        probes.append(predicted(2 * probes[-1].rows, limits.longest))
-    if probes[0].peak_bytes > meter.limit_bytes:
-        raise _too_long(prober, limits, training=training, reason=f"by prediction of {phase}")
-    probes += [predicted(max(1, probes[-1].positions // length), length) for length in lengths[1:]]
+    tracer = replace(prober, trace=StepTrace(engine=engine, held_bytes=meter.in_use_bytes()))
+    lengths, reason, probes = lengths_to_probe(limits.longest), "", list[MemoryProbe]()
+    try:
+        probes = probes_at_the_limit(
+            lambda rows, length: tracer.predict(rows, length, training=training),
+            lengths,
+            meter.limit_bytes,
+            max_rows=max(2, limits.max_rows),
+            tolerance=_TOLERANCE,
+        )
+    except MemoryLimitError as error:
+        reason = str(error)
+    if engine.strategy.agree(int(bool(reason))):
+        raise _too_long(prober, limits, training=training, reason=reason or "on another rank")
     model = fit_memory_model(_near_the_limit(probes), margin=limits.margin)
+    most = max(2, limits.max_rows) * limits.longest
     own = min(most, _budget(prober, model, limits, training=training))
     tokens = -engine.strategy.agree(-own)
     return PhaseReport(
         tokens=tokens,
         own_tokens=own,
         limit_bytes=meter.limit_bytes,
-        # A cell that only losses pad takes less than a position.
-        cell_share=0.0 if engine.passes.layout == "padded" else 1 + limits.margin,
+        cell_share=_cell_share(tracer, model, limits, tokens, training=training),
         model=model,
         probes=(),
         predicted_tokens=tokens,

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from skyrl_train.batch.memory_model import MemoryModel, MemoryProbe, fit_memory_model
+from skyrl_train.batch.memory_model import MemoryModel, MemoryProbe, fit_memory_model, probes_at_the_limit
 from skyrl_train.batch.token_budget import split_packed, split_padded
 from skyrl_train.errors import BatchError, MemoryLimitError
 
@@ -251,3 +251,79 @@ def test_the_budget_is_not_needlessly_small(model, longest, room):
     worst = model.bytes_per_position + model.bytes_per_position_and_length * longest
     expected = min(room_for_growth / worst * (1 - 1e-6), 1 << 40)  # more is as good as no limit
     assert model.token_budget(limit, longest) >= expected - 1
+
+
+# The search
+
+
+class CountedProbe:
+    """1,000 bytes, 2 for a position, 1 for a pair of them."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, rows, length):
+        self.asked.append((rows, length))
+        peak = 1000 + 2 * rows * length + rows * length**2
+        return MemoryProbe(rows=rows, longest=length, positions=rows * length, training=True, peak_bytes=peak)
+
+
+def test_each_length_is_probed_at_the_border_of_what_fits():
+    found = probes_at_the_limit(CountedProbe(), [8, 16], limit_bytes=2000, max_rows=999)
+    assert [(probe.rows, probe.longest) for probe in found] == [(3, 16), (4, 16), (12, 8), (13, 8)]
+
+
+def test_short_lengths_start_where_long_ones_ended():
+    probe = CountedProbe()
+    probes_at_the_limit(probe, [8, 16], limit_bytes=2000, max_rows=999)
+    assert min(rows for rows, length in probe.asked if length == 8) >= 3
+
+
+def test_a_fit_of_the_probes_gives_a_budget():
+    model = fit_memory_model(
+        probes_at_the_limit(CountedProbe(), [4, 8, 16], limit_bytes=2000, max_rows=999), margin=0.0
+    )
+    assert model.bytes_per_position_and_length == pytest.approx(1.0)
+    assert model.peak_bytes(3, 16, 48) <= 2000
+
+
+def test_rows_are_never_more_than_asked_for():
+    probe = CountedProbe()
+    found = probes_at_the_limit(probe, [8], limit_bytes=10**9, max_rows=5)
+    assert max(rows for rows, _ in probe.asked) == 5
+    assert found[0].rows == 5
+
+
+def test_a_search_names_the_row_that_does_not_fit_alone():
+    with pytest.raises(MemoryLimitError, match="one row of 16 tokens takes 1288 bytes by prediction; 1200 bytes"):
+        probes_at_the_limit(CountedProbe(), [8, 16], limit_bytes=1200, max_rows=999)
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 4]])
+def test_lengths_are_positive(lengths):
+    with pytest.raises(BatchError, match="positive numbers of tokens"):
+        probes_at_the_limit(CountedProbe(), lengths, limit_bytes=1200, max_rows=999)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 100),
+    st.sampled_from([0.0, 0.01, 1.0]),
+    st.integers(0, 10**8),
+    st.sampled_from([1, 2, 5, 1000]),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_the_border_is_found_wherever_memory_bends(base, per_position, per_square, room, max_rows, bend):
+    limit = base + room
+
+    def peak(rows, length):
+        positions = rows * length
+        line = base + per_position * positions + per_square * positions * length
+        return int(max(line, bend * limit + positions, 1))
+
+    assume(peak(1, 64) <= limit)
+    found = probes_at_the_limit(lambda r, n: probe(r, n, peak(r, n)), [64, 16], limit, max_rows=max_rows)
+    for length in (64, 16):
+        rows = next(each.rows for each in found if each.longest == length)
+        assert peak(rows, length) <= limit
+        assert rows == max_rows or peak(rows + 1, length) > limit

@@ -1,4 +1,4 @@
-"""Memory asked of a compiler. The search is tested without one; the probe itself on a small causal model in plain JAX."""
+"""Memory asked of a compiler. The probe is tested on a small causal model in plain JAX."""
 
 from __future__ import annotations
 
@@ -7,56 +7,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.batch.memory_model import MemoryProbe, fit_memory_model
-from skyrl_train.errors import BatchError, MemoryLimitError, SkyrlTrainError
-from skyrl_train.learner.compiled_probe import CompiledProbe, compiled_probes
-
-
-class CountedProbe:
-    """1,000 bytes, 2 for a position, 1 for a pair of them."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
-
-    def __call__(self, rows: int, length: int) -> MemoryProbe:
-        self.asked.append((rows, length))
-        peak = 1000 + 2 * rows * length + rows * length**2
-        return MemoryProbe(rows=rows, longest=length, positions=rows * length, training=True, peak_bytes=peak)
-
-
-def test_each_length_is_probed_at_the_border_of_what_fits() -> None:
-    found = compiled_probes(CountedProbe(), [8, 16], limit_bytes=2000)
-    assert [(probe.rows, probe.longest) for probe in found] == [(3, 16), (4, 16), (12, 8), (13, 8)]
-
-
-def test_short_lengths_start_where_long_ones_ended() -> None:
-    probe = CountedProbe()
-    compiled_probes(probe, [8, 16], limit_bytes=2000)
-    assert min(rows for rows, length in probe.asked if length == 8) >= 3
-
-
-def test_a_fit_of_the_probes_gives_a_budget() -> None:
-    model = fit_memory_model(compiled_probes(CountedProbe(), [4, 8, 16], limit_bytes=2000), margin=0.0)
-    assert model.bytes_per_position_and_length == pytest.approx(1.0)
-    assert model.peak_bytes(3, 16, 48) <= 2000
-
-
-def test_rows_are_never_more_than_asked_for() -> None:
-    probe = CountedProbe()
-    found = compiled_probes(probe, [8], limit_bytes=10**9, max_rows=5)
-    assert max(rows for rows, _ in probe.asked) == 5
-    assert found[0].rows == 5
-
-
-def test_a_row_that_does_not_fit_alone_is_named() -> None:
-    with pytest.raises(MemoryLimitError, match="one row of 16 tokens takes 1288 bytes as compiled; 1200 bytes"):
-        compiled_probes(CountedProbe(), [8, 16], limit_bytes=1200)
-
-
-@pytest.mark.parametrize("lengths", [[], [0, 4]])
-def test_lengths_are_positive(lengths: list[int]) -> None:
-    with pytest.raises(BatchError, match="positive numbers of tokens"):
-        compiled_probes(CountedProbe(), lengths, limit_bytes=1200)
+from skyrl_train.batch.memory_model import fit_memory_model, probes_at_the_limit
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.learner.compiled_probe import CompiledProbe
 
 
 def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +79,7 @@ def test_what_is_resident_is_added() -> None:
 def test_micro_batches_under_the_budget_of_compiled_probes_fit() -> None:
     probe = jax_probe(training=True)
     limit = probe(3, 128).peak_bytes
-    model = fit_memory_model(compiled_probes(probe, [64, 128], limit), margin=0.02)
+    model = fit_memory_model(probes_at_the_limit(probe, [64, 128], limit, max_rows=1 << 20), margin=0.02)
     budget = model.token_budget(limit, 128)
     for length in (64, 100, 128):
         assert probe(max(1, budget // length), length).peak_bytes <= limit
