@@ -1,24 +1,221 @@
-"""Names to functions: a plain dict beside the entries, or `package.module:attr` for a user's own.
+"""Parts by name: a built-in one, or a custom one as `package.module:attr`, with keyword arguments beside it.
 
-A `module:attr` string resolves the same way in every process, so nothing has to be registered or shipped.
+A setting that chooses a part takes a built-in name, a target `package.module:attr`, or a mapping in Hydra's idiom,
+`{_target_: package.module:attr, tau: 0.3}`, whose other keys are keyword arguments of the target. A target resolves the
+same way in every process, so nothing has to be registered or shipped. Built-in names are targets too: `Seam` lists
+them, together with what each part reads, and imports a part only when it is used.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
-from collections.abc import Mapping
-from typing import TypeVar
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
 from skyrl_train.errors import ConfigError, Violation
 
 T = TypeVar("T")
+
+PartSpec = str | Mapping[str, Any]
+"""What a setting says of a part: a name, a target, or a mapping with `_target_` and keyword arguments."""
+
+TARGET = "_target_"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reads:
+    """What an advantage estimator or a loss reads. What has to be computed for it follows from this."""
+
+    columns: frozenset[str] = frozenset()
+    """Beside rewards, masks and the policy's log-probabilities: `old_logprobs`, `ref_logprobs` (loads a reference),
+    `values` (needs a critic); an estimator also `sum_pi_squared`, `greedy_rewards` and `reward_components`; a loss
+    `advantages` and `rollout_logprobs`."""
+    whole_groups: bool = False
+    """It compares the trajectories of one prompt, so that a single one, or equal ones, are worth 0."""
+    tokenwise: bool = False
+    """A loss: that of a token reads nothing of its row's other tokens."""
+    every_token: bool = False
+    """An estimator: it looks at tokens that nobody sampled, too (prompts and observations)."""
+    teacher: Literal["reference", "other_model", "policy"] = "reference"
+    """Who gives `ref_logprobs`: the reference, whichever it is; a reference that must not be the policy; or the policy
+    itself, shown `generator.privileged_context`."""
+    declared: bool = True
+    """False for a custom part that says nothing."""
+
+
+def reads(*columns: str, **facts: Any) -> Callable[[T], T]:
+    """Declare what a custom estimator or loss reads: `@reads("old_logprobs", "ref_logprobs", tokenwise=True)`.
+
+    Args:
+        columns: As `Reads.columns`.
+        facts: The other fields of `Reads`.
+
+    Raises TypeError for an unknown field. Columns that there are not are refused with the configuration.
+    """
+    declared = Reads(columns=frozenset(columns), **facts)
+
+    def declare(part: T) -> T:
+        part.reads = declared  # type: ignore[attr-defined]
+        return part
+
+    return declare
+
+
+@dataclass(frozen=True)
+class Builtin:
+    """A part of the package: where it is, and what it reads."""
+
+    target: str
+    reads: Reads = field(default_factory=Reads)
+
+
+@dataclass(frozen=True, eq=False)
+class Seam(Mapping[str, Any]):
+    """The place of one kind of part: its built-in names, and how custom ones are found. A mapping of names to parts."""
+
+    setting: str
+    """The setting that chooses the part, e.g. `trainer.algorithm.policy_loss`."""
+    builtins: Mapping[str, Builtin]
+    given: tuple[str, ...] = ()
+    """What the part is called with, by position; its other parameters are for the user's keyword arguments."""
+    readable: frozenset[str] = frozenset()
+    """Columns that such a part can be given where it declares them; see `Reads.columns`."""
+    undeclared: Reads = field(default_factory=lambda: Reads(declared=False))
+    """What is assumed of a custom part that does not say what it reads."""
+
+    def __getitem__(self, name: str) -> Any:
+        return import_attr(self.builtins[name].target, field=self.setting)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.builtins)
+
+    def __len__(self) -> int:
+        return len(self.builtins)
+
+    def resolve(self, spec: PartSpec) -> Any:
+        """The part that `spec` chooses, with its keyword arguments bound.
+
+        Raises ConfigError naming the setting, the known names and the nearest one.
+        """
+        target, arguments = split_spec(spec)
+        part: Any = import_attr(self._target(target), field=self.setting)
+        return functools.partial(part, **arguments) if arguments else part
+
+    def name_of(self, spec: PartSpec) -> str:
+        """The built-in name, also where `spec` is its target; the target of a custom part."""
+        target = split_spec(spec)[0]
+        return next((name for name, builtin in self.builtins.items() if target == builtin.target), target)
+
+    def reads(self, spec: PartSpec) -> Reads:
+        """What that part reads, without importing it where it is a built-in one.
+
+        A custom part that cannot be imported counts as undeclared here: `violations` tells why.
+        """
+        name = self.name_of(spec)
+        if name in self.builtins:
+            return self.builtins[name].reads
+        try:
+            found = getattr(import_attr(self._target(name), field=self.setting), "reads", None)
+        except ConfigError:
+            return self.undeclared
+        return found if isinstance(found, Reads) else self.undeclared
+
+    def violations(self, spec: PartSpec) -> list[Violation]:
+        """What is wrong with `spec`: no such name, nothing to import there, arguments that the part does not take.
+
+        Imports custom parts, and built-in ones only where arguments are given to them.
+        """
+        target, arguments = split_spec(spec)
+        if target in self.builtins and not arguments:
+            return []
+        try:
+            part = import_attr(self._target(target), field=self.setting)
+        except ConfigError as error:
+            return list(error.violations)
+        if not callable(part):
+            rule, remedy = "must name a class or a function", "Point it at the class or function itself"
+            return [
+                Violation(field=self.setting, rule=rule, value=f"{target!r} ({type(part).__name__})", remedy=remedy)
+            ]
+        unreadable = sorted(self.reads(spec).columns - self.readable)
+        if unreadable:
+            rule = (
+                f"cannot read {', '.join(unreadable)}; it can read {', '.join(sorted(self.readable)) or 'no columns'}"
+            )
+            remedy = "Change its declaration, @reads(...)"
+            return [Violation(field=self.setting, rule=rule, value=repr(target), remedy=remedy)]
+        return list(argument_violations(part, arguments, field=self.setting, name=target, num_given=len(self.given)))
+
+    def _target(self, name: str) -> str:
+        if name in self.builtins:
+            return self.builtins[name].target
+        if ":" in name:
+            return name
+        raise unknown_name(name, self.builtins, field=self.setting)
+
+
+def split_spec(spec: PartSpec) -> tuple[str, dict[str, Any]]:
+    """Name or target, and keyword arguments. A target with dots alone, `package.module.attr`, gets its colon."""
+    if isinstance(spec, str):
+        return spec, {}
+    target = str(spec[TARGET])
+    if ":" not in target and "." in target:
+        target = ":".join(target.rsplit(".", 1))
+    return target, {key: value for key, value in spec.items() if key != TARGET}
+
+
+def part_name(spec: PartSpec) -> str:
+    """The part as a short text: `grpo`, or `my_code:loss(tau=0.3)`."""
+    target, arguments = split_spec(spec)
+    inside = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    return f"{target}({inside})" if arguments else target
+
+
+def argument_violations(
+    part: Callable[..., Any], arguments: Mapping[str, Any], *, field: str, name: str, num_given: int
+) -> Iterator[Violation]:
+    """Keyword arguments that `part` does not take, and those that it needs and does not get.
+
+    Args:
+        part: A class or a function, which is called with `num_given` arguments by position beside these.
+        field: The setting, e.g. `trainer.algorithm.policy_loss`.
+        name: As the part is called in the message.
+    """
+    try:
+        parameters = list(inspect.signature(part).parameters.values())[num_given:]
+    except (TypeError, ValueError):  # some callables written in C say nothing of their parameters
+        return
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    known = [one.name for one in named]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    for key, value in arguments.items():
+        if key not in known and not takes_any:
+            rule = f"is no argument of {name}, which takes {', '.join(known) or 'none'}"
+            remedy = did_you_mean(key, known) or f"drop {field}.{key}"
+            yield Violation(field=f"{field}.{key}", rule=rule, value=repr(value), remedy=remedy)
+    for one in named:
+        if one.default is one.empty and one.name not in arguments:
+            remedy = f"write {field}={{{TARGET}: {name}, {one.name}: ...}}"
+            yield Violation(
+                field=f"{field}.{one.name}", rule=f"must be given to {name}", value="nothing", remedy=remedy
+            )
 
 
 def did_you_mean(name: str, known: Mapping[str, object] | list[str]) -> str:
     """`did you mean 'grpo'?`, or an empty string where nothing is near."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean '{near[0]}'?" if near else ""
+
+
+def unknown_name(name: str, known: Mapping[str, object], *, field: str) -> ConfigError:
+    """The error for a name that no part has."""
+    remedy = f"{did_you_mean(name, known)} Write package.module:attr for a custom one".strip()
+    rule = f"must be one of {', '.join(known)}"
+    return ConfigError([Violation(field=field, rule=rule, value=repr(name), remedy=remedy)])
 
 
 def import_attr(path: str, *, field: str) -> object:
@@ -31,7 +228,7 @@ def import_attr(path: str, *, field: str) -> object:
         value: object = importlib.import_module(module_name)
         for part in attr.split("."):
             value = getattr(value, part)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever a custom module raises while it is imported
         raise ConfigError(
             [
                 Violation(
@@ -46,7 +243,7 @@ def import_attr(path: str, *, field: str) -> object:
 
 
 def resolve(name: str, entries: Mapping[str, T], *, field: str) -> T:
-    """The entry called `name`, or the user's own where `name` has the form `package.module:attr`.
+    """The entry called `name`, or the custom one where `name` has the form `package.module:attr`.
 
     Raises ConfigError naming `field`, the known names and the nearest one.
     """
@@ -54,7 +251,4 @@ def resolve(name: str, entries: Mapping[str, T], *, field: str) -> T:
         return entries[name]
     if ":" in name:
         return import_attr(name, field=field)  # type: ignore[return-value]
-    remedy = f"{did_you_mean(name, dict(entries))} Write package.module:attr for your own".strip()
-    raise ConfigError(
-        [Violation(field=field, rule=f"must be one of {', '.join(sorted(entries))}", value=repr(name), remedy=remedy)]
-    )
+    raise unknown_name(name, entries, field=field)

@@ -21,6 +21,7 @@ from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.registry import part_name
 from skyrl_train.run_parts import begin, first_lines, open_folder, say_goodbye
 
 if TYPE_CHECKING:
@@ -197,10 +198,10 @@ def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
     return [
         f"{plan.total_steps} steps of {plan.num_prompts_per_batch} prompts x "
         f"{config.generator.n_samples_per_prompt} samples = {plan.num_samples_per_batch} trajectories each",
-        f"{_optimizer_steps(plan)}; micro-batches: {trainer.micro_batching}, layout: {trainer.layout}",
+        f"{_optimizer_steps(plan)}; micro-batches: {part_name(trainer.micro_batching)}, layout: {trainer.layout}",
         f"{data.num_train} training prompts, {plan.batches_per_epoch} batches an epoch; "
         f"{len(data.validation)} held-out prompts, evaluated "
         + (f"every {trainer.eval_interval} steps" if trainer.eval_interval else "before and after"),
-        f"algorithm {trainer.algorithm.advantage_estimator}, loss {trainer.algorithm.policy_loss}, "
+        f"algorithm {part_name(trainer.algorithm.advantage_estimator)}, loss {part_name(trainer.algorithm.policy_loss)}, "
         f"reduction {trainer.algorithm.loss_reduction}, lr {trainer.policy.optimizer.lr:g}",
     ]

@@ -20,6 +20,7 @@ from skyrl_train.build_sft import (
 from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.sft import SFTConfig, learner_config, validate_sft
 from skyrl_train.errors import ConfigError
+from skyrl_train.registry import part_name
 from skyrl_train.run_parts import begin, first_lines, open_folder, say_goodbye
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _plan_lines(config: SFTConfig, plan: SFTPlan, data: SFTData) -> list[str]:
     every = f"every {trainer.eval_interval} steps" if trainer.eval_interval else "before and after"
     held_out = sum(len(examples) for examples in data.validation.values())
     return [
-        f"{plan.total_steps} optimizer steps of {plan.step}; micro-batches: {trainer.micro_batching}, "
+        f"{plan.total_steps} optimizer steps of {plan.step}; micro-batches: {part_name(trainer.micro_batching)}, "
         f"layout: {trainer.layout}; batches are {ahead}",
         f"{plan.num_examples} training examples of {plan.num_tokens / max(1, plan.num_examples):.0f} tokens on average, "
         f"{plan.num_examples_per_epoch} an epoch, loss on {config.data.loss_on} assistant messages",

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.baseline_advantages import gdpo, gpg, grpo_pass_at_k, optimal_token_baseline, remax
 from skyrl_train.algorithms.checks import check_advantage_inputs, needed
 from skyrl_train.algorithms.groups import Scores, score
 from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput
 from skyrl_train.algorithms.sequences import actions_of, discounted_suffix_sum, next_in_segment
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS
 from skyrl_train.errors import BatchError
 
 __all__ = ["ADVANTAGE_ESTIMATORS", "AdvantageEstimator", "AdvantageInputs", "AdvantageOutput"]
@@ -148,29 +148,3 @@ def _spread(scores: Scores, advantages: Tensor) -> AdvantageOutput:
     """Unit advantages to tokens, exactly 0 where a group has no two different scores."""
     kept = torch.where(scores.differs(), advantages, 0.0)
     return AdvantageOutput(advantages=scores.to_tokens(kept), returns=scores.to_tokens(scores.values))
-
-
-ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {
-    "gae": gae,
-    "grpo": grpo,
-    "rloo": rloo,
-    "reinforce++": reinforce_plus_plus,
-    "reinforce++_baseline": reinforce_plus_plus_baseline,
-    "maxrl": maxrl,
-    "opo": opo,
-    "remax": remax,
-    "grpo_pass_at_k": grpo_pass_at_k,
-    "gpg": gpg,
-    "optimal_token_baseline": optimal_token_baseline,
-    "gdpo": gdpo,
-    "on_policy_distillation": on_policy_distillation,
-    "self_distillation": on_policy_distillation,
-}
-
-OPTIONAL_COLUMNS: dict[str, tuple[str, ...]] = {
-    "gae": ("values",),
-    "on_policy_distillation": ("old_logprobs", "ref_logprobs"),
-    "self_distillation": ("old_logprobs", "ref_logprobs"),
-    "optimal_token_baseline": ("old_logprobs", "sum_pi_squared"),
-}
-"""What estimators read beside rewards and masks; those that are not named read nothing more, a user's own may read all."""

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, OPTIONAL_COLUMNS
+from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from skyrl_train.algorithms.checks import check_advantage_output, needed, require_finite
 from skyrl_train.algorithms.inputs import AdvantageInputs
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.reduce import whiten
 from skyrl_train.batch.jagged import token_positions
 from skyrl_train.batch.training_batch import TrainingInputBatch, component_column
-from skyrl_train.config.algorithm import ROLLOUT_LOSSES, AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads, starts_at_rollout
 from skyrl_train.errors import BatchError
-from skyrl_train.registry import resolve
+from skyrl_train.registry import part_name
 
 MAX_PADDED_TOKENS = 2**22
 """Positions that are padded at once, so that one long row does not widen all others. Results do not depend on it."""
@@ -35,17 +35,17 @@ def estimate_advantages(
     Raises ConfigError for an unknown estimator; BatchError for malformed columns, naming column and row, and for
     log-probabilities of the rollout that are missing or not finite where the loss needs them.
     """
-    resolve(config.advantage_estimator, ADVANTAGE_ESTIMATORS, field="trainer.algorithm.advantage_estimator")
+    estimator: AdvantageEstimator = ADVANTAGE_ESTIMATORS.resolve(config.advantage_estimator)
     coef = config.kl_reward_coef if kl_reward_coef is None else kl_reward_coef
     read = batch.without_columns(*_unread_columns(config, coef))
     kept = _tokens_that_count(batch, config)
     try:
-        found = _estimate(_of_tokens(read, kept), config, coef)
+        found = _estimate(estimator, _of_tokens(read, kept), config, coef)
     except BatchError:
         if len(kept) == batch.num_tokens:
             raise
         kept = torch.arange(batch.num_tokens, device=kept.device)
-        found = _estimate(read, config, coef)  # raises it again, with positions in the whole row
+        found = _estimate(estimator, read, config, coef)  # raises it again, with positions in the whole row
     advantages, returns = batch["rewards"].new_zeros(2, batch.num_tokens)
     advantages[kept], returns[kept] = found.advantages * found.scale, found.returns
     if bool(found.to_whiten.any()):
@@ -67,8 +67,9 @@ class _Estimated:
     """Factor on all advantages."""
 
 
-def _estimate(batch: TrainingInputBatch, config: AlgorithmConfig, kl_reward_coef: float) -> _Estimated:
-    estimator = resolve(config.advantage_estimator, ADVANTAGE_ESTIMATORS, field="trainer.algorithm.advantage_estimator")
+def _estimate(
+    estimator: AdvantageEstimator, batch: TrainingInputBatch, config: AlgorithmConfig, kl_reward_coef: float
+) -> _Estimated:
     advantages = torch.zeros_like(batch["rewards"])
     returns = torch.zeros_like(advantages)
     to_whiten = torch.zeros_like(batch["loss_mask"])
@@ -78,7 +79,7 @@ def _estimate(batch: TrainingInputBatch, config: AlgorithmConfig, kl_reward_coef
         inputs = advantage_inputs(part, config, kl_reward_coef=kl_reward_coef)
         _check_rollout_logprobs(part, inputs, config)
         output = estimator(inputs, config)
-        check_advantage_output(output, inputs, config.advantage_estimator)
+        check_advantage_output(output, inputs, part_name(config.advantage_estimator))
         positions = token_positions(batch.row_offsets, rows)
         advantages[positions] = part.from_padded(output.advantages).to(advantages.dtype)
         returns[positions] = part.from_padded(output.returns).to(returns.dtype)
@@ -93,9 +94,10 @@ def _estimate(batch: TrainingInputBatch, config: AlgorithmConfig, kl_reward_coef
 def _tokens_that_count(batch: TrainingInputBatch, config: AlgorithmConfig) -> Tensor:
     """int64: tokens that were sampled or have a reward, the token after each, which tells turns apart, and each row's first.
 
-    Our estimators read nothing of the others, which are most of a batch with one row per turn. A user's own may.
+    The others are most of a batch with one row per turn; an estimator that reads them, too, declares it.
     """
-    if config.advantage_estimator not in ADVANTAGE_ESTIMATORS:
+    reads = estimator_reads(config)
+    if reads.every_token or not reads.declared:
         return torch.arange(batch.num_tokens, device=batch.row_offsets.device)
     counts = batch["loss_mask"] | (batch["rewards"] != 0)
     if "response_mask" in batch:
@@ -120,9 +122,10 @@ def _of_tokens(batch: TrainingInputBatch, kept: Tensor) -> TrainingInputBatch:
 def _unread_columns(config: AlgorithmConfig, kl_reward_coef: float) -> list[str]:
     """Optional columns that neither the estimator nor a check reads: they are most of what a group would copy and pad."""
     optional = ["rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "sum_pi_squared"]
-    if config.advantage_estimator not in ADVANTAGE_ESTIMATORS:
+    reads = estimator_reads(config)
+    if not reads.declared:
         return []
-    read = set(OPTIONAL_COLUMNS.get(config.advantage_estimator, ()))
+    read = set(reads.columns)
     if kl_reward_coef > 0:
         read |= {"old_logprobs", "ref_logprobs"}
     if _needs_rollout_logprobs(config):
@@ -131,7 +134,7 @@ def _unread_columns(config: AlgorithmConfig, kl_reward_coef: float) -> list[str]
 
 
 def _needs_rollout_logprobs(config: AlgorithmConfig) -> bool:
-    return config.off_policy.enabled or config.use_rollout_logprobs or config.policy_loss in ROLLOUT_LOSSES
+    return config.off_policy.enabled or config.use_rollout_logprobs or starts_at_rollout(config)
 
 
 def advantage_inputs(

@@ -12,7 +12,10 @@ from skyrl_train.telemetry.metrics import Metric
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """The rows of whole prompts: all rows of each of their trajectories, in any order."""
+    """The rows of whole prompts: all rows of each of their trajectories, in any order.
+
+    Columns that may be None are there where the estimator declares that it reads them.
+    """
 
     rewards: Tensor
     """`[rows, len]` float. A turn's reward sits on the turn's last response token; 0 elsewhere and in padding."""
@@ -29,17 +32,17 @@ class AdvantageInputs:
     is_padding: Tensor
     """`[rows]` bool: dummy rows and failed trajectories, which belong to no group and get zeros."""
     values: Tensor | None = None
-    """`[rows, len]` float, for `gae`: value of the state from which token t was sampled (the tokens before t)."""
+    """`[rows, len]` float: value of the state from which token t was sampled (the tokens before t)."""
     old_logprobs: Tensor | None = None
-    """`[rows, len]` float: of the policy at the start of the update, for `on_policy_distillation`."""
+    """`[rows, len]` float: of the policy at the start of the update."""
     ref_logprobs: Tensor | None = None
-    """`[rows, len]` float: of the reference (the teacher), for `on_policy_distillation`."""
+    """`[rows, len]` float: of the reference (the teacher)."""
     sum_pi_squared: Tensor | None = None
-    """`[rows, len]` float: sum over the vocabulary of squared old probabilities, for `optimal_token_baseline`."""
+    """`[rows, len]` float: sum over the vocabulary of squared old probabilities."""
     greedy_rewards: Tensor | None = None
-    """`[rows]` float: reward of the greedy sample of the row's prompt, for `remax`."""
+    """`[rows]` float: reward of the greedy sample of the row's prompt."""
     reward_components: Tensor | None = None
-    """`[rows, components]` float: the row's trajectory's, in the order of `reward_components`, for `gdpo`."""
+    """`[rows, components]` float: the row's trajectory's, in the order of `reward_components`."""
     response_mask: Tensor | None = None
     """`[rows, len]` bool: True for a token that the policy sampled, trained or not. None: all of them are trained."""
 
@@ -79,6 +82,10 @@ class PolicyLossInputs:
     """`[rows, len]` bool."""
     rollout_logprobs: Tensor | None = None
     """`[rows, len]` float: as the inference engine reported them while sampling."""
+    ref_logprobs: Tensor | None = None
+    """`[rows, len]` float: of the reference, for a loss that declares to read them."""
+    values: Tensor | None = None
+    """`[rows, len]` float: of the critic before the update, for a loss that declares to read them."""
     compute_dtype: torch.dtype | None = None
     """In which the model computed `logprobs`, so that it is known what of them is rounding; None: the type they have."""
     sequence_log_ratio: Tensor | None = None

@@ -9,60 +9,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.checks import needed, require_float
-from skyrl_train.algorithms.clipped_losses import clip_cov, dual_clip, kl_cov, regular
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from skyrl_train.algorithms.off_policy import off_policy_weights
 from skyrl_train.algorithms.ratios import Turns, rows_of, turns_of
 from skyrl_train.algorithms.rejection import rejected_negatives
-from skyrl_train.algorithms.sequence_losses import SEQUENCE_STATISTICS, gmpo, gspo, vespo
-from skyrl_train.algorithms.weighted_losses import (
-    cispo,
-    cross_entropy,
-    dppo,
-    importance_sampling,
-    reinforce,
-    rollout_is,
-    sapo,
-)
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.registry import resolve
+from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
+from skyrl_train.config.parts import POLICY_LOSSES
+from skyrl_train.registry import Reads, part_name
 from skyrl_train.telemetry.metrics import Mean, Metric
 
 __all__ = ["POLICY_LOSSES", "PolicyLoss", "PolicyLossInputs", "PolicyLossOutput", "policy_loss"]
 
 PolicyLoss = Callable[[PolicyLossInputs, AlgorithmConfig], PolicyLossOutput]
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "regular": regular,
-    "dual_clip": dual_clip,
-    "gspo": gspo,
-    "gmpo": gmpo,
-    "vespo": vespo,
-    "cispo": cispo,
-    "sapo": sapo,
-    "clip_cov": clip_cov,
-    "kl_cov": kl_cov,
-    "rollout_is": rollout_is,
-    "dppo": dppo,
-    "importance_sampling": importance_sampling,
-    "reinforce": reinforce,
-    "cross_entropy": cross_entropy,
-}
-
-
-TOKENWISE_LOSSES = frozenset(POLICY_LOSSES) - {*SEQUENCE_STATISTICS, "clip_cov", "kl_cov"}
-"""Losses in which a token's loss reads nothing of its row's other tokens."""
-
 
 def is_tokenwise(config: AlgorithmConfig) -> bool:
     """Whether the configured loss of a token is a function of that token alone."""
     weighted = config.off_policy.enabled or config.off_policy.negative_kl_max > 0
-    return config.policy_loss in TOKENWISE_LOSSES and not weighted
+    return loss_reads(config).tokenwise and not weighted
 
 
 def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
@@ -73,9 +43,11 @@ def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLoss
     Raises ConfigError for an unknown name; BatchError for malformed inputs, or where a user's own loss returns another
     shape than `[rows, len]`.
     """
-    loss = resolve(config.policy_loss, POLICY_LOSSES, field="trainer.algorithm.policy_loss")
-    output = loss(inputs, config)
-    require_float(f"token_losses from policy loss {config.policy_loss!r}", output.token_losses, inputs.logprobs.shape)
+    loss: PolicyLoss = POLICY_LOSSES.resolve(config.policy_loss)
+    output = loss(_as_declared(inputs, loss_reads(config)), config)
+    require_float(
+        f"token_losses from policy loss {part_name(config.policy_loss)!r}", output.token_losses, inputs.logprobs.shape
+    )
     if inputs.policy_weights is not None:
         return replace(output, token_losses=output.token_losses * inputs.policy_weights.to(output.token_losses.dtype))
     losses, metrics = output.token_losses, dict(output.metrics)
@@ -84,6 +56,15 @@ def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLoss
         weights, found = sequence_weights(inputs, sequences, config)
         losses, metrics = losses * weights.to(losses.dtype), metrics | found
     return PolicyLossOutput(token_losses=losses, metrics=metrics)
+
+
+def _as_declared(inputs: PolicyLossInputs, reads: Reads) -> PolicyLossInputs:
+    """The columns that the loss declares. One that it does not is missing, or NaN where the type has no None, so that
+    reading it cannot go unnoticed."""
+    nothing = inputs.logprobs.detach().new_full((), torch.nan).expand_as(inputs.logprobs)
+    hidden: dict[str, Any] = {"old_logprobs": nothing, "advantages": nothing}
+    hidden |= {"rollout_logprobs": None, "ref_logprobs": None, "values": None}
+    return replace(inputs, **{name: value for name, value in hidden.items() if name not in reads.columns})
 
 
 def sequence_weights(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.losses import sequence_weights
+from skyrl_train.algorithms.losses import POLICY_LOSSES, sequence_weights
 from skyrl_train.algorithms.ratios import Turns, sequences_of_flat
 from skyrl_train.algorithms.sequence_losses import SEQUENCE_STATISTICS
 from skyrl_train.batch.training_batch import TrainingInputBatch
@@ -46,7 +46,9 @@ def with_step_columns(
         columns["sequence_log_ratio"] = torch.zeros(batch.num_tokens, dtype=torch.float64)
         if current is not None and has_old:
             inputs = _flat_inputs(batch, config, current)
-            found = SEQUENCE_STATISTICS[config.policy_loss](inputs, trajectories_of(batch), config)
+            found = SEQUENCE_STATISTICS[POLICY_LOSSES.name_of(config.policy_loss)](
+                inputs, trajectories_of(batch), config
+            )
             columns["sequence_log_ratio"] = found.squeeze(0)
     if weighs:
         sequences = trajectories_of(batch) if config.sequence_unit == "trajectory" else _turns_of(batch)
@@ -103,7 +105,7 @@ def trained_tokens(batch: TrainingInputBatch) -> Tensor:
 
 
 def _reads_split_trajectories(batch: TrainingInputBatch, config: AlgorithmConfig) -> bool:
-    reads = config.sequence_unit == "trajectory" and config.policy_loss in SEQUENCE_STATISTICS
+    reads = config.sequence_unit == "trajectory" and POLICY_LOSSES.name_of(config.policy_loss) in SEQUENCE_STATISTICS
     return reads and has_split_trajectories(batch)
 
 

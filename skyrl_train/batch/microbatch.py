@@ -15,10 +15,10 @@ import numpy as np
 
 from skyrl_train.batch.documents import Admits
 from skyrl_train.batch.token_budget import Rows, TokenBudget
+from skyrl_train.config.parts import MICRO_BATCH_STRATEGIES
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError, ConfigError, Violation
-from skyrl_train.registry import resolve
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,7 +122,8 @@ def fixed_rows(lengths: Rows, max_rows: int) -> list[Rows]:
     return np.array_split(order, -(-len(lengths) // max_rows))
 
 
-def _fixed(trainer: TrainerConfig) -> MicroBatchStrategy:
+def fixed(trainer: TrainerConfig) -> MicroBatchStrategy:
+    """At most `trainer.micro_train_batch_size_per_gpu` rows."""
     return ByLength(
         FixedRows(
             rows_per_train_micro_batch=trainer.micro_train_batch_size_per_gpu,
@@ -132,7 +133,8 @@ def _fixed(trainer: TrainerConfig) -> MicroBatchStrategy:
     )
 
 
-def _token_budget(trainer: TrainerConfig) -> MicroBatchStrategy:
+def token_budget(trainer: TrainerConfig) -> MicroBatchStrategy:
+    """At most `trainer.max_tokens_per_microbatch` computed positions."""
     return ByLength(
         TokenBudget(
             tokens_per_train_micro_batch=trainer.max_tokens_per_microbatch,
@@ -143,23 +145,13 @@ def _token_budget(trainer: TrainerConfig) -> MicroBatchStrategy:
     )
 
 
-MICRO_BATCH_STRATEGIES: dict[str, Callable[[TrainerConfig], MicroBatchStrategy]] = {
-    "fixed": _fixed,
-    "token_budget": _token_budget,
-    "auto": _token_budget,  # until a learner has found its own budget (batch/memory_batches.py)
-}
-"""Each makes a strategy from the `trainer` config, as a `package.module:attr` of your own must."""
-
-
 def make_micro_batch_strategy(trainer_config: TrainerConfig, *, merge_turns: bool = False) -> MicroBatchStrategy:
     """The strategy that `trainer.micro_batching` names.
 
     With `merge_turns`, turns that extend one another count as the row that computes them, and stay with it.
     Raises ConfigError for an unknown name.
     """
-    strategy = resolve(trainer_config.micro_batching, MICRO_BATCH_STRATEGIES, field="trainer.micro_batching")(
-        trainer_config
-    )
+    strategy: MicroBatchStrategy = MICRO_BATCH_STRATEGIES.resolve(trainer_config.micro_batching)(trainer_config)
     return replace(strategy, merge_turns=merge_turns) if isinstance(strategy, ByLength) else strategy
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from skyrl_train.config.bundles import count_engines, gpus_needed, plan_layout, roles_of
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
+from skyrl_train.registry import part_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ def placement_report(config: Config, devices: Devices) -> PlacementReport:
         in_turns=on_ray and config.placement.colocate_all,
         groups=tuple(_groups(config)) if on_ray else (),
         engines=_engines(config),
-        training=f"layout {trainer.layout}, micro-batches {trainer.micro_batching}",
+        training=f"layout {trainer.layout}, micro-batches {part_name(trainer.micro_batching)}",
     )
 
 

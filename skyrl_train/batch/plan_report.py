@@ -17,6 +17,7 @@ from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.schema import Config, OptimizerConfig
 from skyrl_train.config.validate_batch import validate_batch_sizes
 from skyrl_train.errors import Violation
+from skyrl_train.registry import part_name
 
 TOKEN_BYTES = {
     "input_ids": 4,
@@ -179,7 +180,7 @@ def _micro_batching(config: Config) -> str:
     if trainer.micro_batching == "token_budget":
         tokens, forward = trainer.max_tokens_per_microbatch, trainer.max_tokens_per_forward_microbatch
         return f"token_budget: {tokens} computed tokens in training, {forward} in scoring, layout {trainer.layout}"
-    return trainer.micro_batching
+    return part_name(trainer.micro_batching)
 
 
 def _size_lines(plan: BatchPlan, report: PlanReport) -> list[str]:

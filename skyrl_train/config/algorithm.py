@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from skyrl_train.config.rules import Range
+from skyrl_train.registry import PartSpec, Reads
 
 Share = Annotated[float, Range(0.0, 1.0)]
 NonNegative = Annotated[float, Range(0.0)]
@@ -97,8 +99,8 @@ class FilterConfig:
 class AlgorithmConfig:
     """`trainer.algorithm`: chosen with `algorithm=NAME`."""
 
-    advantage_estimator: str = "grpo"
-    """A name in `algorithms/advantages.py`, or your own as `package.module:attr`."""
+    advantage_estimator: Annotated[PartSpec, ADVANTAGE_ESTIMATORS] = "grpo"
+    """How much better than expected a token was; see docs/algorithms.md."""
     normalize_by_std: bool = True
     """GRPO: divide by the group's standard deviation (false is Dr. GRPO's choice)."""
     step_rewards: Literal["outcome", "turn_return"] = "outcome"
@@ -112,8 +114,8 @@ class AlgorithmConfig:
     """Discount of later rewards, per token (gae, reinforce++) or per turn (step_rewards=turn_return)."""
     gae_lambda: Annotated[float, Range(0.0, 1.0)] = 1.0
     """GAE's lambda."""
-    policy_loss: str = "regular"
-    """A name in `algorithms/losses.py`, or your own as `package.module:attr`."""
+    policy_loss: Annotated[PartSpec, POLICY_LOSSES] = "regular"
+    """The loss of each trained token; see docs/algorithms.md."""
     loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"] = "token_mean"
     """How token losses become one number. Denominators are counted over the whole optimizer step."""
     max_sequence_length_for_norm: Annotated[int, Range(1)] = 512
@@ -197,35 +199,42 @@ class AlgorithmConfig:
     """Which rollouts are trained on."""
 
 
-REFERENCE_ESTIMATORS = ("on_policy_distillation",)
-"""Advantage estimators that read the reference's (the teacher's) log-probabilities."""
-SELF_TAUGHT_ESTIMATORS = ("self_distillation",)
-"""Advantage estimators whose teacher is the policy itself, shown privileged context."""
-SCORED_ESTIMATORS = ("optimal_token_baseline", *SELF_TAUGHT_ESTIMATORS)
-"""Advantage estimators that read the policy's probabilities before the update."""
-OUTCOME_ESTIMATORS = ("gdpo",)
-"""Advantage estimators whose rewards belong to trajectories and to no turn."""
-LIKELIHOOD_LOSSES = ("cross_entropy",)
-"""Policy losses of the tokens alone: without advantages, and without log-probabilities of before the update."""
-UNANCHORED_LOSSES = ("reinforce",)
-"""Policy losses without a ratio: they read advantages, and no log-probabilities of before the update."""
-ROLLOUT_LOSSES = ("rollout_is", "dppo")
-"""Policy losses whose ratio is taken against the engine's log-probabilities and so needs no off-policy correction."""
+def estimator_reads(config: AlgorithmConfig) -> Reads:
+    """What the configured advantage estimator reads."""
+    return ADVANTAGE_ESTIMATORS.reads(config.advantage_estimator)
+
+
+def loss_reads(config: AlgorithmConfig) -> Reads:
+    """What the configured policy loss reads."""
+    return POLICY_LOSSES.reads(config.policy_loss)
+
+
+def is_self_taught(config: AlgorithmConfig) -> bool:
+    """Whether the teacher of the estimator is the policy itself, shown privileged context."""
+    return estimator_reads(config).teacher == "policy"
+
+
+def starts_at_rollout(config: AlgorithmConfig) -> bool:
+    """Whether the loss takes its ratio against the engine's log-probabilities, which leaves nothing to correct."""
+    columns = loss_reads(config).columns
+    return "rollout_logprobs" in columns and "old_logprobs" not in columns
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:
     """Whether a reference model has to score the batch."""
-    return config.kl_loss_coef > 0 or config.kl_reward_coef > 0 or config.advantage_estimator in REFERENCE_ESTIMATORS
+    of_estimator = "ref_logprobs" in estimator_reads(config).columns and not is_self_taught(config)
+    weighs_kl = config.kl_loss_coef > 0 or config.kl_reward_coef > 0
+    return weighs_kl or of_estimator or "ref_logprobs" in loss_reads(config).columns
 
 
 def needs_greedy_sample(config: AlgorithmConfig) -> bool:
     """Whether each prompt is answered greedily once more, as a baseline."""
-    return config.advantage_estimator == "remax"
+    return "greedy_rewards" in estimator_reads(config).columns
 
 
 def needs_critic(config: AlgorithmConfig) -> bool:
     """Whether a value model has to score the batch."""
-    return config.advantage_estimator == "gae"
+    return "values" in estimator_reads(config).columns | loss_reads(config).columns
 
 
 REJECTION_CRITERIA = tuple(

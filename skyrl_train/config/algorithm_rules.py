@@ -1,4 +1,4 @@
-"""Rules between the settings of `trainer.algorithm`. Names are not looked up here: the registries do that."""
+"""Rules between the settings of `trainer.algorithm`, by what its estimator and its loss read."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from skyrl_train.config.algorithm import (
-    LIKELIHOOD_LOSSES,
-    OUTCOME_ESTIMATORS,
-    REFERENCE_ESTIMATORS,
     REJECTION_CRITERIA,
-    ROLLOUT_LOSSES,
-    SCORED_ESTIMATORS,
-    SELF_TAUGHT_ESTIMATORS,
-    UNANCHORED_LOSSES,
     AlgorithmConfig,
+    estimator_reads,
+    is_self_taught,
+    loss_reads,
+    starts_at_rollout,
 )
 from skyrl_train.errors import Violation
+from skyrl_train.registry import part_name
 
 _PREFIX = "trainer.algorithm."
 
@@ -36,9 +34,9 @@ def _require(holds: bool, name: str, rule: str, value: object, remedy: str) -> I
 def _double_correction(config: AlgorithmConfig) -> Iterator[Violation]:
     correction = config.off_policy
     yield from _require(
-        not (correction.enabled and config.policy_loss in ROLLOUT_LOSSES),
+        not (correction.enabled and starts_at_rollout(config)),
         "off_policy.weight",
-        f"cannot be combined with policy_loss={config.policy_loss}, whose ratio already starts at the rollout",
+        f"cannot be combined with policy_loss={part_name(config.policy_loss)}, whose ratio already starts at the rollout",
         correction.weight,
         f"switch the correction off, or choose another {_PREFIX}policy_loss",
     )
@@ -124,30 +122,41 @@ def _reward_weights(config: AlgorithmConfig) -> Iterator[Violation]:
 
 def _self_taught(config: AlgorithmConfig, name: str) -> Iterator[Violation]:
     """Of a weight of the divergence from the reference."""
-    weight = getattr(config, name)
+    weight, estimator = getattr(config, name), part_name(config.advantage_estimator)
     yield from _require(
-        config.advantage_estimator not in SELF_TAUGHT_ESTIMATORS or weight == 0,
+        not is_self_taught(config) or weight == 0,
         name,
-        f"must be 0 with advantage_estimator={config.advantage_estimator}, whose teacher takes the reference's place",
+        f"must be 0 with advantage_estimator={estimator}, whose teacher takes the reference's place",
         weight,
         f"{name}=0",
     )
 
 
+def _self_taught_loss(config: AlgorithmConfig) -> Iterator[Violation]:
+    estimator = part_name(config.advantage_estimator)
+    yield from _require(
+        not (is_self_taught(config) and "ref_logprobs" in loss_reads(config).columns),
+        "policy_loss",
+        f"reads the reference, whose place the teacher of advantage_estimator={estimator} takes",
+        part_name(config.policy_loss),
+        "policy_loss=regular",
+    )
+
+
 def _reward_components(config: AlgorithmConfig) -> Iterator[Violation]:
     yield from _require(
-        config.advantage_estimator in OUTCOME_ESTIMATORS or not config.reward_components,
+        "reward_components" in estimator_reads(config).columns or not config.reward_components,
         "reward_components",
-        "are read by advantage_estimator=gdpo alone",
+        f"are not read by advantage_estimator={part_name(config.advantage_estimator)}",
         dict(config.reward_components),
         "advantage_estimator=gdpo",
     )
 
 
 def _step_rewards(config: AlgorithmConfig) -> Iterator[Violation]:
-    estimator = config.advantage_estimator
+    estimator, reads = part_name(config.advantage_estimator), estimator_reads(config)
     yield from _require(
-        not (estimator in OUTCOME_ESTIMATORS and config.step_rewards != "outcome"),
+        not ("reward_components" in reads.columns and config.step_rewards != "outcome"),
         "step_rewards",
         f"must be outcome with advantage_estimator={estimator}, which scores whole trajectories",
         config.step_rewards,
@@ -156,11 +165,11 @@ def _step_rewards(config: AlgorithmConfig) -> Iterator[Violation]:
 
 
 def _dynamic_sampling(config: AlgorithmConfig) -> Iterator[Violation]:
-    filters = config.filters
+    filters, estimator = config.filters, part_name(config.advantage_estimator)
     yield from _require(
-        not (filters.dynamic_sampling != "none" and config.advantage_estimator == "gae"),
+        not (filters.dynamic_sampling != "none" and "values" in estimator_reads(config).columns),
         "filters.dynamic_sampling",
-        "compares the trajectories of a prompt, which advantage_estimator=gae does not",
+        f"compares the trajectories of a prompt, which advantage_estimator={estimator} does not",
         filters.dynamic_sampling,
         "filters.dynamic_sampling=none",
     )
@@ -170,16 +179,17 @@ def _why_not_rollout_logprobs(config: AlgorithmConfig) -> str:
     """Why the engine's log-probabilities cannot stand for those of before the update; empty where they can."""
     if config.off_policy.enabled:
         return "with off_policy corrections, which weigh what lies between the two"
-    if config.policy_loss in ROLLOUT_LOSSES:
-        return f"with policy_loss={config.policy_loss}, which takes its ratio against them by itself"
-    if config.policy_loss in (*LIKELIHOOD_LOSSES, *UNANCHORED_LOSSES):
-        return f"with policy_loss={config.policy_loss}, which has no ratio"
+    loss, estimator = part_name(config.policy_loss), part_name(config.advantage_estimator)
+    if starts_at_rollout(config):
+        return f"with policy_loss={loss}, which takes its ratio against them by itself"
+    if "old_logprobs" not in loss_reads(config).columns:
+        return f"with policy_loss={loss}, which has no ratio"
     if config.kl_reward_coef > 0:
         return f"with kl_reward_coef={config.kl_reward_coef:g}: a KL compares two models as the trainer computes them"
-    if config.advantage_estimator in SCORED_ESTIMATORS:
-        return f"with advantage_estimator={config.advantage_estimator}, which reads the policy's own probabilities"
-    if config.advantage_estimator in REFERENCE_ESTIMATORS:
-        return f"with advantage_estimator={config.advantage_estimator}, which compares two models as the trainer does"
+    if "old_logprobs" in estimator_reads(config).columns:
+        return (
+            f"with advantage_estimator={estimator}, which reads the policy's probabilities as the trainer computes them"
+        )
     return ""
 
 
@@ -218,6 +228,7 @@ ALGORITHM_RULES: tuple[AlgorithmRule, ...] = (
     _reward_clip,
     _reward_weights,
     *(partial(_self_taught, name=name) for name in ("kl_loss_coef", "kl_reward_coef")),
+    _self_taught_loss,
     _reward_components,
     _step_rewards,
     _dynamic_sampling,

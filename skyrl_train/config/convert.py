@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
-from skyrl_train.config.fields import hints, is_optional, section_of, suggest
+from skyrl_train.config.fields import fact, hints, is_optional, section_of, suggest
 from skyrl_train.config.rules import Range
 from skyrl_train.errors import Violation
-from skyrl_train.registry import did_you_mean
+from skyrl_train.registry import TARGET, PartSpec, Seam, did_you_mean
 
 T = TypeVar("T")
 
@@ -119,6 +119,8 @@ def convert(value: Any, annotation: Any, path: str) -> Any:
         return value
     if get_origin(annotation) is Annotated:
         base, *rules = get_args(annotation)
+        if fact(annotation, Seam) is not None:
+            return _part(value, path, optional=is_optional(base))
         result = convert(value, base, path)
         for rule in rules:
             if isinstance(rule, Range) and not rule.holds(result):
@@ -130,6 +132,19 @@ def convert(value: Any, annotation: Any, path: str) -> Any:
         inner = [part for part in get_args(annotation) if part is not type(None)]
         return convert(value, inner[0], path)
     return _convert_plain(value, annotation, path)
+
+
+def _part(value: Any, path: str, *, optional: bool) -> PartSpec | None:
+    """A name or target as text, or `_target_` and arguments, whose values are checked against the part later on."""
+    if value is None and optional:
+        return None
+    if not isinstance(value, Mapping):
+        return cast(str, _scalar(value, str, path))
+    arguments = {str(key): convert(item, Any, f"{path}.{key}") for key, item in value.items()}
+    target = arguments.get(TARGET)
+    if not isinstance(target, str) or not target:
+        raise _Refused(f"must name the part as {TARGET}", f"write {path}={{{TARGET}: package.module:attr, ...}}")
+    return {TARGET: target, **{key: item for key, item in arguments.items() if key != TARGET}}
 
 
 def _convert_plain(value: Any, annotation: Any, path: str) -> Any:

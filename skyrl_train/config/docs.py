@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from skyrl_train.config.convert import as_typed
 from skyrl_train.config.fields import SchemaField, fact, is_optional, strip, walk
-from skyrl_train.config.registered import REGISTRIES, registered_names
 from skyrl_train.config.rules import ForksWhere, Interchangeable, Range
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
+from skyrl_train.registry import Seam
 
 _INTRODUCTION = """\
 # Configuration
@@ -121,13 +121,10 @@ def _cell(text: str) -> str:
 
 def type_text(field: SchemaField) -> str:
     """A field's type and rule in words, e.g. `integer, at least 1`."""
-    names = [name for path, file, dictionary in REGISTRIES if path == field.path for name in names_of(file, dictionary)]
-    return f"{', '.join(names)}, or `package.module:attr`" if names else _type_text(field.annotation)
-
-
-def names_of(file: str, dictionary: str) -> list[str]:
-    """A registry's names, each as code."""
-    return [f"`{name}`" for name in registered_names(file, dictionary)]
+    seam = fact(field.annotation, Seam)
+    if seam is not None:
+        return ", ".join([*(f"`{name}`" for name in seam), "or `package.module:attr`"])
+    return _type_text(field.annotation)
 
 
 def resume_text(field: SchemaField) -> str:

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from skyrl_train.config.rules import ReadWith, Resume
+from skyrl_train.registry import Seam
 
 T = TypeVar("T")
 
@@ -41,8 +42,8 @@ class SchemaField:
 
     @property
     def open(self) -> bool:
-        """True for a mapping, which takes any key."""
-        return get_origin(strip(self.annotation)) is Mapping
+        """True for a mapping, and for a part, which has arguments beside its `_target_`: both take any key."""
+        return get_origin(strip(self.annotation)) is Mapping or fact(self.annotation, Seam) is not None
 
 
 def strip(annotation: Any) -> Any:
@@ -127,6 +128,11 @@ def is_refused(path: str, refused: Iterable[str]) -> bool:
     return any(
         field == path or field.startswith((f"{path}.", f"{path}[")) or path.startswith(f"{field}.") for field in refused
     )
+
+
+def parts_of(schema: type) -> dict[str, Seam]:
+    """Dotted names of all fields that choose a part, and the parts that there are."""
+    return {field.path: seam for field in walk(schema) if (seam := fact(field.annotation, Seam)) is not None}
 
 
 def defaults(schema: type) -> dict[str, Any]:

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_train.config.algorithm import (
-    LIKELIHOOD_LOSSES,
-    REFERENCE_ESTIMATORS,
-    ROLLOUT_LOSSES,
-    SCORED_ESTIMATORS,
-    UNANCHORED_LOSSES,
-    reads_whole_step,
-)
+from skyrl_train.config.algorithm import estimator_reads, loss_reads, reads_whole_step
 from skyrl_train.config.schema import Config, TrainerConfig
 
 
@@ -21,15 +14,11 @@ def needs_old_logprobs(trainer: TrainerConfig) -> bool:
     advantages or weights over the whole step are made of them.
     """
     algorithm = trainer.algorithm
-    if algorithm.kl_reward_coef > 0 or algorithm.advantage_estimator in (*REFERENCE_ESTIMATORS, *SCORED_ESTIMATORS):
+    if algorithm.kl_reward_coef > 0 or "old_logprobs" in estimator_reads(algorithm).columns:
         return True
     if algorithm.off_policy.enabled and reads_whole_step(algorithm):
         return True
-    if algorithm.use_rollout_logprobs or algorithm.policy_loss in (
-        *ROLLOUT_LOSSES,
-        *LIKELIHOOD_LOSSES,
-        *UNANCHORED_LOSSES,
-    ):
+    if algorithm.use_rollout_logprobs or "old_logprobs" not in loss_reads(algorithm).columns:
         return False
     one_step = trainer.policy_mini_batch_size == trainer.train_batch_size and trainer.update_epochs_per_batch == 1
     return not one_step or trainer.docs_per_step > 0

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.parts import MICRO_BATCH_STRATEGIES, ROW_FORMATS
 from skyrl_train.config.placement import PlacementConfig as PlacementConfig
 from skyrl_train.config.placement import PlatformConfig as PlatformConfig
 from skyrl_train.config.placement import StrategyConfig as StrategyConfig
@@ -34,6 +35,7 @@ from skyrl_train.config.rules import (
     ReadWith,
     Seconds,
 )
+from skyrl_train.registry import PartSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +85,9 @@ class DataConfig:
     `builtin:NAME/SPLIT`."""
     validation: Free[tuple[str, ...]] = ("builtin:word_problems/validation",)
     """Held-out prompts; empty turns evaluation off."""
-    row_format: Free[str] = "prompt"
+    row_format: Free[Annotated[PartSpec, ROW_FORMATS]] = "prompt"
     """What rows without a `prompt` are: `gsm8k`, as its makers publish it, or a custom function of a `Row`
-    (`data/rows.py`) as `package.module:attr`, which returns the columns that it should have. `prompt` refuses them."""
+    (`data/rows.py`), which returns the columns that it should have. `prompt` refuses them."""
     max_train_prompts: Free[NonNegativeInt] = 0
     """Use only the first so many training prompts; 0 is all."""
     max_validation_prompts: Free[NonNegativeInt] = 0
@@ -192,8 +194,8 @@ class LoopConfig:
     layout: CutsRows[LayoutChoice] = "padded"
     """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the
     cheapest for each step. Changes speed and memory, never the gradient."""
-    micro_batching: CutsRows[str] = "fixed"
-    """`fixed` rows, `token_budget`, `auto` (sizes itself), or your own strategy as `package.module:attr`."""
+    micro_batching: CutsRows[Annotated[PartSpec, MICRO_BATCH_STRATEGIES]] = "fixed"
+    """How rows are cut into forwards: `fixed` rows, `token_budget`, `auto` (sizes itself), or a custom one."""
     micro_train_batch_size_per_gpu: CutsRows[PositiveInt] = 32
     """Rows per forward and backward on one rank (fixed)."""
     micro_forward_batch_size_per_gpu: LayoutOnly[PositiveInt] = 64

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
+from skyrl_train.config.parts import MICRO_BATCH_STRATEGIES
 from skyrl_train.config.rules import (
     CutsRows,
     EndsSchedule,
@@ -29,6 +30,7 @@ from skyrl_train.config.schema import Config, LoopConfig, OptimizerConfig, Polic
 from skyrl_train.config.validate import run_rules, validate_config
 from skyrl_train.config.validate_models import LORA_DROPOUT
 from skyrl_train.errors import Violation
+from skyrl_train.registry import PartSpec
 
 Weight = Annotated[float, Range(0.0)]
 
@@ -78,7 +80,7 @@ class SFTDataConfig:
 class SFTTrainerConfig(LoopConfig):
     """`trainer`: the loop, what makes a step, and what is kept."""
 
-    micro_batching: CutsRows[str] = "token_budget"
+    micro_batching: CutsRows[Annotated[PartSpec, MICRO_BATCH_STRATEGIES]] = "token_budget"
     micro_train_batch_size_per_gpu: CutsRows[PositiveInt] = 8
     micro_forward_batch_size_per_gpu: LayoutOnly[PositiveInt] = 16
     eval_interval: Free[NonNegativeInt] = 50

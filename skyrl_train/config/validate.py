@@ -11,10 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from skyrl_train.config.algorithm import estimator_reads
 from skyrl_train.config.algorithm_rules import ALGORITHM_RULES, AlgorithmRule
 from skyrl_train.config.engine_args import ENGINE_ARGUMENT_RULES
-from skyrl_train.config.fields import is_refused, recorded
-from skyrl_train.config.registered import REGISTRIES, module_exists, registered_names
+from skyrl_train.config.fields import is_refused, parts_of, recorded
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sequence_parallel import sequence_parallel_violations
 from skyrl_train.config.validate_batch import validate_batch_sizes
@@ -22,20 +22,7 @@ from skyrl_train.config.validate_cluster import CLUSTER_RULES
 from skyrl_train.config.validate_models import MODEL_RULES, value_of, violation_of
 from skyrl_train.config.validate_placement import PROCESS_RULES
 from skyrl_train.errors import Violation
-from skyrl_train.registry import did_you_mean
-
-GROUP_ESTIMATORS = (
-    "grpo",
-    "rloo",
-    "reinforce++_baseline",
-    "maxrl",
-    "opo",
-    "grpo_pass_at_k",
-    "gpg",
-    "optimal_token_baseline",
-    "gdpo",
-)
-"""Advantage estimators that compare the trajectories of one prompt with each other."""
+from skyrl_train.registry import Seam, did_you_mean, part_name
 
 T = TypeVar("T")
 
@@ -84,28 +71,16 @@ def _prompt_length(config: Config) -> Iterator[Violation]:
         )
 
 
-def _name(config: Config, field: str, file: str, dictionary: str) -> Iterator[Violation]:
-    """Of an entry of the registry that is `dictionary` in `file`."""
-    name = str(value_of(config, field))
-    known = registered_names(file, dictionary)
-    if ":" in name:
-        if not module_exists(name):
-            yield violation_of(
-                config,
-                field,
-                "must name a module that can be imported",
-                "install the package, or put its folder on PYTHONPATH",
-            )
-    elif known and name not in known:
-        remedy = did_you_mean(name, list(known)) or "write package.module:attr for your own"
-        yield violation_of(config, field, f"must be one of {', '.join(known)}", remedy)
+def _part(config: Config, field: str, seam: Seam) -> Iterator[Violation]:
+    """Of a setting that chooses a part: there is none of that name, or it does not take the arguments beside it."""
+    yield from seam.violations(value_of(config, field))  # type: ignore[arg-type]
 
 
 def _why_not_equal(config: Config) -> tuple[str, str, str] | None:
     """Why a prompt's samples may not be equal, why there may not be a single one, and what to set instead."""
     algorithm = config.trainer.algorithm
-    estimator, filters = algorithm.advantage_estimator, algorithm.filters
-    if estimator in GROUP_ESTIMATORS:
+    estimator, filters = part_name(algorithm.advantage_estimator), algorithm.filters
+    if estimator_reads(algorithm).whole_groups:
         single = f"{estimator} compares a prompt's samples, so a single one has advantage 0"
         equal = f"{estimator} gives equal samples advantage 0"
         return equal, single, "another trainer.algorithm.advantage_estimator"
@@ -228,7 +203,7 @@ def _micro_batching(config: Config) -> Iterator[Violation]:
         yield violation_of(
             config,
             "trainer.auto_micro_batch_size",
-            f"means trainer.micro_batching=auto, but that is {trainer.micro_batching}",
+            f"means trainer.micro_batching=auto, but that is {part_name(trainer.micro_batching)}",
             "drop one of the two",
         )
 
@@ -239,7 +214,7 @@ def _memory_budget(config: Config) -> Iterator[Violation]:
         yield violation_of(
             config,
             "trainer.memory_budget_gb",
-            f"does nothing with trainer.micro_batching={trainer.micro_batching}",
+            f"does nothing with trainer.micro_batching={part_name(trainer.micro_batching)}",
             "add trainer.micro_batching=auto, or drop trainer.memory_budget_gb",
         )
     elif trainer.micro_batching == "auto" and config.platform.name == "cpu" and not trainer.memory_budget_gb:
@@ -279,7 +254,7 @@ def _algorithm(config: Config, rule: AlgorithmRule) -> Iterator[Violation]:
 RULES: tuple[Callable[[Config], Iterator[Violation]], ...] = (
     *(partial(_response_length, name=name) for name in ("sampling", "eval_sampling")),
     _prompt_length,
-    *(partial(_name, field=field, file=file, dictionary=names) for field, file, names in REGISTRIES),
+    *(partial(_part, field=field, seam=seam) for field, seam in parts_of(Config).items()),
     _single_samples,
     _equal_samples,
     _evaluation,

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from skyrl_train.config.algorithm import (
-    REFERENCE_ESTIMATORS,
-    SELF_TAUGHT_ESTIMATORS,
+    estimator_reads,
+    is_self_taught,
     needs_critic,
     needs_reference,
 )
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation
+from skyrl_train.registry import part_name
 
 LORA_DROPOUT = "model.lora.dropout"
 
@@ -37,11 +38,14 @@ def _betas(config: Config, field: str) -> Iterator[Violation]:
 
 
 def _critic(config: Config) -> Iterator[Violation]:
-    if needs_critic(config.trainer.algorithm) and not config.critic.model.path:
+    algorithm = config.trainer.algorithm
+    if needs_critic(algorithm) and not config.critic.model.path:
+        by_estimator = "values" in estimator_reads(algorithm).columns
+        reader = "advantage_estimator" if by_estimator else "policy_loss"
         yield violation_of(
             config,
             "critic.model.path",
-            f"must be given: advantage_estimator={config.trainer.algorithm.advantage_estimator} needs a value model",
+            f"must be given: {reader}={part_name(getattr(algorithm, reader))} needs a value model",
             "try critic.model.path=policy, a copy of the policy with a new value head",
         )
 
@@ -50,18 +54,19 @@ def _reference(config: Config) -> Iterator[Violation]:
     algorithm, path = config.trainer.algorithm, config.reference.model.path
     if not path.strip():
         yield violation_of(config, "reference.model.path", "must not be empty", "try reference.model.path=policy")
-    if algorithm.advantage_estimator in REFERENCE_ESTIMATORS and path in ("policy", config.model.path):
+    if estimator_reads(algorithm).teacher == "other_model" and path in ("policy", config.model.path):
         yield violation_of(
             config,
             "reference.model.path",
-            f"must name another model than the policy: {algorithm.advantage_estimator} learns from where the two differ",
+            f"must name another model than the policy: {part_name(algorithm.advantage_estimator)} learns from where the two"
+            " differ",
             "set reference.model.path to the folder or hub name of a teacher",
         )
 
 
 def _privileged_context(config: Config) -> Iterator[Violation]:
     algorithm, context = config.trainer.algorithm, config.generator.privileged_context
-    if (algorithm.advantage_estimator in SELF_TAUGHT_ESTIMATORS) != bool(context):
+    if is_self_taught(algorithm) != bool(context):
         yield violation_of(
             config,
             "generator.privileged_context",

@@ -7,21 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from skyrl_train.data.gsm8k import published_row
+from skyrl_train.config.parts import ROW_FORMATS
 from skyrl_train.data.rows import Row, find_sources, read_rows
 from skyrl_train.errors import ConfigError, DataError, Violation
-from skyrl_train.registry import resolve
+from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import ChatMessage, Prompt
 
-ROW_FORMATS: dict[str, Callable[[Row], Mapping[str, Any]]] = {
-    "prompt": lambda row: row.values,
-    "gsm8k": published_row,
-}
-"""Name to what makes a row with a prompt of one without: its own columns, or those of a published data set."""
 
-
-def load_prompts(sources: Sequence[str], *, limit: int | None = None, row_format: str = "prompt") -> list[Prompt]:
+def load_prompts(sources: Sequence[str], *, limit: int | None = None, row_format: PartSpec = "prompt") -> list[Prompt]:
     """All prompts of `sources`, every row checked.
 
     Args:
@@ -34,12 +28,12 @@ def load_prompts(sources: Sequence[str], *, limit: int | None = None, row_format
         DataError: A file is missing or damaged, or a row lacks what it needs; names file, row and remedy.
         ConfigError: There is no such format.
     """
-    with_prompt = resolve(row_format, ROW_FORMATS, field="data.row_format")
+    with_prompt: Callable[[Row], Mapping[str, Any]] = ROW_FORMATS.resolve(row_format)
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     for source in find_sources(list(sources)):
         for row in read_rows(source):
-            prompt = make_prompt(row if "prompt" in row.values else _formatted(row, with_prompt, row_format))
+            prompt = make_prompt(row if "prompt" in row.values else _formatted(row, with_prompt, part_name(row_format)))
             if prompt.uid in places:
                 raise DataError(
                     f"{row.place}: uid {prompt.uid!r} is also that of {places[prompt.uid]}. "

@@ -183,7 +183,7 @@ class Passes:
         if surprises and bool(torch.stack(list(surprises)).any()):
             raise ModelError(
                 f"{self.name}: the loss is declared a sum over tokens, but its gradient is not that of such a sum. Do not "
-                "declare it (POLICY_LOSSES, trainer.algorithm.policy_loss): its gradient is then computed as it comes"
+                "declare it tokenwise (trainer.algorithm.policy_loss): its gradient is then computed as it comes"
             )
 
     def _layout_metrics(self, rows: TrainingInputBatch, layout: Layout) -> StepMetrics:

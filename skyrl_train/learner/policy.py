@@ -17,14 +17,15 @@ from torch import Tensor
 from skyrl_train.algorithms.checks import needed
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.kl import token_kl, unbiased_kl
-from skyrl_train.algorithms.losses import POLICY_LOSSES, is_tokenwise, policy_loss
+from skyrl_train.algorithms.losses import is_tokenwise, policy_loss
 from skyrl_train.algorithms.off_policy import log_ratio_ledger
 from skyrl_train.algorithms.ratios import masked
 from skyrl_train.algorithms.step_columns import missing_step_column
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import LIKELIHOOD_LOSSES, ROLLOUT_LOSSES, UNANCHORED_LOSSES, AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
+from skyrl_train.config.parts import POLICY_LOSSES
 from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
@@ -42,7 +43,6 @@ from skyrl_train.model.causal_lm import (
 )
 from skyrl_train.model.logprobs import LossOfTokens, OfDistribution, TokenScores, score_tokens, sum_of_squares
 from skyrl_train.model.lora import adapter_off, adapter_tensors, add_adapter, write_adapter
-from skyrl_train.registry import resolve
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics, later
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ class PolicyLearner(HoldsModel):
         super().__init__(engine)
         self._model_config = model
         self._algorithm = algorithm
-        resolve(
-            algorithm.policy_loss, POLICY_LOSSES, field="trainer.algorithm.policy_loss"
-        )  # refused before any rollout
+        POLICY_LOSSES.resolve(algorithm.policy_loss)  # refused before any rollout
         self._on_policy = on_policy
         self._temperature = temperature if temperature > 0 else 1.0
         """Rollouts are sampled from softmax(logits / temperature), so that is the policy whose probabilities count;
@@ -205,7 +203,9 @@ class PolicyLearner(HoldsModel):
             old_logprobs=_column(columns, "old_logprobs", logprobs),
             advantages=_column(columns, "advantages", torch.zeros_like(logprobs)),
             loss_mask=mask,
-            rollout_logprobs=columns["rollout_logprobs"].to(logprobs.dtype) if "rollout_logprobs" in columns else None,
+            rollout_logprobs=_optional(columns, "rollout_logprobs", logprobs),
+            ref_logprobs=_optional(columns, "ref_logprobs", logprobs),
+            values=_optional(columns, "values", logprobs),
             compute_dtype=self._compute_dtype,
             sequence_log_ratio=columns.get("sequence_log_ratio"),
             policy_weights=columns.get("policy_weights"),
@@ -263,7 +263,7 @@ def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: Algor
     """
     if inputs.rollout_logprobs is None:
         return {}
-    unread = algorithm.use_rollout_logprobs or algorithm.policy_loss in (*ROLLOUT_LOSSES, *UNANCHORED_LOSSES)
+    unread = algorithm.use_rollout_logprobs or "old_logprobs" not in loss_reads(algorithm).columns
     unknown = "old_logprobs" not in rows and unread
     stale = torch.full((rows.num_rows,), unknown, dtype=torch.bool, device=inputs.loss_mask.device)
     ledger = log_ratio_ledger(
@@ -282,15 +282,19 @@ def _column(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor
     return columns[name].to(default.dtype) if name in columns else default.detach()
 
 
+def _optional(columns: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor | None:
+    return columns[name].to(like.dtype) if name in columns else None
+
+
 def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig, *, on_policy: bool) -> None:
-    names = ["loss_weights"]
-    if algorithm.policy_loss not in LIKELIHOOD_LOSSES:
-        names += ["advantages"] if on_policy else ["old_logprobs", "advantages"]
+    names = {"loss_weights"} | loss_reads(algorithm).columns
+    if on_policy:
+        names -= {"old_logprobs"}
     if algorithm.use_rollout_logprobs:
-        names.append("rollout_logprobs")
+        names |= {"rollout_logprobs"}
     if algorithm.kl_loss_coef > 0:
-        names.append("ref_logprobs")
-    for name in names:
+        names |= {"ref_logprobs"}
+    for name in sorted(names):
         if name not in batch:
             raise BatchError(f"the mini-batch has no column {name!r}, which the policy's loss needs")
     missing = missing_step_column(batch, algorithm)

@@ -27,7 +27,7 @@ from skyrl_train.algorithms.step_columns import with_step_columns
 from skyrl_train.batch import assemble as assembly
 from skyrl_train.batch.minibatch import MiniBatch, mini_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import SCORED_ESTIMATORS, SELF_TAUGHT_ESTIMATORS, FilterConfig, needs_greedy_sample
+from skyrl_train.config.algorithm import FilterConfig, estimator_reads, is_self_taught, needs_greedy_sample
 from skyrl_train.config.generation import SamplingConfig
 from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import Config
@@ -158,10 +158,9 @@ def score(
     columns: dict[str, Tensor] = {}
     if needs_old_logprobs(config.trainer):
         columns["old_logprobs"] = learners.policy.forward(batch)
-    estimator = config.trainer.algorithm.advantage_estimator
-    if estimator in SELF_TAUGHT_ESTIMATORS and rollouts is not None:
+    if is_self_taught(config.trainer.algorithm) and rollouts is not None:
         columns["ref_logprobs"] = teacher_logprobs(batch, rollouts, learners.policy.forward)
-    elif estimator in SCORED_ESTIMATORS:
+    if "sum_pi_squared" in estimator_reads(config.trainer.algorithm).columns:
         columns["sum_pi_squared"] = _scorer(learners.policy).forward_sum_pi_squared(batch)
     if learners.reference is not None:
         columns["ref_logprobs"] = learners.reference.forward(batch)

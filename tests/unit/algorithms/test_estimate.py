@@ -203,15 +203,19 @@ def test_token_positions_of_rows_in_any_order() -> None:
     assert token_positions(torch.tensor([0, 2, 5, 6]), torch.tensor([2, 0])).tolist() == [5, 0, 1]
 
 
+def undeclared(inputs: AdvantageInputs, config: AlgorithmConfig, *, name: str) -> AdvantageOutput:
+    output: AdvantageOutput = ADVANTAGE_ESTIMATORS[name](inputs, config)
+    return output
+
+
 @pytest.mark.parametrize("step_rewards", ["outcome", "turn_return"])
 @pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
 def test_tokens_that_our_estimators_do_not_read_are_left_out(name: str, step_rewards: str) -> None:
-    """Under a path of the user's own, the same function is shown whole rows."""
-    function = ADVANTAGE_ESTIMATORS[name].__name__
+    """As a custom part that declares nothing, the same function is shown whole rows and every column."""
     for seed in range(4):
         batch = batch_of(advantage_inputs_of(random_samples(seed, binary_rewards=True), step_wise=seed % 2 == 0))
         config = AlgorithmConfig(advantage_estimator=name, step_rewards=step_rewards, gamma=0.9, gae_lambda=0.8)  # type: ignore[arg-type]
-        whole = replace(config, advantage_estimator=f"skyrl_train.algorithms.advantages:{function}")
+        whole = replace(config, advantage_estimator={"_target_": "test_estimate:undeclared", "name": name})
         found, expected = estimate_advantages(batch, config), estimate_advantages(batch, whole)
         assert torch.equal(found["advantages"], expected["advantages"])
         assert torch.equal(found["returns"], expected["returns"])

@@ -6,11 +6,9 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.load import load_config
-from skyrl_train.config.registered import REGISTRIES, module_exists, registered_names
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import Violation
-from skyrl_train.registry import import_attr
 
 
 def config(**dotted: Any) -> Config:
@@ -222,22 +220,3 @@ def test_a_refused_section_leaves_the_rules_out_that_read_what_is_in_it() -> Non
 def test_rules_of_one_section_are_all_reported_beside_each_other() -> None:
     found = fields(trainer__micro_batching="auto", trainer__docs_per_step=8, trainer__docs_per_step_exact=True)
     assert found == ["trainer.memory_budget_gb", "trainer.docs_per_step"]
-
-
-@pytest.mark.parametrize(("field", "file", "dictionary"), REGISTRIES)
-def test_names_read_from_source_are_the_registry(field: str, file: str, dictionary: str) -> None:
-    module = f"skyrl_train.{file.removesuffix('.py').replace('/', '.')}"
-    registry = import_attr(f"{module}:{dictionary}", field=field)
-    assert registered_names(file, dictionary) == tuple(registry)  # type: ignore[arg-type]
-
-
-def test_a_registry_that_cannot_be_read_refuses_nothing() -> None:
-    assert registered_names("algorithms/losses.py", "NO_SUCH") == ()
-    assert registered_names("no_such_file.py", "NAMES") == ()
-
-
-def test_modules_are_found_without_running_them() -> None:
-    assert module_exists("json.decoder:JSONDecoder")
-    assert not module_exists("json.no_such:thing")
-    assert not module_exists("no_such_package.module:thing")
-    assert not module_exists(":thing")

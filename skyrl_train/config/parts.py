@@ -1,0 +1,105 @@
+"""The built-in parts by seam: their names, where each is defined, and what it reads.
+
+Which passes a run needs, and which columns travel, follows from what its parts read (`config/algorithm.py`,
+`config/passes.py`), before anything that imports torch is loaded; a custom part declares the same with
+`registry.reads`. A test computes every part from the columns that are declared here alone.
+"""
+
+from __future__ import annotations
+
+from skyrl_train.registry import Builtin, Reads, Seam
+
+_ADVANTAGES = "skyrl_train.algorithms.advantages"
+_BASELINES = "skyrl_train.algorithms.baseline_advantages"
+_CLIPPED = "skyrl_train.algorithms.clipped_losses"
+_SEQUENCE = "skyrl_train.algorithms.sequence_losses"
+_WEIGHTED = "skyrl_train.algorithms.weighted_losses"
+
+
+def _reads(*columns: str, tokenwise: bool = False, whole_groups: bool = False) -> Reads:
+    return Reads(columns=frozenset(columns), tokenwise=tokenwise, whole_groups=whole_groups)
+
+
+_GROUP = _reads(whole_groups=True)
+_DISTILLED = frozenset({"old_logprobs", "ref_logprobs"})
+
+ADVANTAGE_ESTIMATORS = Seam(
+    "trainer.algorithm.advantage_estimator",
+    {
+        "gae": Builtin(f"{_ADVANTAGES}:gae", _reads("values")),
+        "grpo": Builtin(f"{_ADVANTAGES}:grpo", _GROUP),
+        "rloo": Builtin(f"{_ADVANTAGES}:rloo", _GROUP),
+        "reinforce++": Builtin(f"{_ADVANTAGES}:reinforce_plus_plus", _reads()),
+        "reinforce++_baseline": Builtin(f"{_ADVANTAGES}:reinforce_plus_plus_baseline", _GROUP),
+        "maxrl": Builtin(f"{_ADVANTAGES}:maxrl", _GROUP),
+        "opo": Builtin(f"{_ADVANTAGES}:opo", _GROUP),
+        "remax": Builtin(f"{_BASELINES}:remax", _reads("greedy_rewards")),
+        "grpo_pass_at_k": Builtin(f"{_BASELINES}:grpo_pass_at_k", _GROUP),
+        "gpg": Builtin(f"{_BASELINES}:gpg", _GROUP),
+        "optimal_token_baseline": Builtin(
+            f"{_BASELINES}:optimal_token_baseline", _reads("old_logprobs", "sum_pi_squared", whole_groups=True)
+        ),
+        "gdpo": Builtin(f"{_BASELINES}:gdpo", _reads("reward_components", whole_groups=True)),
+        "on_policy_distillation": Builtin(
+            f"{_ADVANTAGES}:on_policy_distillation", Reads(columns=_DISTILLED, teacher="other_model")
+        ),
+        "self_distillation": Builtin(
+            f"{_ADVANTAGES}:on_policy_distillation", Reads(columns=_DISTILLED, teacher="policy")
+        ),
+    },
+    given=("inputs", "config"),
+    readable=frozenset(
+        {"old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "greedy_rewards", "reward_components"}
+    ),
+)
+"""`(AdvantageInputs, AlgorithmConfig) -> AdvantageOutput`. A custom one that declares nothing is given all there is."""
+
+_RATIO = _reads("advantages", "old_logprobs", tokenwise=True)
+_RATIO_OF_ROW = _reads("advantages", "old_logprobs")
+_FROM_ROLLOUT = _reads("advantages", "rollout_logprobs", tokenwise=True)
+
+POLICY_LOSSES = Seam(
+    "trainer.algorithm.policy_loss",
+    {
+        "regular": Builtin(f"{_CLIPPED}:regular", _RATIO),
+        "dual_clip": Builtin(f"{_CLIPPED}:dual_clip", _RATIO),
+        "gspo": Builtin(f"{_SEQUENCE}:gspo", _RATIO_OF_ROW),
+        "gmpo": Builtin(f"{_SEQUENCE}:gmpo", _RATIO_OF_ROW),
+        "vespo": Builtin(f"{_SEQUENCE}:vespo", _RATIO_OF_ROW),
+        "cispo": Builtin(f"{_WEIGHTED}:cispo", _RATIO),
+        "sapo": Builtin(f"{_WEIGHTED}:sapo", _RATIO),
+        "clip_cov": Builtin(f"{_CLIPPED}:clip_cov", _RATIO_OF_ROW),
+        "kl_cov": Builtin(f"{_CLIPPED}:kl_cov", _RATIO_OF_ROW),
+        "rollout_is": Builtin(f"{_WEIGHTED}:rollout_is", _FROM_ROLLOUT),
+        "dppo": Builtin(f"{_WEIGHTED}:dppo", _FROM_ROLLOUT),
+        "importance_sampling": Builtin(f"{_WEIGHTED}:importance_sampling", _RATIO),
+        "reinforce": Builtin(f"{_WEIGHTED}:reinforce", _reads("advantages", tokenwise=True)),
+        "cross_entropy": Builtin(f"{_WEIGHTED}:cross_entropy", _reads(tokenwise=True)),
+    },
+    given=("inputs", "config"),
+    readable=frozenset({"advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs", "values"}),
+    undeclared=Reads(columns=frozenset({"advantages", "old_logprobs"}), declared=False),
+)
+"""`(PolicyLossInputs, AlgorithmConfig) -> PolicyLossOutput`."""
+
+MICRO_BATCH_STRATEGIES = Seam(
+    "trainer.micro_batching",
+    {
+        "fixed": Builtin("skyrl_train.batch.microbatch:fixed"),
+        "token_budget": Builtin("skyrl_train.batch.microbatch:token_budget"),
+        # Until a learner has found its own budget (batch/memory_batches.py).
+        "auto": Builtin("skyrl_train.batch.microbatch:token_budget"),
+    },
+    given=("config",),
+)
+"""`(TrainerConfig) -> MicroBatchStrategy`."""
+
+ROW_FORMATS = Seam(
+    "data.row_format",
+    {
+        "prompt": Builtin("skyrl_train.data.rows:own_columns"),
+        "gsm8k": Builtin("skyrl_train.data.gsm8k:published_row"),
+    },
+    given=("row",),
+)
+"""`(Row) -> columns`: see `data/rows.py`."""

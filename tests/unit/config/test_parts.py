@@ -1,0 +1,220 @@
+"""What parts read and which arguments they take: the declarations hold, and what a run computes follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_train.algorithms.estimate import advantage_inputs, estimate_advantages
+from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs, PolicyLossOutput
+from skyrl_train.algorithms.losses import is_tokenwise, policy_loss
+from skyrl_train.batch.minibatch import close_mini_batch
+from skyrl_train.config.algorithm import AlgorithmConfig, needs_critic, needs_reference
+from skyrl_train.config.fields import parts_of
+from skyrl_train.config.load import load_config
+from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS, MICRO_BATCH_STRATEGIES, POLICY_LOSSES
+from skyrl_train.config.passes import needs_old_logprobs
+from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, TrainerConfig
+from skyrl_train.config.validate import validate_config
+from skyrl_train.errors import BatchError, ConfigError
+from skyrl_train.registry import Seam, reads, split_spec
+from tests.advantage_oracles import advantage_inputs_of, random_samples
+from tests.learner_cases import make_batch, make_learner, save_tiny_model
+from tests.loss_oracles import random_loss_inputs
+
+PARTS = parts_of(Config)
+OPTIONAL = ("values", "old_logprobs", "ref_logprobs", "sum_pi_squared", "greedy_rewards", "reward_components")
+COMPONENTS = AlgorithmConfig(reward_components={"correct": 1.0, "length": 0.5})
+
+
+def groups() -> AdvantageInputs:
+    return advantage_inputs_of(random_samples(5, binary_rewards=True), step_wise=True)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+def test_an_estimator_computes_the_same_from_the_columns_that_it_declares(name: str) -> None:
+    declared = ADVANTAGE_ESTIMATORS.reads(name).columns
+    hidden = replace(groups(), **dict.fromkeys(set(OPTIONAL) - declared))
+    expected = ADVANTAGE_ESTIMATORS[name](groups(), COMPONENTS)
+    assert torch.equal(ADVANTAGE_ESTIMATORS[name](hidden, COMPONENTS).advantages, expected.advantages)
+    for column in declared:
+        with pytest.raises(BatchError, match=f"needs {column}"):
+            ADVANTAGE_ESTIMATORS[name](replace(groups(), **{column: None}), COMPONENTS)
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+def test_an_estimator_of_whole_groups_gives_a_prompts_only_sample_nothing(name: str) -> None:
+    inputs = groups()
+    alone = replace(inputs, prompt_index=inputs.trajectory_index)
+    worthless = not ADVANTAGE_ESTIMATORS[name](alone, COMPONENTS).advantages.any()
+    assert worthless == ADVANTAGE_ESTIMATORS.reads(name).whole_groups
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_a_loss_computes_the_same_from_the_columns_that_it_declares(name: str) -> None:
+    """`policy_loss` hides the others; a loss that reads one of them gives NaN or fails."""
+    inputs = random_loss_inputs(3)
+    expected = POLICY_LOSSES[name](inputs, AlgorithmConfig()).token_losses
+    assert torch.equal(policy_loss(inputs, AlgorithmConfig(policy_loss=name)).token_losses, expected)
+    for column in POLICY_LOSSES.reads(name).columns:
+        changed = replace(inputs, **{column: getattr(inputs, column) - 0.5})
+        assert not torch.equal(POLICY_LOSSES[name](changed, AlgorithmConfig()).token_losses, expected), column
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_a_tokenwise_loss_reads_nothing_of_other_tokens(name: str) -> None:
+    inputs = random_loss_inputs(3, spread=1.0)
+    one_a_row = {
+        column: value.flatten().unsqueeze(1) for column, value in vars(inputs).items() if torch.is_tensor(value)
+    }
+    config = AlgorithmConfig(clip_cov_share=0.3, clip_cov_low=0.0, kl_cov_share=0.3)
+    whole = POLICY_LOSSES[name](inputs, config).token_losses.flatten()
+    apart = POLICY_LOSSES[name](PolicyLossInputs(**one_a_row), config).token_losses.flatten()
+    assert torch.equal(whole, apart) == POLICY_LOSSES.reads(name).tokenwise
+
+
+@pytest.mark.parametrize("path", sorted(PARTS))
+def test_every_built_in_name_is_there_and_needs_no_argument(path: str) -> None:
+    for name in PARTS[path]:
+        assert PARTS[path].violations({"_target_": PARTS[path].builtins[name].target}) == []
+
+
+# Custom parts, as a user's module has them.
+
+
+@reads("ref_logprobs", "old_logprobs", whole_groups=True)
+def nearer_to_reference(inputs: AdvantageInputs, _config: AlgorithmConfig, *, scale: float = 1.0) -> AdvantageOutput:
+    assert inputs.values is None, "not declared"
+    assert inputs.ref_logprobs is not None
+    assert inputs.old_logprobs is not None
+    found = torch.where(inputs.loss_mask, scale * (inputs.ref_logprobs - inputs.old_logprobs), 0.0)
+    return AdvantageOutput(advantages=found.to(inputs.rewards.dtype), returns=torch.zeros_like(inputs.rewards))
+
+
+@reads("advantages", "ref_logprobs", "values", tokenwise=True)
+def of_everything(inputs: PolicyLossInputs, _config: AlgorithmConfig, *, tau: float) -> PolicyLossOutput:
+    assert inputs.rollout_logprobs is None, "not declared"
+    assert inputs.ref_logprobs is not None
+    assert inputs.values is not None
+    losses = inputs.logprobs * (tau * inputs.ref_logprobs + inputs.values - inputs.advantages)
+    return PolicyLossOutput(token_losses=torch.where(inputs.loss_mask, losses, 0.0))
+
+
+@reads("advantages")
+def reads_more_than_it_says(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossOutput:
+    return PolicyLossOutput(token_losses=torch.where(inputs.loss_mask, inputs.logprobs - inputs.old_logprobs, 0.0))
+
+
+@reads("advantages", "entropies")
+def reads_what_there_is_not(inputs: PolicyLossInputs, _config: AlgorithmConfig) -> PolicyLossOutput:
+    return PolicyLossOutput(token_losses=inputs.logprobs)
+
+
+class InOneGo:
+    def __init__(self, _config: TrainerConfig, *, parts: int = 1) -> None:
+        self.parts = parts
+
+    def split(self, batch: Any, *, training: bool) -> list[torch.Tensor]:
+        return list(torch.arange(batch.num_rows).tensor_split(self.parts))
+
+
+LOSS = {"_target_": "test_parts:of_everything", "tau": 0.25}
+ESTIMATOR = {"_target_": "test_parts.nearer_to_reference", "scale": 3.0}
+
+
+def test_what_a_run_computes_follows_from_what_custom_parts_read() -> None:
+    loss, estimator = AlgorithmConfig(policy_loss=LOSS), AlgorithmConfig(advantage_estimator=ESTIMATOR)
+    assert needs_reference(loss)
+    assert needs_reference(estimator)
+    assert needs_critic(loss)
+    assert not needs_critic(estimator)
+    assert is_tokenwise(loss)
+    several_steps = TrainerConfig(train_batch_size=8, policy_mini_batch_size=4)
+    assert not needs_old_logprobs(replace(several_steps, algorithm=loss))
+    assert needs_old_logprobs(TrainerConfig(train_batch_size=8, policy_mini_batch_size=8, algorithm=estimator))
+    one_sample = load_config(
+        {"generator": {"n_samples_per_prompt": 1}, "trainer": {"algorithm": {"advantage_estimator": ESTIMATOR}}}
+    )
+    assert "generator.n_samples_per_prompt" in [violation.field for violation in validate_config(one_sample)]
+
+
+def test_a_custom_estimator_is_given_the_reference_that_it_declares() -> None:
+    batch = make_batch([5, 9, 7, 12]).with_columns(values=torch.zeros(33))
+    config = AlgorithmConfig(advantage_estimator=ESTIMATOR)
+    found = estimate_advantages(batch, config)["advantages"]
+    expected = torch.where(batch["loss_mask"], 3.0 * (batch["ref_logprobs"] - batch["old_logprobs"]), 0.0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    assert advantage_inputs(batch, config).values is not None, "the batch has them"
+
+
+def test_a_custom_loss_is_given_the_reference_and_the_values_that_it_declares(tmp_path: Any) -> None:
+    batch = make_batch([5, 9, 7, 12])
+    batch = batch.with_columns(values=torch.linspace(-1, 1, batch.num_tokens, dtype=torch.float64))
+    algorithm = AlgorithmConfig(policy_loss=LOSS)
+    learner = make_learner(save_tiny_model(tmp_path, tokenizer=True), algorithm=algorithm, double=True)
+    mini_batch = close_mini_batch(batch, loss_reduction="token_mean", max_sequence_length_for_norm=64)
+    found = learner.forward_backward(mini_batch)["loss/policy"].value
+    token_losses = learner.forward(batch) * (0.25 * batch["ref_logprobs"] + batch["values"] - batch["advantages"])
+    assert found == pytest.approx(float(token_losses[batch["loss_mask"]].mean()), rel=1e-9)
+    with pytest.raises(BatchError, match="no column 'values'"):
+        learner.forward_backward(replace(mini_batch, batch=mini_batch.batch.without_columns("values")))
+
+
+def test_a_loss_that_reads_more_than_it_declares_is_not_given_a_number() -> None:
+    losses = policy_loss(
+        random_loss_inputs(0), AlgorithmConfig(policy_loss="test_parts:reads_more_than_it_says")
+    ).token_losses
+    assert losses.isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("seam", "spec", "field", "told"),
+    [
+        (
+            POLICY_LOSSES,
+            {**LOSS, "tua": 1},
+            ".tua",
+            "is no argument of test_parts:of_everything, which takes tau; got 1. ",
+        ),
+        (POLICY_LOSSES, {"_target_": "test_parts:of_everything"}, ".tau", "must be given to test_parts:of_everything"),
+        (POLICY_LOSSES, {"_target_": "gspo", "tau": 1}, ".tau", "is no argument of gspo, which takes none"),
+        (POLICY_LOSSES, "test_parts:reads_what_there_is_not", "", "cannot read entropies; it can read advantages, "),
+        (POLICY_LOSSES, "test_parts:LOSS", "", "must name a class or a function; got 'test_parts:LOSS' (dict)"),
+        (POLICY_LOSSES, "test_parts:no_such", "", "module 'test_parts' has no attribute 'no_such'"),
+        (POLICY_LOSSES, "no_such_module:loss", "", "No module named 'no_such_module'"),
+        (POLICY_LOSSES, "reglar", "", "Did you mean 'regular'?"),
+        (MICRO_BATCH_STRATEGIES, {"_target_": "test_parts:InOneGo", "part": 2}, ".part", "Did you mean 'parts'?"),
+    ],
+)
+def test_what_is_wrong_with_a_part_is_named(seam: Seam, spec: Any, field: str, told: str) -> None:
+    (violation,) = seam.violations(spec)
+    assert violation.field == seam.setting + field
+    assert told in str(violation)
+
+
+def test_a_target_may_be_written_with_dots_and_built_in_names_take_the_idiom_too() -> None:
+    assert split_spec(ESTIMATOR) == ("test_parts:nearer_to_reference", {"scale": 3.0})
+    assert POLICY_LOSSES.resolve({"_target_": "gspo"}) is POLICY_LOSSES["gspo"]
+    assert POLICY_LOSSES.reads("skyrl_train.algorithms.weighted_losses:reinforce") == POLICY_LOSSES.reads("reinforce")
+
+
+def test_a_part_is_read_from_a_configuration_and_needs_its_target() -> None:
+    tree = {"trainer": {"algorithm": {"policy_loss": LOSS}, "micro_batching": {"_target_": "test_parts:InOneGo"}}}
+    config = replace(load_config(tree), critic=CriticConfig(model=CriticModelConfig(path="policy")))
+    assert config.trainer.algorithm.policy_loss == LOSS
+    assert validate_config(config) == []
+    with pytest.raises(
+        ConfigError, match=r"micro_batching: must name the part as _target_.*micro_batching=\{_target_:"
+    ):
+        load_config({"trainer": {"micro_batching": {"parts": 2}}})
+
+
+def test_a_critic_is_asked_for_by_whatever_reads_values() -> None:
+    config = Config(trainer=TrainerConfig(algorithm=AlgorithmConfig(policy_loss=LOSS)))
+    found = {violation.field: violation.rule for violation in validate_config(config)}
+    assert found == {
+        "critic.model.path": "must be given: policy_loss=test_parts:of_everything(tau=0.25) needs a value model"
+    }
