@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.stage import stage
 from skyrl_train.config.passes import sums_once_a_step
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
@@ -22,12 +23,14 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.probe import Prober
 from skyrl_train.learner.sizing import hold_everything
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.equivalence.test_layouts import ALGORITHM, flat_gradient
+from tests.equivalence.test_layouts import ALGORITHM as LAYOUT_ALGORITHM
 from tests.gloo_ranks import on_ranks
-from tests.layout_cases import close, distance
+from tests.layout_cases import close, distance, flat_gradient, on_policy
 from tests.learner_cases import fixed_rows, make_batch, make_double, make_learner, save_tiny_model
 from tests.memory_cases import size_itself
 
+ALGORITHM = replace(LAYOUT_ALGORITHM, policy_loss="kl_cov", kl_estimator="abs")
+"""Terms with a kink where the old and the new log-probability are equal."""
 ROWS, LENGTH = 16, 16
 """Of a mini-batch, in micro-batches of two rows on each of two ranks."""
 
@@ -37,6 +40,8 @@ class Found:
     """By one rank."""
 
     gradient: Tensor
+    on_policy_gradient: Tensor
+    """With old and reference log-probabilities that the sharded model computed itself."""
     num_exchanges: int
     probed_bytes: int
     peak_bytes: int
@@ -71,6 +76,19 @@ def sharded_learner(folder: Path, sync: GradientSync, *, double: bool) -> Policy
     return PolicyLearner(engine, model=ModelConfig(), algorithm=ALGORITHM, temperature=1.0)
 
 
+def scored_by_itself(learner: PolicyLearner, closed: MiniBatch) -> MiniBatch:
+    """As in the first optimizer step after scoring."""
+    return replace(closed, batch=on_policy(closed.batch, learner.forward(closed.batch)))
+
+
+def whole_gradient(learner: PolicyLearner) -> Tensor:
+    """Of all ranks, and none left behind."""
+    full, parameters = learner.engine.strategy.full, learner.engine.parameters.values()
+    found = torch.cat([full(p.grad).flatten() for p in parameters if p.grad is not None])
+    learner.engine.zero_grad()
+    return found
+
+
 def run_rank(rank: int, folder: Path, sync: GradientSync) -> Found:
     closed = close(make_batch([LENGTH] * ROWS))
     shard = replace(closed, batch=stage(closed.batch, 2).shards[rank])
@@ -79,8 +97,9 @@ def run_rank(rank: int, folder: Path, sync: GradientSync) -> Found:
     dist.reduce_scatter_single = counted
     learner.forward_backward(shard)
     num_exchanges = counted.count
-    full = learner.engine.strategy.full
-    gradient = torch.cat([full(p.grad).flatten() for p in learner.engine.parameters.values() if p.grad is not None])
+    gradient = whole_gradient(learner)
+    learner.forward_backward(scored_by_itself(learner, shard))
+    on_policy_gradient = whole_gradient(learner)
     left = len(list(learner.engine.strategy.whole_gradients(learner.engine.model)))
 
     measured, meter = sharded_learner(folder, sync, double=False), CountingMeter(1 << 40)
@@ -92,6 +111,7 @@ def run_rank(rank: int, folder: Path, sync: GradientSync) -> Found:
     metrics = measured.forward_backward(replace(single, batch=stage(single.batch, 2).shards[rank]))
     return Found(
         gradient=gradient,
+        on_policy_gradient=on_policy_gradient,
         num_exchanges=num_exchanges,
         probed_bytes=probe.peak_bytes,
         peak_bytes=round(metrics["memory/policy_peak_gib"].value * GIB),
@@ -106,8 +126,11 @@ def test_one_exchange_a_step_leaves_the_gradient_and_is_probed_for_what_it_holds
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     save_tiny_model(tmp_path)
     alone = make_learner(tmp_path, double=True, algorithm=ALGORITHM)
-    alone.forward_backward(close(make_batch([LENGTH] * ROWS)))
+    closed = close(make_batch([LENGTH] * ROWS))
+    alone.forward_backward(closed)
     expected = flat_gradient(alone)
+    alone.forward_backward(scored_by_itself(alone, closed))
+    expected_on_policy = flat_gradient(alone)
     each = on_ranks(run_rank, tmp_path, "micro_batch")
     once = on_ranks(run_rank, tmp_path, "step")
     num_blocks = once[0].num_exchanges
@@ -115,6 +138,7 @@ def test_one_exchange_a_step_leaves_the_gradient_and_is_probed_for_what_it_holds
     assert [found.num_exchanges for found in once] == [num_blocks] * 2
     for found in (*each, *once):
         assert distance(found.gradient, expected) < 1e-10
+        assert distance(found.on_policy_gradient, expected_on_policy) < 1e-10
         assert found.left == 0
         assert found.peak_bytes == pytest.approx(found.probed_bytes, rel=0.02)
     assert once[0].probed_bytes > each[0].probed_bytes, "whole gradients are held beside the activations"

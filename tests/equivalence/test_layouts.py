@@ -140,10 +140,14 @@ def test_recomputed_activations_give_the_same_gradient(
     assert distance(found, expected) < TOLERANCE
 
 
+@pytest.mark.parametrize("regime", ["drawn", "own"])
 @pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
-def test_metrics_are_those_of_the_rows(learner: PolicyLearner, layout: str, merge: bool) -> None:
+def test_metrics_are_those_of_the_rows(learner: PolicyLearner, layout: str, merge: bool, regime: Regime) -> None:
+    batch = batch_of(learner, 3, regime)
+
     def metrics() -> dict[str, float]:
-        values = to_values(learner.forward_backward(close(tree_batch(3))))
+        scored = on_policy(batch, learner.forward(batch)) if regime == "own" else batch
+        values = to_values(learner.forward_backward(close(scored)))
         learner.engine.zero_grad()
         return {name: value for name, value in values.items() if not name.startswith("layout/")}
 
@@ -211,7 +215,10 @@ def test_two_ranks_score_as_one(learner: PolicyLearner, layout: str, merge: bool
 
 @pytest.mark.parametrize(("layout", "merge"), LAYOUTS)
 def test_a_value_loss_has_one_gradient(learner: PolicyLearner, layout: str, merge: bool) -> None:
-    """As a critic does: the value of the state from which a token was sampled, of every row's own token."""
+    """As a critic does: the value of the state from which a token was sampled, of every row's own token.
+
+    With values that the critic itself computed: `test_layouts_of_critics.py`.
+    """
     torch.manual_seed(0)
     head = nn.Linear(32, 1, dtype=torch.float64)
 

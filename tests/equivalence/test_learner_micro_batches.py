@@ -74,18 +74,22 @@ def test_any_row_order_gives_the_same_gradient(learner: PolicyLearner) -> None:
 
 def test_dummy_rows_change_nothing(learner: PolicyLearner) -> None:
     batch = make_batch(LENGTHS)
-    assert_same(gradient(learner, batch.pad_rows(5), rows=3), gradient(learner, batch, rows=3))
+    for each in (batch, on_policy(batch, learner.forward(batch))):
+        assert_same(gradient(learner, each.pad_rows(5), rows=3), gradient(learner, each, rows=3))
 
 
-def test_mini_batches_of_one_step_may_be_computed_apart(learner: PolicyLearner) -> None:
+@pytest.mark.parametrize("own_scores", [False, True])
+def test_mini_batches_of_one_step_may_be_computed_apart(learner: PolicyLearner, own_scores: bool) -> None:
     """As ranks do: each computes some rows of the closed mini-batch, and the gradients are added."""
-    closed = close_mini_batch(make_batch(LENGTHS), loss_reduction="sequence_mean", max_sequence_length_for_norm=64)
+    batch = make_batch(LENGTHS)
+    batch = on_policy(batch, learner.forward(batch)) if own_scores else batch
+    closed = close_mini_batch(batch, loss_reduction="sequence_mean", max_sequence_length_for_norm=64)
     parts = []
     for rows in ([0, 5, 2], [1, 3, 4, 6, 7]):
         learner.engine.zero_grad()
         learner.forward_backward(type(closed)(batch=closed.batch.take(rows), denominators=closed.denominators))
         parts.append(torch.cat([p.grad.flatten() for p in learner.engine.parameters.values() if p.grad is not None]))
-    whole, _ = gradient(learner, make_batch(LENGTHS), reduction="sequence_mean")
+    whole, _ = gradient(learner, batch, reduction="sequence_mean")
     assert float((parts[0] + parts[1] - whole).norm() / whole.norm()) < 1e-10
 
 
@@ -122,6 +126,9 @@ def test_one_row_per_turn_equals_one_row_per_trajectory(learner: PolicyLearner, 
         gradient(learner, one_row, reduction=reduction),
     )
     assert_same(found, expected)
+    scored = gradient(learner, step_wise, rows=3, reduction=reduction, scores_first=True)[0]
+    plain = gradient(learner, one_row, reduction=reduction, scores_first=True)[0]
+    assert float((scored - plain).norm() / plain.norm()) < 1e-10
 
 
 def test_one_turn_step_wise_is_the_same_batch(learner: PolicyLearner) -> None:
@@ -130,6 +137,8 @@ def test_one_turn_step_wise_is_the_same_batch(learner: PolicyLearner) -> None:
     step_wise = batch.with_columns(
         step_index=torch.zeros(8, dtype=torch.int32), is_last_step=torch.ones(8, dtype=torch.bool)
     )
-    found, expected = gradient(learner, step_wise, rows=3), gradient(learner, batch, rows=3)
-    assert torch.equal(found[0], expected[0])
-    assert found[1] == expected[1]
+    for scores_first in (False, True):
+        found = gradient(learner, step_wise, rows=3, scores_first=scores_first)
+        expected = gradient(learner, batch, rows=3, scores_first=scores_first)
+        assert torch.equal(found[0], expected[0])
+        assert found[1] == expected[1]

@@ -1,6 +1,7 @@
 """What a loss reads of other rows and other tokens of its step is the same however the step is laid out.
 
-The old log-probabilities lie near the model's own, as they do in training, so that ratios are near 1.
+The old log-probabilities lie near the model's own, as they do in training, so that ratios are near 1; and they are the
+model's own, as in the first step after scoring.
 """
 
 from __future__ import annotations
@@ -56,12 +57,19 @@ CASES = {
 }
 
 
+SEVERAL_ROWS = [layout for layout in ALL_DIFFERENT if layout.step_wise]
+"""A trajectory lies in several rows, and on several ranks."""
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_trajectory_in_several_rows_has_the_gradient_of_one_row(model: nn.Module, name: str) -> None:
     step = Step(algorithm=CASES[name])
     expected = learner_gradient(model, step, fixed_rollouts())
     for layout in ALL_DIFFERENT:
         assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout), expected)
+    on_policy = learner_gradient(model, step, fixed_rollouts(), regime="shared")
+    for layout in SEVERAL_ROWS:
+        assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout, "own"), on_policy)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "prefix_shared"])

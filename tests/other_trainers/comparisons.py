@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,9 +23,12 @@ from skyrl_train.algorithms.off_policy import off_policy_weights
 from skyrl_train.algorithms.ratios import rows_of
 from skyrl_train.algorithms.reduce import masked_mean, whiten
 from skyrl_train.algorithms.rejection import rejected
+from skyrl_train.algorithms.resampling import with_sample_counts
 from skyrl_train.algorithms.step_columns import high_entropy
-from skyrl_train.config.algorithm import REJECTION_CRITERIA, AlgorithmConfig, OffPolicyConfig
+from skyrl_train.config.algorithm import REJECTION_CRITERIA, AlgorithmConfig, FilterConfig, OffPolicyConfig
+from skyrl_train.seeding import derive_seed
 from tests.advantage_oracles import Sample, advantage_inputs_of, random_samples
+from tests.learner_cases import make_batch
 from tests.loss_oracles import random_loss_inputs
 from tests.other_trainers.functions import module_of, openrlhf_loss, skyrl_loss, trl_loss, verl_policy_loss
 
@@ -558,7 +562,34 @@ ADVANTAGES = (
     _group("maxrl", "SkyRL", SKYRL, "compute_maxrl_advantage", samples=partial(differing, binary=True)),
 )
 
-COMPARISONS = (*LOSSES, *CORRECTIONS, *ADVANTAGES)
+
+class _Columns(dict[str, Tensor]):
+    """What verl's function reads and sets of a TensorDict."""
+
+    batch_size: tuple[int, ...] = ()
+
+
+def resampling_errors(seed: int, *, name: Literal["pow", "max_min", "max_random"]) -> Errors:
+    """How often each trajectory is drawn, from the same random numbers; scores are sums of halves, which are exact."""
+    rng = np.random.default_rng(seed)
+    batch = make_batch(rng.integers(4, 20, int(rng.integers(1, 9)) * 2).tolist(), seed=seed)
+    rewards = torch.from_numpy(rng.integers(-2, 4, batch.num_tokens) / 2)
+    batch = batch.with_columns(rewards=torch.where(batch["loss_mask"], rewards, 0.0))
+    ours = with_sample_counts(batch, FilterConfig(resample=name), seed=seed)["sample_count"]
+    columns = {"token_level_scores": batch.padded("rewards"), "row": torch.arange(batch.num_rows)}
+    data = SimpleNamespace(batch=_Columns(columns), non_tensor_batch={}, meta_info={})
+    function = module_of(VERL).compute_pf_ppo_reweight_data
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "resample", batch.metadata.global_step))
+        theirs = torch.bincount(function(data, name, 2.0).batch["row"], minlength=batch.num_rows)
+    return float((ours - theirs).abs().max()), 0.0
+
+
+RESAMPLING = tuple(
+    Comparison(f"filters.resample={name}", "verl: compute_pf_ppo_reweight_data", partial(resampling_errors, name=name))
+    for name in ("pow", "max_min", "max_random")
+)
+COMPARISONS = (*LOSSES, *CORRECTIONS, *ADVANTAGES, *RESAMPLING)
 
 
 def largest_errors(comparison: Comparison, num_draws: int) -> Errors:

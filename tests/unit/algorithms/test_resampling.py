@@ -11,6 +11,7 @@ from skyrl_train.algorithms.resampling import sampling_weights, with_sample_coun
 from skyrl_train.batch.minibatch import LOSS_REDUCTIONS, close_mini_batch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import FilterConfig
+from tests.equivalence.layouts import fixed_rollouts, scored_batch
 from tests.learner_cases import make_batch
 
 COUNTS = [2, 0, 1, 3, 0, 0]
@@ -38,6 +39,26 @@ def test_counted_trajectories_weigh_what_copies_of_them_do(reduction: str) -> No
     for place, row in enumerate(rows):
         by_copies[row] += float(expected.batch.take([place])["loss_weights"].sum())
     assert whole == pytest.approx(by_copies, abs=1e-15)
+
+
+@pytest.mark.parametrize("reduction", sorted(LOSS_REDUCTIONS))
+def test_all_turns_of_a_trajectory_count_as_often_as_the_trajectory_in_one_row(reduction: str) -> None:
+    weights, counts = {}, {}
+    for step_wise in (False, True):
+        drawn = with_sample_counts(
+            scored_batch(fixed_rollouts(), step_wise=step_wise), FilterConfig(resample="pow"), seed=3
+        )
+        closed = close_mini_batch(drawn, loss_reduction=reduction, max_sequence_length_for_norm=9).batch
+        rows = closed["trajectory_index"].tolist()
+        counts[step_wise] = {(row, count) for row, count in zip(rows, drawn["sample_count"].tolist())}
+        of_token = torch.repeat_interleave(closed["trajectory_index"].long(), closed.lengths)
+        weights[step_wise] = torch.zeros(8, dtype=torch.float64).index_add_(
+            0, of_token[closed["loss_mask"]], closed["loss_weights"][closed["loss_mask"]].double()
+        )
+    assert counts[True] == counts[False]
+    assert sum(count for _, count in counts[True]) == 7, "one of eight failed and is never drawn"
+    assert max(count for _, count in counts[True]) > 1
+    torch.testing.assert_close(weights[True], weights[False], rtol=1e-6, atol=0)
 
 
 def test_draws_are_a_function_of_seed_and_step_and_follow_the_scores() -> None:
