@@ -261,7 +261,7 @@ def load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
 
     Raises CheckpointError where there is no whole checkpoint.
     """
-    if config.trainer.resume_mode != "from_path":
+    if config.trainer.resume_mode not in ("from_path", "fork"):
         return 0
     from skyrl_train.distributed.checkpoint import checkpoint_step
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore

@@ -71,7 +71,8 @@ def _unwinding_on_sigterm() -> Iterator[None]:
 def resume_command(output_dir: str) -> str:
     """The command line of this run with its folder pinned, so that `trainer.resume_mode=latest` finds it."""
     job = HydraConfig.get()
-    kept = [text for text in job.overrides.task if not text.startswith(("output_dir=", "trainer.resume_mode="))]
+    start = ("output_dir=", "trainer.resume_mode=", "trainer.resume_path=")
+    kept = [text for text in job.overrides.task if not text.startswith(start)]
     module = job.job.name if "." in job.job.name else f"skyrl_train.{job.job.name}"
     words = [f"hydra.run.dir={output_dir}", *kept]
     return f"python -m {module} {' '.join(shlex.quote(word) for word in words)}"

@@ -42,12 +42,12 @@ Whatever is wrong is reported before anything is loaded, all at once.
 
 The column "on resume" says what a changed setting means to a run that goes on from a checkpoint:
 
-| class | a run that goes on after the setting changed |
-|---|---|
-| free | goes on: nothing that is learnt depends on the setting |
-| layout | goes on and says so: the same training up to rounding |
-| forks | is refused: it would be another run |
-| fixed | is refused: shapes of the checkpoint, or the meaning of its token ids, follow from the setting |
+| class | the run in that folder | a fork (`trainer.resume_mode=fork trainer.resume_path=RUN_OR_CHECKPOINT`) |
+|---|---|---|
+| free | goes on: nothing that is learnt depends on the setting | goes on |
+| layout | goes on and says so: the same training up to rounding | goes on |
+| forks | is refused: it would be another run | begins there, with weights, optimizer, critic and place in the data kept |
+| fixed | is refused | is refused: shapes of the checkpoint, or the meaning of its token ids, follow from the setting |
 """
 
 

@@ -23,7 +23,7 @@ class Resume(Enum):
     LAYOUT = "layout"
     """It moves work between ranks, engines and micro-batches: rounding differs, and nothing else. The run says so."""
     FORKS = "forks"
-    """It makes another run of it."""
+    """It makes another run of it, which may begin at the checkpoint (`trainer.resume_mode=fork`)."""
     FIXED = "fixed"
     """Shapes of the saved tensors, or what token ids mean, follow from it: no run can begin there with another value."""
 

@@ -224,8 +224,9 @@ class LoopConfig:
     """Save every so many steps; 0 only at the end and on a signal."""
     max_ckpts_to_keep: Free[PositiveInt] = 2
     """Older checkpoints are deleted after a newer one is complete."""
-    resume_mode: Free[Literal["latest", "none", "from_path"]] = "latest"
-    """latest: from this output folder, if it holds a checkpoint. from_path: from `resume_path`."""
+    resume_mode: Free[Literal["latest", "none", "from_path", "fork"]] = "latest"
+    """latest: from this output folder, if it holds a checkpoint. from_path: from `resume_path`. fork: a new run begins at
+    `resume_path`, with other settings."""
     resume_path: Free[str] = ""
     """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder."""
 

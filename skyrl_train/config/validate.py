@@ -128,21 +128,22 @@ def _evaluation(config: Config) -> Iterator[Violation]:
 
 def _resume(config: Config) -> Iterator[Violation]:
     mode, path = config.trainer.resume_mode, config.trainer.resume_path
-    if mode == "from_path" and not path:
+    reads_path = mode in ("from_path", "fork")
+    if reads_path and not path:
         yield violation_of(
             config,
             "trainer.resume_path",
-            "must be given with trainer.resume_mode=from_path",
+            f"must be given with trainer.resume_mode={mode}",
             "set trainer.resume_path to a checkpoint folder or a run's output folder",
         )
-    elif mode == "from_path" and not Path(path).expanduser().is_dir():
+    elif reads_path and not Path(path).expanduser().is_dir():
         yield violation_of(config, "trainer.resume_path", "must be an existing folder", near_path(path))
-    elif mode != "from_path" and path:
+    elif not reads_path and path:
         yield violation_of(
             config,
             "trainer.resume_path",
             f"is not read with trainer.resume_mode={mode}",
-            "add trainer.resume_mode=from_path, or drop trainer.resume_path",
+            "add trainer.resume_mode=from_path (or fork), or drop trainer.resume_path",
         )
 
 

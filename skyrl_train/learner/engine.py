@@ -193,6 +193,7 @@ class ModelEngine:
             role=self.name,
             model=self._tensors(),
             optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
+            optimizer_name=self._config.name if self._config else "",
             steps=self.num_optimizer_steps,
             documents=self.num_documents,
             budgets=self.healing.budgets(),
@@ -203,7 +204,13 @@ class ModelEngine:
     def load(self, folder: Path) -> None:
         """Inverse of `save`. Raises CheckpointError, before anything changes, where names, shapes or types differ."""
         self.residence.require(optimizer=True)
-        stored = state.read(folder, role=self.name, model=self._tensors(), with_optimizer=self._optimizer is not None)
+        stored = state.read(
+            folder,
+            role=self.name,
+            model=self._tensors(),
+            with_optimizer=self._optimizer is not None,
+            optimizer_name=self._config.name if self._config else "",
+        )
         if self._optimizer is not None:
             load_optimizer_tensors(self._optimizer, self.parameters, stored.optimizer)
         with torch.no_grad():

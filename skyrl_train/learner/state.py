@@ -1,7 +1,7 @@
 """A learner's state as files.
 
-state.json               format, role, optimizer steps and documents so far (the schedule follows from them), types, and
-                         where micro-batches size themselves their budgets: found and lowered
+state.json               format, role, the optimizer's name, its steps and documents so far (the schedule follows from them),
+                         types, and where micro-batches size themselves their budgets: found and lowered
 model.safetensors        parameters under their Hugging Face names, tied ones once
 optimizer.safetensors    e.g. `exp_avg.model.norm.weight`; absent for a model without an optimizer
 
@@ -47,6 +47,7 @@ class StoredState:
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)
+    """Empty where it is the state of an optimizer of another name: a fork changed it, and the new one begins without."""
     num_optimizer_steps: int
     num_documents: int
     budgets: tuple[int, ...]
@@ -59,6 +60,7 @@ def write(
     role: str,
     model: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor] | None,
+    optimizer_name: str = "",
     steps: int,
     documents: int,
     budgets: tuple[int, ...] = (),
@@ -70,6 +72,7 @@ def write(
     content = {
         "format": FORMAT,
         "role": role,
+        "optimizer": optimizer_name,
         "num_optimizer_steps": steps,
         "num_documents": documents,
         "memory_budgets": budgets,
@@ -89,8 +92,11 @@ def write(
         raise CheckpointError(f"{folder}: the {role} model could not be written: {error}") from error
 
 
-def read(folder: Path, *, role: str, model: Mapping[str, Tensor], with_optimizer: bool) -> StoredState:
-    """Reads what `write` wrote for a model with these tensors, laid out as they are.
+def read(
+    folder: Path, *, role: str, model: Mapping[str, Tensor], with_optimizer: bool, optimizer_name: str = ""
+) -> StoredState:
+    """Reads what `write` wrote for a model with these tensors, laid out as they are. A checkpoint of before optimizers were
+    named is taken to be of the same one.
 
     Raises CheckpointError for missing or unreadable files, another role, or names, shapes or types that differ.
     """
@@ -101,6 +107,7 @@ def read(folder: Path, *, role: str, model: Mapping[str, Tensor], with_optimizer
         found = (int(content["format"]), str(content["role"]))
         if found != (FORMAT, role):
             raise CheckpointError(f"{folder}: holds format {found[0]}, role {found[1]!r}; expected {FORMAT}, {role!r}")
+        with_optimizer = with_optimizer and content.get("optimizer", optimizer_name) == optimizer_name
         if is_sharded(folder):
             tensors, moments = _read_sharded(folder, model, with_optimizer)
         else:

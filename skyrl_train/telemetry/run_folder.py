@@ -3,6 +3,7 @@
 OUTPUT_DIR/
   config.yaml          the resolved configuration, secrets redacted
   plan.json            every size that was derived from it
+  fork.json            a run that began at another's checkpoint: which, and every setting that changed
   memory.json          micro-batches that size themselves: probes and budgets
   metrics.jsonl        one record a step
   rollouts/            every trajectory, JSON lines
@@ -48,6 +49,7 @@ class RunFolder:
 
     config_file = _Inside("config.yaml")
     plan_file = _Inside("plan.json")
+    fork_file = _Inside("fork.json")
     memory_file = _Inside("memory.json")
     metrics_file = _Inside("metrics.jsonl")
     rollouts = _Inside("rollouts")
@@ -88,6 +90,7 @@ class RunFolder:
             self.wandb,
             self.config_file,
             self.plan_file,
+            self.fork_file,
             self.memory_file,
         )
 

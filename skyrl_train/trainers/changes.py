@@ -46,10 +46,25 @@ class Change:
         """Why the run cannot go on from the checkpoint, and what can be done."""
         was = _shown(self.was)
         rule = f"must be as it was when {checkpoint} was written, which is {was}"
-        way = f"Drop {self.setting}" if self.was is ABSENT else f"Set {self.setting}={was}"
+        ways = [f"Drop {self.setting}" if self.was is ABSENT else f"Set {self.setting}={was}"]
         if self.resume is Resume.FIXED:
             rule += ": shapes of its tensors, or the meaning of its token ids, follow from this"
-        return Violation(field=self.setting, rule=rule, value=_shown(self.now), remedy=f"{way}, or {START_ANEW}")
+        else:
+            ways.append(
+                "begin another run there with "
+                f"trainer.resume_mode=fork trainer.resume_path={checkpoint} and another output_dir=..."
+            )
+        return Violation(
+            field=self.setting, rule=rule, value=_shown(self.now), remedy=f"{', or '.join(ways)}, or {START_ANEW}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For the run's record; null for an entry that is not there."""
+        return {
+            "setting": self.setting,
+            "was": None if self.was is ABSENT else self.was,
+            "is": None if self.now is ABSENT else self.now,
+        }
 
 
 def changes_since(recorded: Flat, config: AnyConfig) -> list[Change]:
@@ -109,8 +124,13 @@ def _schedule_ends(flat: Flat) -> bool:
 def _complete(recorded: Flat, root: type) -> dict[str, Any]:
     """With today's default for every field of which the checkpoint has nothing."""
     stated = {_path_of(name, root) for name in recorded}
-    defaults = {name: value for name, value in flat_config(root()).items() if _path_of(name, root) not in stated}
+    defaults = {name: value for name, value in _defaults(root).items() if _path_of(name, root) not in stated}
     return {**defaults, **recorded}
+
+
+@cache
+def _defaults(root: type) -> Flat:
+    return flat_config(root())
 
 
 def _path_of(name: str, root: type) -> str:

@@ -151,7 +151,7 @@ class PPOTrainer:
         step = self.start.global_step
         with self._phase("sync"):
             steps.sync(self.learners.policy, self.transport, version=step)
-        if self.start.state is None and self.config.trainer.eval_before_train:
+        if self.start.is_first and self.config.trainer.eval_before_train:
             metrics = self._evaluate(step)
             if metrics:
                 self._flush_rollouts()
@@ -261,14 +261,17 @@ class PPOTrainer:
 
     def _load(self, checkpoint: Path) -> None:
         for name, learner in self._changing_models():
-            learner.load(checkpoint / name)
+            if name not in self.start.models_anew:
+                learner.load(checkpoint / name)
 
     def _changing_models(self) -> Iterator[tuple[str, Learner]]:
-        """Those that a checkpoint holds: a reference that stays what it was at the start is not among them."""
+        """Those that a checkpoint holds: a reference that stays what it was at the start is not among them. One that moved
+        before the run was forked is, though it moves no more."""
         yield "policy", self.learners.policy
         if self.learners.critic is not None:
             yield "critic", self.learners.critic
-        if self.learners.reference is not None and self.config.trainer.algorithm.ref_update_interval:
+        moves = self.config.trainer.algorithm.ref_update_interval > 0
+        if self.learners.reference is not None and (moves or self.start.holds_reference):
             yield "reference", self.learners.reference
 
     def _draw(self) -> None:

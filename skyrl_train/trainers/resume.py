@@ -1,4 +1,4 @@
-"""Where a run starts: anew, from its newest checkpoint, or from a stated one; and whether it may go on from there.
+"""Where a run starts: anew, from its newest checkpoint, from a stated one, or as a fork; and whether it may go on there.
 
 A resumed run repeats the steps after the checkpoint and writes the same lines again, so what was written of them is
 cut.
@@ -26,6 +26,7 @@ from skyrl_train.telemetry.metrics_log import cut_metrics_after
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.changes import START_ANEW, Change, changes_since
 from skyrl_train.trainers.evaluation_report import cut_evaluations_after
+from skyrl_train.trainers.fork import Fork, fork_from, is_fork_of
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
 from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, library_versions
 
@@ -44,6 +45,24 @@ class Start:
     """The run in this folder has nothing left to do."""
     notes: tuple[str, ...]
     """What to tell the user, one line each."""
+    fork: Fork | None = None
+    """Where this is a new run that begins at another's checkpoint; `state` is then what it begins with."""
+
+    @property
+    def is_first(self) -> bool:
+        """This run has no steps of its own yet."""
+        return self.state is None or self.fork is not None
+
+    @property
+    def models_anew(self) -> frozenset[str]:
+        """Models that are not taken from the checkpoint."""
+        return self.fork.models_anew if self.fork else frozenset()
+
+    @property
+    def holds_reference(self) -> bool:
+        """The reference is taken from the checkpoint, where an earlier part of the training had moved it."""
+        has = self.checkpoint is not None and (self.checkpoint / "reference").is_dir()
+        return has and "reference" not in self.models_anew
 
     @property
     def global_step(self) -> int:
@@ -71,18 +90,25 @@ def find_start(
         ConfigError: Settings changed that training depends on: all of them, with old and new values.
         CheckpointError: The stated checkpoint cannot be used, or the training prompts are not the same.
     """
-    if config.trainer.resume_mode == "none":
+    mode, resume_path = config.trainer.resume_mode, config.trainer.resume_path
+    if mode == "none":
         return FRESH
-    if config.trainer.resume_mode == "from_path":
-        if not config.trainer.resume_path:
-            raise ConfigError([_missing_resume_path()])
-        checkpoint: Path | None = checkpoints.find(Path(config.trainer.resume_path))
-    else:
-        checkpoint = checkpoints.latest()
+    if mode != "latest" and not resume_path:
+        raise ConfigError([_missing_resume_path(mode)])
+    is_begun = mode == "fork" and is_fork_of(folder, resume_path)
+    checkpoint = checkpoints.latest() if is_begun or mode == "latest" else None
+    is_new_fork = mode == "fork" and checkpoint is None
+    if checkpoint is None and mode != "latest":
+        checkpoint = checkpoints.find(Path(resume_path).expanduser())
     if checkpoint is None:
         return FRESH
     state = TrainerState.read(checkpoint)
-    layout_changes = check_same_run(changes_since(state.config, config), checkpoint)
+    changes = changes_since(state.config, config)
+    if is_new_fork:
+        fork = fork_from(checkpoint, state, config, changes, folder=folder, data=data, total_steps=total_steps)
+        told = (*fork.notes, *_version_changes(state.versions))
+        return Start(checkpoint=checkpoint, state=fork.state, own=False, complete=False, notes=told, fork=fork)
+    layout_changes = check_same_run(changes, checkpoint)
     if state.data != data:
         raise CheckpointError(
             f"the training prompts changed since {checkpoint}: {state.data.num_prompts} prompts with fingerprint "
@@ -118,7 +144,9 @@ def prepare_run_folder(
     elif moved := folder.set_aside():
         why = "" if start.checkpoint else ", which left no checkpoint to go on from or was not asked for"
         notes.append(f"the files of the run that was in {folder.root}{why} are now in {moved}")
-    if start.checkpoint is not None and not start.own:
+    if start.fork is not None:
+        write_json(folder.fork_file, start.fork.record())
+    elif start.checkpoint is not None and not start.own:
         _copy_history(RunFolder(start.checkpoint.parent.parent), folder)
     folder.complete_file.unlink(missing_ok=True)
     cut_metrics_after(folder.metrics_file, start.global_step)
@@ -143,10 +171,10 @@ def check_same_run(changes: Sequence[Change], checkpoint: Path) -> list[str]:
     return [f"{change.line()}: the same training up to rounding" for change in layout]
 
 
-def _missing_resume_path() -> Violation:
+def _missing_resume_path(mode: str) -> Violation:
     return Violation(
         field="trainer.resume_path",
-        rule="must name a checkpoint or a run's output folder where trainer.resume_mode=from_path",
+        rule=f"must name a checkpoint or a run's output folder where trainer.resume_mode={mode}",
         value="''",
         remedy="try trainer.resume_path=OUTPUT_DIR/checkpoints/step_000010",
     )
@@ -169,10 +197,11 @@ def _version_changes(old: Mapping[str, str]) -> list[str]:
 
 
 def _copy_history(source: RunFolder, folder: RunFolder) -> None:
-    """Metrics and evaluations of the run that this one goes on from, so that its curves are whole."""
+    """Metrics, evaluations and origin of the run that this one goes on from, so that its curves are whole."""
     for old, new in (
         (source.metrics_file, folder.metrics_file),
         (source.evaluation_file, folder.evaluation_file),
+        (source.fork_file, folder.fork_file),
     ):
         if old.is_file():
             shutil.copyfile(old, new)

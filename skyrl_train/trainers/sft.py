@@ -121,7 +121,7 @@ class SFTTrainer:
         self.feed.seek(self.data_position)
         self.history = LossHistory.of(read_metrics(self.folder.metrics_file))
         step = self.start.global_step
-        if self.start.state is None and self.config.trainer.eval_before_train:
+        if self.start.is_first and self.config.trainer.eval_before_train:
             metrics = self._evaluate(step)
             if metrics:
                 self.trackers.log({**metrics, **self.timer.finish_step()}, step=step)

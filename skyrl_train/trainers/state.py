@@ -11,6 +11,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -129,13 +130,15 @@ def flat_config(config: AnyConfig) -> dict[str, Any]:
 
 def library_versions() -> dict[str, str]:
     """Versions of Python and of the libraries whose arithmetic or randomness a run depends on."""
-    versions = {"python": platform.python_version()}
-    for name in _LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "not installed as a package"
-    return versions
+    return {"python": platform.python_version(), **{name: _version(name) for name in _LIBRARIES}}
+
+
+@cache
+def _version(library: str) -> str:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return "not installed as a package"
 
 
 def _plain(value: Any) -> Any:

@@ -244,7 +244,7 @@ def test_changed_settings_are_refused_all_at_once_with_old_and_new_values(tmp_pa
     assert found["seed"].value == "7"
     assert found["seed"].rule.endswith("which is 0")
     assert found["trainer.policy_mini_batch_size"].remedy.startswith(
-        "Set trainer.policy_mini_batch_size=2, or start anew"
+        "Set trainer.policy_mini_batch_size=2, or begin another run there with trainer.resume_mode=fork"
     )
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 

@@ -69,6 +69,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"trainer__resume_mode": "from_path"}, "trainer.resume_path"),
     ({"trainer__resume_path": "somewhere"}, "trainer.resume_path"),
     ({"trainer__resume_mode": "from_path", "trainer__resume_path": "/no/such"}, "trainer.resume_path"),
+    ({"trainer__resume_mode": "fork"}, "trainer.resume_path"),
+    ({"trainer__resume_mode": "fork", "trainer__resume_path": "/no/such"}, "trainer.resume_path"),
     ({"generator__backend": "replay"}, "generator.replay_path"),
     ({"generator__backend": "replay", "generator__replay_path": "/no/such"}, "generator.replay_path"),
     ({"generator__replay_path": "somewhere"}, "generator.replay_path"),

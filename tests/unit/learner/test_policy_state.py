@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.errors import CheckpointError
@@ -46,9 +48,65 @@ def test_saved_and_loaded_training_goes_on_bit_for_bit(
     assert same(snapshot(resumed), snapshot(whole))
 
 
-def test_a_save_holds_no_pickle_and_tied_weights_once(folder: Path, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
+def test_a_loaded_optimizer_keeps_its_moments_and_takes_settings_from_the_configuration(
+    folder: Path, tmp_path: Path
+) -> None:
+    first = make_learner(folder, optimizer=OptimizerConfig(lr=1e-2))
+    for seed in (0, 1):
+        first.forward_backward(close(make_batch(LENGTHS, seed=seed, dtype=torch.float32)))
+        first.optim_step()
+    first.save(tmp_path)
+    changed = OptimizerConfig(lr=3e-2, betas=(0.5, 0.7), eps=1e-4, weight_decay=0.3, max_grad_norm=0.0)
+    learner = make_learner(folder, optimizer=changed)
+    learner.load(tmp_path)
+    before = {name: parameter.detach().double() for name, parameter in learner.engine.parameters.items()}
+    moments = {key: value.double() for key, value in load_file(tmp_path / "optimizer.safetensors").items()}
+    learner.forward_backward(close(make_batch(LENGTHS, seed=2, dtype=torch.float32)))
+    gradients = {n: p.grad.detach().double() for n, p in learner.engine.parameters.items() if p.grad is not None}
+    metrics = to_values(learner.optim_step())
+    assert metrics["policy/lr"] == 3e-2
+    for name, weight in before.items():
+        # Decoupled Weight Decay Regularization, arXiv:1711.05101, algorithm 2, at its third step
+        mean = 0.5 * moments[f"exp_avg.{name}"] + 0.5 * gradients[name]
+        square = 0.7 * moments[f"exp_avg_sq.{name}"] + 0.3 * gradients[name] ** 2
+        step = mean / (1 - 0.5**3) / ((square / (1 - 0.7**3)).sqrt() + 1e-4)
+        decay = 0.3 if weight.ndim >= 2 else 0.0
+        expected = weight - 3e-2 * (step + decay * weight)
+        torch.testing.assert_close(learner.engine.parameters[name].double(), expected, rtol=1e-4, atol=1e-6)
 
+
+@pytest.mark.parametrize(("name", "other"), [("adamw", "sgd"), ("sgd", "adamw")])
+def test_an_optimizer_of_another_name_begins_without_state(folder: Path, tmp_path: Path, name: str, other: str) -> None:
+    first = make_learner(folder, optimizer=OptimizerConfig(name=name, lr=1e-2))
+    first.forward_backward(close(make_batch(LENGTHS)))
+    first.optim_step()
+    first.save(tmp_path / "first")
+    second = make_learner(folder, optimizer=OptimizerConfig(name=other, lr=1e-2))
+    second.load(tmp_path / "first")
+    assert dict(second.engine.optimizer.state) == {}
+    assert second.engine.num_optimizer_steps == 1
+    second.forward_backward(close(make_batch(LENGTHS)))
+    second.optim_step()
+    second.save(tmp_path / "second")
+    stored = load_file(tmp_path / "second" / "optimizer.safetensors")
+    assert all(float(value) == 1 for key, value in stored.items() if key.startswith("step."))
+    assert bool(stored) is (other == "adamw")
+
+
+def test_a_save_of_before_optimizers_were_named_is_of_the_same_one(folder: Path, tmp_path: Path) -> None:
+    learner = make_learner(folder)
+    learner.forward_backward(close(make_batch(LENGTHS)))
+    learner.optim_step()
+    learner.save(tmp_path)
+    content = json.loads((tmp_path / "state.json").read_text())
+    del content["optimizer"]
+    (tmp_path / "state.json").write_text(json.dumps(content))
+    loaded = make_learner(folder)
+    loaded.load(tmp_path)
+    assert same(snapshot(loaded), snapshot(learner))
+
+
+def test_a_save_holds_no_pickle_and_tied_weights_once(folder: Path, tmp_path: Path) -> None:
     learner = make_learner(folder)
     learner.forward_backward(close(make_batch(LENGTHS)))
     learner.optim_step()

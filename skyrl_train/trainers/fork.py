@@ -1,0 +1,171 @@
+"""A fork: a new run, in a folder of its own, that begins at a checkpoint of another with settings changed.
+
+Weights, optimizer state, the critic, the place in the data and the count of steps are kept. What follows from a setting that
+changed is made anew: the weights that controllers moved, the place in the data counted in batches of another size, and
+models whose paths changed. The rest of the run then reads its configuration as any other does: the learning rate, for one,
+is set from it at each step and is no part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.algorithms.entropy_controller import initial_entropy_state
+from skyrl_train.algorithms.kl_controller import initial_state
+from skyrl_train.config.passes import reference_is_base
+from skyrl_train.config.rules import Resume
+from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import AnyConfig
+from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.trainers.changes import Change
+from skyrl_train.trainers.state import DataFingerprint, TrainerState
+
+_KL_WEIGHT = ("trainer.algorithm.kl_reward_coef", "trainer.algorithm.kl_controller")
+_ENTROPY_WEIGHT = ("trainer.algorithm.entropy_coef", "trainer.algorithm.entropy_controller")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """Where a fork begins and how it differs from the run that it left."""
+
+    resume_path: str
+    """As stated: a checkpoint, or the folder of the run that is forked."""
+    checkpoint: Path
+    state: TrainerState
+    """Of the checkpoint, as the new run begins with it."""
+    changes: tuple[Change, ...]
+    models_anew: frozenset[str]
+    """Of `critic` and `reference`: those that begin from their own paths, and not from the checkpoint."""
+    notes: tuple[str, ...]
+    """What to tell the user, one line each."""
+
+    def record(self) -> dict[str, Any]:
+        """Content of `fork.json`."""
+        return {
+            "resume_path": self.resume_path,
+            "checkpoint": str(self.checkpoint),
+            "global_step": self.state.global_step,
+            "data_position": self.state.data_position,
+            "changed": [change.to_json() for change in self.changes],
+            "models_anew": sorted(self.models_anew),
+        }
+
+
+def fork_from(
+    checkpoint: Path,
+    state: TrainerState,
+    config: AnyConfig,
+    changes: Sequence[Change],
+    *,
+    folder: RunFolder,
+    data: DataFingerprint,
+    total_steps: int,
+) -> Fork:
+    """What a run with `config` in `folder` takes from the checkpoint.
+
+    Raises ConfigError where the folder is that of the checkpoint's own run, where settings changed that decide shapes or
+    the meaning of token ids, and where no steps are left.
+    """
+    problems = [change.violation(checkpoint) for change in changes if change.resume is Resume.FIXED]
+    if checkpoint.resolve().is_relative_to(folder.root.resolve()):
+        problems.append(_own_folder(folder, checkpoint))
+    if total_steps <= state.global_step:
+        problems.append(_no_steps_left(config, state.global_step, total_steps))
+    if problems:
+        raise ConfigError(problems)
+    changed = {change.setting: change for change in changes}
+    position = _data_position(state, changed, data)
+    models_anew = _models_anew(config, checkpoint, changed)
+    notes = [f"forking from {checkpoint}, after step {state.global_step} of {total_steps}; fork.json lists all changes"]
+    notes += [change.line() for change in changes if change.resume is not Resume.FREE]
+    notes += _data_notes(state, data, position)
+    notes += [f"the {name} begins from its own path, not from the checkpoint" for name in sorted(models_anew)]
+    return Fork(
+        resume_path=config.trainer.resume_path,
+        checkpoint=checkpoint,
+        state=dataclasses.replace(_with_controllers(state, config, changed), data_position=position),
+        changes=tuple(changes),
+        models_anew=models_anew,
+        notes=tuple(notes),
+    )
+
+
+def is_fork_of(folder: RunFolder, resume_path: str) -> bool:
+    """Whether the run in `folder` is a fork that was begun with this `trainer.resume_path`."""
+    try:
+        return bool(json.loads(folder.fork_file.read_text(encoding="utf-8"))["resume_path"] == resume_path)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def _data_position(state: TrainerState, changed: Mapping[str, Change], data: DataFingerprint) -> int:
+    """The epochs that are done and the share of the current one are kept, rounded down to whole batches. Other prompts
+    begin with their first: they are told from the same ones, tokenised or worded otherwise, by their number."""
+    num_prompts = state.data.num_prompts
+    if data.num_prompts != num_prompts:
+        return 0
+    size = changed.get("trainer.train_batch_size")
+    if size is None:
+        return state.data_position
+    was, now = int(size.was), int(size.now)
+    epoch, place = divmod(state.data_position, max(1, num_prompts // was))
+    return epoch * (num_prompts // now) + place * was // now
+
+
+def _data_notes(state: TrainerState, data: DataFingerprint, position: int) -> list[str]:
+    notes = []
+    if data != state.data:
+        notes.append(f"the training prompts changed: {state.data.num_prompts} then, {data.num_prompts} now")
+    if position != state.data_position:
+        notes.append(f"the data go on at position {position}, which was {state.data_position}")
+    return notes
+
+
+def _with_controllers(state: TrainerState, config: AnyConfig, changed: Mapping[str, Change]) -> TrainerState:
+    """A weight that is stated anew begins there, wherever a controller had moved it."""
+    if not isinstance(config, Config):
+        return state
+    algorithm = config.trainer.algorithm
+    if not changed.keys().isdisjoint(_KL_WEIGHT):
+        state = dataclasses.replace(state, kl_controller=initial_state(algorithm))
+    if not changed.keys().isdisjoint(_ENTROPY_WEIGHT):
+        state = dataclasses.replace(state, entropy_controller=initial_entropy_state(algorithm))
+    return state
+
+
+def _models_anew(config: AnyConfig, checkpoint: Path, changed: Mapping[str, Change]) -> frozenset[str]:
+    """A model is kept where the checkpoint has it and its path is the same."""
+    if not isinstance(config, Config):
+        return frozenset()
+    anew = set()
+    if config.critic.model.path and ("critic.model.path" in changed or not (checkpoint / "critic").is_dir()):
+        anew.add("critic")
+    is_held = (checkpoint / "reference").is_dir()
+    if is_held and ("reference.model.path" in changed or reference_is_base(config)):
+        anew.add("reference")
+    return frozenset(anew)
+
+
+def _own_folder(folder: RunFolder, checkpoint: Path) -> Violation:
+    return Violation(
+        field="output_dir",
+        rule=f"must be another folder than that of the run with {checkpoint}: a fork is a new run",
+        value=str(folder.root),
+        remedy="Set output_dir=..., or go on with that run with trainer.resume_mode=from_path",
+    )
+
+
+def _no_steps_left(config: AnyConfig, done: int, total_steps: int) -> Violation:
+    name = "trainer.total_steps" if isinstance(config, Config) else "trainer.num_steps"
+    return Violation(
+        field=name,
+        rule=f"must be more than the {done} steps that are done at the checkpoint",
+        value=str(total_steps),
+        remedy=f"Try {name}={2 * max(done, 1)}",
+    )

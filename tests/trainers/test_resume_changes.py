@@ -1,0 +1,278 @@
+"""What a changed setting does to a run that goes on from a checkpoint: decided by comparing, for settings of every kind."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from skyrl_train.algorithms.kl_controller import KLControllerState
+from skyrl_train.config.fields import SchemaField, fact, is_optional, strip, walk
+from skyrl_train.config.rules import Range
+from skyrl_train.config.schema import Config, LoraConfig
+from skyrl_train.config.sft import AnyConfig, SFTConfig
+from skyrl_train.errors import ConfigError
+from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.trainers.changes import changes_since
+from skyrl_train.trainers.resume import Start, find_start
+from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, flat_config, library_versions
+from tests.fakes_trainer import FolderCheckpoints
+
+DATA = DataFingerprint(num_prompts=96, sha256="ab" * 32)
+SHAPES_AND_TOKENS = {
+    "model.path",
+    "model.tokenizer_path",
+    "model.revision",
+    "model.lora.rank",
+    "model.lora.targets",
+    "critic.model.lora.rank",
+    "critic.model.lora.targets",
+}
+"""What no run can begin from a checkpoint with, changed: other tensors, or other meanings of the same token ids."""
+
+
+@dataclass
+class Saved:
+    """A checkpoint after step 2 of a run in `root`, without weights, which no decision reads."""
+
+    root: Path
+    config: AnyConfig
+
+    def __post_init__(self) -> None:
+        self.checkpoint = self.write(flat_config(self.config))
+
+    def write(self, recorded: Mapping[str, Any]) -> Path:
+        state = TrainerState(
+            global_step=2,
+            data_position=2,
+            weight_version=2,
+            kl_controller=KLControllerState(coef=0.0),
+            totals=Totals(),
+            config=recorded,
+            data=DATA,
+            versions=library_versions(),
+        )
+        folder = RunFolder(self.root)
+        return FolderCheckpoints(folder.checkpoints).write(2, state.write)
+
+    def start(self, config: AnyConfig, *, root: Path | None = None, data: DataFingerprint = DATA) -> Start:
+        """Where a run with `config` starts; in the folder of the checkpoint's run unless given."""
+        folder = RunFolder(root or self.root)
+        steps = config.trainer.total_steps if isinstance(config, Config) else config.trainer.num_steps
+        return find_start(config, folder, FolderCheckpoints(folder.checkpoints), data=data, total_steps=steps)
+
+    def forked(self, config: AnyConfig, **changes: Any) -> Start:
+        """As `config` starts where the advice of a refusal is followed."""
+        trainer = replace(config.trainer, resume_mode="fork", resume_path=str(self.checkpoint))
+        return self.start(replace(config, trainer=trainer), root=self.root.parent / "fork", **changes)
+
+
+def bases() -> list[AnyConfig]:
+    """An ordinary run, one with everything that may be absent, and a supervised one; each of 4 steps."""
+    plain, sft = Config(), SFTConfig()
+    lora = LoraConfig(rank=8)
+    full = replace(
+        plain,
+        model=replace(plain.model, lora=lora),
+        critic=replace(plain.critic, model=replace(plain.critic.model, path="policy", lora=lora)),
+        generator=replace(plain.generator, backend="vllm"),
+        trainer=replace(plain.trainer, docs_per_step=8),
+    )
+    return [
+        *(replace(config, trainer=replace(config.trainer, total_steps=4)) for config in (plain, full)),
+        replace(sft, trainer=replace(sft.trainer, num_steps=4)),
+    ]
+
+
+def another(annotation: Any, value: Any, draw: random.Random) -> Any:
+    """Another value of the same type, within its range."""
+    plain = strip(annotation)
+    if get_origin(plain) is Literal:
+        return draw.choice([choice for choice in get_args(plain) if choice != value])
+    if is_optional(annotation) and value is None:
+        return True if plain is bool else another(plain, plain(), draw)
+    if isinstance(value, Mapping):
+        return {**value, "added": draw.randrange(9)}
+    if plain is bool:
+        return not value
+    if plain in (int, float):
+        rule = fact(annotation, Range) or Range()
+        low = value - 10 if rule.min is None else rule.min
+        high = value + 10 if rule.max is None else rule.max
+        drawn = [draw.randint(int(low), int(high)) if plain is int else draw.uniform(low, high) for _ in range(50)]
+        return next(each for each in drawn if each != value and rule.holds(each))
+    if isinstance(value, tuple):
+        return tuple(another(type(item), item, draw) for item in value) or (another(get_args(plain)[0], 0.5, draw),)
+    return f"{value}_{draw.randrange(9)}"
+
+
+def changed(config: AnyConfig, field: SchemaField, draw: random.Random) -> AnyConfig:
+    """`config` with another value of that one setting."""
+
+    def put(section: Any, names: list[str]) -> Any:
+        name, rest = names[0], names[1:]
+        value = getattr(section, name)
+        return replace(section, **{name: put(value, rest) if rest else another(field.annotation, value, draw)})
+
+    result: AnyConfig = put(config, field.path.split("."))
+    return result
+
+
+def settings(config: AnyConfig) -> list[SchemaField]:
+    read = {"trainer.resume_mode", "trainer.resume_path"}  # which the test itself sets
+    return [field for field in walk(type(config)) if not field.section and field.path not in read]
+
+
+def outcome(start: Callable[[AnyConfig], Start], config: AnyConfig) -> Start | ConfigError:
+    """Where the run starts, or why it does not."""
+    try:
+        return start(config)
+    except ConfigError as error:
+        return error
+
+
+def differing(one: AnyConfig, other: AnyConfig) -> set[str]:
+    """Names of the settings that differ; an alias (`trainer.auto_micro_batch_size`) moves what it stands for, too."""
+    old, new = flat_config(one), flat_config(other)
+    return {name for name in {*old, *new} if old.get(name) != new.get(name)}
+
+
+def cases() -> list[tuple[int, SchemaField, int]]:
+    draw = random.Random(14)
+    every = [(base, field) for base, config in enumerate(bases()) for field in settings(config)]
+    return [(base, field, draw.randrange(10**6)) for base, field in draw.sample(every, 200)]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Saved]:
+    return [Saved(tmp_path_factory.mktemp(f"run{base}") / "run", config) for base, config in enumerate(bases())]
+
+
+def test_200_random_changes_resume_or_fork_or_could_not_work(saved: list[Saved]) -> None:
+    outcomes: dict[str, set[str]] = {"resumes": set(), "forks": set(), "refused": set()}
+    for base, field, seed in cases():
+        of_run = saved[base]
+        config = changed(of_run.config, field, random.Random(seed))
+        resumed = outcome(of_run.start, config)
+        if isinstance(resumed, Start):
+            outcomes["resumes"].add(field.path)
+            continue
+        named = {violation.field for violation in resumed.violations}
+        assert named
+        assert named <= differing(of_run.config, config)
+        forked = outcome(of_run.forked, config)
+        if isinstance(forked, Start):
+            outcomes["forks"].add(field.path)
+            advice = f"trainer.resume_mode=fork trainer.resume_path={of_run.checkpoint} and another output_dir=..."
+            assert all(advice in violation.remedy for violation in resumed.violations)
+            assert all(any(note.startswith(f"{name} was ") for note in forked.notes) for name in named)
+        else:
+            outcomes["refused"].add(field.path)
+            assert re.search("shapes of its tensors|must be more than the 2 steps that are done", str(forked))
+    assert outcomes["refused"] <= SHAPES_AND_TOKENS | {"trainer.total_steps", "trainer.num_steps"}
+    assert min(len(outcomes["resumes"]), len(outcomes["forks"])) > 50
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "generator.http.url",
+        "generator.vllm.num_engines",
+        "generator.vllm.tensor_parallel_size",
+        "generator.vllm.gpu_memory_utilization",
+        "generator.vllm.max_num_seqs",
+        "generator.vllm.max_restarts",
+        "generator.vllm.weight_transport",
+        "generator.merge_stepwise",
+        "generator.verify_weight_sync",
+        "generator.request_timeout_s",
+        "trainer.memory_budget_gb",
+        "trainer.memory_margin",
+        "trainer.memory_retries",
+        "model.compile",
+        "placement.call_timeout_s",
+        "placement.colocate_all",
+        "placement.ray_address",
+    ],
+)
+def test_what_only_moves_work_may_change(saved: list[Saved], path: str) -> None:
+    for of_run in saved[:2]:
+        (field,) = (field for field in settings(of_run.config) if field.path == path)
+        start = of_run.start(changed(of_run.config, field, random.Random(0)))
+        assert start.global_step == 2
+
+
+def test_engines_of_vllm_may_move_behind_a_server_and_back_but_another_sampler_forks(saved: list[Saved]) -> None:
+    of_run = saved[1]
+
+    def with_backend(name: str) -> AnyConfig:
+        return replace(of_run.config, generator=replace(of_run.config.generator, backend=name))
+
+    note = "generator.backend was vllm and is http: the same training up to rounding"
+    assert note in of_run.start(with_backend("http")).notes
+    with pytest.raises(ConfigError, match=r"generator\.backend.*resume_mode=fork"):
+        of_run.start(with_backend("hf"))
+
+
+def test_shapes_of_what_the_checkpoint_does_not_hold_are_free_to_choose(saved: list[Saved]) -> None:
+    plain, full = saved[0], saved[1]
+    lora = LoraConfig(targets=("q_proj",))
+    assert plain.start(replace(plain.config, model=replace(plain.config.model, lora=lora))).global_step == 2
+    critic = full.config.critic
+    begun = plain.forked(replace(plain.config, critic=critic))
+    assert begun.models_anew == {"critic"}
+    rank = replace(critic, model=replace(critic.model, lora=LoraConfig(rank=4)))
+    with pytest.raises(ConfigError, match=r"critic\.model\.lora\.rank.*shapes"):
+        full.forked(replace(full.config, critic=rank))
+
+
+@pytest.mark.parametrize("base", [0, 1, 2])
+def test_a_checkpoint_of_before_a_setting_existed_had_its_default(base: int) -> None:
+    config = bases()[base]
+    flat, default = flat_config(config), flat_config(type(config)())
+    for field in settings(config):
+        recorded = {name: value for name, value in flat.items() if name != field.path}
+        expected = [] if flat.get(field.path) == default.get(field.path) else [field.path]
+        assert [change.setting for change in changes_since(recorded, config)] == expected
+
+
+def test_a_setting_that_is_gone_forks(tmp_path: Path) -> None:
+    config = bases()[0]
+    of_run = Saved(tmp_path / "run", config)
+    of_run.checkpoint = of_run.write({**flat_config(config), "trainer.forgotten": 3})
+    with pytest.raises(ConfigError, match=r"trainer\.forgotten.*which is 3.*not set.*resume_mode=fork"):
+        of_run.start(config)
+    assert "trainer.forgotten was 3 and is not set" in of_run.forked(config).notes
+
+
+def test_an_entry_of_a_mapping_that_was_not_there_is_to_be_dropped(saved: list[Saved]) -> None:
+    of_run = saved[0]
+    environment = replace(of_run.config.environment, kwargs={"db_path": "/x"})
+    with pytest.raises(ConfigError, match=r"environment\.kwargs\.db_path.*Drop environment\.kwargs\.db_path, or"):
+        of_run.start(replace(of_run.config, environment=environment))
+
+
+@pytest.mark.parametrize(
+    ("position", "batch_size", "prompts", "expected"),
+    [
+        (2, 32, 96, 2),
+        (2, 16, 96, 4),  # 64 prompts of the first epoch
+        (4, 16, 96, 8),  # an epoch of 3 batches, which is one of 6, and 32 prompts
+        (2, 48, 96, 1),  # 64 prompts are one batch and a part
+        (2, 32, 95, 0),  # other prompts begin with their first
+    ],
+)
+def test_a_fork_goes_on_where_the_data_were(
+    tmp_path: Path, position: int, batch_size: int, prompts: int, expected: int
+) -> None:
+    of_run = Saved(tmp_path / "run", bases()[0])
+    state = replace(TrainerState.read(of_run.checkpoint), data_position=position)
+    of_run.checkpoint = FolderCheckpoints(RunFolder(of_run.root).checkpoints).write(3, state.write)
+    config = replace(of_run.config, trainer=replace(of_run.config.trainer, train_batch_size=batch_size))
+    start = of_run.forked(config, data=replace(DATA, num_prompts=prompts))
+    assert start.data_position == expected
