@@ -210,10 +210,11 @@ class LoopConfig:
     where tensors are counted; on CUDA a cap, for a device that others use too."""
     memory_margin: LayoutOnly[Annotated[float, Range(0.0, 0.5)]] = 0.05
     """Share by which a micro-batch may need more than was measured at the start (auto)."""
-    memory_probe: LayoutOnly[Literal["measure", "trace", "both"]] = "measure"
+    memory_probe: LayoutOnly[Literal["measure", "trace", "xla", "both"]] = "measure"
     """Where micro-batches that size themselves (auto) know their memory from. measure: forwards and backwards of growing
-    size at the start. trace: torch's own graph of the real step, on tensors without memory; nothing is run. both:
-    measured, beginning at what was traced, and the difference is told."""
+    size at the start. trace: torch's own graph of the real step, on tensors without memory; nothing is run. xla:
+    what XLA plans for a model of the same sizes in JAX (extra `jax`); nothing is run. both: measured, beginning at what
+    was traced, and the difference is told. A plan reads it too."""
     memory_retries: LayoutOnly[NonNegativeInt] = 3
     """How often one mini-batch is cut smaller and computed anew where memory runs out nevertheless (auto)."""
     eval_before_train: Free[bool] = True

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -227,6 +228,26 @@ def _memory_budget(config: Config) -> Iterator[Violation]:
         )
 
 
+def _memory_probe(config: Config) -> Iterator[Violation]:
+    field, probe = "trainer.memory_probe", config.trainer.memory_probe
+    if config.trainer.micro_batching != "auto" or probe == "measure":
+        return
+    if probe == "xla" and find_spec("jax") is None:
+        yield violation_of(
+            config,
+            field,
+            "needs JAX, which is not installed",
+            "pip install 'skyrl_train[jax]', or set trainer.memory_probe=trace",
+        )
+    if config.strategy.sequence_parallel_size > 1:
+        yield violation_of(
+            config,
+            field,
+            "must be measure with strategy.sequence_parallel_size > 1: ranks that share a forward are not predicted",
+            "set trainer.memory_probe=measure",
+        )
+
+
 def _steps_of_documents(config: Config) -> Iterator[Violation]:
     if config.trainer.micro_batching == "auto" and config.trainer.docs_per_step:
         yield violation_of(
@@ -270,6 +291,7 @@ RULES: tuple[Callable[[Config], Iterator[Violation]], ...] = (
     _docs_per_step,
     _micro_batching,
     _memory_budget,
+    _memory_probe,
     _steps_of_documents,
     _data,
     *(partial(_not_empty, field=field) for field in ("run_name", "output_dir")),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -20,7 +20,9 @@ import torch
 from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.batch.memory_model import MemoryModel, MemoryProbe, fit_memory_model, probes_at_the_limit
 from skyrl_train.errors import MemoryLimitError
+from skyrl_train.learner.compiled_probe import CompiledModel
 from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.memory_facts import facts_of_model
 from skyrl_train.learner.memory_meter import GIB, CountingMeter, CudaMeter, MemoryMeter
 from skyrl_train.learner.optimizer import allocate_state
 from skyrl_train.learner.probe import Probed, Prober, lengths_to_probe
@@ -50,7 +52,7 @@ class SizingLimits:
     """Of one process; 0 is what the device has."""
     margin: float
     retries: int
-    source: Literal["measure", "trace", "both"] = "measure"
+    source: Literal["measure", "trace", "xla", "both"] = "measure"
     """`trainer.memory_probe`."""
 
 
@@ -100,7 +102,8 @@ class SizingReport:
         fit = max(phase.model.largest_relative_error for phase in phases.values() if phase is not None)
         source = "of the run that is resumed" if self.is_reused else f"{probes} probes, fitted within {fit:.1%}"
         if probes == 0:
-            source = "traced, nothing was run"
+            how = "compiled by XLA" if self.facts["source"] == "xla" else "traced"
+            source = f"{how}, nothing was run"
         elif any(phase is not None and phase.predicted_tokens for phase in phases.values()):
             told = ", ".join(_beside(name, phase) for name, phase in phases.items() if phase is not None)
             source = f"{source}; predicted: {told}"
@@ -222,14 +225,23 @@ def _size_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> Phas
 
 
 def _predicted_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> PhaseReport:
-    """The budget without a run: what fits is traced, from the longest row to the shortest, and fitted as measured probes
-    are."""
+    """The budget without a run: what fits is traced, or asked of XLA, from the longest row to the shortest, and fitted as
+    measured probes are."""
     engine, meter = prober.learner.engine, prober.meter
-    tracer = replace(prober, trace=StepTrace(engine=engine, held_bytes=meter.in_use_bytes()))
+    trace = StepTrace(engine=engine, held_bytes=meter.in_use_bytes())
+    tracer = replace(prober, trace=trace)
+    predict: Callable[[int, int], MemoryProbe] = lambda rows, length: tracer.predict(rows, length, training=training)  # noqa: E731
+    if limits.source == "xla":
+        model_in_jax = CompiledModel(
+            model=facts_of_model(engine.model),
+            compute_bytes=engine.passes.dtype.itemsize,
+            checkpointing=bool(getattr(engine.model, "is_gradient_checkpointing", False)),
+        )
+        predict = model_in_jax.probe(training=training, resident_bytes=trace.resident_bytes(training=training))
     lengths, reason, probes = lengths_to_probe(limits.longest), "", list[MemoryProbe]()
     try:
         probes = probes_at_the_limit(
-            lambda rows, length: tracer.predict(rows, length, training=training),
+            predict,
             lengths,
             meter.limit_bytes,
             max_rows=max(2, limits.max_rows),
@@ -247,7 +259,10 @@ def _predicted_phase(prober: Prober, limits: SizingLimits, *, training: bool) ->
         tokens=tokens,
         own_tokens=own,
         limit_bytes=meter.limit_bytes,
-        cell_share=_cell_share(tracer, model, limits, tokens, training=training),
+        # XLA is asked of padded rows alone: a cell that only losses pad takes less than a position.
+        cell_share=_cell_share(tracer, model, limits, tokens, training=training)
+        if limits.source != "xla" or engine.passes.layout == "padded"
+        else 1 + limits.margin,
         model=model,
         probes=(),
         predicted_tokens=tokens,

@@ -47,7 +47,6 @@ class StepTrace:
         """What this rank would hold at the peak of `run_pass`, which calls the learner's `forward_backward` (`training`)
         or `forward`. Raises ModelError where the model or the loss does not run on tensors without memory."""
         engine, meter = self.engine, CountingMeter(_UNLIMITED_BYTES)
-        gradients = _gradient_bytes(engine) if training else 0
         try:
             with _without_memory(engine) as stand_ins:
                 engine.healing.begin_probing(meter, held=lambda: ())
@@ -67,8 +66,14 @@ class StepTrace:
                 f"{engine.name}: its step cannot be traced, since it does not run on tensors without memory "
                 f"({type(error).__name__}: {error}). Set trainer.memory_probe=measure"
             ) from error
+        return self.resident_bytes(training=training) + growing
+
+    def resident_bytes(self, *, training: bool) -> int:
+        """What a pass finds on the device, its gradients included, and what a sharded model's ranks exchange meanwhile."""
+        engine = self.engine
+        gradients = _gradient_bytes(engine) if training else 0
         exchanged = bytes_of_sharding(_facts_of_shards(engine), training=training) if engine.strategy.sharded else 0
-        return self.held_bytes + gradients + growing + exchanged
+        return self.held_bytes + gradients + exchanged
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.config import validate
 from skyrl_train.config.load import load_config
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
@@ -58,6 +59,15 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     (
         {"trainer__micro_batching": "auto", "trainer__memory_budget_gb": 1.0, "trainer__docs_per_step": 8},
         "trainer.docs_per_step",
+    ),
+    (
+        {
+            "trainer__micro_batching": "auto",
+            "trainer__memory_budget_gb": 1.0,
+            "trainer__memory_probe": "trace",
+            "strategy__sequence_parallel_size": 2,
+        },
+        "trainer.memory_probe",
     ),
     ({"generator__n_samples_per_prompt": 1}, "generator.n_samples_per_prompt"),
     ({"generator__sampling__temperature": 0.0}, "generator.sampling.temperature"),
@@ -217,6 +227,14 @@ def test_a_refused_section_leaves_the_rules_out_that_read_what_is_in_it() -> Non
     broken = config(generator__n_samples_per_prompt=1, placement__policy_num_workers=2, run_name="")
     found = validate_config(broken, refused={"placement"})
     assert [violation.field for violation in found] == ["generator.n_samples_per_prompt", "run_name"]
+
+
+def test_xla_is_refused_where_jax_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "find_spec", lambda name: None)
+    broken = config(trainer__micro_batching="auto", trainer__memory_budget_gb=1.0, trainer__memory_probe="xla")
+    (violation,) = validate_config(broken)
+    assert violation.field == "trainer.memory_probe"
+    assert "pip install 'skyrl_train[jax]'" in violation.remedy
 
 
 def test_rules_of_one_section_are_all_reported_beside_each_other() -> None:

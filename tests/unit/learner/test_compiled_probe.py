@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from skyrl_train.batch.memory_model import fit_memory_model, probes_at_the_limit
-from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.learner.compiled_probe import CompiledProbe
+from skyrl_train.errors import ModelError, SkyrlTrainError
+from skyrl_train.learner.compiled_probe import CompiledModel, CompiledProbe
+from skyrl_train.learner.memory_facts import facts_of_model
+from skyrl_train.learner.sizing import SizingLimits, size_all
+from tests.learner_cases import make_learner, save_tiny_model
 
 
 def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +88,20 @@ def test_micro_batches_under_the_budget_of_compiled_probes_fit() -> None:
     budget = model.token_budget(limit, 128)
     for length in (64, 100, 128):
         assert probe(max(1, budget // length), length).peak_bytes <= limit
+
+
+@pytest.mark.slow
+def test_xla_sizes_the_micro_batches_of_a_model_of_the_same_sizes(tmp_path: Path) -> None:
+    pytest.importorskip("jax", reason="the extra `jax` is not installed")
+    limits = SizingLimits(longest=5, max_rows=64, limit_bytes=1 << 20, margin=0.05, retries=3)
+    learner = make_learner(save_tiny_model(tmp_path), role="reference")
+    measured = size_all([learner], limits, {})["reference"]
+    compiled = size_all([learner], replace(limits, source="xla"), {})["reference"]
+    assert compiled.forward.probes == ()
+    assert "compiled by XLA, nothing was run" in compiled.line()
+    # the layers are the same, the buffers are another library's
+    assert 0.4 < compiled.forward.tokens / measured.forward.tokens < 2.5
+    facts = replace(facts_of_model(learner.engine.model), family="gpt2")
+    model = CompiledModel(model=facts, compute_bytes=4, checkpointing=False)
+    with pytest.raises(ModelError, match=r"model_type='gpt2' are not written in JAX.*Set trainer\.memory_probe=trace"):
+        model.probe(training=False, resident_bytes=0)
