@@ -26,6 +26,10 @@ class PassMemory:
     """Bytes by kind at that moment, of this model."""
     limit_bytes: int
     """What the pass may hold: the device, less the margin and what else lies on it."""
+    measured_tokens: int = 0
+    """The budget that a run of the same configuration measured in `output_dir`; 0 where there is none."""
+    predicted_tokens: int = 0
+    """What is predicted for the memory that it had."""
 
     @property
     def peak_bytes(self) -> int:
@@ -93,6 +97,12 @@ def memory_lines(memory: DeviceMemory) -> Iterator[str]:
         kinds = sorted(each.kinds.items(), key=lambda item: -item[1])
         parts = ", ".join(f"{kind} {gigabytes(count)}" for kind, count in kinds if count >= 1e6)
         yield from textwrap.wrap(parts, 116, initial_indent=" " * 21, subsequent_indent=" " * 21)
+        if each.measured_tokens:
+            difference = each.predicted_tokens / each.measured_tokens - 1
+            yield (
+                f"{'':<21}measured by the run in output_dir: {each.measured_tokens:,} positions; predicted for the memory "
+                f"it had: {each.predicted_tokens:,} ({difference:+.1%})"
+            )
     if memory.engine_bytes:
         yield (
             f"{'engine':<10} {gigabytes(memory.engine_bytes)} while it generates, beside "

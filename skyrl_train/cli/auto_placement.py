@@ -275,7 +275,8 @@ class _Choice:
         if not self.training or facts.family not in GATED:
             return None
         plan = replace(placed.plan, device_memory_gb=self.memory_bytes / 1e9)
-        memory = plan_memory(replace(placed, plan=plan))
+        counted = replace(placed.trainer, memory_probe="measure")  # compiling for each candidate would take minutes
+        memory = plan_memory(replace(placed, plan=plan, trainer=counted))
         violations = memory.violations() if memory is not None else ()
         return violations[0].rule if violations else None
 

@@ -5,8 +5,12 @@ Imports no torch for the families whose memory is counted; others are traced, wh
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
 
+from skyrl_train.batch.memory_model import fit_memory_model, probes_at_the_limit
 from skyrl_train.batch.plan_memory import DeviceMemory, PassMemory
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.schema import Config
@@ -15,20 +19,23 @@ from skyrl_train.learner.memory import (
     MemoryFacts,
     MemorySettings,
     Phase,
+    bytes_of_sharding,
     predict,
     predicted_token_budget,
     resident_bytes,
 )
 
+_MOST_ROWS = 1 << 20
 _CONTEXT_BYTES = 1_000_000_000
 """Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
 
 
 def plan_memory(config: Config) -> DeviceMemory | None:
     """None where `plan.device_memory_gb` asks for nothing. Raises ModelError where a model's config cannot be had."""
-    if not config.plan.device_memory_gb:
+    stated = config.trainer.memory_budget_gb * (1 << 30) if config.trainer.micro_batching == "auto" else 0.0
+    device_bytes = int(config.plan.device_memory_gb * 1e9 or stated)
+    if not device_bytes:
         return None
-    device_bytes = int(config.plan.device_memory_gb * 1e9)
     facts = models_of(config)
     in_turns = config.placement.colocate_all and config.placement.backend == "ray"
     shared = {role: _sharing(config, role, facts) for role in facts}
@@ -42,7 +49,11 @@ def plan_memory(config: Config) -> DeviceMemory | None:
         contexts = processes * _CONTEXT_BYTES * _num_processes(config, len(shared[role]), engine=engine > 0)
         limit = device_bytes - margin_bytes - contexts - beside
         phases: tuple[Phase, ...] = ("scoring",) if role == "reference" else ("training", "scoring")
-        passes += [_pass(role, phase, each, limit, config.generator.max_context_length) for phase in phases]
+        others = sum(at_rest[other] for other in shared[role] if other != role)
+        passes += [
+            _beside_measured(config, _pass(config, role, phase, each, limit), each, 0 if in_turns else others)
+            for phase in phases
+        ]
     with_engine = [role for role in facts if config.placement.backend == "inline"]
     return DeviceMemory(
         device_bytes=device_bytes,
@@ -55,9 +66,10 @@ def plan_memory(config: Config) -> DeviceMemory | None:
     )
 
 
-def _pass(role: str, phase: Phase, facts: MemoryFacts, limit_bytes: int, longest: int) -> PassMemory:
+def _pass(config: Config, role: str, phase: Phase, facts: MemoryFacts, limit_bytes: int) -> PassMemory:
+    longest = config.generator.max_context_length
     try:
-        budget = predicted_token_budget(facts, phase, limit_bytes, longest)
+        budget = _budget(config, phase, facts, limit_bytes)
         rows, _ = divmod(budget, longest)
     except MemoryLimitError:
         budget, rows = 0, 0
@@ -72,6 +84,60 @@ def _pass(role: str, phase: Phase, facts: MemoryFacts, limit_bytes: int, longest
         kinds=estimate.kinds,
         limit_bytes=limit_bytes,
     )
+
+
+def _budget(config: Config, phase: Phase, facts: MemoryFacts, limit_bytes: int) -> int:
+    """Counted, or with `trainer.memory_probe=xla` compiled. Raises MemoryLimitError."""
+    longest, training = config.generator.max_context_length, phase == "training"
+    if config.trainer.memory_probe != "xla":
+        return predicted_token_budget(facts, phase, limit_bytes, longest)
+    from skyrl_train.learner.compiled_probe import CompiledModel
+
+    model = CompiledModel(
+        model=facts.model,
+        compute_bytes=facts.settings.precision.compute,
+        checkpointing=facts.settings.checkpointing,
+    )
+    resident = sum(resident_bytes(facts, training=training).values())
+    resident += bytes_of_sharding(facts, training=training)
+    probe = model.probe(training=training, resident_bytes=resident)
+    probes = probes_at_the_limit(probe, [longest], limit_bytes, max_rows=_MOST_ROWS, tolerance=0.1)
+    return fit_memory_model(probes, margin=0.0).token_budget(limit_bytes, longest)
+
+
+def _beside_measured(config: Config, predicted: PassMemory, facts: MemoryFacts, others_bytes: int) -> PassMemory:
+    """With what a run of the same configuration measured, where `output_dir` holds its `memory.json`."""
+    try:
+        content = json.loads((Path(config.output_dir) / "memory.json").read_text(encoding="utf-8"))
+        report = content[predicted.role][0]
+        phase = report["training" if predicted.phase == "training" else "forward"]
+        same = all(report["facts"][name] == value for name, value in _expected_facts(config, facts).items())
+        if not same or not phase["probes"]:
+            return predicted
+        tokens, limit = int(phase["tokens"]), int(phase["limit_bytes"]) - others_bytes
+        phase_name: Phase = "training" if predicted.phase == "training" else "scoring"
+        resident = sum(resident_bytes(facts, training=phase_name == "training").values())
+        within = resident + int((limit - resident) / (1 + config.trainer.memory_margin))
+        return replace(predicted, measured_tokens=tokens, predicted_tokens=_budget(config, phase_name, facts, within))
+    except (OSError, ValueError, KeyError, TypeError, IndexError, MemoryLimitError):
+        return predicted
+
+
+def _expected_facts(config: Config, facts: MemoryFacts) -> dict[str, str]:
+    """What `memory.json` says of a model that is trained as this one is; the names of `sizing._facts`."""
+    model, settings = facts.model, facts.settings
+    parameters = model.parameters + model.adapter_parameters(settings.lora_rank)
+    if settings.head == "values":
+        parameters += model.hidden_size + 1 - model.head_parameters
+    merges = config.generator.merge_stepwise == "auto"
+    return {
+        "parameters": str(parameters),
+        "type": config.model.dtype,
+        "recomputes": str(settings.checkpointing),
+        "longest": str(config.generator.max_context_length),
+        "layout": f"{config.trainer.layout}{', merged turns' if merges else ''}",
+        "margin": str(config.trainer.memory_margin),
+    }
 
 
 def models_of(config: Config) -> Mapping[str, MemoryFacts]:

@@ -323,6 +323,7 @@ def _facts(engine: ModelEngine, limits: SizingLimits, limit_bytes: int) -> dict[
     passes, device = engine.passes, engine.passes.device
     return {
         "model": hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16],
+        "parameters": str(sum(parameter.numel() for parameter in engine.model.parameters())),
         "type": str(passes.dtype).removeprefix("torch."),
         "recomputes": str(bool(getattr(engine.model, "is_gradient_checkpointing", False))),
         "longest": str(limits.longest),

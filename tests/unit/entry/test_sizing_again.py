@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.batch.plan import plan_batches
+from skyrl_train.batch.plan_memory import memory_lines
 from skyrl_train.build_memory import read_reports, size_micro_batches
+from skyrl_train.cli.plan_memory import plan_memory
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, OptimizerConfig
-from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
 from skyrl_train.learner.probe import Prober
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
@@ -75,3 +78,23 @@ def test_a_lowered_budget_is_part_of_a_checkpoint(tmp_path: Path, found_again: i
     again.load(tmp_path / "checkpoint")
     assert (restored.budgets == lowered) is expected_lower
     assert expected_lower or restored.budgets.training == found_again
+
+
+def test_a_plan_compares_its_prediction_with_what_a_run_of_the_same_configuration_measured(tmp_path: Path) -> None:
+    generator = replace(Config().generator, max_context_length=32)
+    trainer = replace(TRAINER, memory_budget_gb=0.03)
+    config = Config(output_dir=str(tmp_path), trainer=trainer, generator=generator)
+    policy = build_policy_learner(config, plan_batches(config, num_train_prompts=64), role="policy")
+    size_micro_batches(config, [policy], tmp_path / "memory.json", longest=32, max_rows=1024)
+    measured = read_reports(tmp_path / "memory.json")["policy"][0]
+    memory = plan_memory(config)
+    assert memory is not None
+    training, scoring = memory.passes
+    assert measured.training is not None
+    assert (training.measured_tokens, scoring.measured_tokens) == (measured.training.tokens, measured.forward.tokens)
+    for each in (training, scoring):
+        assert each.predicted_tokens == pytest.approx(each.measured_tokens, rel=0.05)
+    assert any(f"{training.measured_tokens:,} positions; predicted" in line for line in memory_lines(memory))
+    longer = plan_memory(replace(config, generator=replace(generator, max_context_length=64)))
+    assert longer is not None
+    assert [each.measured_tokens for each in longer.passes] == [0, 0]
