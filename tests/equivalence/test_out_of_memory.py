@@ -22,11 +22,13 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.probe import Prober
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.gloo_ranks import on_ranks
-from tests.layout_cases import close
+from tests.layout_cases import close, on_policy
 from tests.learner_cases import make_batch, make_double, save_tiny_model
 from tests.memory_cases import DEADLINE_S, FailingMeter, full_weights, size_itself, spread
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
+ON_POLICY = replace(ALGORITHM, policy_loss="kl_cov", kl_cov_share=0.5, kl_estimator="abs")
+"""Terms with a kink where the old and the new log-probability are equal."""
 LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11, 13, 9, 15, 6]
 TOKENS = 64
 CASES = {"ddp": torch.float64, "fsdp2": torch.float64, "fsdp2 in float32": torch.float32}
@@ -50,6 +52,8 @@ class Ran:
     num_meetings: int
     calm: Found
     disturbed: list[Found]
+    on_policy: list[Found]
+    """The undisturbed step from the ranks' own scores, then disturbed ones; of `ddp` alone."""
     probes: list[list[MemoryProbe]]
     """Of an undisturbed sizing, then with memory running out in one probe after another."""
     around_probes: tuple[Tensor, Tensor]
@@ -70,16 +74,21 @@ def build(folder: Path, case: str) -> tuple[PolicyLearner, FailingMeter]:
     return PolicyLearner(engine, model=ModelConfig(), algorithm=ALGORITHM, temperature=1.0), FailingMeter()
 
 
-def one_step(learner: PolicyLearner, meter: FailingMeter, rank: int, refused: list[int]) -> Found:
-    """A scoring and an update from the weights as they are, which come back afterwards."""
-    engine = learner.engine
+def one_step(
+    learner: PolicyLearner, meter: FailingMeter, rank: int, refused: list[int], *, own_scores: bool = False
+) -> Found:
+    """A scoring and an update from the weights as they are, which come back afterwards.
+
+    With `own_scores`, what was scored is what the update starts from, however memory ran out in either.
+    """
+    engine, learner._algorithm = learner.engine, ON_POLICY if own_scores else ALGORITHM
     batches = size_itself(engine, meter, tokens=TOKENS)
     closed = close(make_batch(LENGTHS, dtype=engine.model.dtype))
     shard = stage(closed.batch, 2).shards[rank]
     before = [parameter.detach().clone() for parameter in engine.parameters.values()]
     meter.refuse(*refused)
     scores = learner.forward(shard)
-    learner.forward_backward(replace(closed, batch=shard))
+    learner.forward_backward(replace(closed, batch=on_policy(shard, scores) if own_scores else shard))
     learner.optim_step()
     found = Found(full_weights(engine), scores, (batches.budgets.training, batches.budgets.forward))
     with torch.no_grad():
@@ -132,9 +141,13 @@ def run_case(rank: int, folder: Path, case: str) -> Ran:
     points = [strategy.agree(point * rank) for point in points]  # those of rank 1
     disturbed = [one_step(learner, meter, rank, [point] if rank == 1 else []) for point in points]
     disturbed.append(one_step(learner, meter, rank, [points[0]]))
+    refusals = [[], *([point] if rank == 1 else [] for point in points[1::5])] if case == "ddp" else []
+    on_policy_steps = [one_step(learner, meter, rank, refused, own_scores=True) for refused in refusals]
+    learner._algorithm = ALGORITHM
     before = full_weights(learner.engine)
     probes = run_probes(learner, meter, rank)
-    return Ran(len(meetings), calm, disturbed, probes, (before, full_weights(learner.engine)))
+    after = full_weights(learner.engine)
+    return Ran(len(meetings), calm, disturbed, on_policy_steps, probes, (before, after))
 
 
 def run_probes(learner: PolicyLearner, meter: FailingMeter, rank: int) -> list[list[MemoryProbe]]:
@@ -166,16 +179,16 @@ def sizes(probes: list[MemoryProbe]) -> list[tuple[int, int]]:
     return [(probe.rows, probe.longest) for probe in probes]
 
 
-def check_steps(run: Ran, tolerance: float) -> None:
-    for found in run.disturbed:
+def check_steps(calm: Found, disturbed: list[Found], tolerance: float, *, own_scores: bool = False) -> None:
+    for found in disturbed:
         training, forward = found.budgets
         assert min(training, forward) < TOKENS, "memory did run out"
-        assert apart(found.weights, run.calm.weights) <= tolerance
-        assert apart(found.scores, run.calm.scores) <= tolerance
-        if training == TOKENS:
-            assert torch.equal(found.weights, run.calm.weights)
+        assert apart(found.weights, calm.weights) <= tolerance
+        assert apart(found.scores, calm.scores) <= tolerance
+        if training == TOKENS and (forward == TOKENS or not own_scores):
+            assert torch.equal(found.weights, calm.weights)
         if forward == TOKENS:
-            assert torch.equal(found.scores, run.calm.scores)
+            assert torch.equal(found.scores, calm.scores)
 
 
 @pytest.mark.slow
@@ -191,7 +204,11 @@ def test_memory_that_runs_out_on_one_rank_changes_no_step(tmp_path: Path, monkey
             "gradients are summed once, parameters gathered often"
         )
         for run in runs:
-            check_steps(run, TOLERANCES[dtype])
+            check_steps(run.calm, run.disturbed, TOLERANCES[dtype])
+            if case == "ddp":
+                undisturbed_step, *others = run.on_policy
+                assert len(others) > 1
+                check_steps(undisturbed_step, others, TOLERANCES[dtype], own_scores=True)
             assert torch.equal(*run.around_probes)
         first, second = runs
         assert [found.budgets for found in first.disturbed] == [found.budgets for found in second.disturbed]
