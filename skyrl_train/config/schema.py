@@ -1,7 +1,8 @@
 """The configuration: one frozen dataclass per group under `conf/`, a docstring under each field.
 
-Types carry their rules: `Literal` lists the choices, `Annotated[int, Range(1)]` the bounds. `config/load.py` turns a
-composed Hydra config into these classes and reports every violation at once; rules between fields live in
+Types carry their rules: `Literal` lists the choices, `Annotated[int, Range(1)]` the bounds, and `Forks[...]`, or another
+class of `config/rules.py`, whether a run may go on from a checkpoint with another value. `config/load.py` turns a composed
+Hydra config into these classes and reports every violation at once; rules between fields live in
 `config/validate.py`. `docs/configuration.md` is generated from this file. The defaults here are those of `conf/`;
 a test keeps the two equal.
 """

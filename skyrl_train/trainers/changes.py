@@ -28,6 +28,12 @@ ABSENT = object()
 START_ANEW = "start anew with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
 
 
+def begin_another(checkpoint: Path) -> str:
+    """The advice where only a new run can begin at a checkpoint."""
+    fork = f"trainer.resume_mode=fork trainer.resume_path={checkpoint}"
+    return f"begin another run there with {fork} and another output_dir=..."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Change:
     """One setting whose value is another than in the checkpoint."""
@@ -50,10 +56,7 @@ class Change:
         if self.resume is Resume.FIXED:
             rule += ": shapes of its tensors, or the meaning of its token ids, follow from this"
         else:
-            ways.append(
-                "begin another run there with "
-                f"trainer.resume_mode=fork trainer.resume_path={checkpoint} and another output_dir=..."
-            )
+            ways.append(begin_another(checkpoint))
         return Violation(
             field=self.setting, rule=rule, value=_shown(self.now), remedy=f"{', or '.join(ways)}, or {START_ANEW}"
         )

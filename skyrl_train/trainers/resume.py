@@ -24,7 +24,7 @@ from skyrl_train.interfaces import CheckpointStore
 from skyrl_train.telemetry.files import write_json
 from skyrl_train.telemetry.metrics_log import cut_metrics_after
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.trainers.changes import START_ANEW, Change, changes_since
+from skyrl_train.trainers.changes import START_ANEW, Change, begin_another, changes_since
 from skyrl_train.trainers.evaluation_report import cut_evaluations_after
 from skyrl_train.trainers.fork import Fork, fork_from, is_fork_of
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
@@ -113,7 +113,7 @@ def find_start(
         raise CheckpointError(
             f"the training prompts changed since {checkpoint}: {state.data.num_prompts} prompts with fingerprint "
             f"{state.data.sha256[:12]} then, {data.num_prompts} with {data.sha256[:12]} now. "
-            f"Restore the data, {START_ANEW}"
+            f"Restore the data, or {begin_another(checkpoint)}, or {START_ANEW}"
         )
     own = checkpoint.resolve().is_relative_to(folder.checkpoints.resolve())
     complete = own and _completed_steps(folder) >= max(total_steps, 1) and state.global_step >= total_steps

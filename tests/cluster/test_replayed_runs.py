@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,3 +80,48 @@ def test_a_checkpoint_of_two_workers_goes_on_without_ray(recording: Recording, t
     run_command(tmp_path, *recording.overrides, *two, "trainer.total_steps=2")
     run_command(tmp_path, *recording.overrides, f"trainer.total_steps={NUM_STEPS}")
     assert relative_difference(exported(tmp_path), recording.weights) < 1e-6
+
+
+def test_a_fork_on_two_ranks_takes_the_new_rate_and_trains_as_one_in_this_process(
+    recording: Recording, tmp_path: Path
+) -> None:
+    parent = tmp_path / "parent"
+    run_command(parent, *recording.overrides, "trainer.total_steps=2")
+    lr = 10 * records(parent)[-1]["policy/lr"]
+    fork = (
+        *recording.overrides,
+        "trainer.resume_mode=fork",
+        f"trainer.resume_path={parent}",
+        f"trainer.total_steps={NUM_STEPS}",
+        f"trainer.policy.optimizer.lr={lr}",
+        "trainer.policy.optimizer.betas=[0.8,0.9]",
+    )
+    run_command(tmp_path / "inline", *fork)
+    run_command(tmp_path / "ray", *fork, *RAY, "strategy=fsdp2", "placement.policy_num_workers=2")
+    fork_record = json.loads((tmp_path / "ray" / "fork.json").read_text())
+    changed = {change["setting"]: change["is"] for change in fork_record["changed"]}
+    assert (changed["trainer.policy.optimizer.lr"], changed["strategy.name"]) == (lr, "fsdp2")
+    assert [(record["step"], record["policy/lr"]) for record in records(tmp_path / "ray")] == [(3, lr)]
+    assert relative_difference(exported(tmp_path / "ray"), exported(tmp_path / "inline")) < 1e-6
+    assert relative_difference(exported(tmp_path / "inline"), recording.weights) > 1e-4
+
+
+def test_supervised_training_forks_from_this_process_onto_two_ranks(tmp_path: Path) -> None:
+    sft = ("+experiment=sft_gsm8k", "sft_platform=cpu", "trainer.batch_size=8", "data.max_train_rows=64")
+    alone = ("data.validation=[]", "trainer.eval_samples=0", f"data.cache_dir={tmp_path / 'cache'}")
+    constant = ("trainer.optimizer.schedule=constant", "trainer.optimizer.warmup_steps=0")
+    small = (*sft, *alone, *constant)
+    parent, module = tmp_path / "parent", "skyrl_train.main_sft"
+    run_command(parent, *small, "trainer.num_steps=2", module=module)
+    fork = (
+        *small,
+        "trainer.resume_mode=fork",
+        f"trainer.resume_path={parent}",
+        "trainer.num_steps=3",
+        "trainer.optimizer.lr=5e-4",
+    )
+    run_command(tmp_path / "inline", *fork, module=module)
+    ranks = (*RAY, "strategy=fsdp2", "placement.policy_num_workers=2")
+    run_command(tmp_path / "ray", *fork, *ranks, module=module)
+    assert [(record["step"], record["policy/lr"]) for record in records(tmp_path / "ray")] == [(3, 5e-4)]
+    assert relative_difference(exported(tmp_path / "ray"), exported(tmp_path / "inline")) < 1e-6
