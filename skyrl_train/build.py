@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.config.generation import ships_adapter
 from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.registry import split_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,7 +107,8 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
         max_prompt_length=config.data.max_prompt_length,
         over_long=config.data.over_long,
     )
-    named = config.environment.env_class
+    own = config.environment.env_class
+    named = None if own is None else split_spec(own)[0]
     num_others = sum(prompt.env_class not in (None, named) for prompt in result.prompts)
     if named is not None and num_others:
         notes.append(
@@ -178,13 +180,14 @@ def _build_engine(
         return cluster.build_engine(stack)
     if config.generator.backend == "http":
         return _build_http_engine(config, stack)
-    from skyrl_train.inference.hf import HFEngine
-    from skyrl_train.model.causal_lm import load_causal_lm
+    from skyrl_train.config.parts import ENGINES
+    from skyrl_train.inference.hf import EngineSettings
     from skyrl_train.weight_sync.transport import InlineTransport
 
-    engine = HFEngine(
-        load_causal_lm(config.model, config.platform.device), tokenizer, max_batch_size=config.generator.max_batch_size
+    settings = EngineSettings(
+        model=config.model, device=config.platform.device, max_batch_size=config.generator.max_batch_size
     )
+    engine = ENGINES.resolve(config.generator.backend)(settings, tokenizer)
     stack.callback(engine.close)
     return engine, InlineTransport(engine)
 
@@ -251,7 +254,7 @@ def build_evaluator(
         sampling=sampling_params(config.generator.eval_sampling),
         n_samples_per_prompt=config.generator.eval_n_samples_per_prompt,
         batch_size=config.trainer.eval_batch_size,
-        env_class=config.environment.env_class,
+        env_class=None if config.environment.env_class is None else split_spec(config.environment.env_class)[0],
         on_rollouts=rollout_log.write_evaluation if rollout_log is not None else None,
     )
 

@@ -71,6 +71,8 @@ class Builtin:
 
     target: str
     reads: Reads = field(default_factory=Reads)
+    settings: str = ""
+    """Where the part's own settings are, if it is not called as custom ones are and so takes no arguments."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,8 @@ class Seam(Mapping[str, Any]):
     """What the part is called with, by position; its other parameters are for the user's keyword arguments."""
     readable: frozenset[str] = frozenset()
     """Columns that such a part can be given where it declares them; see `Reads.columns`."""
+    names_elsewhere: bool = False
+    """There are further names, which can only be looked up where they are used: who does so checks the part, too."""
     undeclared: Reads = field(default_factory=lambda: Reads(declared=False))
     """What is assumed of a custom part that does not say what it reads."""
 
@@ -124,38 +128,42 @@ class Seam(Mapping[str, Any]):
             return self.undeclared
         return found if isinstance(found, Reads) else self.undeclared
 
-    def violations(self, spec: PartSpec) -> list[Violation]:
-        """What is wrong with `spec`: no such name, nothing to import there, arguments that the part does not take.
+    def violations(self, spec: PartSpec, setting: str = "") -> list[Violation]:
+        """What is wrong with `spec`, the value of `setting`: no such name, nothing to import there, arguments that the
+        part does not take.
 
         Imports custom parts, and built-in ones only where arguments are given to them.
         """
+        setting = setting or self.setting
         target, arguments = split_spec(spec)
         if target in self.builtins and not arguments:
             return []
+        own = self.builtins[target].settings if target in self.builtins else ""
+        if own:
+            rule, value = f"takes no arguments with {target}", ", ".join(arguments)
+            return [Violation(field=setting, rule=rule, value=value, remedy=f"its settings are {own}")]
         try:
-            part = import_attr(self._target(target), field=self.setting)
+            part = import_attr(self._target(target, setting), field=setting)
         except ConfigError as error:
             return list(error.violations)
         if not callable(part):
             rule, remedy = "must name a class or a function", "Point it at the class or function itself"
-            return [
-                Violation(field=self.setting, rule=rule, value=f"{target!r} ({type(part).__name__})", remedy=remedy)
-            ]
+            return [Violation(field=setting, rule=rule, value=f"{target!r} ({type(part).__name__})", remedy=remedy)]
         unreadable = sorted(self.reads(spec).columns - self.readable)
         if unreadable:
             rule = (
                 f"cannot read {', '.join(unreadable)}; it can read {', '.join(sorted(self.readable)) or 'no columns'}"
             )
             remedy = "Change its declaration, @reads(...)"
-            return [Violation(field=self.setting, rule=rule, value=repr(target), remedy=remedy)]
-        return list(argument_violations(part, arguments, field=self.setting, name=target, num_given=len(self.given)))
+            return [Violation(field=setting, rule=rule, value=repr(target), remedy=remedy)]
+        return list(argument_violations(part, arguments, field=setting, name=target, num_given=len(self.given)))
 
-    def _target(self, name: str) -> str:
+    def _target(self, name: str, setting: str = "") -> str:
         if name in self.builtins:
             return self.builtins[name].target
         if ":" in name:
             return name
-        raise unknown_name(name, self.builtins, field=self.setting)
+        raise unknown_name(name, self.builtins, field=setting or self.setting)
 
 
 def split_spec(spec: PartSpec) -> tuple[str, dict[str, Any]]:
@@ -176,7 +184,7 @@ def part_name(spec: PartSpec) -> str:
 
 
 def argument_violations(
-    part: Callable[..., Any], arguments: Mapping[str, Any], *, field: str, name: str, num_given: int
+    part: Callable[..., Any], arguments: Mapping[str, Any], *, field: str, name: str, num_given: int = 0
 ) -> Iterator[Violation]:
     """Keyword arguments that `part` does not take, and those that it needs and does not get.
 
@@ -214,7 +222,7 @@ def did_you_mean(name: str, known: Mapping[str, object] | list[str]) -> str:
 def unknown_name(name: str, known: Mapping[str, object], *, field: str) -> ConfigError:
     """The error for a name that no part has."""
     remedy = f"{did_you_mean(name, known)} Write package.module:attr for a custom one".strip()
-    rule = f"must be one of {', '.join(known)}"
+    rule = f"must be one of {', '.join(known)}" if known else "must be a custom part"
     return ConfigError([Violation(field=field, rule=rule, value=repr(name), remedy=remedy)])
 
 

@@ -74,6 +74,7 @@ def _train(
     stack: ExitStack,
 ) -> TrainingResult:
     from skyrl_train.telemetry.tracker import build_trackers
+    from skyrl_train.trainers.observers import Observers
     from skyrl_train.trainers.ppo import PPOTrainer
     from skyrl_train.trainers.rollout_sink import RolloutLog, cut_rollouts_after
 
@@ -105,6 +106,7 @@ def _train(
         folder=folder,
         console=console,
         start=start,
+        observers=Observers(config.trainer.metrics, config.trainer.callbacks, console),
     )
     return trainer.train()
 
@@ -171,11 +173,12 @@ def _first_lines(config: Config) -> list[str]:
 
     devices = local_devices() if config.platform.name == "gpu" and not config.placement.ray_address else Devices()
     placement = placement_lines(placement_report(config, devices)) if config.platform.name == "gpu" else ()
+    environment, generator = part_name(config.environment.env_class or "of each row"), config.generator
     return first_lines(
         config,
         *(f"{name:<11} {rest.strip()}" for name, _, rest in (line.partition(" ") for line in placement)),
-        f"environment {config.environment.env_class or 'of each row'}, up to {config.generator.max_turns} turns",
-        f"engine      {config.generator.backend}, {config.generator.sampling.max_generate_length} new tokens a turn",
+        f"environment {environment}, up to {generator.max_turns} turns",
+        f"engine      {part_name(generator.backend)}, {generator.sampling.max_generate_length} new tokens a turn",
     )
 
 
@@ -203,5 +206,5 @@ def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
         f"{len(data.validation)} held-out prompts, evaluated "
         + (f"every {trainer.eval_interval} steps" if trainer.eval_interval else "before and after"),
         f"algorithm {part_name(trainer.algorithm.advantage_estimator)}, loss {part_name(trainer.algorithm.policy_loss)}, "
-        f"reduction {trainer.algorithm.loss_reduction}, lr {trainer.policy.optimizer.lr:g}",
+        f"reduction {part_name(trainer.algorithm.loss_reduction)}, lr {trainer.policy.optimizer.lr:g}",
     ]

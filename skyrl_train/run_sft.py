@@ -140,5 +140,5 @@ def _plan_lines(config: SFTConfig, plan: SFTPlan, data: SFTData) -> list[str]:
         f"{plan.num_examples_per_epoch} an epoch, loss on {config.data.loss_on} assistant messages",
         f"{held_out} held-out examples in {len(data.validation)} sets"
         + (f", evaluated {every}" if held_out else "")
-        + f"; {trainer.optimizer.schedule} learning rate {trainer.optimizer.lr:g}",
+        + f"; {part_name(trainer.optimizer.schedule)} learning rate {trainer.optimizer.lr:g}",
     ]

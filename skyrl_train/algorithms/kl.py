@@ -10,12 +10,14 @@ jumps there would take its sign from that noise, so every such jump lies `logpro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.checks import require_bool, require_float
+from skyrl_train.config.parts import KL_ESTIMATORS
+from skyrl_train.registry import PartSpec, part_name
+
+__all__ = ["KL_ESTIMATORS", "absolute_value", "logprob_rounding", "token_kl", "unbiased_kl"]
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped to +-20 before `exp`, so that one absurd token gives a large number and not infinity."""
@@ -42,6 +44,10 @@ def absolute_value(difference: Tensor, compute_dtype: torch.dtype | None = None)
     return torch.where(flat, size.detach(), size)
 
 
+# An estimator takes `logprobs, ref_logprobs` of one shape (any) and returns that shape, with the gradient through both.
+# Mask before calling (`token_kl` does): a NaN that is masked afterwards still reaches the gradient.
+
+
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """`d`."""
     return logprobs - ref_logprobs
@@ -63,11 +69,6 @@ def absolute(logprobs: Tensor, ref_logprobs: Tensor, compute_dtype: torch.dtype 
     return absolute_value(logprobs - ref_logprobs, compute_dtype)
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
-"""Each takes `logprobs, ref_logprobs` of one shape (any) and returns that shape, with the gradient through both.
-Mask before calling (`token_kl` does): a NaN that is masked afterwards still reaches the gradient."""
-
-
 def unbiased_kl(token_kls: Tensor, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """`ratio * KL` per token, `ratio = exp(logprob - old_logprob)`, with the gradient through both; all of one shape.
 
@@ -80,18 +81,28 @@ def unbiased_kl(token_kls: Tensor, logprobs: Tensor, old_logprobs: Tensor, mask:
 
 
 def token_kl(
-    name: str, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, *, compute_dtype: torch.dtype | None = None
+    estimator: PartSpec,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The named estimator at the tokens of `mask` (bool), exactly 0 elsewhere; all of one shape.
+    """What the estimator says of the tokens of `mask` (bool), exactly 0 elsewhere; all of one shape.
 
     `compute_dtype` is the type in which the model computed the log-probabilities; None: the type that they have.
-    Raises BatchError for other shapes or dtypes.
+    Raises BatchError for other shapes or dtypes, also of what a custom estimator returns.
     """
     require_float("logprobs", logprobs, logprobs.shape)
     require_float("ref_logprobs", ref_logprobs, logprobs.shape)
     require_bool("mask", mask, logprobs.shape)
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     kept, reference = torch.where(mask, logprobs, zero), torch.where(mask, ref_logprobs.to(logprobs), zero)
+    name = KL_ESTIMATORS.name_of(estimator)
     if name == "abs":
         return absolute(kept, reference, compute_dtype)
-    return KL_ESTIMATORS[name](kept, reference)
+    found: Tensor = KL_ESTIMATORS.resolve(estimator)(kept, reference)
+    if name in KL_ESTIMATORS:
+        return found
+    require_float(f"the KL from {part_name(estimator)!r}", found, logprobs.shape)
+    return torch.where(mask, found, zero)

@@ -15,7 +15,11 @@ from torch import Tensor
 
 from skyrl_train.algorithms.reduce import whiten
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.registry import resolve
+from skyrl_train.config.parts import LOSS_REDUCTIONS
+from skyrl_train.errors import BatchError
+from skyrl_train.registry import PartSpec, part_name
+
+__all__ = ["LOSS_REDUCTIONS", "LossDenominators", "MiniBatch", "RowCounts", "close_mini_batch", "mini_batches"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,19 +78,10 @@ def prompt_mean(counts: RowCounts) -> Tensor:
     return 1.0 / (counts.denominators.num_prompts * counts.prompt_tokens)
 
 
-LOSS_REDUCTIONS: dict[str, Callable[[RowCounts], Tensor]] = {
-    "token_mean": token_mean,
-    "sequence_mean": sequence_mean,
-    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
-    "prompt_mean": prompt_mean,
-}
-"""Each gives a row's tokens their weight, float64 `[num_rows]`; what it says of rows without loss is ignored."""
-
-
 def close_mini_batch(
     batch: TrainingInputBatch,
     *,
-    loss_reduction: str,
+    loss_reduction: PartSpec,
     max_sequence_length_for_norm: int,
     normalize_advantages: bool = False,
 ) -> MiniBatch:
@@ -94,9 +89,9 @@ def close_mini_batch(
 
     `batch` holds all rows of each of its trajectories. With `normalize_advantages` the column `advantages` is whitened
     over this step's tokens with loss. A step without any such token gets weights of 0.
-    Raises ConfigError for an unknown reduction, BatchError for a missing column.
+    Raises ConfigError for an unknown reduction, BatchError for a missing column and for weights that are none.
     """
-    reduction = resolve(loss_reduction, LOSS_REDUCTIONS, field="trainer.algorithm.loss_reduction")
+    reduction: Callable[[RowCounts], Tensor] = LOSS_REDUCTIONS.resolve(loss_reduction)
     trained = batch["loss_mask"]
     if bool(batch["is_padding"].any()):
         trained = trained & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
@@ -104,7 +99,7 @@ def close_mini_batch(
     counts = _count(batch, row_tokens, max_sequence_length_for_norm)
     weights = torch.zeros(batch.num_tokens, dtype=torch.float64, device=trained.device)
     if counts.denominators.num_tokens:
-        row_weights = reduction(counts)
+        row_weights = _weights_of_rows(reduction(counts), counts, row_tokens, loss_reduction)
         if "sample_count" in batch:
             copies = batch["sample_count"].double()
             row_weights = torch.where(copies > 0, copies * row_weights, 0.0)
@@ -115,11 +110,22 @@ def close_mini_batch(
     return MiniBatch(batch=closed, denominators=counts.denominators)
 
 
+def _weights_of_rows(found: Tensor, counts: RowCounts, row_tokens: Tensor, loss_reduction: PartSpec) -> Tensor:
+    """float64 `[num_rows]`. Raises BatchError where a custom reduction gives rows with loss no such weights."""
+    shape = counts.trajectory_tokens.shape
+    if found.shape != shape or not bool(torch.isfinite(found[row_tokens > 0]).all()):
+        raise BatchError(
+            f"loss reduction {part_name(loss_reduction)!r} gave {list(found.shape)} weights, or one that is not finite; it "
+            f"must give each of {shape[0]} rows one finite weight"
+        )
+    return found.double()
+
+
 def mini_batches(
     batch: TrainingInputBatch,
     boundaries: Sequence[tuple[int, int]],
     *,
-    loss_reduction: str,
+    loss_reduction: PartSpec,
     max_sequence_length_for_norm: int,
     normalize_advantages: bool = False,
 ) -> Iterator[MiniBatch]:

@@ -94,7 +94,7 @@ def _groups(config: Config) -> Iterator[BundleGroup]:
 def _engines(config: Config) -> str:
     generator = config.generator
     if generator.backend != "vllm":
-        return f"generator={generator.backend}"
+        return f"generator={part_name(generator.backend)}"
     vllm, gpu = generator.vllm, config.platform.name == "gpu"
     count = count_engines(config)
     parts = [

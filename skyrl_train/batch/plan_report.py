@@ -271,7 +271,7 @@ def _storage(config: Config, plan: BatchPlan, lengths: RowLengths, num_parameter
     if num_parameters is not None:
         width = 2 if config.model.dtype == "bfloat16" else 4
         shards = policy.num_ranks if config.strategy.name == "fsdp2" else 1
-        state = num_parameters * (12 if config.trainer.policy.optimizer.name == "adamw" else 4)
+        state = num_parameters * (4 if config.trainer.policy.optimizer.name == "sgd" else 12)
         yield Storage(
             what="weights to the inference engine", kind="moved", num_bytes=num_parameters * width, when="every batch"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from skyrl_train.config.parts import SCHEDULES
 from skyrl_train.config.schema import OptimizerConfig
 
 
@@ -33,9 +34,19 @@ def learning_rate(step: float, optimizer: OptimizerConfig, total_steps: float) -
     if step + 1 < optimizer.warmup_steps:
         return optimizer.lr * (step + 1) / optimizer.warmup_steps
     progress = min(1.0, max(0.0, (step - optimizer.warmup_steps) / max(1, total_steps - optimizer.warmup_steps)))
-    floor = optimizer.min_lr_ratio
-    if optimizer.schedule == "linear":
-        return optimizer.lr * (1.0 - (1.0 - floor) * progress)
-    if optimizer.schedule == "cosine":
-        return optimizer.lr * (floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress)))
-    return optimizer.lr
+    return optimizer.lr * float(SCHEDULES.resolve(optimizer.schedule)(progress, optimizer.min_lr_ratio))
+
+
+def constant(_progress: float, _floor: float) -> float:
+    """1."""
+    return 1.0
+
+
+def linear(progress: float, floor: float) -> float:
+    """From 1 to `floor` in a straight line."""
+    return 1.0 - (1.0 - floor) * progress
+
+
+def cosine(progress: float, floor: float) -> float:
+    """From 1 to `floor` along half a wave of a cosine."""
+    return floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))

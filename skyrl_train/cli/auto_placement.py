@@ -187,7 +187,7 @@ class _Choice:
     def made(self) -> Config:
         """Raises ConfigError."""
         nodes, per_node = _even_nodes(self.devices)
-        if self.config.generator.backend == "hf":
+        if self.config.generator.backend not in ("vllm", "http", "replay"):  # an engine in this process
             strategy = replace(self.config.strategy, name="single")
             return replace(self.config, placement=_chosen(self.config.placement, backend="inline"), strategy=strategy)
         facts = _facts(self.config)

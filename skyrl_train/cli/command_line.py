@@ -14,7 +14,7 @@ from skyrl_train.cli.composition import Composer, as_in_a_run
 from skyrl_train.cli.machine import machine_violations
 from skyrl_train.cli.overrides import alternatives, choices_of, is_hydra, reason, text_of, value_of
 from skyrl_train.cli.roots import RL_ROOT, Root
-from skyrl_train.config.fields import nearest, suggest, walk
+from skyrl_train.config.fields import nearest, remedy_for_unknown, walk
 from skyrl_train.config.load import Loaded, read_root
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import ConfigError, Violation
@@ -113,10 +113,8 @@ class CommandLine:
         if key in fields or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
             return True
         near_group = None if "." in key else nearest(key, self._composer.groups())
-        near = f"{near_group}=..." if near_group else suggest(key, self._root.schema)
-        remedy = (
-            f"did you mean {near}?" if near else "see docs/configuration.md for every setting, --help for every group"
-        )
+        remedy = f"did you mean {near_group}=...?" if near_group else remedy_for_unknown(key, self._root.schema)
+        remedy = remedy or "see docs/configuration.md for every setting, --help for every group"
         self._add(field=key, rule="is not a setting", value=value_of(override), remedy=remedy)
         return False
 

@@ -13,9 +13,9 @@ from skyrl_train.config.sft import AnyConfig
 from skyrl_train.config.validate import near_path
 from skyrl_train.data.hub import endpoint, is_cached, is_reachable
 from skyrl_train.data.rows import find_sources
-from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.errors import DataError, Violation
 from skyrl_train.registry import did_you_mean
-from skyrl_train.rollout.environments import resolve_environment
+from skyrl_train.rollout.environments import environment_violations
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
@@ -102,12 +102,8 @@ def _model_problem(path: str) -> tuple[str, str] | None:
 
 
 def _environment(config: Config) -> Iterator[Violation]:
-    if config.environment.env_class is None:
-        return
-    try:
-        resolve_environment(config.environment.env_class)
-    except ConfigError as error:
-        yield from error.violations
+    if config.environment.env_class is not None:
+        yield from environment_violations(config.environment.env_class)
 
 
 def _device(config: AnyConfig) -> Iterator[Violation]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from skyrl_train.batch.memory_model import fit_memory_model, probes_at_the_limit
 from skyrl_train.batch.plan_memory import DeviceMemory, PassMemory
 from skyrl_train.config.algorithm import needs_reference
+from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory import (
@@ -24,6 +25,7 @@ from skyrl_train.learner.memory import (
     predicted_token_budget,
     resident_bytes,
 )
+from skyrl_train.registry import PartSpec
 
 _MOST_ROWS = 1 << 20
 _CONTEXT_BYTES = 1_000_000_000
@@ -159,7 +161,7 @@ def models_of(config: Config) -> Mapping[str, MemoryFacts]:
         settings = _settings(
             config,
             placement.critic_num_workers,
-            optimizer=config.critic.optimizer.name,
+            optimizer=_optimizer(config.critic.optimizer.name),
             lora_rank=config.critic.model.lora.rank,
             head="values",
         )
@@ -179,11 +181,16 @@ def _settings(config: Config, num_ranks: int, **others: object) -> MemorySetting
         "checkpointing": config.model.gradient_checkpointing,
         "eager": config.model.attention == "eager" and config.trainer.layout == "padded",
         "layout": "prefix_shared" if config.trainer.layout == "auto" else config.trainer.layout,
-        "optimizer": config.trainer.policy.optimizer.name,
+        "optimizer": _optimizer(config.trainer.policy.optimizer.name),
         "lora_rank": config.model.lora.rank,
         "accelerator": config.platform.name != "cpu",
     }
     return MemorySettings(**{**values, **others})  # type: ignore[arg-type]
+
+
+def _optimizer(spec: PartSpec) -> str:
+    """Whose state is predicted: AdamW's for a custom optimizer, of which nothing is known."""
+    return "sgd" if OPTIMIZERS.name_of(spec) == "sgd" else "adamw"
 
 
 def _sharing(config: Config, role: str, facts: Mapping[str, MemoryFacts]) -> list[str]:

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from skyrl_train.config.parts import (
+    ADVANTAGE_ESTIMATORS,
+    CRITIC_LOSSES,
+    KL_ESTIMATORS,
+    LOSS_REDUCTIONS,
+    POLICY_LOSSES,
+)
 from skyrl_train.config.rules import Range
 from skyrl_train.registry import PartSpec, Reads
 
@@ -116,7 +122,7 @@ class AlgorithmConfig:
     """GAE's lambda."""
     policy_loss: Annotated[PartSpec, POLICY_LOSSES] = "regular"
     """The loss of each trained token; see docs/algorithms.md."""
-    loss_reduction: Literal["token_mean", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean"] = "token_mean"
+    loss_reduction: Annotated[PartSpec, LOSS_REDUCTIONS] = "token_mean"
     """How token losses become one number. Denominators are counted over the whole optimizer step."""
     max_sequence_length_for_norm: Annotated[int, Range(1)] = 512
     """Constant divisor of `seq_mean_token_sum_norm` (tokens)."""
@@ -162,7 +168,7 @@ class AlgorithmConfig:
     entropy_quantile: Share = 0.0
     """Train the policy's term on the tokens alone whose entropy is at or above this quantile of the optimizer step's, under
     the policy as it is then (one more pass): 0.8 trains the upper fifth. 0 is off."""
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    kl_estimator: Annotated[PartSpec, KL_ESTIMATORS] = "k3"
     """Estimator of KL(policy || reference) from sampled tokens."""
     kl_bias_correction: bool = False
     """Multiply the KL in the loss with the ratio of the policy to the old one, through which gradients flow too: an unbiased
@@ -189,6 +195,8 @@ class AlgorithmConfig:
     """adaptive: by how much the weight moves."""
     entropy_coef_max: Positive = 1.0
     """adaptive: largest weight."""
+    critic_loss: Annotated[PartSpec, CRITIC_LOSSES] = "clipped"
+    """Critic: the loss of each token's value. clipped: half the square of its distance from the return."""
     value_clip: NonNegative = 0.2
     """Critic: new values are clipped to within this of the old ones; 0 is off."""
     critic_warmup_steps: Annotated[int, Range(0)] = 0

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin
 
-from skyrl_train.config.fields import fact, hints, is_optional, section_of, suggest
+from skyrl_train.config.fields import fact, hints, is_optional, remedy_for_unknown, section_of
 from skyrl_train.config.rules import Range
 from skyrl_train.errors import Violation
 from skyrl_train.registry import TARGET, PartSpec, Seam, did_you_mean
@@ -79,8 +79,7 @@ class Conversion:
 
     def unknown_key(self, path: str, value: Any) -> None:
         """Record that the schema has no `path`."""
-        near = suggest(path, self.root)
-        remedy = f"did you mean {near}?" if near else "see docs/configuration.md for every setting"
+        remedy = remedy_for_unknown(path, self.root) or "see docs/configuration.md for every setting"
         self._refuse(path, "is not a setting", value, remedy)
 
     def _refuse(self, path: str, rule: str, value: Any, remedy: str) -> None:
@@ -119,8 +118,9 @@ def convert(value: Any, annotation: Any, path: str) -> Any:
         return value
     if get_origin(annotation) is Annotated:
         base, *rules = get_args(annotation)
-        if fact(annotation, Seam) is not None:
-            return _part(value, path, optional=is_optional(base))
+        seam = fact(annotation, Seam)
+        if seam is not None:
+            return _part(value, path, seam, optional=is_optional(base))
         result = convert(value, base, path)
         for rule in rules:
             if isinstance(rule, Range) and not rule.holds(result):
@@ -134,17 +134,22 @@ def convert(value: Any, annotation: Any, path: str) -> Any:
     return _convert_plain(value, annotation, path)
 
 
-def _part(value: Any, path: str, *, optional: bool) -> PartSpec | None:
-    """A name or target as text, or `_target_` and arguments, whose values are checked against the part later on."""
+def _part(value: Any, path: str, seam: Seam, *, optional: bool) -> PartSpec | None:
+    """A name or target as text, or `_target_` and arguments, whose values are checked against the part later on.
+
+    A built-in part without arguments gets its name, however it was written.
+    """
     if value is None and optional:
         return None
     if not isinstance(value, Mapping):
-        return cast(str, _scalar(value, str, path))
+        return seam.name_of(cast(str, _scalar(value, str, path)))
     arguments = {str(key): convert(item, Any, f"{path}.{key}") for key, item in value.items()}
     target = arguments.get(TARGET)
     if not isinstance(target, str) or not target:
         raise _Refused(f"must name the part as {TARGET}", f"write {path}={{{TARGET}: package.module:attr, ...}}")
-    return {TARGET: target, **{key: item for key, item in arguments.items() if key != TARGET}}
+    spec = {TARGET: target, **{key: item for key, item in arguments.items() if key != TARGET}}
+    name = seam.name_of(spec)
+    return name if len(spec) == 1 and name in seam.builtins else spec
 
 
 def _convert_plain(value: Any, annotation: Any, path: str) -> Any:

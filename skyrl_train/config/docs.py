@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 from skyrl_train.config.convert import as_typed
-from skyrl_train.config.fields import SchemaField, fact, is_optional, strip, walk
+from skyrl_train.config.fields import SchemaField, fact, is_optional, seam_of, strip, walk
 from skyrl_train.config.rules import ForksWhere, Interchangeable, Range
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
-from skyrl_train.registry import Seam
 
 _INTRODUCTION = """\
 # Configuration
@@ -121,9 +120,11 @@ def _cell(text: str) -> str:
 
 def type_text(field: SchemaField) -> str:
     """A field's type and rule in words, e.g. `integer, at least 1`."""
-    seam = fact(field.annotation, Seam)
+    seam = seam_of(field.annotation)
     if seam is not None:
-        return ", ".join([*(f"`{name}`" for name in seam), "or `package.module:attr`"])
+        listed = "list of " if get_origin(strip(field.annotation)) is tuple else ""
+        names = [f"`{name}`" for name in seam]
+        return listed + ", ".join([*names, "or `package.module:attr`" if names else "`package.module:attr`"])
     return _type_text(field.annotation)
 
 

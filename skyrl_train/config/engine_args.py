@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation
-from skyrl_train.registry import did_you_mean
+from skyrl_train.registry import did_you_mean, part_name
 
 _FIELD = "generator.vllm.engine_args"
 _NONE = ""
@@ -63,7 +63,10 @@ def engine_argument_violations(config: Config) -> Iterator[Violation]:
     given = config.generator.vllm.engine_args
     if given and config.generator.backend != "vllm":
         yield _violation(
-            _FIELD, given, f"does nothing with generator.backend={config.generator.backend}", "add generator=vllm"
+            _FIELD,
+            given,
+            f"does nothing with generator.backend={part_name(config.generator.backend)}",
+            "add generator=vllm",
         )
         return
     known = engine_args_fields() if given else {}
@@ -106,7 +109,10 @@ def seeds_violations(config: Config) -> Iterator[Violation]:
     backend = config.generator.backend
     if config.generator.seeds == "engine" and backend not in ("vllm", "http"):
         yield _violation(
-            "generator.seeds", "engine", f"does nothing with generator.backend={backend}", "drop generator.seeds"
+            "generator.seeds",
+            "engine",
+            f"does nothing with generator.backend={part_name(backend)}",
+            "drop generator.seeds",
         )
 
 

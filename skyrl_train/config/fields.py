@@ -130,9 +130,18 @@ def is_refused(path: str, refused: Iterable[str]) -> bool:
     )
 
 
+def seam_of(annotation: Any) -> Seam | None:
+    """Of a field that chooses a part, or a list of them; None for another field."""
+    seam = fact(annotation, Seam)
+    inner = strip(annotation)
+    if seam is None and get_origin(inner) is tuple:
+        return fact(get_args(inner)[0], Seam)
+    return seam
+
+
 def parts_of(schema: type) -> dict[str, Seam]:
-    """Dotted names of all fields that choose a part, and the parts that there are."""
-    return {field.path: seam for field in walk(schema) if (seam := fact(field.annotation, Seam)) is not None}
+    """Dotted names of all fields that choose a part, or a list of them, and the parts that there are."""
+    return {field.path: seam for field in walk(schema) if (seam := seam_of(field.annotation)) is not None}
 
 
 def defaults(schema: type) -> dict[str, Any]:
@@ -144,6 +153,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain(part) for key, part in value.items()}
     return [_plain(part) for part in value] if isinstance(value, (list, tuple)) else value
+
+
+def remedy_for_unknown(path: str, schema: type) -> str:
+    """What to write instead of an unknown `path`; empty where nothing is near."""
+    for old, now in MOVED.items():
+        if path == old or path.startswith(f"{old}."):
+            return now.format(key=path.removeprefix(f"{old}.") if path != old else "KEY")
+    near = suggest(path, schema)
+    return f"did you mean {near}?" if near else ""
+
+
+MOVED = {
+    "environment.kwargs": "settings of an environment stand beside it: write environment.env_class.{key}=..., or "
+    "environment.env_class={{_target_: NAME, {key}: ...}}",
+}
+"""Settings that there were, and what to write now."""
 
 
 def suggest(path: str, schema: type) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from skyrl_train.config.parts import ENGINES
 from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.rules import (
     Forks,
@@ -21,6 +22,7 @@ from skyrl_train.config.rules import (
     Resume,
     Seconds,
 )
+from skyrl_train.registry import PartSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +114,9 @@ SAME_SAMPLES = Interchangeable(
 class GeneratorConfig:
     """`generator=hf|vllm|http|replay`: how rollouts are made."""
 
-    backend: Annotated[Literal["hf", "vllm", "http", "replay"], Resume.FORKS, SAME_SAMPLES] = "hf"
-    """hf: the model in this process. vllm: engines on Ray. http: an OpenAI-compatible server. replay: recordings."""
+    backend: Annotated[PartSpec, ENGINES, Resume.FORKS, SAME_SAMPLES] = "hf"
+    """Where tokens come from. hf: the model in this process. vllm: engines on Ray. http: an OpenAI-compatible server.
+    replay: recordings. Or a custom engine in this process."""
     n_samples_per_prompt: Forks[PositiveInt] = 8
     """Trajectories per training prompt: the group over which GRPO compares."""
     max_turns: Forks[PositiveInt] = 2

@@ -103,3 +103,85 @@ ROW_FORMATS = Seam(
     given=("row",),
 )
 """`(Row) -> columns`: see `data/rows.py`."""
+
+ENVIRONMENTS = Seam(
+    "environment.env_class",
+    {"word_problems": Builtin("skyrl_train.rollout.envs.word_problems:WordProblemsEnv")},
+    names_elsewhere=True,
+)
+"""`(env_config=..., extras=...) -> Environment`. Names of skyrl-gym's registry are added in `rollout/environments.py`."""
+
+_KL = "skyrl_train.algorithms.kl"
+KL_ESTIMATORS = Seam(
+    "trainer.algorithm.kl_estimator",
+    {
+        "k1": Builtin(f"{_KL}:k1"),
+        "k2": Builtin(f"{_KL}:k2"),
+        "k3": Builtin(f"{_KL}:k3"),
+        "abs": Builtin(f"{_KL}:absolute"),
+    },
+    given=("logprobs", "ref_logprobs"),
+)
+"""`(logprobs, ref_logprobs) -> KL`, all of one shape (any), with the gradient through both; see `algorithms/kl.py`."""
+
+_MINI_BATCH = "skyrl_train.batch.minibatch"
+LOSS_REDUCTIONS = Seam(
+    "trainer.algorithm.loss_reduction",
+    {
+        "token_mean": Builtin(f"{_MINI_BATCH}:token_mean"),
+        "sequence_mean": Builtin(f"{_MINI_BATCH}:sequence_mean"),
+        "seq_mean_token_sum_norm": Builtin(f"{_MINI_BATCH}:seq_mean_token_sum_norm"),
+        "prompt_mean": Builtin(f"{_MINI_BATCH}:prompt_mean"),
+    },
+    given=("counts",),
+)
+"""`(RowCounts) -> [num_rows]`: the weight of each of a row's tokens; what it says of rows without loss is ignored."""
+
+CRITIC_LOSSES = Seam(
+    "trainer.algorithm.critic_loss",
+    {"clipped": Builtin("skyrl_train.algorithms.critic_losses:value_loss")},
+    given=("inputs", "config"),
+)
+"""`(ValueLossInputs, AlgorithmConfig) -> PolicyLossOutput`."""
+
+OPTIMIZERS = Seam(
+    "optimizer.name",
+    {"adamw": Builtin("skyrl_train.learner.optimizer:adamw"), "sgd": Builtin("skyrl_train.learner.optimizer:sgd")},
+    given=("groups", "config"),
+)
+"""`(groups, OptimizerConfig) -> torch.optim.Optimizer`, of one whose update of an element reads that element alone: each
+rank of a sharded model updates a part of each tensor."""
+
+SCHEDULES = Seam(
+    "optimizer.schedule",
+    {
+        "constant": Builtin("skyrl_train.batch.schedule:constant"),
+        "linear": Builtin("skyrl_train.batch.schedule:linear"),
+        "cosine": Builtin("skyrl_train.batch.schedule:cosine"),
+    },
+    given=("progress", "floor"),
+)
+"""`(progress, floor) -> factor` on the peak learning rate: progress runs from 0 to 1 after the warm-up, floor is
+`min_lr_ratio`."""
+
+METRICS = Seam("trainer.metrics", {}, given=("facts",))
+"""`(StepFacts) -> {name: Metric}`; see `trainers/observers.py`."""
+
+CALLBACKS = Seam("trainer.callbacks", {}, given=("event",))
+"""`(RunEvent) -> None`; see `trainers/observers.py`."""
+
+TRACKERS = Seam("tracker.custom", {}, given=("folder",))
+"""`(folder of the run) -> Tracker`."""
+
+ENGINES = Seam(
+    "generator.backend",
+    {
+        "hf": Builtin("skyrl_train.inference.hf:build_engine"),
+        "vllm": Builtin("skyrl_train.inference.vllm:VLLMEngine", settings="generator.vllm"),
+        "http": Builtin("skyrl_train.inference.http:HTTPEngine", settings="generator.http"),
+        "replay": Builtin("skyrl_train.rollout.replay:ReplayGenerator", settings="generator.replay_path"),
+    },
+    given=("settings", "tokenizer"),
+)
+"""`(EngineSettings, tokenizer) -> InferenceEngine` with `load_weights(weights, version)`, in the process of the loop; vllm,
+http and replay are built where their processes, servers and files are."""

@@ -9,13 +9,21 @@ a test keeps the two equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.parts import MICRO_BATCH_STRATEGIES, ROW_FORMATS
+from skyrl_train.config.parts import (
+    CALLBACKS,
+    ENVIRONMENTS,
+    METRICS,
+    MICRO_BATCH_STRATEGIES,
+    OPTIMIZERS,
+    ROW_FORMATS,
+    SCHEDULES,
+    TRACKERS,
+)
 from skyrl_train.config.placement import PlacementConfig as PlacementConfig
 from skyrl_train.config.placement import PlatformConfig as PlatformConfig
 from skyrl_train.config.placement import StrategyConfig as StrategyConfig
@@ -105,11 +113,10 @@ class DataConfig:
 class EnvironmentConfig:
     """`environment=`: where answers are judged."""
 
-    env_class: Forks[str | None] = "word_problems"
-    """A built-in name, one registered in skyrl-gym, or your own as `package.module:attr`; judges all rows, whatever
-    they name. null (`environment=by_row`) takes each row's own `env_class`."""
-    kwargs: Forks[Mapping[str, Any]] = field(default_factory=dict)
-    """Handed to the environment as `env_config`, e.g. `db_path` for text2sql or `search_url` for search."""
+    env_class: Forks[Annotated[PartSpec | None, ENVIRONMENTS]] = "word_problems"
+    """A built-in name, one registered in skyrl-gym, or a custom class; judges all rows, whatever they name. Its settings
+    stand beside it, e.g. `{_target_: text2sql, db_path: /databases}`. null (`environment=by_row`) takes each row's own
+    `env_class`."""
     step_timeout_s: Free[Seconds] = 60.0
     """Deadline of each `init`, `step` and `close`. An environment that exceeds it fails its trajectory, not the run."""
     max_workers: Free[PositiveInt] = 16
@@ -122,7 +129,7 @@ class EnvironmentConfig:
 class OptimizerConfig:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Annotated[PartSpec, OPTIMIZERS] = "adamw"
     """sgd has no momentum: its update is the gradient, which makes runs easy to compare."""
     lr: PositiveFloat = 1e-6
     """Peak learning rate."""
@@ -136,7 +143,7 @@ class OptimizerConfig:
     """Clip the global gradient norm; 0 is off."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps from 0 to the peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Annotated[PartSpec, SCHEDULES] = "constant"
     """After warm-up, over the optimizer steps that the batch plan announces."""
     min_lr_ratio: Fraction = 0.0
     """Where linear and cosine end, as a share of `lr`."""
@@ -263,6 +270,10 @@ class TrainerConfig(LoopConfig):
     """The policy's optimizer."""
     eval_batch_size: Free[PositiveInt] = 256
     """Held-out prompts generated together."""
+    metrics: Free[tuple[Annotated[PartSpec, METRICS], ...]] = ()
+    """Custom metrics: functions of a step's rollouts and batch."""
+    callbacks: Free[tuple[Annotated[PartSpec, CALLBACKS], ...]] = ()
+    """Functions that are told of the run's start, steps, evaluations, checkpoints and end. They read and change nothing."""
     dump_rollouts: Free[bool] = True
     """Write every trajectory to `rollouts/` as JSON lines."""
     export_hf: Free[bool] = True
@@ -314,6 +325,8 @@ class TrackerConfig:
     """Weights & Biases."""
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     """TensorBoard."""
+    custom: tuple[Annotated[PartSpec, TRACKERS], ...] = ()
+    """Custom trackers, e.g. `[{_target_: my_code:Lines, name: x}]`: each is made with the run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from skyrl_train.config.algorithm import estimator_reads
 from skyrl_train.config.algorithm_rules import ALGORITHM_RULES, AlgorithmRule
@@ -74,7 +74,12 @@ def _prompt_length(config: Config) -> Iterator[Violation]:
 
 def _part(config: Config, field: str, seam: Seam) -> Iterator[Violation]:
     """Of a setting that chooses a part: there is none of that name, or it does not take the arguments beside it."""
-    yield from seam.violations(value_of(config, field))  # type: ignore[arg-type]
+    value: Any = value_of(config, field)
+    chosen = (
+        {f"{field}[{index}]": spec for index, spec in enumerate(value)} if isinstance(value, tuple) else {field: value}
+    )
+    for setting, spec in chosen.items():
+        yield from seam.violations(spec, setting)
 
 
 def _why_not_equal(config: Config) -> tuple[str, str, str] | None:
@@ -163,7 +168,7 @@ def _replay(config: Config) -> Iterator[Violation]:
         yield violation_of(
             config,
             "generator.replay_path",
-            f"is not read with generator.backend={backend}",
+            f"is not read with generator.backend={part_name(backend)}",
             "add generator=replay, or drop generator.replay_path",
         )
 
@@ -273,10 +278,11 @@ def _algorithm(config: Config, rule: AlgorithmRule) -> Iterator[Violation]:
     yield from rule(config.trainer.algorithm)
 
 
+CHECKED_PARTS = {field: seam for field, seam in parts_of(Config).items() if not seam.names_elsewhere}
 RULES: tuple[Callable[[Config], Iterator[Violation]], ...] = (
     *(partial(_response_length, name=name) for name in ("sampling", "eval_sampling")),
     _prompt_length,
-    *(partial(_part, field=field, seam=seam) for field, seam in parts_of(Config).items()),
+    *(partial(_part, field=field, seam=seam) for field, seam in CHECKED_PARTS.items()),
     _single_samples,
     _equal_samples,
     _evaluation,

@@ -13,14 +13,17 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.decode import Decoder, Response
+from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.types import GenerationOutput, GenerationRequest
 
 
@@ -31,6 +34,18 @@ class Tokenizer(Protocol):
     pad_token_id: Any
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """What an engine in the loop's own process is made from."""
+
+    model: ModelConfig
+    """The policy's model; its weights are given before the first request."""
+    device: str
+    """torch device, e.g. `cpu` or `cuda:0`."""
+    max_batch_size: int
+    """Sequences to generate together."""
 
 
 class _Waiting:
@@ -207,6 +222,12 @@ class HFEngine:
                 wanted=lambda: not all(waiting.future.done() for waiting in batch),
             )
             return self._weight_version, responses
+
+
+def build_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
+    """Raises ModelError."""
+    model = load_causal_lm(settings.model, settings.device)
+    return HFEngine(model, tokenizer, max_batch_size=settings.max_batch_size)
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:

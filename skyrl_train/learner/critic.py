@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING
 from safetensors.torch import save_file
 from torch import Tensor
 
-from skyrl_train.algorithms.critic_losses import ValueLossInputs, value_loss
+from skyrl_train.algorithms.checks import require_float
+from skyrl_train.algorithms.critic_losses import ValueLossInputs
+from skyrl_train.algorithms.inputs import PolicyLossOutput
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.parts import CRITIC_LOSSES
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.build import build_engine
@@ -79,9 +82,9 @@ class CriticLearner(HoldsModel):
         """The rows' share of the step's loss, and its metrics; `loss/value` adds up over micro-batches and ranks."""
         values, mask = self._values(hidden, rows, layout), rows.padded("loss_mask")
         old_values, returns = (rows.padded(name).to(values.dtype) for name in ("values", "returns"))
-        output = value_loss(
-            ValueLossInputs(values=values, old_values=old_values, returns=returns, loss_mask=mask), self._algorithm
-        )
+        inputs = ValueLossInputs(values=values, old_values=old_values, returns=returns, loss_mask=mask)
+        output: PolicyLossOutput = CRITIC_LOSSES.resolve(self._algorithm.critic_loss)(inputs, self._algorithm)
+        require_float("token_losses of the critic", output.token_losses, values.shape)
         loss = (rows.padded("loss_weights") * output.token_losses).sum()
         num_tokens = layout.scored.num_loss_tokens if layout.scored is not None else int(mask.sum())
         share = num_tokens / max(1, denominators.num_tokens)

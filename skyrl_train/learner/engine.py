@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from skyrl_train.batch.microbatch import MicroBatchStrategy
 from skyrl_train.batch.schedule import learning_rate, schedule_position
 from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
@@ -193,7 +194,7 @@ class ModelEngine:
             role=self.name,
             model=self._tensors(),
             optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
-            optimizer_name=self._config.name if self._config else "",
+            optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
             steps=self.num_optimizer_steps,
             documents=self.num_documents,
             budgets=self.healing.budgets(),
@@ -209,7 +210,7 @@ class ModelEngine:
             role=self.name,
             model=self._tensors(),
             with_optimizer=self._optimizer is not None,
-            optimizer_name=self._config.name if self._config else "",
+            optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
         )
         if self._optimizer is not None:
             load_optimizer_tensors(self._optimizer, self.parameters, stored.optimizer)

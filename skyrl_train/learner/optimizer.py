@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.schema import OptimizerConfig
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, ConfigError, Violation
+from skyrl_train.registry import part_name
 
 
 def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW (fused kernel) or plain SGD. Weight decay reaches matrices only: biases and norms have one dimension."""
-    groups = [
+    """The configured optimizer. Weight decay reaches matrices only: biases and norms have one dimension.
+
+    Raises ConfigError where a custom part makes something else.
+    """
+    groups: ParameterGroups = [
         {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr)
+    made = OPTIMIZERS.resolve(config.name)(groups, config)
+    if not isinstance(made, torch.optim.Optimizer):
+        rule, remedy = "must make a torch.optim.Optimizer", "Return one that was given the groups"
+        value = f"{type(made).__name__} from {part_name(config.name)}"
+        raise ConfigError([Violation(field=OPTIMIZERS.setting, rule=rule, value=value, remedy=remedy)])
+    return made
+
+
+ParameterGroups = list[dict[str, Any]]
+"""As torch's optimizers take them: `params`, and the `weight_decay` of those."""
+
+
+def adamw(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW, with the fused kernel."""
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def sgd(groups: ParameterGroups, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Plain gradient descent: the update is the gradient."""
+    return torch.optim.SGD(groups, lr=config.lr)
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:

@@ -19,6 +19,7 @@ from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
+from skyrl_train.registry import split_spec
 from skyrl_train.rollout.agent_loop import AgentLoop, Job, Limits
 from skyrl_train.rollout.chat_tokens import ChatTokenizer, ChatTokens, with_context
 from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner
@@ -50,7 +51,7 @@ class RolloutGenerator:
     ) -> None:
         """Raises ConfigError for an unknown environment, DataError for a tokenizer without a usable chat template."""
         if environment.env_class is not None:
-            check_environment(environment.env_class, environment.kwargs)
+            check_environment(environment.env_class)
         self._engine = engine
         self._chat = ChatTokens(tokenizer)
         self._environment = environment
@@ -82,8 +83,9 @@ class RolloutGenerator:
             DataError: The chat template refuses a prompt, or nothing names its environment.
             ConfigError: A row names an environment that does not exist.
         """
-        for env_class in {self._env_class(prompt) for prompt in prompts}:
-            check_environment(env_class, self._environment.kwargs)
+        if self._environment.env_class is None:
+            for name in {self._env_class(prompt) for prompt in prompts}:
+                check_environment(name)
         jobs = self._jobs(prompts, n_samples_per_prompt, sampling, global_step, purpose)
         abandoned, unclosed = self._runner.num_abandoned, self._runner.num_close_failures
         trajectories = self._thread.run(self._run_all(jobs))
@@ -102,8 +104,9 @@ class RolloutGenerator:
         self._thread.close()
 
     def _env_class(self, prompt: Prompt) -> str:
-        """The configured environment; where that is null, the row's own."""
-        env_class = self._environment.env_class or prompt.env_class
+        """Name of the configured environment; where that is null, of the row's own."""
+        configured = self._environment.env_class
+        env_class = prompt.env_class if configured is None else split_spec(configured)[0]
         if env_class is None:
             raise DataError(
                 f"prompt {prompt.uid} names no environment, and environment.env_class is null. "
@@ -161,7 +164,7 @@ class RolloutGenerator:
             extras = {**job.prompt.extras, "max_turns": self._limits.max_turns, "env_class": env_class}
             session = EnvironmentSession(
                 self._runner,
-                partial(make_environment, env_class, self._environment.kwargs, extras),
+                partial(make_environment, self._environment.env_class or env_class, extras),
                 name=env_class.rpartition(":")[2],
             )
             loop = AgentLoop(job=job, engine=self._engine, session=session, chat=self._chat, limits=self._limits)

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from skyrl_train.config.parts import TRACKERS
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.interfaces import Tracker
+from skyrl_train.registry import part_name
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
 from skyrl_train.telemetry.run_folder import RunFolder
@@ -31,6 +33,8 @@ def build_trackers(
         from skyrl_train.telemetry.wandb_tracker import WandbTracker
 
         views["wandb"] = WandbTracker(config, folder, console=console)
+    for spec in config.tracker.custom:
+        views[part_name(spec)] = TRACKERS.resolve(spec)(folder.root)
     views["console"] = ConsoleTracker(console, total_steps=total_steps)
     return Trackers(record=MetricsLog(folder.metrics_file), views=views, console=console)
 

@@ -9,7 +9,7 @@ the checkpoint of its step is; a run that is killed in between repeats the step 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ from skyrl_train.trainers.evaluation_report import (
     write_evaluation,
 )
 from skyrl_train.trainers.loop_parts import export_whole, is_due, naming_last_checkpoint
+from skyrl_train.trainers.observers import NO_METRICS, EventKind, Observers, RunEvent, StepFacts
 from skyrl_train.trainers.resume import FRESH, Start, mark_complete
 from skyrl_train.trainers.state import DataFingerprint, TrainerState, flat_config, library_versions
 from skyrl_train.trainers.step_metrics import (
@@ -95,9 +96,11 @@ class PPOTrainer:
         folder: RunFolder,
         console: RunConsole,
         start: Start = FRESH,
+        observers: Observers | None = None,
     ) -> None:
         """`folder` is prepared for `start` (see `resume.prepare_run_folder`). `evaluator` and `rollout_log` are None
         where evaluation and rollout dumps are off."""
+        self.observers = observers or Observers((), (), console)
         self.config, self.plan, self.data, self.start = config, plan, data, start
         self.prompts, self.generator, self.learners = prompts, generator, learners
         self.transport, self.evaluator, self.checkpoints = transport, evaluator, checkpoints
@@ -156,6 +159,7 @@ class PPOTrainer:
             if metrics:
                 self._flush_rollouts()
                 self.trackers.log({**metrics, **self.timer.finish_step()}, step=step)
+        self._tell("start", step, path=self.folder.root)
         if stop.is_set:
             self._save(step)
             stop.raise_if_set(step)
@@ -180,12 +184,15 @@ class PPOTrainer:
                 **self.totals.metrics(),
             }
             self._control_kl(metrics, len(generated.rollouts.trajectories))
+            facts = StepFacts(step=step, rollouts=generated.everything, batch=batch)
+            metrics = self.observers.measure(facts, metrics)
         self._flush_rollouts()
         timings = self.timer.finish_step()
         with self._phase("record"):
             self.trackers.log({**metrics, **timings, **speed_metrics(timings, batch)}, step=step)
             if evaluation and not last:
                 self._draw()
+        self._tell("step", step, metrics)
         stopping = stop.is_set
         if last or stopping or is_due(step, self.config.trainer.ckpt_interval):
             self._save(step)
@@ -216,6 +223,7 @@ class PPOTrainer:
         if evaluations:
             self.console.show(evaluation_table(evaluations[0], evaluations[-1]))
         mark_complete(self.folder, global_step)
+        self._tell("end", global_step, path=self.folder.root)
         return TrainingResult(global_step=global_step, evaluations=tuple(evaluations))
 
     def _evaluate(self, step: int) -> dict[str, float]:
@@ -226,6 +234,7 @@ class PPOTrainer:
             result = self.evaluator.evaluate(step)
             write_evaluation(self.folder.evaluation_file, result)
         self.console.note(evaluation_line(result))
+        self._tell("evaluation", step, result.metrics())
         return result.metrics()
 
     def _keep(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
@@ -258,6 +267,7 @@ class PPOTrainer:
                 state.write(folder)
 
             self._last_checkpoint = self.checkpoints.write(step, write)
+        self._tell("checkpoint", step, path=self._last_checkpoint)
 
     def _load(self, checkpoint: Path) -> None:
         for name, learner in self._changing_models():
@@ -273,6 +283,12 @@ class PPOTrainer:
         moves = self.config.trainer.algorithm.ref_update_interval > 0
         if self.learners.reference is not None and (moves or self.start.holds_reference):
             yield "reference", self.learners.reference
+
+    def _tell(
+        self, kind: EventKind, step: int, metrics: Mapping[str, float] = NO_METRICS, path: Path | None = None
+    ) -> None:
+        total = self.plan.total_steps
+        self.observers.tell(RunEvent(kind=kind, step=step, total_steps=total, metrics=metrics, path=path))
 
     def _draw(self) -> None:
         draw_or_warn(draw_learning_curve, self.folder, self.console, title=self.config.run_name)

@@ -1,4 +1,4 @@
-"""The code of docs/extending.md, run by the real command as it stands there."""
+"""The code of docs/extending.md is that of examples/plugins/, and trains: one custom part of each kind at once."""
 
 from __future__ import annotations
 
@@ -11,71 +11,85 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.config.fields import parts_of
+from skyrl_train.config.schema import Config
+from tests.command_runs import RAY
+
 ROOT = Path(__file__).resolve().parents[2]
-WORDS = ("cat", "horse", "ox", "otter")
-
-pytestmark = pytest.mark.slow
-
-
-def blocks(language: str) -> list[str]:
-    text = (ROOT / "docs" / "extending.md").read_text()
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+PLUGINS = ROOT / "examples" / "plugins"
+EXPERIMENT = ("--config-dir", str(PLUGINS / "conf"), "+experiment=plugins")
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "my_code.py").write_text("\n\n".join(blocks("python")))
-    [row] = (json.loads(block) for block in blocks("json"))
-    rows = []
-    for word in WORDS:
-        message = {"role": "user", "content": row["prompt"][0]["content"].replace("cat", word)}
-        rows.append({"prompt": [message], "reward_spec": {"method": "rule", "ground_truth": str(len(word))}})
-    (tmp_path / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tmp_path
-
-
-def run(folder: Path, *overrides: str) -> list[dict[str, float]]:
-    environ = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "OMP_NUM_THREADS": "1"}
-    sizes = ("trainer.train_batch_size=4", "trainer.policy_mini_batch_size=2", "trainer.critic_mini_batch_size=2")
-    few = ("generator.n_samples_per_prompt=4", "trainer.micro_train_batch_size_per_gpu=8", "trainer.total_steps=2")
-    arguments = ("+experiment=gsm8k_multiturn", "platform=cpu", "data.validation=[]", "output_dir=run")
+def run(output: Path, *arguments: str) -> list[dict[str, float]]:
+    paths = (ROOT, ROOT / "examples")
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    environ["PLUGINS_DATA"] = str(PLUGINS / "words.jsonl")
     finished = subprocess.run(
-        [sys.executable, "-m", "skyrl_train.main", *arguments, *sizes, *few, *overrides],
-        cwd=folder,
+        [sys.executable, "-m", "skyrl_train.main", *arguments, f"hydra.run.dir={output}"],
+        cwd=output.parent,
         env=environ,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=400,
         check=False,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_environment_estimator_loss_and_strategy_of_the_guide(folder: Path) -> None:
-    metrics = run(
-        folder,
-        "environment.env_class=my_code:CountLetters",
-        "data.train=[letters.jsonl]",
-        "trainer.algorithm.advantage_estimator=my_code:centred",
-        "trainer.algorithm.policy_loss=my_code:unclipped",
-        "trainer.micro_batching=my_code:OneByOne",
-    )
-    assert len(metrics) == 2
-    assert all(step["failures/count"] == 0 for step in metrics)
-    records = [json.loads(line) for line in (folder / "run/rollouts/train_step_000001.jsonl").read_text().splitlines()]
-    for word in WORDS:
-        group = [record for record in records if word in record["prompt"][0]["content"]]
-        assert len(group) == 4
-        mean = sum(record["reward"] for record in group) / 4
-        for record in group:
-            for turn in record["turns"]:
-                assert turn["advantages"] == pytest.approx([record["reward"] - mean] * len(turn["advantages"]))
+def rollouts(output: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (output / "rollouts/train_step_000001.jsonl").read_text().splitlines()]
 
 
-def test_reward_of_the_guide(folder: Path) -> None:
-    run(folder, "environment.env_class=my_code:ShortAnswers")
-    records = [json.loads(line) for line in (folder / "run/rollouts/train_step_000001.jsonl").read_text().splitlines()]
-    lengths = [sum(len(turn["text"]) for turn in record["turns"]) for record in records]
-    unshaped = [record["reward"] + 0.001 * length for record, length in zip(records, lengths)]
-    assert all(min(abs(reward - level) for level in (0.0, 0.5, 1.0)) < 0.02 for reward in unshaped)
+def test_the_guide_shows_the_example_package_as_it_stands() -> None:
+    text = (ROOT / "docs" / "extending.md").read_text()
+    shown = dict(re.findall(r"^```(?:python|yaml)\n# (examples/\S+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
+    files = [*PLUGINS.glob("*.py"), *PLUGINS.glob("conf/**/*.yaml")]
+    expected = {str(file.relative_to(ROOT)) for file in files} - {"examples/plugins/__init__.py"}
+    assert set(shown) == expected
+    for name, code in shown.items():
+        assert code == (ROOT / name).read_text(), f"{name} is another than docs/extending.md shows"
+
+
+def test_the_guide_names_every_setting_that_chooses_a_part() -> None:
+    text = (ROOT / "docs" / "extending.md").read_text()
+    for path in parts_of(Config):
+        assert f"`{path}`" in text or path.startswith("critic.optimizer."), path
+
+
+def check_plugins(output: Path, metrics: list[dict[str, float]]) -> None:
+    assert [step["failures/count"] for step in metrics] == [0, 0]
+    for step in metrics:
+        assert step["plugins/longest_turn"] >= step["response_length/mean"] / step["turns/mean"]
+        assert 0 <= step["plugins/long_turns"] <= 1
+    # The schedule halves the rate twice over four optimizer steps: at progress 0, 1/4, 1/2, 3/4.
+    assert [step["policy/lr"] for step in metrics] == [1e-4, 5e-5]
+    diary = (output / "diary.txt").read_text().split("\n")
+    assert diary == ["start 0/2", "step 1/2", "evaluation 2/2", "step 2/2", "checkpoint 2/2", "end 2/2", ""]
+    lines = [json.loads(line) for line in (output / "rewards.jsonl").read_text().splitlines()]
+    assert lines == [{"step": index + 1, "reward": step["reward/mean"]} for index, step in enumerate(metrics)]
+    for record in rollouts(output):
+        assert "How many letters are in" in str(record["prompt"])
+        assert float(str(record["reward"])) in (0.0, 0.25, 0.5, 1.0, 1.25)
+
+
+def test_one_custom_part_of_each_kind_trains_in_one_process(tmp_path: Path) -> None:
+    check_plugins(tmp_path / "run", run(tmp_path / "run", *EXPERIMENT))
+
+
+@pytest.mark.cluster
+def test_one_custom_part_of_each_kind_trains_on_two_ranks(tmp_path: Path) -> None:
+    metrics = run(tmp_path / "run", *EXPERIMENT, "placement=cpu_2", "strategy=fsdp2", *RAY[1:])
+    check_plugins(tmp_path / "run", metrics)
+
+
+@pytest.mark.slow
+def test_reward_of_the_guide(tmp_path: Path) -> None:
+    sizes = ("trainer.train_batch_size=4", "trainer.policy_mini_batch_size=2", "trainer.critic_mini_batch_size=2")
+    few = ("generator.n_samples_per_prompt=4", "trainer.total_steps=1", "data.validation=[]")
+    reward = "environment.env_class={_target_: plugins.rewards:ShortAnswers, per_character: 0.001}"
+    run(tmp_path / "run", "platform=cpu", *sizes, *few, reward)
+    for record in rollouts(tmp_path / "run"):
+        length = sum(len(turn["text"]) for turn in record["turns"])  # type: ignore[attr-defined]
+        unshaped = float(str(record["reward"])) + 0.001 * length
+        assert min(abs(unshaped - level) for level in (0.0, 0.5, 1.0)) < 0.02

@@ -30,7 +30,7 @@ PLATFORMS = ("cpu", "gpu")
 ASKS_FOR_MORE = {
     "algorithm=distillation": ["reference.model.path=hub/teacher"],
     "batching=auto": ["trainer.memory_budget_gb=1"],
-    "environment=text2sql": ["environment.kwargs.db_path=/databases"],
+    "environment=text2sql": ["environment.env_class.db_path=/databases"],
     "generator=replay": ["generator.replay_path=."],
     "generator=vllm": ["placement=ray"],
     "strategy=ddp": ["placement=ray"],
@@ -51,8 +51,8 @@ def choice(file: Path) -> str:
 
 
 def leaves(node: Any, prefix: str) -> list[str]:
-    """Dotted names of what a YAML file sets, the keys of `environment.kwargs` left out."""
-    if not isinstance(node, Mapping) or prefix == "environment.kwargs.":
+    """Dotted names of what a YAML file sets, the arguments of a part left out."""
+    if not isinstance(node, Mapping) or "_target_" in node:
         return [prefix.rstrip(".")]
     return [leaf for key, value in node.items() for leaf in leaves(value, f"{prefix}{key}.") if key != "defaults"]
 

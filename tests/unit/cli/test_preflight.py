@@ -39,8 +39,8 @@ def problems(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
         ["+experiment=gsm8k_multiturn"],
         ["+experiment=gsm8k_multiturn", "trainer.total_steps=3", "hydra.run.dir=elsewhere"],
         ["model.path=builtin:tiny_qwen2", "algorithm=dapo", "tracker=[console,wandb]"],
-        ["+environment.kwargs.difficulty=hard"],
-        ["environment=search", "environment.kwargs.topk=5"],
+        ["environment.env_class={_target_: gsm8k, difficulty: hard}"],
+        ["environment=search", "environment.env_class.topk=5"],
         ["++trainer.total_steps=3"],
         ["~trainer.total_steps"],
         ["-m", "seed=1,2", "trainer.policy.optimizer.lr=1e-4,1e-5"],
@@ -145,8 +145,8 @@ def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together
         ),
         (
             "environment.kwargs.difficulty=hard",
-            "environment.kwargs.difficulty: was refused; got 'hard'. Could not override"
-            " 'environment.kwargs.difficulty'. To append to your config use +environment.kwargs.difficulty=hard",
+            "environment.kwargs.difficulty: is not a setting; got 'hard'. Settings of an environment stand beside it: write"
+            " environment.env_class.difficulty=..., or environment.env_class={_target_: NAME, difficulty: ...}",
         ),
         (
             "hydra.run.folder=x",
@@ -170,7 +170,7 @@ def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together
         (
             "environment.env_class=gsm8kk",
             "environment.env_class: must be one of aime, gsm8k, gsm8k_multi_turn, lcb, search, searchcode, text2sql,"
-            " word_problems; got 'gsm8kk'. Did you mean 'gsm8k'? Write package.module:attr for your own",
+            " word_problems; got 'gsm8kk'. Did you mean 'gsm8k'? Write package.module:attr for a custom one",
         ),
         (
             "model.path=builtin:tiny",

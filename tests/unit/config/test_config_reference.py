@@ -27,7 +27,7 @@ def test_every_field_has_a_docstring(field: SchemaField) -> None:
         ("model.dtype", "`float32`, `bfloat16`"),
         ("data.train", "list of text"),
         ("trainer.policy.optimizer.betas", "list of number, 2 of them"),
-        ("environment.kwargs", "mapping, any key"),
+        ("generator.vllm.engine_args", "mapping, any key"),
         ("data.shuffle", "true or false"),
     ],
 )

@@ -60,7 +60,8 @@ def test_every_field_is_visited_once_with_its_default() -> None:
     assert len(fields) == len(list(walk(Config)))
     assert fields["trainer.policy.optimizer.lr"].default == 1e-6
     assert fields["trainer.policy.optimizer"].section
-    assert fields["environment.kwargs"].open
+    assert fields["generator.vllm.engine_args"].open
+    assert fields["environment.env_class"].open
     assert not fields["seed"].section
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -10,17 +11,23 @@ import torch
 
 from skyrl_train.algorithms.estimate import advantage_inputs, estimate_advantages
 from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs, PolicyLossOutput
+from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.losses import is_tokenwise, policy_loss
-from skyrl_train.batch.minibatch import close_mini_batch
+from skyrl_train.batch.minibatch import RowCounts, close_mini_batch
 from skyrl_train.config.algorithm import AlgorithmConfig, needs_critic, needs_reference
 from skyrl_train.config.fields import parts_of
 from skyrl_train.config.load import load_config
 from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS, MICRO_BATCH_STRATEGIES, POLICY_LOSSES
 from skyrl_train.config.passes import needs_old_logprobs
-from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, TrainerConfig
+from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import BatchError, ConfigError
+from skyrl_train.learner.optimizer import build_optimizer
 from skyrl_train.registry import Seam, reads, split_spec
+from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.metrics import Metric, Sum
+from skyrl_train.trainers.observers import Observers, RunEvent, StepFacts
+from skyrl_train.types import RolloutBatch
 from tests.advantage_oracles import advantage_inputs_of, random_samples
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.loss_oracles import random_loss_inputs
@@ -78,8 +85,9 @@ def test_a_tokenwise_loss_reads_nothing_of_other_tokens(name: str) -> None:
 
 @pytest.mark.parametrize("path", sorted(PARTS))
 def test_every_built_in_name_is_there_and_needs_no_argument(path: str) -> None:
-    for name in PARTS[path]:
-        assert PARTS[path].violations({"_target_": PARTS[path].builtins[name].target}) == []
+    for name, builtin in PARTS[path].builtins.items():
+        assert callable(PARTS[path][name])
+        assert builtin.settings or PARTS[path].violations({"_target_": builtin.target}) == []
 
 
 # Custom parts, as a user's module has them.
@@ -212,9 +220,113 @@ def test_a_part_is_read_from_a_configuration_and_needs_its_target() -> None:
         load_config({"trainer": {"micro_batching": {"parts": 2}}})
 
 
+def test_a_built_in_part_has_its_name_however_it_is_written() -> None:
+    target = "skyrl_train.batch.microbatch.token_budget"
+    for spec in ("token_budget", {"_target_": "token_budget"}, {"_target_": target}, target.replace(".t", ":t")):
+        assert load_config({"trainer": {"micro_batching": spec}}).trainer.micro_batching == "token_budget"
+
+
+def test_a_part_with_settings_of_its_own_takes_no_arguments() -> None:
+    config = load_config({"generator": {"backend": {"_target_": "http", "url": "http://127.0.0.1:8000"}}})
+    (violation,) = [each for each in validate_config(config) if each.field == "generator.backend"]
+    assert str(violation).endswith("takes no arguments with http; got url. Its settings are generator.http")
+
+
 def test_a_critic_is_asked_for_by_whatever_reads_values() -> None:
     config = Config(trainer=TrainerConfig(algorithm=AlgorithmConfig(policy_loss=LOSS)))
     found = {violation.field: violation.rule for violation in validate_config(config)}
     assert found == {
         "critic.model.path": "must be given: policy_loss=test_parts:of_everything(tau=0.25) needs a value model"
     }
+
+
+# Further parts that a loss, the loop or the record is made of.
+
+
+def half_distance(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, *, scale: float = 0.5) -> torch.Tensor:
+    return scale * (logprobs - ref_logprobs).abs()
+
+
+def summed(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    return (logprobs - ref_logprobs).sum()
+
+
+def by_prompt(counts: RowCounts, *, factor: float) -> torch.Tensor:
+    return torch.full_like(counts.trajectory_tokens, factor / counts.denominators.num_prompts)
+
+
+def one_weight(counts: RowCounts) -> torch.Tensor:
+    return torch.ones(1)
+
+
+def test_a_custom_kl_is_taken_at_trained_tokens_and_has_their_shape() -> None:
+    new, ref, mask = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, torch.nan]]), torch.tensor([[True, False]])
+    spec = {"_target_": "test_parts:half_distance", "scale": 3.0}
+    assert token_kl(spec, new, ref, mask).tolist() == [[3.0, 0.0]]
+    with pytest.raises(BatchError, match=r"the KL from 'test_parts:summed' has shape \[\]"):
+        token_kl("test_parts:summed", new, ref, mask)
+
+
+def test_a_custom_reduction_weighs_rows_and_is_checked() -> None:
+    batch = make_batch([5, 9, 7, 12])
+    spec = {"_target_": "test_parts:by_prompt", "factor": 0.5}
+    closed = close_mini_batch(batch, loss_reduction=spec, max_sequence_length_for_norm=1).batch
+    assert closed["loss_weights"][closed["loss_mask"]].unique().tolist() == [0.25]
+    with pytest.raises(BatchError, match=r"loss reduction 'test_parts:one_weight' gave \[1\] weights"):
+        close_mini_batch(batch, loss_reduction="test_parts:one_weight", max_sequence_length_for_norm=1)
+
+
+def test_a_custom_optimizer_must_be_one() -> None:
+    parameters = {"weight": torch.nn.Parameter(torch.ones(2, 2))}
+    with pytest.raises(ConfigError, match=r"must make a torch.optim.Optimizer; got list from test_parts:no_optimizer"):
+        build_optimizer(parameters, OptimizerConfig(name="test_parts:no_optimizer"))
+
+
+def no_optimizer(groups: Any, config: OptimizerConfig) -> Any:
+    return groups
+
+
+def tokens(facts: StepFacts, *, name: str = "own/rows") -> dict[str, Metric]:
+    return {name: Sum(float(facts.batch.num_rows))}
+
+
+def broken(*_: Any) -> Any:
+    raise ZeroDivisionError("no rows")
+
+
+HEARD: list[RunEvent] = []
+
+
+def hear(event: RunEvent) -> None:
+    HEARD.append(event)
+    event.metrics["reward/mean"] = 1.0  # type: ignore[index]
+
+
+def test_custom_metrics_are_added_and_callbacks_cannot_write() -> None:
+    output = StringIO()
+    clash = {"_target_": "test_parts:tokens", "name": "reward/mean"}
+    parts = ("test_parts:tokens", clash, "test_parts:broken")
+    observers = Observers(parts, ("test_parts:hear",), RunConsole(file=output))
+    batch = make_batch([5, 9])
+    rollouts = RolloutBatch(prompts=(), trajectories=(), n_samples_per_prompt=1)
+    facts = StepFacts(step=3, rollouts=rollouts, batch=batch)
+    assert observers.measure(facts, {"reward/mean": 0.5}) == {"reward/mean": 0.5, "own/rows": 2.0}
+    observers.tell(RunEvent(kind="step", step=3, total_steps=4, metrics={"reward/mean": 0.5}))
+    assert HEARD[0].metrics == {"reward/mean": 0.5}
+    said = " ".join(output.getvalue().split())
+    assert "there is a metric 'reward/mean' already" in said
+    assert "metric test_parts:broken failed at step 3 (ZeroDivisionError: no rows); training goes on" in said
+    assert "callback test_parts:hear failed at step 3 (TypeError" in said
+
+
+def test_a_part_in_a_list_is_named_by_its_place() -> None:
+    config = load_config({"trainer": {"callbacks": ["test_parts:hear", {"_target_": "test_parts:hear", "fil": 1}]}})
+    (violation,) = validate_config(config)
+    assert violation.field == "trainer.callbacks[1].fil"
+
+
+def test_settings_that_moved_say_where_to() -> None:
+    with pytest.raises(
+        ConfigError, match=r"kwargs: is not a setting.*environment.env_class=\{_target_: NAME, KEY: ...\}"
+    ):
+        load_config({"environment": {"kwargs": {"topk": 3}}})

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.errors import ConfigError
-from skyrl_train.rollout.environments import make_environment, resolve_environment
+from skyrl_train.rollout.environments import check_environment, make_environment, resolve_environment
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
 from tests.fakes import FAKE_ENVIRONMENT, FakeEnvironment
 
@@ -17,7 +17,7 @@ ROW = {"reward_spec": {"method": "rule", "ground_truth": "4"}, "extra_info": {},
 
 
 def test_a_built_in_environment_is_found_by_name() -> None:
-    assert isinstance(make_environment("word_problems", {}, ROW), WordProblemsEnv)
+    assert isinstance(make_environment("word_problems", ROW), WordProblemsEnv)
 
 
 @pytest.mark.parametrize(
@@ -32,13 +32,13 @@ def test_a_built_in_environment_is_found_by_name() -> None:
     ],
 )
 def test_environments_registered_in_skyrl_gym_are_found_by_name(env_class: str, row: dict[str, Any]) -> None:
-    environment = make_environment(env_class, {}, row)
+    environment = make_environment(env_class, row)
     assert environment.init([{"role": "user", "content": "2+2?"}])[0] == [{"role": "user", "content": "2+2?"}]
     environment.close()
 
 
 def test_gsm8k_multi_turn_takes_the_configured_number_of_turns() -> None:
-    environment = make_environment("gsm8k_multi_turn", {}, ROW)
+    environment = make_environment("gsm8k_multi_turn", ROW)
     assert [environment.step("#### 5")["done"] for _ in range(3)] == [False, False, True]
 
 
@@ -47,32 +47,52 @@ def test_text2sql_finds_its_databases_under_db_path(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     sqlite3.connect(folder / "pets.sqlite").close()
     row = {"db_id": "pets", "data": "spider", "reward_spec": {"ground_truth": "select 1"}}
-    environment: Any = make_environment("text2sql", {"db_path": str(tmp_path)}, row)
+    environment: Any = make_environment({"_target_": "text2sql", "db_path": str(tmp_path)}, row)
     assert environment.db_file == str(folder / "pets.sqlite")
 
 
-def test_kwargs_are_laid_over_the_environments_own_defaults() -> None:
+def test_arguments_are_laid_over_the_environments_own_defaults() -> None:
     row = {"reward_spec": {"ground_truth": {"target": ["4"]}}}
-    environment: Any = make_environment("search", {"search_url": "http://127.0.0.1:9/x"}, row)
+    environment: Any = make_environment({"_target_": "search", "search_url": "http://127.0.0.1:9/x"}, row)
     search = environment.tool_group
     assert (search.search_url, search.topk) == ("http://127.0.0.1:9/x", 3)
 
 
 def test_a_misspelt_setting_of_an_environment_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"environment.kwargs.serch_url.*Did you mean 'search_url'\?"):
-        make_environment("search", {"serch_url": "x"}, {})
+    with pytest.raises(ConfigError, match=r"environment.env_class.serch_url.*Did you mean 'search_url'\?"):
+        check_environment({"_target_": "search", "serch_url": "x"})
 
 
-def test_an_environment_of_ones_own_reads_its_settings_as_attributes() -> None:
-    environment: Any = make_environment(FAKE_ENVIRONMENT, {"depth": 2}, {"reward_spec": {}})
-    assert isinstance(environment, FakeEnvironment)
-    assert environment.env_config.depth == 2
+class Guessing(FakeEnvironment):
+    def __init__(self, env_config: Any, extras: Any, *, depth: int, tries: int = 3) -> None:
+        super().__init__(env_config, extras)
+        self.depth, self.tries = depth, tries
+
+
+def test_a_custom_environment_is_constructed_with_its_arguments() -> None:
+    spec = {"_target_": "test_environments.Guessing", "depth": 2, "env_config": {"hints": True}}
+    check_environment(spec)
+    environment: Any = make_environment(spec, {"reward_spec": {}})
+    assert isinstance(environment, Guessing)
+    assert (environment.depth, environment.tries, environment.env_config.hints) == (2, 3, True)
     assert environment.extras == {"reward_spec": {}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"depth": 2, "trys": 4}, r"environment.env_class.trys: is no argument .*Did you mean 'tries'\?"),
+        ({"tries": 4}, r"environment.env_class.depth: must be given to test_environments:Guessing"),
+    ],
+)
+def test_arguments_of_a_custom_environment_are_checked(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_environment({"_target_": "test_environments:Guessing", **arguments})
 
 
 def test_what_an_environment_writes_into_its_row_stays_there() -> None:
     row: dict[str, Any] = {"extra_info": {"tries": []}}
-    environment: Any = make_environment(FAKE_ENVIRONMENT, {}, row)
+    environment: Any = make_environment(FAKE_ENVIRONMENT, row)
     environment.extras["extra_info"]["tries"].append(1)
     assert row == {"extra_info": {"tries": []}}
 

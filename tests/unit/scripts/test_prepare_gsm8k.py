@@ -57,7 +57,7 @@ def test_each_problem_becomes_a_row_that_its_environment_understands(tmp_path: P
     assert "`#### ANSWER`" in message["content"]
     assert prompts[0].extras["extra_info"]["index"] == 0
     for prompt, answer in zip(prompts, ("#### 3", "so #### 70,000")):
-        environment = make_environment("gsm8k", {}, prompt.extras)
+        environment = make_environment("gsm8k", prompt.extras)
         assert environment.step(answer)["reward"] == 1.0
 
 
@@ -133,5 +133,5 @@ def test_no_row_of_the_real_data_is_lost(tmp_path: Path) -> None:
     train, validation = (load_prompts([str(tmp_path / f"{split}.parquet")]) for split in ("train", "validation"))
     assert (len(train), len(validation)) == (7473, 1319)
     for prompt in validation[:50]:
-        environment = make_environment("gsm8k", {}, prompt.extras)
+        environment = make_environment("gsm8k", prompt.extras)
         assert environment.step(prompt.extras["extra_info"]["answer"])["reward"] == 1.0

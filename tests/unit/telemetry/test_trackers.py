@@ -73,7 +73,9 @@ def configured(tmp_path, *, console=False, wandb=False, tensorboard=False, **wan
         wandb=WandbConfig(enabled=wandb, **wandb_changes),
         tensorboard=TensorboardConfig(enabled=tensorboard),
     )
-    environment = replace(Config().environment, kwargs={"api_key": "s3cr3t-value", "db_path": "x.db"})
+    environment = replace(
+        Config().environment, env_class={"_target_": "text2sql", "api_key": "s3cr3t-value", "db_path": "x.db"}
+    )
     return replace(Config(), output_dir=str(tmp_path), tracker=tracker, environment=environment)
 
 
@@ -127,7 +129,7 @@ def test_all_trackers_together_and_resumed(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    monkeypatch.setattr("sys.argv", ["main", "environment.kwargs.api_key=s3cr3t-value"])
+    monkeypatch.setattr("sys.argv", ["main", "environment.env_class.api_key=s3cr3t-value"])
     config = configured(tmp_path, console=True, wandb=True, tensorboard=True)
     shown = logged(config, tmp_path, steps=(1, 2, 3))
     assert "wandb: offline; upload later with `wandb sync" in shown

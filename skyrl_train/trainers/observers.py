@@ -1,0 +1,93 @@
+"""Custom metrics and callbacks of a run: they are shown what happens, and can change nothing of it.
+
+A metric is a function of one step, `(StepFacts) -> {name: Mean | Sum | Max | Min | Last}`; a callback a function of one
+event, `(RunEvent) -> None`. One that raises costs the run nothing but itself: it is warned about once, and asked again at
+the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal
+
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.parts import CALLBACKS, METRICS
+from skyrl_train.registry import PartSpec, part_name
+from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.metrics import StepMetrics, to_values
+from skyrl_train.types import RolloutBatch
+
+EventKind = Literal["start", "step", "evaluation", "checkpoint", "end"]
+NO_METRICS: Mapping[str, float] = MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """What one training step saw."""
+
+    step: int
+    rollouts: RolloutBatch
+    """All that was generated, rewarded as the environments did."""
+    batch: TrainingInputBatch
+    """The rows, with every column that was scored and estimated."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEvent:
+    """Something that happened in a run."""
+
+    kind: EventKind
+    step: int
+    """Training steps that are finished."""
+    total_steps: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of a step (all that is recorded of it) or an evaluation; cannot be written to."""
+    path: Path | None = None
+    """The checkpoint's folder; at the start and the end, the run's."""
+
+
+Metric = Callable[[StepFacts], StepMetrics]
+Callback = Callable[[RunEvent], None]
+
+
+class Observers:
+    """The custom metrics and callbacks of one run. Raises ConfigError where there is none of a name."""
+
+    def __init__(self, metrics: Sequence[PartSpec], callbacks: Sequence[PartSpec], console: RunConsole) -> None:
+        self._metrics: dict[str, Metric] = {part_name(spec): METRICS.resolve(spec) for spec in metrics}
+        self._callbacks: dict[str, Callback] = {part_name(spec): CALLBACKS.resolve(spec) for spec in callbacks}
+        self._console = console
+        self._failed: set[str] = set()
+
+    def measure(self, facts: StepFacts, measured: Mapping[str, float]) -> dict[str, float]:
+        """`measured` with the custom metrics of the step added; none of its own is replaced."""
+        found = dict(measured)
+        for name, metric in self._metrics.items():
+            try:
+                own = to_values(metric(facts))
+                taken = sorted(own.keys() & found.keys())
+                if taken:
+                    raise ValueError(f"there is a metric {taken[0]!r} already")
+                found |= own
+            except Exception as error:  # of whatever kind: a metric of the user's must not end the run
+                self._warn("metric", name, error, facts.step)
+        return found
+
+    def tell(self, event: RunEvent) -> None:
+        """Calls every callback, with metrics that cannot be written to."""
+        event = replace(event, metrics=MappingProxyType(dict(event.metrics)))
+        for name, callback in self._callbacks.items():
+            try:
+                callback(event)
+            except Exception as error:  # as above
+                self._warn("callback", name, error, event.step)
+
+    def _warn(self, what: str, name: str, error: Exception, step: int) -> None:
+        if name not in self._failed:
+            self._console.warn(
+                f"{what} {name} failed at step {step} ({type(error).__name__}: {error}); training goes on"
+            )
+        self._failed.add(name)
