@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _SHARED_MEMORY = Path("/dev/shm")
+_REASON_TIMEOUT_S = 1.0
+"""After a failure: how long it may take until it is known that a process of vLLM's ended, and of what."""
 
 
 @dataclass
@@ -59,6 +62,8 @@ class VLLMCore:
         self._updating = False
         self._num_received = 0
         self._broken = ""
+        self._ended = threading.Event()
+        """Set once a process of vLLM's is gone."""
         self._has_adapter = False
         self._was_paused = False
         """Whether vLLM scheduled nothing before the update either, as where it sleeps in part."""
@@ -89,6 +94,7 @@ class VLLMCore:
 
         def died(reason: str) -> None:
             self._broken = f"the engine died: {reason}"
+            self._ended.set()
             self._client.give_up(EngineDeadError(self._broken))
 
         self._is_keyed = settings.seeds_by_request and all(self._engine.collective_rpc("use_keyed_sampler"))
@@ -131,7 +137,7 @@ class VLLMCore:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            self._broken = self._broken or f"the engine broke while it generated: {type(error).__name__}: {error}"
+            self._broken = self._death() or f"the engine broke while it generated: {type(error).__name__}: {error}"
             self.fail_all(EngineDeadError(self._broken))
             return
         for output in outputs:
@@ -164,7 +170,7 @@ class VLLMCore:
         try:
             found = self._engine.collective_rpc("receiver")
         except Exception as error:
-            raise EngineError(f"the engine's workers do not answer: {type(error).__name__}: {error}") from error
+            raise self._failure("the engine's workers do not answer", error) from error
         return [Receiver(device=device, dtype=dtype) for device, dtype in found]
 
     def meet(self, rendezvous: Rendezvous) -> None:
@@ -172,7 +178,7 @@ class VLLMCore:
         try:
             self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": vars(rendezvous)})
         except Exception as error:
-            raise EngineError(f"the trainer could not be met: {type(error).__name__}: {error}") from error
+            raise self._failure("the trainer could not be met", error) from error
 
     def begin_update(self) -> None:
         """From here on nothing is computed until `finish_update`. A core that is apart goes on with its requests until it is
@@ -218,13 +224,27 @@ class VLLMCore:
         self._client.close()
         self.processes.close()
 
+    def _failure(self, what: str, error: Exception) -> EngineError:
+        """`what` went wrong by `error`, or because a process of vLLM's is gone."""
+        self._broken = self._death()
+        return (
+            EngineDeadError(self._broken) if self._broken else EngineError(f"{what}: {type(error).__name__}: {error}")
+        )
+
+    def _death(self) -> str:
+        """After a failure: what the engine died of; empty where it lives. vLLM says that a process is gone without saying
+        which, and before it is known here."""
+        if not self._broken and not self._ended.wait(_REASON_TIMEOUT_S) and (gone := self.processes.gone):
+            return f"the engine died: {gone}"
+        return self._broken
+
     def _guarded(self, function: Callable[[], T]) -> T:
         if self._broken:
             raise EngineDeadError(self._broken)
         try:
             return function()
         except Exception as error:
-            self._broken = self._broken or (
+            self._broken = self._death() or (
                 f"a weight update of this {self._engine.model_config.hf_config.model_type} model failed half-way, so the "
                 f"engine answers nothing: {error}"
             )

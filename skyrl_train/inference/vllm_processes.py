@@ -40,7 +40,8 @@ class EngineProcesses:
         self._watchdog = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, self._mark], stdin=subprocess.PIPE, start_new_session=True
         )
-        self._pids: tuple[int, ...] = ()
+        self._titles: dict[int, str] = {}
+        """By process number, what a process calls itself."""
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -50,7 +51,7 @@ class EngineProcesses:
             yield
         finally:
             del os.environ[_MARK]
-            self._pids = tuple(marked_pids(self._mark))
+            self._titles = {pid: _title(pid) for pid in marked_pids(self._mark)}
 
     def watch(self, processes: list[Any], on_death: Callable[[str], None]) -> None:
         """Calls `on_death` with a reason, on a thread, once one of `processes` (of multiprocessing) has ended."""
@@ -66,7 +67,13 @@ class EngineProcesses:
     @property
     def suspended(self) -> bool:
         """Whether one of them is stopped by a signal, so that no answer can come."""
-        return any(_state(pid) in ("T", "t") for pid in self._pids)
+        return any(_state(pid) in ("T", "t") for pid in self._titles)
+
+    @property
+    def gone(self) -> str:
+        """Which of them are no more, for a message; empty where all are there."""
+        ended = {pid: title for pid, title in self._titles.items() if _state(pid) in ("Z", "X", "")}
+        return "; ".join(f"vLLM's process {title} (pid {pid}) is gone" for pid, title in ended.items())
 
     def expect_end(self) -> None:
         """From here on an end is no news."""
@@ -139,6 +146,14 @@ def _state(pid: int) -> str:
     """The letter of `proc(5)`; empty where there is no such process."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def _title(pid: int) -> str:
+    """The first word of its command line, which vLLM's processes set: `VLLM::EngineCore`, `VLLM::Worker`."""
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
     except OSError:
         return ""
 

@@ -7,15 +7,17 @@ vLLM sets up the group of ranks for experts only in the first engine of a proces
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from skyrl_train.cluster.probe import probe_row
+from skyrl_train.cluster.probe import WeightSyncProbe
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig
@@ -25,7 +27,7 @@ from skyrl_train.inference.vllm_settings import engine_settings
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
-from skyrl_train.types import GenerationRequest, SamplingParams
+from skyrl_train.types import GenerationOutput, GenerationRequest
 from skyrl_train.weight_sync.buckets import in_buckets
 from tests.learner_cases import fixed_rows
 
@@ -39,6 +41,10 @@ _SIZES: Mapping[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
+    # those of a family lie beyond so small a vocabulary
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 _GEMMA: Mapping[str, Any] = {"head_dim": 32, "tie_word_embeddings": True}
 _EXPERTS: Mapping[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -54,14 +60,14 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
     "gemma3": {"model_type": "gemma3_text", **_GEMMA, "query_pre_attn_scalar": 32, "sliding_window": 64},
     "gemma3_multimodal": {"model_type": "gemma3"},
     "phi": {"model_type": "phi"},
-    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "phi3": {"model_type": "phi3"},
     "gpt2": {"model_type": "gpt2", "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512},
-    "gpt_neox": {"model_type": "gpt_neox"},
+    "gpt_neox": {"model_type": "gpt_neox", "num_key_value_heads": 4},
     "opt": {"model_type": "opt", "ffn_dim": 160, "word_embed_proj_dim": 128},
     "olmo2": {"model_type": "olmo2"},
     "granite": {"model_type": "granite"},
-    "smollm3": {"model_type": "smollm3", "pad_token_id": 0},
-    "glm4": {"model_type": "glm4", "head_dim": 32, "pad_token_id": 0},
+    "smollm3": {"model_type": "smollm3"},
+    "glm4": {"model_type": "glm4", "head_dim": 32},
     "starcoder2": {"model_type": "starcoder2", "sliding_window": None},
     "cohere": {"model_type": "cohere", "tie_word_embeddings": True},
     "falcon": {"model_type": "falcon", "ffn_hidden_size": 512},
@@ -97,6 +103,8 @@ ARCHITECTURES: Mapping[str, Mapping[str, Any]] = {
 """By name, what differs from `_SIZES`."""
 EAGER = ("gpt_oss",)
 """Those that train with `model.attention=eager` alone."""
+APART = ("gpt_neox", "olmo2", "phi", "smollm3", "starcoder2")
+"""Those for which vLLM takes transformers' own classes and changes them for a whole process: here its core is another."""
 
 
 def build(name: str, folder: Path) -> Path:
@@ -130,32 +138,37 @@ def _multimodal() -> Any:
     return AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
 
 
+@dataclass(frozen=True)
+class OneEngine:
+    """What a probe asks of a fleet and of its devices' turns, with one engine in this process."""
+
+    engine: VLLMEngine
+    living: tuple[str, ...] = ("vllm engine",)
+
+    def call(self, method: str, _phase: str, request: GenerationRequest) -> list[GenerationOutput]:
+        assert method == "generate"
+        return [self.engine.generate(request).result(120)]
+
+    def engines(self) -> None:
+        """They have no devices to take turns on."""
+
+
 def outcome(name: str, folder: Path) -> dict[str, float]:
-    """Largest differences of log-probabilities between an engine and a learner that holds this architecture: as loaded, and
-    after each of two syncs of weights as after a long training. Raises EngineError where the engine refuses it."""
+    """Largest differences of log-probabilities between an engine and a learner that holds this architecture, by the probe of
+    a run's first sync: as loaded, and after each of two syncs of weights as after a long training. Raises EngineError where
+    engine or probe refuse."""
     model = ModelConfig(path=str(build(name, folder)), attention="eager" if name in EAGER else "auto")
     trained = ModelEngine(
         load_causal_lm(model, "cpu"), name="policy", micro_batching=fixed_rows(1), optimizer=OptimizerConfig()
     )
     learner = PolicyLearner(trained, model=model, algorithm=AlgorithmConfig(), temperature=1.0)
+    config = Config(model=model, generator=GeneratorConfig(backend="vllm", max_context_length=400))
     # After the trainer's model: vLLM puts activations of its own into transformers.
-    engine = VLLMEngine(
-        engine_settings(Config(model=model, generator=GeneratorConfig(backend="vllm", max_context_length=400)))
-    )
-
-    def difference(request_id: str) -> float:
-        request = GenerationRequest(
-            request_id=request_id,
-            prompt_token_ids=tuple(3 + index * 7 % 60 for index in range(200)),
-            sampling=SamplingParams(temperature=1.0, max_generate_length=16),
-            seed=1,
-        )
-        output = engine.generate(request).result(120)
-        scores = learner.forward(probe_row(request.prompt_token_ids, output))[-len(output.token_ids) :]
-        return float((scores.double() - torch.tensor(output.logprobs).double()).abs().max())
-
+    engine = VLLMEngine(engine_settings(config))
+    one: Any = OneEngine(engine)
+    probe = WeightSyncProbe(fleet=one, turns=one, policy=learner, config=config, vocabulary=VOCABULARY)
     try:
-        found = {"loaded": difference("loaded")}
+        found = {"loaded": probe(0)}
         for version in (1, 2):
             generator = torch.Generator().manual_seed(version)
             for parameter in trained.parameters.values():
@@ -165,13 +178,15 @@ def outcome(name: str, folder: Path) -> dict[str, float]:
             for bucket in in_buckets(iter(weights)):
                 engine.update(bucket)
             engine.finish_update(version, len(weights))
-            found[f"sync_{version}"] = difference(f"sync-{version}")
+            found[f"sync_{version}"] = probe(version)
         return found
     finally:
         engine.close()
 
 
 if __name__ == "__main__":
+    if sys.argv[1] in APART:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
     with tempfile.TemporaryDirectory() as place:
         try:
             told: dict[str, float] | str = outcome(sys.argv[1], Path(place))

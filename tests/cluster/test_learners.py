@@ -112,12 +112,22 @@ def ray_learner(session: RaySession, config: Config, num_ranks: int) -> Iterator
         learner.close()
 
 
+def scores_of(learner: Learner) -> dict[str, Tensor]:
+    """What the learner says of each token: log-probabilities, entropies and sums of squared probabilities."""
+    batch = make_batch(LENGTHS)
+    return {
+        "logprobs": learner.forward(batch),
+        "entropy": learner.forward_entropy(batch),
+        "sum_pi_squared": learner.forward_sum_pi_squared(batch),
+    }
+
+
 @pytest.fixture(scope="module")
-def inline(model_folder: Path) -> tuple[list[float], dict[str, Tensor], Tensor]:
-    """Gradient norms and weights after three steps in this process, and the log-probabilities before them."""
+def inline(model_folder: Path) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Gradient norms and weights after three steps in this process, and the scores of tokens before them."""
     config = make_config(model_folder)
     learner = build_policy_learner(config, make_plan(config), role="policy")
-    scores = learner.forward(make_batch(LENGTHS))
+    scores = scores_of(learner)
     return three_steps(learner), weights_of(learner), scores
 
 
@@ -125,13 +135,15 @@ def inline(model_folder: Path) -> tuple[list[float], dict[str, Tensor], Tensor]:
 def test_three_steps_give_the_weights_of_one_process(
     session: RaySession,
     model_folder: Path,
-    inline: tuple[list[float], dict[str, Tensor], Tensor],
+    inline: tuple[list[float], dict[str, Tensor], dict[str, Tensor]],
     strategy: str,
     num_ranks: int,
 ) -> None:
     norms, weights, scores = inline
     with ray_learner(session, make_config(model_folder, strategy=strategy), num_ranks) as learner:
-        assert torch.allclose(learner.forward(make_batch(LENGTHS)), scores, atol=1e-5)
+        for name, found in scores_of(learner).items():
+            assert float(scores[name].abs().max()) > 0.01, name
+            assert torch.allclose(found, scores[name], atol=1e-5), name
         assert three_steps(learner) == pytest.approx(norms, rel=1e-5)
         difference = relative_difference(weights_of(learner), weights)
     print(f"\nrelative difference of the weights, {strategy} x {num_ranks}: {difference:.2e}")

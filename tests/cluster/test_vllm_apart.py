@@ -167,6 +167,8 @@ def check_death(engine: VLLMEngine) -> None:
         engine.generate(request("after", 10)).result(5)
     with pytest.raises(EngineDeadError, match="died"):
         engine.begin_update()
+    with pytest.raises(EngineDeadError, match="killed by signal 9"):
+        engine.receivers()
 
 
 @pytest.mark.parametrize("when", ["while it starts", "while it serves"])

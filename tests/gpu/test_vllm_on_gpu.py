@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, PlatformConfig
@@ -16,7 +17,7 @@ from tests.cluster.test_vllm_apart import check_death, check_orphans, check_upda
 from tests.cluster.test_vllm_sampler import check_draws, check_repetition
 
 __all__ = ["endless"]
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 TOLERANCE = 5e-3
 """Of a log-probability in float32, whose products a GPU may round as TF32."""

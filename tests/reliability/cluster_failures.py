@@ -4,7 +4,7 @@
 
 Runs the trainer on Ray with a policy worker, a reference worker and a vLLM engine, once per case; sends the signal in the
 second step, a moment after the phase began; prints a table: how the run ended, after how many seconds, what it said last,
-and how many of its processes were left. A case is ROLE-SIGNAL-PHASE, e.g. `policy-KILL-update`.
+and which of its processes were left five seconds later. A case is ROLE-SIGNAL-PHASE, e.g. `policy-KILL-update`.
 
 With `--apart` vLLM's core and its worker are processes of their own, as on a GPU, and the cases are about the engine alone:
 its actor (`engine`), its `core` and its `worker`.
@@ -105,11 +105,11 @@ def judge(case: str, folder: Path) -> list[str]:
             os.killpg(child.pid, signal.SIGKILL)
             status = "HUNG"
     ended = time.time()
-    left = family.left(within_s=3.0)
+    left = family.left(within_s=5.0)
     if not (folder / "struck").exists():
         return [case, status, "-", "the phase was not reached", "-"]
     seconds = ended - float((folder / "struck").read_text(encoding="utf-8"))
-    return [case, status, f"{seconds:.1f}", says(log), str(len(left))]
+    return [case, status, f"{seconds:.1f}", says(log), ", ".join([str(len(left)), *left])]
 
 
 def says(log: Path) -> str:

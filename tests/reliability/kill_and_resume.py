@@ -2,6 +2,7 @@
 
     python tests/reliability/kill_and_resume.py --kills 20
     python tests/reliability/kill_and_resume.py --kills 20 --kind sft
+    python tests/reliability/kill_and_resume.py --kills 3 --kind gpu     # where there are CUDA devices
 
 Each trial starts the real command in a folder of its own, kills its whole process group after a random delay, starts the
 same command again until it ends by itself, and compares `metrics.jsonl` (timings aside) and the exported weights with
@@ -54,8 +55,26 @@ KINDS = {
         "trainer.eval_interval=3",
         "trainer.keep_best=true",
     ),
+    "gpu": (
+        "skyrl_train.main",
+        "+experiment=gsm8k_multiturn",
+        "platform=gpu",
+        "deterministic=true",
+        "model=tiny_qwen2",
+        "data=word_problems",
+        "environment=word_problems",
+        "data.max_validation_prompts=32",
+        "trainer.train_batch_size=32",
+        "trainer.policy_mini_batch_size=16",
+        "trainer.critic_mini_batch_size=16",
+        "trainer.total_steps=3",
+        "trainer.ckpt_interval=1",
+    ),
 }
-"""The module and the overrides of each kind of run. Supervised: batches made ahead, two ends of an epoch."""
+"""The module and the overrides of each kind of run. Supervised: batches made ahead, two ends of an epoch. On GPUs: engines
+and ranks on all that there are."""
+MEASURED = {"gpu": ("timing/", "memory/")}
+"""Prefixes of metrics that are measured, and differ from run to run; timings alone where a kind is not named."""
 
 
 def command(folder: Path, words: Sequence[str]) -> list[str]:
@@ -87,11 +106,12 @@ def run_to_the_end(folder: Path, words: Sequence[str]) -> float:
     return time.monotonic() - begun
 
 
-def result(folder: Path) -> RunResult:
+def result(folder: Path, kind: str) -> RunResult:
     lines = []
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
-        lines.append(json.dumps({k: v for k, v in record.items() if not k.startswith("timing/")}, sort_keys=True))
+        measured = MEASURED.get(kind, ("timing/",))
+        lines.append(json.dumps({k: v for k, v in record.items() if not k.startswith(measured)}, sort_keys=True))
     weights = (folder / "export" / "model.safetensors").read_bytes()
     return RunResult(tuple(lines), hashlib.sha256(weights).hexdigest())
 
@@ -135,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="kill-and-resume-") as scratch:
         root = args.output or Path(scratch)
         duration_s = run_to_the_end(root / "undisturbed", words)
-        expected = result(root / "undisturbed")
+        expected = result(root / "undisturbed", args.kind)
         print(f"undisturbed: {duration_s:.1f} s, {len(expected.metrics)} metric lines, {expected.weights_sha256[:12]}")
         rng = random.Random(args.seed)
         failed = 0
@@ -143,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             delay_s = rng.uniform(0.0, duration_s)
             folder = root / f"killed_{index:02d}"
             reached = trial(folder, words, delay_s)
-            found = differences(expected, result(folder))
+            found = differences(expected, result(folder, args.kind))
             failed += bool(found)
             print(f"killed after {delay_s:5.1f} s ({reached}): {'; '.join(found) or 'identical'}", flush=True)
     print(f"{args.kills - failed} of {args.kills} killed runs ended identical to the undisturbed one")
