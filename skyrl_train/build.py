@@ -85,7 +85,9 @@ def load_data(config: Config) -> Data:
         raise DataError(f"data.train={list(config.data.train)} has no prompts")
     validation = _prompts(config, config.data.validation, config.data.max_validation_prompts, "validation", notes)
     return Data(
-        train=PromptSource(train, config.trainer.train_batch_size, config.data.shuffle, config.seed),
+        train=PromptSource(
+            train, config.trainer.train_batch_size, config.data.shuffle, config.seed, order=config.data.order
+        ),
         fingerprint=DataFingerprint.of(train),
         num_train=len(train),
         validation=tuple(validation),

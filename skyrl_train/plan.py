@@ -155,7 +155,7 @@ def _lengths(config: Config) -> RowLengths | None:
     files = sorted(path.glob("train_step_*.jsonl")) if path.is_dir() else [path]
     batches = [batch for file in files for batch in read_rollouts(file).values()]
     try:
-        step_wise = config.generator.step_wise_trajectories
+        step_wise = config.generator.is_step_wise
         return recorded_lengths(batches, step_wise=step_wise, source=str(path))
     except ValueError as error:
         raise DataError(str(error)) from error

@@ -116,7 +116,7 @@ def _size_micro_batches(
 ) -> None:
     from skyrl_train.build_memory import size_micro_batches
 
-    turns = config.generator.max_turns if config.generator.step_wise_trajectories else 1
+    turns = config.generator.max_turns if config.generator.is_step_wise else 1
     lines = size_micro_batches(
         config,
         [each for each in (learners.policy, learners.reference, learners.critic) if each is not None],

@@ -6,6 +6,7 @@ Order: `shape_rewards` on the rollouts, dynamic sampling (`dynamic_sampling.py`)
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,9 @@ from skyrl_train.algorithms.groups import score
 from skyrl_train.algorithms.reduce import rounding_tolerance
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
+from skyrl_train.config.parts import ROLLOUT_FILTERS
 from skyrl_train.errors import BatchError
+from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.types import Outcome, RolloutBatch, StopReason, Trajectory, Turn
 
 
@@ -103,9 +106,11 @@ def mask_rows(batch: TrainingInputBatch, rollouts: RolloutBatch, config: Algorit
     """
     left_out = torch.zeros(batch.num_rows, dtype=torch.bool)
     if config.filters.overlong:
-        left_out |= _cut_off_rows(batch, rollouts)
+        left_out |= _rows_of(batch, [is_cut_off(trajectory) for trajectory in rollouts.trajectories])
     if config.filters.zero_variance:
         left_out |= zero_variance_rows(batch, config)
+    for spec in config.filters.keep:
+        left_out |= _rows_of(batch, _left_out_by(spec, rollouts))
     if not bool(left_out.any()):
         return batch
     loss_mask = batch["loss_mask"]
@@ -113,14 +118,26 @@ def mask_rows(batch: TrainingInputBatch, rollouts: RolloutBatch, config: Algorit
     return batch.with_columns(loss_mask=trained, response_mask=loss_mask)
 
 
-def _cut_off_rows(batch: TrainingInputBatch, rollouts: RolloutBatch) -> Tensor:
-    cut_off = torch.tensor([is_cut_off(trajectory) for trajectory in rollouts.trajectories], dtype=torch.bool)
+def _left_out_by(spec: PartSpec, rollouts: RolloutBatch) -> list[bool]:
+    """Per trajectory. Raises BatchError where a custom filter does not answer for each of them."""
+    keeps = list(ROLLOUT_FILTERS.resolve(spec)(rollouts))
+    if len(keeps) != len(rollouts.trajectories) or not all(isinstance(keep, bool) for keep in keeps):
+        raise BatchError(
+            f"filter {part_name(spec)!r} must say True or False of each of {len(rollouts.trajectories)} trajectories; got "
+            f"{len(keeps)} answers"
+        )
+    return [not keep for keep in keeps]
+
+
+def _rows_of(batch: TrainingInputBatch, chosen: Sequence[bool]) -> Tensor:
+    """`[num_rows]` bool: the rows of chosen trajectories."""
+    is_chosen = torch.tensor(chosen, dtype=torch.bool)
     trajectory = batch["trajectory_index"].long()
     real = ~batch["is_padding"]
-    if bool((trajectory[real] >= len(cut_off)).any()):
+    if bool((trajectory[real] >= len(chosen)).any()):
         highest = int(trajectory[real].max())
-        raise BatchError(f"trajectory {highest} of the batch is not among the {len(cut_off)} rollouts")
-    return real & cut_off[torch.where(real, trajectory, 0)]
+        raise BatchError(f"trajectory {highest} of the batch is not among the {len(chosen)} rollouts")
+    return real & is_chosen[torch.where(real, trajectory, 0)]
 
 
 def zero_variance_rows(batch: TrainingInputBatch, config: AlgorithmConfig) -> Tensor:

@@ -10,7 +10,7 @@ Worked example, one trajectory of two turns, `[p p]` answered with `[r r]`, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -22,9 +22,11 @@ from skyrl_train.batch.documents import document_steps
 from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.config.parts import TRAJECTORY_ROWS
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.sequence_parallel import data_parallel_size
 from skyrl_train.errors import BatchError
+from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.types import RolloutBatch, Trajectory, Turn
 
 
@@ -53,9 +55,10 @@ class _Row:
 
 
 def assemble(
-    rollouts: RolloutBatch, *, step_wise: bool, config: Config, global_step: int, weight_version: int
+    rollouts: RolloutBatch, *, rows: PartSpec, config: Config, global_step: int, weight_version: int
 ) -> TrainingInputBatch:
-    """The training batch of `rollouts`, with the boundaries of its prompts and mini-batches in the metadata.
+    """The training batch of `rollouts`, in rows as the part `rows` makes them, with the boundaries of its prompts and
+    mini-batches in the metadata.
 
     A failed trajectory becomes one placeholder (a dummy row with its prompt's uid and its own number), so that prompts
     and samples stay countable; it has no loss and no estimator or denominator counts it.
@@ -64,13 +67,14 @@ def assemble(
     hold both), or adds no token to it where the returns of turns are compared, a turn without response,
     log-probabilities that do not match, a reward that is no number; and as `compute_prompt_mini_batch_boundaries` does.
     """
-    rows = list(_rows(rollouts, step_wise))
-    if config.trainer.algorithm.step_rewards == "turn_return" and not step_wise:
-        _check_turns_are_apart(rollouts)
-    uids = tuple(rollouts.prompts[row.prompt_index].uid for row in rows)
-    lengths = np.fromiter((row.num_tokens for row in rows), np.int64, len(rows))
+    step_wise = TRAJECTORY_ROWS.name_of(rows) != "per_trajectory"
+    made = list(_rows(rollouts, rows))
+    if config.trainer.algorithm.step_rewards == "turn_return":
+        _check_turns_are_apart(rollouts, made)
+    uids = tuple(rollouts.prompts[row.prompt_index].uid for row in made)
+    lengths = np.fromiter((row.num_tokens for row in made), np.int64, len(made))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    row_columns = _row_columns(rows, weight_version)
+    row_columns = _row_columns(made, weight_version)
 
     def boundaries(mini_batch_size: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
         by_prompts = compute_prompt_mini_batch_boundaries(
@@ -87,7 +91,7 @@ def assemble(
 
     trainer, placement = config.trainer, config.placement
     return TrainingInputBatch(
-        token_columns={name: torch.from_numpy(column) for name, column in _token_columns(rows, offsets).items()},
+        token_columns={name: torch.from_numpy(column) for name, column in _token_columns(made, offsets).items()},
         row_columns={name: torch.from_numpy(column) for name, column in row_columns.items()},
         row_offsets=torch.from_numpy(offsets),
         metadata=BatchMetadata(
@@ -119,7 +123,18 @@ def _document_boundaries(
     return tuple((step.start, step.stop) for step in steps)
 
 
-def _rows(rollouts: RolloutBatch, step_wise: bool) -> Iterator[_Row]:
+def per_trajectory(trajectory: Trajectory) -> list[Sequence[Turn]]:
+    """All turns in one row: each must extend the one before."""
+    return [trajectory.turns]
+
+
+def per_turn(trajectory: Trajectory) -> list[Sequence[Turn]]:
+    """One row per turn."""
+    return [(turn,) for turn in trajectory.turns]
+
+
+def _rows(rollouts: RolloutBatch, spec: PartSpec) -> Iterator[_Row]:
+    rows_of: Callable[[Trajectory], Sequence[Sequence[Turn]]] = TRAJECTORY_ROWS.resolve(spec)
     for trajectory_index, trajectory in enumerate(rollouts.trajectories):
         prompt_index, _ = divmod(trajectory_index, rollouts.n_samples_per_prompt)
         uid = rollouts.prompts[prompt_index].uid
@@ -130,17 +145,38 @@ def _rows(rollouts: RolloutBatch, step_wise: bool) -> Iterator[_Row]:
         if trajectory.failed:
             yield _Row(prompt_index, trajectory_index, 0, False, ())
             continue
-        _check_turns(trajectory, merged=not step_wise)
-        last = len(trajectory.turns) - 1
-        if step_wise:
-            for step_index, turn in enumerate(trajectory.turns):
-                yield _Row(prompt_index, trajectory_index, step_index, step_index == last, (turn,))
-        else:
-            yield _Row(prompt_index, trajectory_index, 0, True, trajectory.turns)
+        _check_turns(trajectory)
+        rows = [tuple(row) for row in rows_of(trajectory)]
+        _check_rows(trajectory, rows, spec)
+        for step_index, row in enumerate(rows):
+            yield _Row(prompt_index, trajectory_index, step_index, step_index == len(rows) - 1, row)
 
 
-def _check_turns(trajectory: Trajectory, *, merged: bool) -> None:
-    name = f"trajectory {trajectory.prompt_uid}/{trajectory.sample_index}"
+def _check_rows(trajectory: Trajectory, rows: Sequence[Sequence[Turn]], spec: PartSpec) -> None:
+    """No turn, and with it no reward, is lost or doubled, and a row holds turns of which each extends the one before."""
+    name = _name(trajectory)
+    numbers = {id(turn): index for index, turn in enumerate(trajectory.turns)}
+    if [numbers.get(id(turn)) for row in rows for turn in row] != list(range(len(trajectory.turns))) or not all(rows):
+        raise BatchError(
+            f"{name}: {part_name(spec)} must put each of its {len(trajectory.turns)} turns into one row, in order, and make "
+            "no empty row"
+        )
+    for row in rows:
+        for previous, turn in pairwise(row):
+            if not _extends(turn, previous):
+                index = numbers[id(turn)]
+                raise BatchError(
+                    f"{name}, turn {index}: its prompt does not begin with the tokens of turn {index - 1}, so that one row "
+                    "cannot hold both. Set generator.step_wise_trajectories=true to train one row per turn"
+                )
+
+
+def _name(trajectory: Trajectory) -> str:
+    return f"trajectory {trajectory.prompt_uid}/{trajectory.sample_index}"
+
+
+def _check_turns(trajectory: Trajectory) -> None:
+    name = _name(trajectory)
     if not trajectory.turns:
         raise BatchError(f"{name} did not fail and yet has no turn")
     for index, turn in enumerate(trajectory.turns):
@@ -155,20 +191,17 @@ def _check_turns(trajectory: Trajectory, *, merged: bool) -> None:
             raise BatchError(
                 f"{name}, turn {index}: the reward is {turn.reward}; a broken reward must fail its trajectory"
             )
-        if merged and index and not _extends(turn, trajectory.turns[index - 1]):
-            raise BatchError(
-                f"{name}, turn {index}: its prompt does not begin with the tokens of turn {index - 1}, so that one row "
-                "cannot hold both. Set generator.step_wise_trajectories=true to train one row per turn"
-            )
 
 
-def _check_turns_are_apart(rollouts: RolloutBatch) -> None:
+def _check_turns_are_apart(rollouts: RolloutBatch, rows: Sequence[_Row]) -> None:
     """In one row, a turn is a maximal run of sampled tokens, so that a token of another lies between two of them."""
-    for trajectory in rollouts.trajectories:
-        for index, (previous, turn) in enumerate(pairwise(trajectory.turns), start=1):
+    for row in rows:
+        for previous, turn in pairwise(row.turns):
             if len(turn.prompt_token_ids) == len(previous.prompt_token_ids) + len(previous.response_token_ids):
+                trajectory = rollouts.trajectories[row.trajectory_index]
+                index = trajectory.turns.index(turn)
                 raise BatchError(
-                    f"trajectory {trajectory.prompt_uid}/{trajectory.sample_index}, turn {index}: nothing was observed "
+                    f"{_name(trajectory)}, turn {index}: nothing was observed "
                     f"after turn {index - 1}, so that one row cannot tell their returns apart "
                     "(step_rewards=turn_return). Set generator.step_wise_trajectories=true to train one row per turn"
                 )

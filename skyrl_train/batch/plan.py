@@ -144,7 +144,7 @@ def samples_per_step(config: Config, role: Role) -> tuple[int, int]:
         return min(target, samples), min(target, samples)
     if trainer.micro_batching == "fixed":
         a_round = trainer.micro_train_batch_size_per_gpu * role.data_parallel_size
-        if not config.generator.step_wise_trajectories:
+        if not config.generator.is_step_wise:
             rounds = ceil_div(target, a_round)
             return min(rounds * a_round, samples), min(rounds * a_round, samples)
     elif trainer.micro_batching == "token_budget":
@@ -179,7 +179,7 @@ def _learner(config: Config, role: Role) -> LearnerPlan:
         sequences, _ = samples_per_step(config, role)
     rows_per_rank = ceil_div(sequences, role.data_parallel_size)
     by_length = trainer.layout in ("padded", "packed")
-    counted = by_length and trainer.micro_batching == "fixed" and not config.generator.step_wise_trajectories
+    counted = by_length and trainer.micro_batching == "fixed" and not config.generator.is_step_wise
     trained = counted and not trainer.docs_per_step and role.mini_batch_size is not None
     rows_to_score = ceil_div(samples_per_batch(config), role.data_parallel_size)
     return LearnerPlan(

@@ -161,7 +161,7 @@ def assumed_lengths(config: Config) -> RowLengths:
         observed = rng.integers(1, max(2, longest // 4), turns)
         ends = np.minimum(prompt + np.cumsum(responses + observed) - observed, generator.max_context_length)
         within = max(1, int((np.diff(ends, prepend=0) > 0).sum()))
-        rows = ends[:within] if generator.step_wise_trajectories else ends[within - 1 : within]
+        rows = ends[:within] if generator.is_step_wise else ends[within - 1 : within]
         trajectories.append(rows)
         shared.append(np.concatenate([[min(prompt, int(rows[0]))], rows[:-1]]))
     share = (

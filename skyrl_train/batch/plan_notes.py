@@ -107,7 +107,7 @@ def _rank_notes(config: Config, learner: LearnerPlan) -> Iterator[PlanNote]:
     ranks, workers = learner.data_parallel_size, f"placement.{_workers(learner)}"
     if ranks == 1:
         return
-    if config.generator.step_wise_trajectories:
+    if config.generator.is_step_wise:
         worst = Fraction(ranks - 1, learner.sequences_per_pass + ranks - 1)
         yield PlanNote(
             field=workers,

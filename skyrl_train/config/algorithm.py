@@ -12,6 +12,7 @@ from skyrl_train.config.parts import (
     KL_ESTIMATORS,
     LOSS_REDUCTIONS,
     POLICY_LOSSES,
+    ROLLOUT_FILTERS,
 )
 from skyrl_train.config.rules import Range
 from skyrl_train.registry import PartSpec, Reads
@@ -97,6 +98,8 @@ class FilterConfig:
     """Smallest total reward of a trajectory, after all penalties; null is off. What is added goes to its last turn."""
     reward_clip_high: float | None = None
     """Largest total reward of a trajectory; null is off."""
+    keep: tuple[Annotated[PartSpec, ROLLOUT_FILTERS], ...] = ()
+    """Custom filters, which say of each trajectory whether it is trained on; its reward counts in its group all the same."""
     zero_reward_on_non_stop: bool = False
     """A trajectory whose last response did not end by itself gets a reward of 0."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from skyrl_train.config.parts import ENGINES
+from skyrl_train.config.parts import ENGINES, TRAJECTORY_ROWS
 from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.rules import (
     Forks,
@@ -127,7 +127,9 @@ class GeneratorConfig:
     """algorithm=self_distillation: where in the data row stands what the teacher alone is shown, e.g.
     `reward_spec.ground_truth`; it is put after the last message."""
     step_wise_trajectories: Forks[bool] = False
-    """true: one training row per turn. false: one row per trajectory."""
+    """true: one training row per turn, as `trajectory_rows=per_turn` says."""
+    trajectory_rows: Forks[Annotated[PartSpec, TRAJECTORY_ROWS]] = "per_trajectory"
+    """How the turns of a trajectory become training rows: in one row, one row per turn, or as a custom part says."""
     merge_stepwise: LayoutOnly[Literal["auto", "off"]] = "auto"
     """auto: turns whose prompt extends the turn before are computed in one row, and trained as the rows they are."""
     sampling: Forks[SamplingConfig] = field(default_factory=SamplingConfig)
@@ -155,6 +157,16 @@ class GeneratorConfig:
     probe of the first sync allows 0.5 where types are not float32 on a CPU."""
     replay_path: Forks[str] = ""
     """Rollouts to train on (backend replay): a JSON-lines file, or a folder of them, such as a run's `rollouts/`."""
+
+    @property
+    def rows(self) -> PartSpec:
+        """What makes rows of trajectories."""
+        return "per_turn" if self.step_wise_trajectories else self.trajectory_rows
+
+    @property
+    def is_step_wise(self) -> bool:
+        """Whether a trajectory may be several rows."""
+        return TRAJECTORY_ROWS.name_of(self.rows) != "per_trajectory"
 
 
 def ships_adapter(generator: GeneratorConfig) -> bool:

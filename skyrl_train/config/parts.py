@@ -185,3 +185,30 @@ ENGINES = Seam(
 )
 """`(EngineSettings, tokenizer) -> InferenceEngine` with `load_weights(weights, version)`, in the process of the loop; vllm,
 http and replay are built where their processes, servers and files are."""
+
+TRAJECTORY_ROWS = Seam(
+    "generator.trajectory_rows",
+    {
+        "per_trajectory": Builtin("skyrl_train.batch.assemble:per_trajectory"),
+        "per_turn": Builtin("skyrl_train.batch.assemble:per_turn"),
+    },
+    given=("trajectory",),
+)
+"""`(Trajectory) -> sequences of its turns`, one for each training row: every turn in one of them, in order."""
+
+ROLLOUT_FILTERS = Seam("trainer.algorithm.filters.keep", {}, given=("rollouts",))
+"""`(RolloutBatch) -> bools`, one for each trajectory: whether it is trained on."""
+
+BATCH_RULES = Seam(
+    "trainer.batch_rules",
+    {"sizes": Builtin("skyrl_train.config.validate_batch:batch_size_violations")},
+    given=("config", "refused"),
+)
+"""`(Config, names of settings that were refused) -> Violations`."""
+
+PROMPT_ORDERS = Seam(
+    "data.order",
+    {"by_seed": Builtin("skyrl_train.data.prompts:by_seed")},
+    given=("num_prompts", "epoch", "seed"),
+)
+"""`(number of prompts, epoch, seed) -> their numbers in the order of that epoch`: a pure function of the three."""

@@ -15,11 +15,13 @@ from typing import Annotated, Literal
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import (
+    BATCH_RULES,
     CALLBACKS,
     ENVIRONMENTS,
     METRICS,
     MICRO_BATCH_STRATEGIES,
     OPTIMIZERS,
+    PROMPT_ORDERS,
     ROW_FORMATS,
     SCHEDULES,
     TRACKERS,
@@ -106,7 +108,9 @@ class DataConfig:
     over_long: Free[Literal["drop", "error"]] = "drop"
     """What becomes of a prompt over `max_prompt_length`: left out and counted, or refused before training."""
     shuffle: Forks[bool] = True
-    """Another order each epoch, derived from `seed`."""
+    """Another order each epoch, as `order` says; false: the order of the data."""
+    order: Forks[Annotated[PartSpec, PROMPT_ORDERS]] = "by_seed"
+    """Order of the training prompts in an epoch. by_seed: random, derived from `seed`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +268,8 @@ class TrainerConfig(LoopConfig):
     """Cut the last micro-batch so that a step has exactly `docs_per_step` rollouts."""
     batch_validation: LayoutOnly[Literal["strict", "relaxed"]] = "strict"
     """strict refuses uneven divisions over ranks and micro-batches; relaxed pads them and says what it costs."""
+    batch_rules: Free[tuple[Annotated[PartSpec, BATCH_RULES], ...]] = ("sizes",)
+    """What is checked of batch sizes before a run; custom rules are added (`[sizes, my_code:rule]`) or take its place."""
     algorithm: Forks[AlgorithmConfig] = field(default_factory=AlgorithmConfig)
     """Advantages, losses, KL."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -16,9 +16,9 @@ from skyrl_train.config.algorithm import estimator_reads
 from skyrl_train.config.algorithm_rules import ALGORITHM_RULES, AlgorithmRule
 from skyrl_train.config.engine_args import ENGINE_ARGUMENT_RULES
 from skyrl_train.config.fields import is_refused, parts_of, recorded
+from skyrl_train.config.parts import BATCH_RULES
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sequence_parallel import sequence_parallel_violations
-from skyrl_train.config.validate_batch import validate_batch_sizes
 from skyrl_train.config.validate_cluster import CLUSTER_RULES
 from skyrl_train.config.validate_models import MODEL_RULES, value_of, violation_of
 from skyrl_train.config.validate_placement import PROCESS_RULES
@@ -34,7 +34,11 @@ def validate_config(config: Config, *, refused: Collection[str] = ()) -> list[Vi
     Args:
         refused: fields whose value was refused before (they carry their defaults): nothing is said that follows from one.
     """
-    return [*run_rules(config, RULES, refused), *validate_batch_sizes(config, refused=refused)]
+    found = [*run_rules(config, RULES, refused)]
+    for spec in config.trainer.batch_rules:
+        if not BATCH_RULES.violations(spec):  # else it is among those found
+            found += BATCH_RULES.resolve(spec)(config, refused)
+    return found
 
 
 def run_rules(
@@ -264,6 +268,17 @@ def _steps_of_documents(config: Config) -> Iterator[Violation]:
         )
 
 
+def _trajectory_rows(config: Config) -> Iterator[Violation]:
+    generator = config.generator
+    if generator.step_wise_trajectories and generator.trajectory_rows not in ("per_trajectory", "per_turn"):
+        yield violation_of(
+            config,
+            "generator.trajectory_rows",
+            "excludes generator.step_wise_trajectories=true, which means per_turn",
+            "drop generator.step_wise_trajectories",
+        )
+
+
 def _data(config: Config) -> Iterator[Violation]:
     if not config.data.train and config.generator.backend != "replay":
         yield violation_of(config, "data.train", "must name at least one source", "try data=word_problems")
@@ -299,6 +314,7 @@ RULES: tuple[Callable[[Config], Iterator[Violation]], ...] = (
     _memory_budget,
     _memory_probe,
     _steps_of_documents,
+    _trajectory_rows,
     _data,
     *(partial(_not_empty, field=field) for field in ("run_name", "output_dir")),
     *(partial(_algorithm, rule=rule) for rule in ALGORITHM_RULES),

@@ -34,6 +34,7 @@ FIELDS = {
 
 _STRICTNESS = (
     "generator.step_wise_trajectories",
+    "generator.trajectory_rows",
     "trainer.batch_validation",
     "trainer.docs_per_step",
     "trainer.micro_batching",
@@ -83,6 +84,11 @@ def validate_batch_sizes(
         ),
         *search.violations(),
     ]
+
+
+def batch_size_violations(config: Config, refused: Collection[str]) -> list[Violation]:
+    """The rule `sizes` of `trainer.batch_rules`."""
+    return validate_batch_sizes(config, refused=refused)
 
 
 def with_sound_sizes(violations: Iterable[Violation], config: Config, *, refused: Collection[str]) -> list[Violation]:
@@ -218,7 +224,7 @@ def is_strict(config: Config) -> bool:
     trainer = config.trainer
     return (
         trainer.batch_validation == "strict"
-        and not config.generator.step_wise_trajectories
+        and not config.generator.is_step_wise
         and trainer.docs_per_step == 0
         and trainer.micro_batching not in ("token_budget", "auto")
     )

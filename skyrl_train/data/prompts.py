@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from skyrl_train.config.parts import ROW_FORMATS
+from skyrl_train.config.parts import PROMPT_ORDERS, ROW_FORMATS
 from skyrl_train.data.rows import Row, find_sources, read_rows
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import PartSpec, part_name
@@ -153,7 +153,9 @@ class PromptSource:
     There is no state to save: `batch(position)` is a pure function of the prompts, the seed and the position.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], batch_size: int, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, prompts: Sequence[Prompt], batch_size: int, shuffle: bool, seed: int, order: PartSpec = "by_seed"
+    ) -> None:
         """Raises ConfigError where there are fewer prompts than a batch holds."""
         if len(prompts) < batch_size:
             raise ConfigError(
@@ -170,6 +172,7 @@ class PromptSource:
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._seed = seed
+        self._order_by = order
         self._order: tuple[int, list[int]] = (-1, [])
 
     @property
@@ -183,14 +186,26 @@ class PromptSource:
         return [self._prompts[index] for index in order[place * self._batch_size : (place + 1) * self._batch_size]]
 
     def _epoch_order(self, epoch: int) -> list[int]:
-        """Sorted by random keys rather than shuffled: `random.random()` is what Python promises not to change."""
+        """Raises DataError where a custom order leaves prompts out or repeats them."""
+        count = len(self._prompts)
         if not self._shuffle:
-            return list(range(len(self._prompts)))
+            return list(range(count))
         if self._order[0] != epoch:
-            generator = random.Random(derive_seed(self._seed, "prompt_order", epoch))
-            keys = [generator.random() for _ in self._prompts]
-            self._order = (epoch, sorted(range(len(keys)), key=keys.__getitem__))
+            order = list(PROMPT_ORDERS.resolve(self._order_by)(count, epoch, self._seed))
+            if sorted(order) != list(range(count)):
+                raise DataError(
+                    f"data.order={part_name(self._order_by)} must name each of {count} prompts once in epoch {epoch}; "
+                    f"it named {len(order)}, {len(set(order))} of them different"
+                )
+            self._order = (epoch, order)
         return self._order[1]
+
+
+def by_seed(num_prompts: int, epoch: int, seed: int) -> list[int]:
+    """Sorted by random keys rather than shuffled: `random.random()` is what Python promises not to change."""
+    generator = random.Random(derive_seed(seed, "prompt_order", epoch))
+    keys = [generator.random() for _ in range(num_prompts)]
+    return sorted(range(num_prompts), key=keys.__getitem__)
 
 
 def _short(value: object) -> str:

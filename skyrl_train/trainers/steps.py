@@ -141,7 +141,7 @@ def assemble(rollouts: RolloutBatch, config: Config, *, step: int, weight_versio
     that the filters leave out. Raises BatchError."""
     batch = assembly.assemble(
         rollouts,
-        step_wise=config.generator.step_wise_trajectories,
+        rows=config.generator.rows,
         config=config,
         global_step=step,
         weight_version=weight_version,

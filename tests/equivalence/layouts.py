@@ -34,6 +34,8 @@ from tests.layout_cases import Regime, on_policy
 VOCABULARY = 50
 TOLERANCE = 1e-10
 
+ROWS = ("per_trajectory", "per_turn")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -162,7 +164,7 @@ def scored_batch(batch_of: RolloutBatch, *, step_wise: bool) -> TrainingInputBat
     config = Config(
         trainer=TrainerConfig(train_batch_size=size, policy_mini_batch_size=size, critic_mini_batch_size=size)
     )
-    batch = assemble(batch_of, step_wise=step_wise, config=config, global_step=1, weight_version=1)
+    batch = assemble(batch_of, rows=ROWS[step_wise], config=config, global_step=1, weight_version=1)
     longest = max(
         len(t.turns[-1].prompt_token_ids) + len(t.turns[-1].response_token_ids) for t in batch_of.trajectories
     )

@@ -20,6 +20,8 @@ from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
 
+ROWS = ("per_trajectory", "per_turn")
+
 
 def trajectory(
     uid: str,
@@ -66,7 +68,7 @@ def rollouts(*groups: list[Trajectory]) -> RolloutBatch:
 def assembled(batch: RolloutBatch, *, step_wise: bool) -> TrainingInputBatch:
     size = len(batch.prompts)
     trainer = TrainerConfig(train_batch_size=size, policy_mini_batch_size=size, critic_mini_batch_size=size)
-    return assemble(batch, step_wise=step_wise, config=Config(trainer=trainer), global_step=1, weight_version=0)
+    return assemble(batch, rows=ROWS[step_wise], config=Config(trainer=trainer), global_step=1, weight_version=0)
 
 
 def rewards(batch: RolloutBatch) -> list[list[float]]:

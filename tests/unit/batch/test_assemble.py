@@ -8,16 +8,19 @@ from batch_builders import failed_trajectory, make_config, make_rollouts, make_t
 
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.errors import BatchError
+from skyrl_train.types import Trajectory, Turn
 
 TWO_TURNS = (make_turn([1, 2], [3, 4], reward=0.5), make_turn([1, 2, 3, 4, 9], [5], reward=1.0))
 ONE_TURN = (make_turn([1, 2], [6], reward=2.0),)
+
+ROWS = ("per_trajectory", "per_turn")
 
 
 def assembled(*trajectories, step_wise=False, n_samples=1, prompts=None, **sizes):
     rollouts = make_rollouts(*trajectories, n_samples=n_samples)
     prompts = prompts or len(rollouts.prompts)
     config = make_config(prompts=prompts, n_samples=n_samples, **{"mini_batch": prompts, **sizes})
-    return assemble(rollouts, step_wise=step_wise, config=config, global_step=4, weight_version=2)
+    return assemble(rollouts, rows=ROWS[step_wise], config=config, global_step=4, weight_version=2)
 
 
 def test_one_row_per_trajectory_holds_all_its_turns():
@@ -47,7 +50,13 @@ def test_returns_of_turns_with_nothing_between_them_need_rows_of_their_own():
     def rows(step_rewards, *, step_wise):
         algorithm = replace(config.trainer.algorithm, step_rewards=step_rewards)
         changed = replace(config, trainer=replace(config.trainer, algorithm=algorithm))
-        return assemble(rollouts, step_wise=step_wise, config=changed, global_step=1, weight_version=0).num_rows
+        return assemble(
+            rollouts,
+            rows=ROWS[step_wise],
+            config=changed,
+            global_step=1,
+            weight_version=0,
+        ).num_rows
 
     assert rows("outcome", step_wise=False) == 2
     assert rows("turn_return", step_wise=True) == 4
@@ -150,9 +159,41 @@ def test_trajectories_out_of_order_are_refused():
     rollouts = make_rollouts(*trajectories, n_samples=1)
     swapped = type(rollouts)(prompts=rollouts.prompts[::-1], trajectories=rollouts.trajectories, n_samples_per_prompt=1)
     with pytest.raises(BatchError, match=r"trajectory 0 belongs to 'a', but 'b' was expected"):
-        assemble(swapped, step_wise=False, config=make_config(prompts=2, mini_batch=1), global_step=0, weight_version=0)
+        assemble(
+            swapped, rows="per_trajectory", config=make_config(prompts=2, mini_batch=1), global_step=0, weight_version=0
+        )
 
 
 def test_a_batch_of_another_size_than_configured_is_refused():
     with pytest.raises(BatchError, match=r"1 prompts .*train_batch_size=2"):
         assembled(make_trajectory("a", 0, *ONE_TURN), prompts=2)
+
+
+def in_pairs(trajectory: Trajectory, *, size: int = 2) -> list[tuple[Turn, ...]]:
+    return [trajectory.turns[start : start + size] for start in range(0, len(trajectory.turns), size)]
+
+
+def last_turn(trajectory: Trajectory) -> list[tuple[Turn, ...]]:
+    return [trajectory.turns[-1:]]
+
+
+def test_custom_rows_hold_turns_in_order():
+    three = (*TWO_TURNS, make_turn([1, 2, 3, 4, 9, 5, 8], [7], reward=0.25))
+    rollouts = make_rollouts(make_trajectory("a", 0, *three), n_samples=1)
+    config = make_config(prompts=1, mini_batch=1)
+    rows = {"_target_": "test_assemble:in_pairs", "size": 2}
+    batch = assemble(rollouts, rows=rows, config=config, global_step=0, weight_version=0)
+    assert batch.lengths.tolist() == [6, 8]
+    assert batch["input_ids"].tolist() == [1, 2, 3, 4, 9, 5, 1, 2, 3, 4, 9, 5, 8, 7]
+    assert batch["loss_mask"].int().tolist() == [0, 0, 1, 1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 1]
+    assert (batch["step_index"].tolist(), batch["is_last_step"].tolist()) == ([0, 1], [False, True])
+    assert batch["rewards"].sum() == 1.75
+
+
+def test_custom_rows_that_lose_a_turn_are_refused():
+    rollouts = make_rollouts(make_trajectory("a", 0, *TWO_TURNS), n_samples=1)
+    config = make_config(prompts=1, mini_batch=1)
+    with pytest.raises(
+        BatchError, match=r"trajectory a/0: test_assemble:last_turn must put each of its 2 turns into one"
+    ):
+        assemble(rollouts, rows="test_assemble:last_turn", config=config, global_step=0, weight_version=0)

@@ -146,7 +146,7 @@ def assembled(*, docs_per_step, exact=False, trainer=None):
         ),
     )
     rollouts = make_rollouts(*trajectories, n_samples=2)
-    return assemble(rollouts, step_wise=True, config=config, global_step=0, weight_version=0)
+    return assemble(rollouts, rows="per_turn", config=config, global_step=0, weight_version=0)
 
 
 def test_a_batch_is_assembled_with_the_steps_that_documents_close():

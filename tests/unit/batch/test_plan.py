@@ -14,6 +14,8 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.trainers.step_metrics import document_metrics
 
+ROWS = ("per_trajectory", "per_turn")
+
 
 def test_every_size_of_a_run():
     plan = plan_batches(make_config(prompts=8, mini_batch=4, n_samples=5), num_train_prompts=35)
@@ -133,7 +135,7 @@ def test_what_a_batch_does_lies_within_what_was_announced(turns, target, micro, 
         make_trajectory(f"p{index // 2}", index % 2, *conversation(count)) for index, count in enumerate(turns)
     ]
     rollouts = make_rollouts(*trajectories, n_samples=2)
-    batch = assemble(rollouts, step_wise=step_wise, config=config, global_step=1, weight_version=0)
+    batch = assemble(rollouts, rows=ROWS[step_wise], config=config, global_step=1, weight_version=0)
     plan = plan_batches(config, num_train_prompts=6)
     boundaries = batch.metadata.policy_mini_batch_boundaries
     counts = [len(set(batch["trajectory_index"][start:stop].tolist())) for start, stop in boundaries]
@@ -170,7 +172,7 @@ def test_step_wise_batches_take_the_steps_that_the_plan_announced(turns):
         for index, count in enumerate(turns)
     ]
     rollouts = make_rollouts(*trajectories, n_samples=2)
-    batch = assemble(rollouts, step_wise=True, config=config, global_step=1, weight_version=0)
+    batch = assemble(rollouts, rows="per_turn", config=config, global_step=1, weight_version=0)
     assert batch.num_rows == sum(turns)
     announced = plan_batches(config, num_train_prompts=4).optimizer_steps_per_batch
     assert len(batch.metadata.policy_mini_batch_boundaries) == announced == 2

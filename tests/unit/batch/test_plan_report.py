@@ -20,6 +20,8 @@ from skyrl_train.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_train.config.validate_batch import validate_batch_sizes
 from skyrl_train.errors import Violation
 
+ROWS = ("per_trajectory", "per_turn")
+
 
 def of_lengths(*lengths):
     return RowLengths(trajectories=tuple(np.array(rows) for rows in lengths), source="of a test")
@@ -239,7 +241,7 @@ def test_recorded_rollouts_are_planned_as_they_will_be_computed(layout, step_wis
     lengths = recorded_lengths([rollouts], step_wise=step_wise, source="x")
     (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=1), lengths)
 
-    batch = assemble(rollouts, step_wise=step_wise, config=config, global_step=1, weight_version=0)
+    batch = assemble(rollouts, rows=ROWS[step_wise], config=config, global_step=1, weight_version=0)
     strategy = make_micro_batch_strategy(config.trainer, merge_turns=True)
     parts = strategy.split(batch, training=True)
     name = strategy.layout_of(batch, training=True)

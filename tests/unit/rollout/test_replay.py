@@ -105,7 +105,7 @@ def assembled(generator: ReplayGenerator, num_prompts: int) -> Any:
         train_batch_size=num_prompts, policy_mini_batch_size=num_prompts, critic_mini_batch_size=num_prompts
     )
     config = Config(trainer=trainer)
-    return assemble(replay(generator, 1, n=1), step_wise=False, config=config, global_step=1, weight_version=0)
+    return assemble(replay(generator, 1, n=1), rows="per_trajectory", config=config, global_step=1, weight_version=0)
 
 
 def test_rollouts_without_logprobs_become_a_batch_without_that_column(tmp_path: Path) -> None:
