@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from skyrl_train.config.parts import ENGINES, TRAJECTORY_ROWS
+from skyrl_train.config.parts import AGENT_LOOPS, ENGINES, TRAJECTORY_ROWS
 from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.rules import (
     Forks,
@@ -119,6 +119,8 @@ class GeneratorConfig:
     replay: recordings. Or a custom engine in this process."""
     n_samples_per_prompt: Forks[PositiveInt] = 8
     """Trajectories per training prompt: the group over which GRPO compares."""
+    agent_loop: Forks[Annotated[PartSpec, AGENT_LOOPS]] = "multi_turn"
+    """What makes one trajectory. multi_turn: the engine and the environment in turns, until either has had enough."""
     max_turns: Forks[PositiveInt] = 2
     """Generations per trajectory."""
     max_context_length: Forks[PositiveInt] = 512

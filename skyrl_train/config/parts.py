@@ -212,3 +212,10 @@ PROMPT_ORDERS = Seam(
     given=("num_prompts", "epoch", "seed"),
 )
 """`(number of prompts, epoch, seed) -> their numbers in the order of that epoch`: a pure function of the three."""
+
+AGENT_LOOPS = Seam(
+    "generator.agent_loop",
+    {"multi_turn": Builtin("skyrl_train.rollout.agent_loop:multi_turn")},
+    given=("episode",),
+)
+"""`async (Episode) -> Trajectory`; see `rollout/agent_loop.py`."""

@@ -64,17 +64,32 @@ class Job:
         return derive_seed(self.seed, purpose, self.global_step, self.prompt_number, self.sample_index, turn_index)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Episode:
+    """What one trajectory is made with."""
+
+    job: Job
+    engine: InferenceEngine
+    session: EnvironmentSession
+    """Its environment, of which each call has a deadline."""
+    chat: ChatTokens
+    limits: Limits
+
+
+async def multi_turn(episode: Episode) -> Trajectory:
+    """The agent loop `multi_turn`: generate, step, append, until environment, turns or context end it."""
+    return await AgentLoop(episode).run()
+
+
 class AgentLoop:
     """The state of one trajectory while it runs."""
 
-    def __init__(
-        self, *, job: Job, engine: InferenceEngine, session: EnvironmentSession, chat: ChatTokens, limits: Limits
-    ) -> None:
-        self._job = job
-        self._engine = engine
-        self._session = session
-        self._chat = chat
-        self._limits = limits
+    def __init__(self, episode: Episode) -> None:
+        self._job = episode.job
+        self._engine = episode.engine
+        self._session = episode.session
+        self._chat = episode.chat
+        self._limits = episode.limits
         self._turns: list[Turn] = []
 
     async def run(self) -> Trajectory:

@@ -11,16 +11,17 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any
 
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.parts import AGENT_LOOPS
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.registry import split_spec
-from skyrl_train.rollout.agent_loop import AgentLoop, Job, Limits
+from skyrl_train.rollout.agent_loop import Episode, Job, Limits
 from skyrl_train.rollout.chat_tokens import ChatTokenizer, ChatTokens, with_context
 from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner
 from skyrl_train.rollout.environments import check_environment, make_environment
@@ -60,6 +61,7 @@ class RolloutGenerator:
             max_context_length=generator.max_context_length,
             request_timeout_s=generator.request_timeout_s,
         )
+        self._agent_loop: Callable[[Episode], Awaitable[object]] = AGENT_LOOPS.resolve(generator.agent_loop)
         self._context = generator.privileged_context
         self._seed = seed
         self._runner = EnvRunner(max_workers=environment.max_workers, timeout_s=environment.step_timeout_s)
@@ -167,8 +169,12 @@ class RolloutGenerator:
                 partial(make_environment, self._environment.env_class or env_class, extras),
                 name=env_class.rpartition(":")[2],
             )
-            loop = AgentLoop(job=job, engine=self._engine, session=session, chat=self._chat, limits=self._limits)
-            return await loop.run()
+            episode = Episode(job=job, engine=self._engine, session=session, chat=self._chat, limits=self._limits)
+            trajectory = await self._agent_loop(episode)
+            if not isinstance(trajectory, Trajectory):
+                kind = type(trajectory).__name__
+                raise DataError(f"generator.agent_loop must give a Trajectory (skyrl_train.types); it gave {kind}")
+            return trajectory
 
     async def _watch(self, tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
         """Waits for all, reporting progress; raises at the first error and as soon as too many have failed."""

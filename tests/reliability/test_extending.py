@@ -70,6 +70,7 @@ def check_plugins(output: Path, metrics: list[dict[str, float]]) -> None:
     assert lines == [{"step": index + 1, "reward": step["reward/mean"]} for index, step in enumerate(metrics)]
     for record in rollouts(output):
         assert "How many letters are in" in str(record["prompt"])
+        assert len(record["turns"]) == 1 or record["sample"] == 0  # type: ignore[arg-type]
         assert float(str(record["reward"])) in (0.0, 0.25, 0.5, 1.0, 1.25)
 
 

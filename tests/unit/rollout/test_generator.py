@@ -19,6 +19,7 @@ from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import ConfigError, DataError, EngineError, SkyrlTrainError
 from skyrl_train.inference.hf import HFEngine
+from skyrl_train.rollout.agent_loop import Episode, multi_turn
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.types import (
     FailureKind,
@@ -88,6 +89,29 @@ def roll_out_one(generator: RolloutGenerator, **extras: Any) -> Trajectory:
 
 def answer(_: GenerationRequest) -> list[int]:
     return ANSWER
+
+
+async def short_for_some(episode: Episode, *, turns: int) -> Trajectory:
+    limits = replace(episode.limits, max_turns=turns) if episode.job.sample_index else episode.limits
+    return await multi_turn(replace(episode, limits=limits))
+
+
+async def says_nothing(episode: Episode) -> None:
+    await episode.session.close()
+
+
+def test_a_custom_agent_loop_makes_the_trajectories(make_generator: Any) -> None:
+    loop = {"_target_": "test_generator:short_for_some", "turns": 1}
+    steps = [{"observations": [{"role": "user", "content": "again"}], "reward": 0.0, "done": False, "metadata": {}}] * 3
+    generator = make_generator(FakeEngine(answer), agent_loop=loop, max_turns=3)
+    batch = roll_out(generator, make_prompts(1, steps=steps), n=2)
+    assert [len(trajectory.turns) for trajectory in batch.trajectories] == [3, 1]
+
+
+def test_an_agent_loop_that_makes_no_trajectory_is_refused(make_generator: Any) -> None:
+    generator = make_generator(FakeEngine(answer), agent_loop="test_generator:says_nothing")
+    with pytest.raises(DataError, match=r"agent_loop must give a Trajectory .* it gave NoneType"):
+        roll_out(generator, make_prompts(1))
 
 
 def test_trajectories_come_in_the_order_of_prompts_and_samples(make_generator: Any) -> None:
