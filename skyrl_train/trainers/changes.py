@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.convert import as_typed
-from skyrl_train.config.fields import SchemaField, fact, walk
+from skyrl_train.config.fields import SchemaField, fact, seam_of, walk
 from skyrl_train.config.rules import ForksWhere, Interchangeable, Resume
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import Violation
@@ -76,7 +76,8 @@ def changes_since(recorded: Flat, config: AnyConfig) -> list[Change]:
     A setting that the checkpoint does not name is younger than it and had its default then. One that is no longer in the
     schema cannot be given again, and forks.
     """
-    old, new = _complete(recorded, type(config)), flat_config(config)
+    root = type(config)
+    old, new = (_whole(flat, root) for flat in (_complete(recorded, root), flat_config(config)))
     return [
         Change(
             setting=name,
@@ -100,7 +101,7 @@ def _meaning(name: str, old: Flat, new: Flat, root: type) -> Resume:
     if field.resume is Resume.FIXED and not was_read:
         return Resume.FORKS  # the checkpoint holds nothing that could fail to fit
     alike = fact(field.annotation, Interchangeable)
-    if alike is not None and {old.get(name), new.get(name)} <= set(alike.values):
+    if alike is not None and old.get(name) in alike.values and new.get(name) in alike.values:
         return Resume.LAYOUT
     where = fact(field.annotation, ForksWhere)
     if where is ForksWhere.SCHEDULE_ENDS and _schedule_ends(new):
@@ -134,6 +135,18 @@ def _complete(recorded: Flat, root: type) -> dict[str, Any]:
 @cache
 def _defaults(root: type) -> Flat:
     return flat_config(root())
+
+
+def _whole(flat: Flat, root: type) -> dict[str, Any]:
+    """A part with its arguments (`{_target_: ..., tau: 0.3}`) as one value; mappings of the user's entry by entry."""
+    whole: dict[str, Any] = {}
+    for name, value in flat.items():
+        field = _field_of(name, root)
+        if field is None or name == field.path or seam_of(field.annotation) is None:
+            whole[name] = value
+        else:
+            whole.setdefault(field.path, {})[name.removeprefix(f"{field.path}.")] = value
+    return whole
 
 
 def _path_of(name: str, root: type) -> str:

@@ -252,9 +252,21 @@ def test_a_setting_that_is_gone_forks(tmp_path: Path) -> None:
 
 def test_an_entry_of_a_mapping_that_was_not_there_is_to_be_dropped(saved: list[Saved]) -> None:
     of_run = saved[0]
-    environment = replace(of_run.config.environment, kwargs={"db_path": "/x"})
-    with pytest.raises(ConfigError, match=r"environment\.kwargs\.db_path.*Drop environment\.kwargs\.db_path, or"):
-        of_run.start(replace(of_run.config, environment=environment))
+    vllm = replace(of_run.config.generator.vllm, engine_args={"seed": 3})
+    with pytest.raises(ConfigError, match=r"engine_args\.seed.*Drop generator\.vllm\.engine_args\.seed, or"):
+        of_run.start(replace(of_run.config, generator=replace(of_run.config.generator, vllm=vllm)))
+
+
+def test_a_part_with_arguments_is_one_setting(saved: list[Saved]) -> None:
+    of_run = saved[0]
+    trainer = of_run.config.trainer
+    algorithm = replace(trainer.algorithm, policy_loss={"_target_": "my_code:loss", "tau": 0.3})
+    config = replace(of_run.config, trainer=replace(trainer, algorithm=algorithm))
+    with pytest.raises(
+        ConfigError, match=r"got \{_target_:my_code:loss,tau:0.3\}\. Set .*policy_loss=regular, or"
+    ) as refused:
+        of_run.start(config)
+    assert [violation.field for violation in refused.value.violations] == ["trainer.algorithm.policy_loss"]
 
 
 @pytest.mark.parametrize(
