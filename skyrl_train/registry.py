@@ -207,7 +207,8 @@ def argument_violations(
             yield Violation(field=f"{field}.{key}", rule=rule, value=repr(value), remedy=remedy)
     for one in named:
         if one.default is one.empty and one.name not in arguments:
-            remedy = f"write {field}={{{TARGET}: {name}, {one.name}: ...}}"
+            setting = "" if field.endswith("]") else f"{field}="  # an item of a list is written with its list
+            remedy = f"write {setting}{{{TARGET}: {name}, {one.name}: ...}}"
             yield Violation(
                 field=f"{field}.{one.name}", rule=f"must be given to {name}", value="nothing", remedy=remedy
             )

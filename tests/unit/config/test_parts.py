@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from io import StringIO
 from typing import Any
@@ -11,27 +10,24 @@ import pytest
 import torch
 
 from skyrl_train.algorithms.estimate import advantage_inputs, estimate_advantages
-from skyrl_train.algorithms.filters import mask_rows
 from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs, PolicyLossOutput
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.losses import is_tokenwise, policy_loss
-from skyrl_train.batch.assemble import assemble
 from skyrl_train.batch.minibatch import RowCounts, close_mini_batch
-from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig, needs_critic, needs_reference
+from skyrl_train.config.algorithm import AlgorithmConfig, needs_critic, needs_reference
 from skyrl_train.config.fields import parts_of
 from skyrl_train.config.load import load_config
 from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS, MICRO_BATCH_STRATEGIES, POLICY_LOSSES
 from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.config.validate import validate_config
-from skyrl_train.data.prompts import PromptSource
-from skyrl_train.errors import BatchError, ConfigError, DataError, Violation
+from skyrl_train.errors import BatchError, ConfigError
 from skyrl_train.learner.optimizer import build_optimizer
 from skyrl_train.registry import Seam, reads, split_spec
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Metric, Sum
 from skyrl_train.trainers.observers import Observers, RunEvent, StepFacts
-from skyrl_train.types import Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
+from skyrl_train.types import RolloutBatch
 from tests.advantage_oracles import advantage_inputs_of, random_samples
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.loss_oracles import random_loss_inputs
@@ -329,85 +325,14 @@ def test_a_part_in_a_list_is_named_by_its_place() -> None:
     assert violation.field == "trainer.callbacks[1].fil"
 
 
+def test_a_missing_argument_of_a_part_in_a_list_is_written_in_the_list() -> None:
+    (violation,) = validate_config(load_config({"trainer": {"metrics": ["test_parts:by_prompt"]}}))
+    assert violation.field == "trainer.metrics[0].factor"
+    assert violation.remedy == "write {_target_: test_parts:by_prompt, factor: ...}"
+
+
 def test_settings_that_moved_say_where_to() -> None:
     with pytest.raises(
         ConfigError, match=r"kwargs: is not a setting.*environment.env_class=\{_target_: NAME, KEY: ...\}"
     ):
         load_config({"environment": {"kwargs": {"topk": 3}}})
-
-
-def at_most(config: Config, refused: Collection[str], *, prompts: int) -> list[Violation]:
-    size = config.trainer.train_batch_size
-    return [Violation(field="trainer.train_batch_size", rule="is too large", value=str(size), remedy="")][
-        size <= prompts :
-    ]
-
-
-def test_rules_of_batch_sizes_are_added_or_take_the_place_of_those_that_there_are() -> None:
-    rule = {"_target_": "test_parts:at_most", "prompts": 8}
-    sizes = {"train_batch_size": 30, "policy_mini_batch_size": 16, "critic_mini_batch_size": 15}
-
-    def rules_broken(*rules: Any) -> list[str]:
-        trainer = {**sizes, "batch_rules": list(rules)}
-        return [violation.rule[:12] for violation in validate_config(load_config({"trainer": trainer}))]
-
-    assert rules_broken("sizes") == ["must divide "]
-    assert rules_broken("sizes", rule) == ["must divide ", "is too large"]
-    assert rules_broken(rule) == ["is too large"]
-    assert rules_broken({**rule, "prompts": 30}) == []
-    assert rules_broken({"_target_": "test_parts:at_most"}) == ["must be give"]
-
-
-def short_ones(rollouts: RolloutBatch, *, tokens: int) -> list[bool]:
-    return [len(each.turns[-1].response_token_ids) <= tokens for each in rollouts.trajectories]
-
-
-def of_the_first(rollouts: RolloutBatch) -> list[bool]:
-    return [True]
-
-
-def test_a_custom_filter_takes_trajectories_out_of_the_loss() -> None:
-    turns = [
-        Turn(
-            prompt_token_ids=(1,),
-            response_token_ids=(2,) * length,
-            response_logprobs=(0.0,) * length,
-            response_text="",
-            reward=1.0,
-            stop_reason=StopReason.STOP,
-            weight_version=0,
-            extends_previous=True,
-        )
-        for length in (1, 3)
-    ]
-    trajectories = tuple(
-        Trajectory(prompt_uid="a", sample_index=index, turns=(turn,), outcome=Outcome.DONE)
-        for index, turn in enumerate(turns)
-    )
-    rollouts = RolloutBatch(prompts=(Prompt(uid="a", messages=()),), trajectories=trajectories, n_samples_per_prompt=2)
-    trainer = TrainerConfig(train_batch_size=1, policy_mini_batch_size=1)
-    config = Config(trainer=trainer)
-    batch = assemble(rollouts, rows="per_trajectory", config=config, global_step=0, weight_version=0)
-
-    def kept(spec: Any) -> list[bool]:
-        algorithm = AlgorithmConfig(filters=FilterConfig(keep=(spec,)))
-        masked = mask_rows(batch, rollouts, algorithm)
-        return [bool(masked.padded("loss_mask")[row].any()) for row in range(2)]
-
-    assert kept({"_target_": "test_parts:short_ones", "tokens": 2}) == [True, False]
-    assert kept({"_target_": "test_parts:short_ones", "tokens": 3}) == [True, True]
-    with pytest.raises(BatchError, match="'test_parts:of_the_first' must say True or False of each of 2"):
-        kept("test_parts:of_the_first")
-
-
-def backwards(num_prompts: int, epoch: int, seed: int, *, skip: int = 0) -> list[int]:
-    return list(range(num_prompts))[::-1][skip:]
-
-
-def test_prompts_come_in_a_custom_order() -> None:
-    prompts = [Prompt(uid=str(index), messages=()) for index in range(4)]
-    source = PromptSource(prompts, 2, True, 0, order="test_parts:backwards")
-    assert [prompt.uid for position in range(2) for prompt in source.batch(position)] == ["3", "2", "1", "0"]
-    short = PromptSource(prompts, 2, True, 0, order={"_target_": "test_parts:backwards", "skip": 1})
-    with pytest.raises(DataError, match=r"data.order=test_parts:backwards\(skip=1\) must name each of 4 prompts once"):
-        short.batch(0)
