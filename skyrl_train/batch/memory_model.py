@@ -199,6 +199,13 @@ def _check_sizes(rows: int, longest: int, positions: int) -> None:
         )
 
 
+def near_the_limit(probes: Sequence[MemoryProbe]) -> list[MemoryProbe]:
+    """Peaks bend where they are small, and only large ones matter: probes of at least a quarter of the largest."""
+    largest = max(probe.positions for probe in probes)
+    near = [probe for probe in probes if probe.positions * 4 >= largest]
+    return near if len({probe.positions for probe in near}) > 1 else list(probes)
+
+
 def probes_at_the_limit(
     probe: Callable[[int, int], MemoryProbe],
     lengths: Sequence[int],

@@ -52,6 +52,8 @@ class DeviceMemory:
     """Of an inference engine that shares the device, while it generates."""
     resident_bytes: int
     """What models keep on that device meanwhile."""
+    effort: str = ""
+    """How passes were predicted and how long that took; empty where they were counted."""
 
     @property
     def engine_fits(self) -> bool:
@@ -89,6 +91,8 @@ class DeviceMemory:
 
 def memory_lines(memory: DeviceMemory) -> Iterator[str]:
     """For a terminal."""
+    if memory.effort:
+        yield f"activations {memory.effort}"
     for each in memory.passes:
         yield (
             f"{each.role:<10} {each.phase:<9} {each.budget:>11,} positions ({each.rows_of_longest:,} rows of "

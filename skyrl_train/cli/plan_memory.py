@@ -1,6 +1,7 @@
 """Memory in a plan: from a config to what each model's passes hold on one device. Reads configs of models, no weights.
 
-Imports no torch for the families whose memory is counted; others are traced, which takes seconds.
+Imports no torch for the families whose memory is counted; others are traced, which takes seconds, and so does a step
+that is traced or compiled where `trainer.memory_probe` asks for it.
 """
 
 from __future__ import annotations
@@ -10,24 +11,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from skyrl_train.batch.memory_model import fit_memory_model, probes_at_the_limit
 from skyrl_train.batch.plan_memory import DeviceMemory, PassMemory
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import MemoryLimitError
-from skyrl_train.learner.memory import (
-    MemoryFacts,
-    MemorySettings,
-    Phase,
-    bytes_of_sharding,
-    predict,
-    predicted_token_budget,
-    resident_bytes,
-)
+from skyrl_train.learner.memory import MemoryFacts, MemorySettings, Phase, resident_bytes
+from skyrl_train.learner.planned_passes import PlannedPasses, effort_of, planned_passes
 from skyrl_train.registry import PartSpec
 
-_MOST_ROWS = 1 << 20
 _CONTEXT_BYTES = 1_000_000_000
 """Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
 
@@ -38,24 +30,24 @@ def plan_memory(config: Config) -> DeviceMemory | None:
     device_bytes = int(config.plan.device_memory_gb * 1e9 or stated)
     if not device_bytes:
         return None
-    facts = models_of(config)
+    facts, paths, effort = models_of(config), _paths(config), effort_of(config)
     in_turns = config.placement.colocate_all and config.placement.backend == "ray"
     shared = {role: _sharing(config, role, facts) for role in facts}
     margin_bytes = int(device_bytes * config.trainer.memory_margin)
     engine = _engine_share(config)
     at_rest = {role: sum(resident_bytes(each, training=False).values()) for role, each in facts.items()}
     processes = 0 if config.platform.name == "cpu" else 1
-    passes = []
+    passes: list[PassMemory] = []
     for role, each in facts.items():
         beside = 0 if in_turns else sum(at_rest[other] for other in shared[role] if other != role)
         contexts = processes * _CONTEXT_BYTES * _num_processes(config, len(shared[role]), engine=engine > 0)
         limit = device_bytes - margin_bytes - contexts - beside
         phases: tuple[Phase, ...] = ("scoring",) if role == "reference" else ("training", "scoring")
         others = sum(at_rest[other] for other in shared[role] if other != role)
-        passes += [
-            _beside_measured(config, _pass(config, role, phase, each, limit), each, 0 if in_turns else others)
-            for phase in phases
-        ]
+        planned = planned_passes(config, role, paths[role], each, effort)
+        for phase in phases:
+            predicted = _pass(config, role, phase, planned, limit)
+            passes.append(_beside_measured(config, predicted, each, planned, 0 if in_turns else others))
     with_engine = [role for role in facts if config.placement.backend == "inline"]
     return DeviceMemory(
         device_bytes=device_bytes,
@@ -65,18 +57,17 @@ def plan_memory(config: Config) -> DeviceMemory | None:
         passes=tuple(passes),
         engine_bytes=int(engine * device_bytes),
         resident_bytes=sum(at_rest[role] for role in with_engine) if engine else 0,
+        effort=effort.line() if effort.num_sizes else "",
     )
 
 
-def _pass(config: Config, role: str, phase: Phase, facts: MemoryFacts, limit_bytes: int) -> PassMemory:
-    longest = config.generator.max_context_length
+def _pass(config: Config, role: str, phase: Phase, planned: PlannedPasses, limit_bytes: int) -> PassMemory:
     try:
-        budget = _budget(config, phase, facts, limit_bytes)
-        rows, _ = divmod(budget, longest)
+        budget = planned.token_budget(phase, limit_bytes)
+        rows, _ = divmod(budget, config.generator.max_context_length)
     except MemoryLimitError:
         budget, rows = 0, 0
-    shown = max(1, rows)
-    estimate = predict(facts, phase, shown, longest, shown * longest)
+    estimate = planned.estimate(phase, max(1, rows))
     return PassMemory(
         role=role,
         phase=phase,
@@ -88,26 +79,9 @@ def _pass(config: Config, role: str, phase: Phase, facts: MemoryFacts, limit_byt
     )
 
 
-def _budget(config: Config, phase: Phase, facts: MemoryFacts, limit_bytes: int) -> int:
-    """Counted, or with `trainer.memory_probe=xla` compiled. Raises MemoryLimitError."""
-    longest, training = config.generator.max_context_length, phase == "training"
-    if config.trainer.memory_probe != "xla":
-        return predicted_token_budget(facts, phase, limit_bytes, longest)
-    from skyrl_train.learner.compiled_probe import CompiledModel
-
-    model = CompiledModel(
-        model=facts.model,
-        compute_bytes=facts.settings.precision.compute,
-        checkpointing=facts.settings.checkpointing,
-    )
-    resident = sum(resident_bytes(facts, training=training).values())
-    resident += bytes_of_sharding(facts, training=training)
-    probe = model.probe(training=training, resident_bytes=resident)
-    probes = probes_at_the_limit(probe, [longest], limit_bytes, max_rows=_MOST_ROWS, tolerance=0.1)
-    return fit_memory_model(probes, margin=0.0).token_budget(limit_bytes, longest)
-
-
-def _beside_measured(config: Config, predicted: PassMemory, facts: MemoryFacts, others_bytes: int) -> PassMemory:
+def _beside_measured(
+    config: Config, predicted: PassMemory, facts: MemoryFacts, planned: PlannedPasses, others_bytes: int
+) -> PassMemory:
     """With what a run of the same configuration measured, where `output_dir` holds its `memory.json`."""
     try:
         content = json.loads((Path(config.output_dir) / "memory.json").read_text(encoding="utf-8"))
@@ -120,7 +94,7 @@ def _beside_measured(config: Config, predicted: PassMemory, facts: MemoryFacts, 
         phase_name: Phase = "training" if predicted.phase == "training" else "scoring"
         resident = sum(resident_bytes(facts, training=phase_name == "training").values())
         within = resident + int((limit - resident) / (1 + config.trainer.memory_margin))
-        return replace(predicted, measured_tokens=tokens, predicted_tokens=_budget(config, phase_name, facts, within))
+        return replace(predicted, measured_tokens=tokens, predicted_tokens=planned.token_budget(phase_name, within))
     except (OSError, ValueError, KeyError, TypeError, IndexError, MemoryLimitError):
         return predicted
 
@@ -147,16 +121,17 @@ def models_of(config: Config) -> Mapping[str, MemoryFacts]:
     model of its own."""
     from skyrl_train.learner.memory_trace import facts_at
 
-    placement = config.placement
-    policy = config.plan.architecture or config.model.path
+    placement, paths = config.placement, _paths(config)
     found = {
-        "policy": facts_at(policy, _settings(config, placement.policy_num_workers), revision=config.model.revision)
+        "policy": facts_at(
+            paths["policy"], _settings(config, placement.policy_num_workers), revision=config.model.revision
+        )
     }
     reference = config.reference.model.path
     of_adapter = config.model.lora.rank and reference == "policy" and not config.trainer.algorithm.ref_update_interval
     if needs_reference(config.trainer.algorithm) and not of_adapter:
         settings = _settings(config, placement.ref_num_workers, optimizer="none", lora_rank=0)
-        found["reference"] = facts_at(policy if reference == "policy" else reference, settings)
+        found["reference"] = facts_at(paths["reference"], settings)
     if config.critic.model.path:
         settings = _settings(
             config,
@@ -165,9 +140,15 @@ def models_of(config: Config) -> Mapping[str, MemoryFacts]:
             lora_rank=config.critic.model.lora.rank,
             head="values",
         )
-        path = config.critic.model.path
-        found["critic"] = facts_at(policy if path == "policy" else path, settings)
+        found["critic"] = facts_at(paths["critic"], settings)
     return found
+
+
+def _paths(config: Config) -> dict[str, str]:
+    """Where each model's config is."""
+    policy = config.plan.architecture or config.model.path
+    stated = {"reference": config.reference.model.path, "critic": config.critic.model.path}
+    return {"policy": policy, **{role: policy if path == "policy" else path for role, path in stated.items()}}
 
 
 def _settings(config: Config, num_ranks: int, **others: object) -> MemorySettings:

@@ -226,7 +226,8 @@ class LoopConfig:
     """Where micro-batches that size themselves (auto) know their memory from. measure: forwards and backwards of growing
     size at the start. trace: torch's own graph of the real step, on tensors without memory; nothing is run. xla:
     what XLA plans for a model of the same sizes in JAX (extra `jax`); nothing is run. both: measured, beginning at what
-    was traced, and the difference is told. A plan reads it too."""
+    was traced, and the difference is told. A plan reads it too: measure is counted there at once; trace and both are
+    traced, and xla compiled, which takes up to minutes."""
     memory_retries: LayoutOnly[NonNegativeInt] = 3
     """How often one mini-batch is cut smaller and computed anew where memory runs out nevertheless (auto)."""
     eval_before_train: Free[bool] = True

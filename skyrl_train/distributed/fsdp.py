@@ -138,9 +138,9 @@ def _sharded_parameters(model: nn.Module) -> Iterator[Any]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers that the model's family declares indivisible."""
+    """The layers that the model's family declares indivisible; sharded ones are of a class derived from theirs."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    return [module for module in model.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
 
 
 def _require_same_names(names: list[str]) -> None:

@@ -89,8 +89,9 @@ def largest_parameter(path: str, *, revision: str | None = None) -> int:
         return 0
 
 
-def meta_model(config: Mapping[str, Any], *, name: str) -> Any:
-    """A model of transformers on the meta device. Raises ModelError for a config that it does not know."""
+def meta_model(config: Mapping[str, Any], *, name: str, attention: str = "auto") -> Any:
+    """A model of transformers on the meta device, in float32, with `model.attention`. Raises ModelError for a config that
+    it does not know."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -98,7 +99,9 @@ def meta_model(config: Mapping[str, Any], *, name: str) -> Any:
     try:
         parsed = AutoConfig.for_model(**config)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(parsed)  # type: ignore[no-untyped-call]
+            return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                parsed, dtype=torch.float32, attn_implementation="sdpa" if attention == "auto" else attention
+            )
     except Exception as error:
         raise ModelError(f"model path {name!r}: no model of model_type={kind!r} can be built: {error}") from error
 

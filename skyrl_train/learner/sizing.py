@@ -18,7 +18,13 @@ from typing import Any, Literal
 import torch
 
 from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudgets
-from skyrl_train.batch.memory_model import MemoryModel, MemoryProbe, fit_memory_model, probes_at_the_limit
+from skyrl_train.batch.memory_model import (
+    MemoryModel,
+    MemoryProbe,
+    fit_memory_model,
+    near_the_limit,
+    probes_at_the_limit,
+)
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.compiled_probe import CompiledModel
 from skyrl_train.learner.engine import ModelEngine
@@ -193,7 +199,7 @@ def _size_phase(prober: Prober, limits: SizingLimits, *, training: bool) -> Phas
         raise _too_long(prober, limits, training=training)
     cap, held = most, 0
     for _ in range(_TRIALS):
-        model = fit_memory_model(_near_the_limit(probes), margin=limits.margin)
+        model = fit_memory_model(near_the_limit(probes), margin=limits.margin)
         own = min(cap, _budget(prober, model, limits, training=training))
         tokens = -agree(-own)
         if tokens > held * WORTH_A_TRIAL:
@@ -239,6 +245,8 @@ def _predicted_phase(prober: Prober, limits: SizingLimits, *, training: bool) ->
         )
         predict = model_in_jax.probe(training=training, resident_bytes=trace.resident_bytes(training=training))
     lengths, reason, probes = lengths_to_probe(limits.longest), "", list[MemoryProbe]()
+    if limits.source == "xla":  # each size is compiled, for seconds
+        lengths = lengths[::2]
     try:
         probes = probes_at_the_limit(
             predict,
@@ -251,7 +259,7 @@ def _predicted_phase(prober: Prober, limits: SizingLimits, *, training: bool) ->
         reason = str(error)
     if engine.strategy.agree(int(bool(reason))):
         raise _too_long(prober, limits, training=training, reason=reason or "on another rank")
-    model = fit_memory_model(_near_the_limit(probes), margin=limits.margin)
+    model = fit_memory_model(near_the_limit(probes), margin=limits.margin)
     most = max(2, limits.max_rows) * limits.longest
     own = min(most, _budget(prober, model, limits, training=training))
     tokens = -engine.strategy.agree(-own)
@@ -281,13 +289,6 @@ def _cell_share(prober: Prober, model: MemoryModel, limits: SizingLimits, tokens
         found += prober.grow_trees(limits.longest, max_positions=tokens, max_rows=limits.max_rows, training=training)
     share = max((model.cell_share(probe) for probe in found), default=1.0)
     return strategy.agree(math.ceil((1 + limits.margin) * share * _PARTS)) / _PARTS
-
-
-def _near_the_limit(probes: Sequence[MemoryProbe]) -> list[MemoryProbe]:
-    """Peaks bend where they are small, and only large ones matter: probes of at least a quarter of the largest."""
-    largest = max(probe.positions for probe in probes)
-    near = [probe for probe in probes if probe.positions * 4 >= largest]
-    return near if len({probe.positions for probe in near}) > 1 else list(probes)
 
 
 def _budget(prober: Prober, model: MemoryModel, limits: SizingLimits, *, training: bool) -> int:

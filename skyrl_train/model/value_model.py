@@ -38,7 +38,7 @@ HEAD = "score"
 def load_value_model(model: ModelConfig, device: torch.device | str) -> PreTrainedModel:
     """The model on `device` with float32 master weights, without dropout, its output head replaced. Raises ModelError."""
     loaded, missing = read_causal_lm(model)
-    replaced = _replace_head(loaded, model)
+    replaced = replace_head(loaded, model)
     refuse_missing(model, [name for name in missing if not name.startswith(f"{replaced}.")])
     stored = _stored_head(model)
     with torch.no_grad():
@@ -59,11 +59,11 @@ def empty_value_model(model: ModelConfig) -> PreTrainedModel:
     """A model of the same form for a rank that will receive its part of the weights: reads none, and costs no memory. See
     `empty_causal_lm`. Raises ModelError."""
     empty = empty_causal_lm(model)
-    _replace_head(empty, model)
+    replace_head(empty, model)
     return empty
 
 
-def _replace_head(loaded: PreTrainedModel, model: ModelConfig) -> str:
+def replace_head(loaded: PreTrainedModel, model: ModelConfig) -> str:
     """Puts a head of one number, of zeros, in place of the output head, whose name it returns. Raises ModelError."""
     head = loaded.get_output_embeddings()  # type: ignore[no-untyped-call]
     names = [name for name, module in loaded.named_children() if module is head]

@@ -1,4 +1,5 @@
-"""Two ranks whose memory differs: both probe alike, take the smaller budget, and run as many micro-batches as each other."""
+"""Two ranks whose memory differs: both probe alike, take the smaller budget, and run as many micro-batches as each other.
+And what a rank's step takes, traced, is what it takes."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ from skyrl_train.distributed.strategy import ModelStrategy
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.memory_meter import CountingMeter
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.probe import Probed
+from skyrl_train.learner.probe import Probed, Prober
 from skyrl_train.learner.sizing import (
     WORTH_A_TRIAL,
     PhaseReport,
@@ -25,6 +27,7 @@ from skyrl_train.learner.sizing import (
     hold_everything,
     size_micro_batches,
 )
+from skyrl_train.learner.step_trace import StepTrace
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.value_model import load_value_model
 from tests.gloo_ranks import on_ranks
@@ -131,3 +134,32 @@ def test_two_ranks_with_unequal_memory(tmp_path: Path, name: str, monkeypatch: p
     assert max(first[2]) < 1.05 * undisturbed
     assert sum(budget > 0 for budget in first[2]) >= 2
     assert first[3] == second[3], "on-policy too"
+
+
+def trace_rank(rank: int, folder: Path, name: str) -> list[tuple[str, int, int]]:
+    """Each pass of each model: what it is, its peak as it was measured and as it was traced, in bytes."""
+    found: list[tuple[str, int, int]] = []
+    for role in ("policy", "reference", "critic"):
+        learner, meter = build(folder, role, spread(name, torch.float32)), CountingMeter(1 << 40)
+        hold_everything(learner.engine, meter)
+        trace = StepTrace(engine=learner.engine, held_bytes=meter.in_use_bytes())
+        measured = Prober(learner=learner, meter=meter)
+        traced = replace(measured, trace=trace)
+        for training in (False,) if role == "reference" else (True, False):
+            before = traced.predict(64, 24, training=training)
+            probe = measured.probe(64, 24, training=training)
+            assert probe is not None
+            assert traced.predict(64, 24, training=training) == before, "a trace leaves nothing"
+            found.append((f"rank {rank}, {role}, training={training}", probe.peak_bytes, before.peak_bytes))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_a_traced_step_takes_what_a_rank_takes(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly where it has replicas; within 2 % where gathered parameters and gradients on their way are counted."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    save_tiny_model(tmp_path)
+    for ranks in on_ranks(trace_rank, tmp_path, name, deadline_s=DEADLINE_S):
+        for what, measured, traced in ranks:
+            assert traced == pytest.approx(measured, rel=0.02 if name == "fsdp2" else 0), what

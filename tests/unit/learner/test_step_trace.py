@@ -118,7 +118,7 @@ def test_a_loss_that_cannot_be_traced_is_named(folder: Path, monkeypatch: pytest
     def reads_back(inputs: object, config: object) -> object:
         return torch.ones(3).cumsum(0).numpy() / inputs.logprobs.detach().numpy()  # type: ignore[attr-defined]
 
-    monkeypatch.setitem(POLICY_LOSSES, "regular", reads_back)
+    monkeypatch.setattr(POLICY_LOSSES.builtins["regular"].target.replace(":", "."), reads_back)
     _, traced = probers(learner)
     with pytest.raises(ModelError, match=r"policy: its step cannot be traced.*Set trainer\.memory_probe=measure"):
         traced.probe(2, 8, training=True)
