@@ -249,15 +249,3 @@ def import_attr(path: str, *, field: str) -> object:
             ]
         ) from error
     return value
-
-
-def resolve(name: str, entries: Mapping[str, T], *, field: str) -> T:
-    """The entry called `name`, or the custom one where `name` has the form `package.module:attr`.
-
-    Raises ConfigError naming `field`, the known names and the nearest one.
-    """
-    if name in entries:
-        return entries[name]
-    if ":" in name:
-        return import_attr(name, field=field)  # type: ignore[return-value]
-    raise unknown_name(name, entries, field=field)
