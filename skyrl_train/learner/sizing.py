@@ -245,8 +245,6 @@ def _predicted_phase(prober: Prober, limits: SizingLimits, *, training: bool) ->
         )
         predict = model_in_jax.probe(training=training, resident_bytes=trace.resident_bytes(training=training))
     lengths, reason, probes = lengths_to_probe(limits.longest), "", list[MemoryProbe]()
-    if limits.source == "xla":  # each size is compiled, for seconds
-        lengths = lengths[::2]
     try:
         probes = probes_at_the_limit(
             predict,
