@@ -99,10 +99,13 @@ def close_mini_batch(
     counts = _count(batch, row_tokens, max_sequence_length_for_norm)
     weights = torch.zeros(batch.num_tokens, dtype=torch.float64, device=trained.device)
     if counts.denominators.num_tokens:
-        row_weights = _weights_of_rows(reduction(counts), counts, row_tokens, loss_reduction)
-        if "sample_count" in batch:
-            copies = batch["sample_count"].double()
-            row_weights = torch.where(copies > 0, copies * row_weights, 0.0)
+        copies = (
+            batch["sample_count"].double() if "sample_count" in batch else torch.ones_like(counts.trajectory_tokens)
+        )
+        is_counted = (row_tokens > 0) & (copies > 0)
+        row_weights = torch.where(
+            is_counted, copies * _weights_of_rows(reduction(counts), is_counted, part_name(loss_reduction)), 0.0
+        )
         weights[trained] = torch.repeat_interleave(row_weights, row_tokens)
     closed = batch.with_columns(loss_weights=weights)
     if normalize_advantages:
@@ -110,13 +113,12 @@ def close_mini_batch(
     return MiniBatch(batch=closed, denominators=counts.denominators)
 
 
-def _weights_of_rows(found: Tensor, counts: RowCounts, row_tokens: Tensor, loss_reduction: PartSpec) -> Tensor:
-    """float64 `[num_rows]`. Raises BatchError where a custom reduction gives rows with loss no such weights."""
-    shape = counts.trajectory_tokens.shape
-    if found.shape != shape or not bool(torch.isfinite(found[row_tokens > 0]).all()):
+def _weights_of_rows(found: Tensor, is_counted: Tensor, reduction: str) -> Tensor:
+    """float64 `[num_rows]`. Raises BatchError where a custom reduction gives rows that count no such weights."""
+    if found.shape != is_counted.shape or not bool(torch.isfinite(found[is_counted]).all()):
         raise BatchError(
-            f"loss reduction {part_name(loss_reduction)!r} gave {list(found.shape)} weights, or one that is not finite; it "
-            f"must give each of {shape[0]} rows one finite weight"
+            f"loss reduction {reduction!r} gave {list(found.shape)} weights, or one that is not finite; it must give each "
+            f"of {len(is_counted)} rows one finite weight"
         )
     return found.double()
 
