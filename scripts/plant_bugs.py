@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BUGS = ROOT / "scripts" / "planted_bugs.yaml"
 PAGE = ROOT / "docs" / "planted_bugs.md"
 TIMEOUT_S = 900.0
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/\S+?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?: - .*)?$", re.MULTILINE)
 _RECORDED = re.compile(r"^\| `(\w+)` \|.*\| `(tests/[^`]+)` \|$", re.MULTILINE)
 
 

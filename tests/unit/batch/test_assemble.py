@@ -120,8 +120,9 @@ def test_a_turn_that_does_not_extend_the_one_before_needs_rows_per_turn():
     assert assembled(trajectory, step_wise=True).num_rows == 2
 
 
-def test_a_turn_that_says_it_extends_and_does_not_is_found_out():
-    lying = make_turn([1, 2, 3, 7, 9], [5], extends=True)
+@pytest.mark.parametrize("prompt", [[1, 2, 3, 7, 9], [1, 8, 3, 4, 9]], ids=["response rewritten", "history rewritten"])
+def test_a_turn_that_says_it_extends_and_does_not_is_found_out(prompt):
+    lying = make_turn(prompt, [5], extends=True)
     with pytest.raises(BatchError, match=r"turn 1: its prompt does not begin with the tokens of turn 0"):
         assembled(make_trajectory("a", 0, TWO_TURNS[0], lying))
 

@@ -27,6 +27,8 @@ def test_a_shuffled_epoch_has_every_example_once_and_another_order_each_time() -
     epochs = [epoch_of(order, epoch) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
+    of_the_first_source = [[row < 4 for row in epoch] for epoch in epochs]
+    assert of_the_first_source[0] != of_the_first_source[1] != of_the_first_source[2]
 
 
 def test_the_order_is_that_of_seed_and_epoch_however_it_is_reached() -> None:

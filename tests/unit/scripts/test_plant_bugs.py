@@ -40,6 +40,15 @@ def test_every_bug_of_the_list_can_be_planted_in_this_code(plant: ModuleType) ->
     assert len(bugs) >= 60
 
 
+def test_the_page_names_for_every_bug_a_test_that_there_is(plant: ModuleType) -> None:
+    recorded = plant.recorded_tests()
+
+    assert set(recorded) == {bug.name for bug in plant.read_bugs()}
+    for test in recorded.values():
+        path, *names = test.partition("[")[0].split("::")
+        assert all(name in (ROOT / path).read_text() for name in names), test
+
+
 def test_a_bug_that_a_test_notices_is_caught_and_taken_out_again(plant: ModuleType, small_project: Path) -> None:
     bug = plant.Bug(
         name="triple", story="x", file="arithmetic.py", old="2 * x", new="3 * x", tests=("tests/test_arithmetic.py",)
