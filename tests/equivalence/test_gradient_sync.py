@@ -140,7 +140,8 @@ def test_one_exchange_a_step_leaves_the_gradient_and_is_probed_for_what_it_holds
         assert distance(found.gradient, expected) < 1e-10
         assert distance(found.on_policy_gradient, expected_on_policy) < 1e-10
         assert found.left == 0
-        assert found.peak_bytes == pytest.approx(found.probed_bytes, rel=0.02)
+        # an exchange ends when the other rank is there, so that one more block may or may not be held at the peak
+        assert found.peak_bytes == pytest.approx(found.probed_bytes, rel=0.06)
     assert once[0].probed_bytes > each[0].probed_bytes, "whole gradients are held beside the activations"
 
 
