@@ -15,7 +15,7 @@ from tests.reliability.kill_and_resume import KINDS
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", ["rl", "sft", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_the_phases_of_each_step_add_up_to_the_step(kind: str, tmp_path: Path) -> None:
     module, *overrides = KINDS[kind]
     run_command(tmp_path, *overrides, module=module)
