@@ -88,7 +88,7 @@ def engine_settings(config: Config) -> EngineSettings:
         "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if gpu else "0"),
         # Processes bear a mark in their environment, by which they are ended with this one (`EngineProcesses`). A forked one
         # would not; and where vLLM gives a process a title, that would be written over its environment.
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "SPT_NOENV": "1",
         # On a CPU vLLM would compile a helper of its sampler with the machine's C++ compiler: there need not be one, and
         # torch's build command breaks on a path with a space.

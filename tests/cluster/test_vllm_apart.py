@@ -171,6 +171,16 @@ def check_death(engine: VLLMEngine) -> None:
         engine.receivers()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_vllm_knows_every_variable_that_an_engine_sets(device: str) -> None:
+    """Of one that it does not know it says a line, and goes on with its default: cores would be forked, without the mark."""
+    from vllm import envs
+
+    environment = settings_apart(device).environment
+    assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert {name for name in environment if name.startswith("VLLM_")} <= set(envs.environment_variables)
+
+
 @pytest.mark.parametrize("when", ["while it starts", "while it serves"])
 def test_nothing_of_vllm_outlives_its_actor_by_five_seconds(tmp_path: Path, when: str) -> None:
     check_orphans(tmp_path, when, device="cpu")
