@@ -40,11 +40,12 @@ def size_micro_batches(
         source=trainer.memory_probe,
     )
     stored = read_reports(file)
+    # a reference that is the policy without its adapter has no model of its own, and runs under the policy's budget
     if config.placement.backend == "ray":
-        sized = [learner.size_micro_batches(limits, stored) for learner in learners]
+        apart = [learner for learner in learners if hasattr(learner, "size_micro_batches")]
+        sized = [learner.size_micro_batches(limits, stored) for learner in apart]
         reports = {ranks[0].name: tuple(ranks) for ranks in sized}
     else:
-        # a reference that is the policy without its adapter has no engine of its own, and runs under the policy's budget
         own = [learner for learner in learners if hasattr(learner, "engine")]
         alone = {name: ranks[0] for name, ranks in stored.items() if len(ranks) == 1}
         reports = {name: (report,) for name, report in size_all(own, limits, alone).items()}

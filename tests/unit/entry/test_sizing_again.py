@@ -6,15 +6,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from skyrl_train.batch.plan import plan_batches
 from skyrl_train.batch.plan_memory import memory_lines
+from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.build_memory import read_reports, size_micro_batches
 from skyrl_train.cli.plan_memory import plan_memory
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, OptimizerConfig
 from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
 from skyrl_train.learner.probe import Prober
+from skyrl_train.learner.reference import BaseOfAdapter
+from skyrl_train.learner.sizing import SizingLimits, SizingReport, make_meter
+from skyrl_train.learner.sizing import size_micro_batches as size_alone
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.memory_cases import FailingMeter, size_itself
@@ -53,6 +59,28 @@ def test_a_second_start_does_not_probe_and_another_context_length_does(
     assert read_reports(file)["policy"][0] == replace(first, is_reused=True)
     assert "probes" in start(model, file, longest=24)
     assert max(probed) == 24
+
+
+class OnOneRank:
+    """A learner of Ray with one rank, which is in this process."""
+
+    def __init__(self, learner: PolicyLearner) -> None:
+        self._learner = learner
+
+    def forward_base(self, batch: TrainingInputBatch) -> Tensor:
+        return self._learner.forward_base(batch)
+
+    def size_micro_batches(self, limits: SizingLimits, _stored: object) -> tuple[SizingReport, ...]:
+        return (size_alone(self._learner, make_meter(torch.device("cpu"), limits), limits),)
+
+
+def test_on_ray_a_reference_that_is_the_policy_without_its_adapter_needs_no_budget(tmp_path: Path) -> None:
+    policy = OnOneRank(learner_of(save_tiny_model(tmp_path / "model")))
+    config = replace(CONFIG, placement=replace(CONFIG.placement, backend="ray"))
+    file = tmp_path / "memory.json"
+    lines = size_micro_batches(config, [policy, BaseOfAdapter(policy)], file, longest=16, max_rows=16)
+    assert len(lines) == 1
+    assert set(read_reports(file)) == {"policy"}
 
 
 def test_a_file_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
