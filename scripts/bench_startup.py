@@ -52,7 +52,7 @@ def run_child(folder: Path, overrides: list[str]) -> None:
 
     note_end(run, "validate_config", "command line checked, configuration composed")
     note_end(run, "load_data", "torch imported, prompts read and measured")
-    note_end(run, "build_cluster", "Ray up, room reserved")
+    note_end(run, "build_host", "Ray up, room reserved")
     note_end(run, "build_rollouts", "engines begin to load")
     note_end(run, "build_learners", "models and engines loaded")
     note_end(steps, "sync", "first weight sync")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.config.generation import ships_adapter
-from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.errors import DataError, Violation
 from skyrl_train.registry import split_spec
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from skyrl_train.batch.plan import BatchPlan
+    from skyrl_train.build_inline import InlineVLLM
     from skyrl_train.cluster.build import Cluster
     from skyrl_train.config.schema import Config
     from skyrl_train.config.sft import AnyConfig
@@ -153,7 +154,7 @@ def build_rollouts(
     stack: ExitStack,
     *,
     on_progress: Callable[[int, int], None],
-    cluster: Cluster | None = None,
+    host: Cluster | InlineVLLM | None = None,
 ) -> RolloutParts:
     """The engine that `generator.backend` names, and the transport that feeds it. `stack` closes them."""
     if data.recording is not None:
@@ -164,7 +165,7 @@ def build_rollouts(
     from skyrl_train.rollout.generator import RolloutGenerator
 
     tokenizer = load_tokenizer(config.model)
-    engine, transport = _build_engine(config, tokenizer, stack, cluster)
+    engine, transport = _build_engine(config, tokenizer, stack, host)
     generator = RolloutGenerator(
         engine, tokenizer, config.generator, config.environment, config.seed, on_progress=on_progress
     )
@@ -173,13 +174,11 @@ def build_rollouts(
 
 
 def _build_engine(
-    config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, cluster: Cluster | None
+    config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, host: Cluster | InlineVLLM | None
 ) -> tuple[InferenceEngine, WeightTransport]:
     """Where tokens come from, and how it gets new weights."""
-    if config.generator.backend == "vllm":
-        if cluster is None:
-            raise _not_available("generator.backend", "vllm", "placement=ray")
-        return cluster.build_engine(stack)
+    if config.generator.backend == "vllm" and host is not None:
+        return host.build_engine(stack)
     if config.generator.backend == "http":
         return _build_http_engine(config, stack)
     from skyrl_train.config.parts import ENGINES
@@ -209,35 +208,29 @@ def _build_http_engine(config: Config, stack: ExitStack) -> tuple[InferenceEngin
     return engine, FileTransport(engine, Path(config.output_dir) / "weights")
 
 
-def build_cluster(config: Config, stack: ExitStack) -> Cluster | None:
-    """Ray, where `placement.backend=ray`. `stack` ends it and all that runs in it."""
-    if config.placement.backend != "ray":
-        return None
-    from skyrl_train.cluster.build import Cluster
+def build_host(config: Config, stack: ExitStack) -> Cluster | InlineVLLM | None:
+    """What owns processes beside this one: Ray, where `placement.backend=ray`, or vLLM's without it; None where there are
+    none. `stack` ends them."""
+    if config.placement.backend == "ray":
+        from skyrl_train.cluster.build import Cluster
 
-    return Cluster(config, stack)
+        return Cluster(config, stack)
+    if config.generator.backend == "vllm":
+        from skyrl_train.build_inline import InlineVLLM
+
+        return InlineVLLM(config)
+    return None
 
 
-def build_learners(config: Config, plan: BatchPlan, stack: ExitStack, cluster: Cluster | None = None) -> Learners:
+def build_learners(
+    config: Config, plan: BatchPlan, stack: ExitStack, host: Cluster | InlineVLLM | None = None
+) -> Learners:
     """The policy, a reference where the algorithm needs one, and a critic where `critic.model.path` names one."""
-    if cluster is not None:
-        return cluster.build_learners(plan, stack)
-    from skyrl_train.config.algorithm import needs_reference
-    from skyrl_train.learner.critic import build_critic_learner
-    from skyrl_train.learner.policy import build_policy_learner
-    from skyrl_train.learner.reference import build_reference
-    from skyrl_train.trainers.steps import Learners
+    if host is not None:
+        return host.build_learners(plan, stack)
+    from skyrl_train.build_inline import build_inline_learners
 
-    policy = build_policy_learner(config, plan, role="policy")
-    stack.callback(policy.close)
-    reference = critic = None
-    if needs_reference(config.trainer.algorithm):
-        reference = build_reference(config, plan, policy)
-        stack.callback(reference.close)
-    if config.critic.model.path:
-        critic = build_critic_learner(config, plan)
-        stack.callback(critic.close)
-    return Learners(policy=policy, reference=reference, critic=critic)
+    return build_inline_learners(config, plan, stack)
 
 
 def build_evaluator(
@@ -292,17 +285,4 @@ def replay_violation() -> Violation:
         rule="must generate, to evaluate",
         value="'replay'",
         remedy="Use generator=hf or generator=vllm",
-    )
-
-
-def _not_available(field: str, value: str, remedy: str) -> ConfigError:
-    return ConfigError(
-        [
-            Violation(
-                field=field,
-                rule="is not available in this release",
-                value=repr(value),
-                remedy=f"Use {remedy}; docs/status.md lists what has been built",
-            )
-        ]
     )

@@ -41,8 +41,8 @@ def size_micro_batches(
     )
     stored = read_reports(file)
     # a reference that is the policy without its adapter has no model of its own, and runs under the policy's budget
-    if config.placement.backend == "ray":
-        apart = [learner for learner in learners if hasattr(learner, "size_micro_batches")]
+    apart = [learner for learner in learners if hasattr(learner, "size_micro_batches")]
+    if apart:
         sized = [learner.size_micro_batches(limits, stored) for learner in apart]
         reports = {ranks[0].name: tuple(ranks) for ranks in sized}
     else:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.build import (
     Data,
-    build_cluster,
     build_evaluator,
+    build_host,
     build_learners,
     build_rollouts,
     load_checkpoint_weights,
@@ -79,9 +79,9 @@ def _train(
     from skyrl_train.trainers.rollout_sink import RolloutLog, cut_rollouts_after
 
     cut_rollouts_after(folder.rollouts, start.global_step)
-    cluster = build_cluster(config, stack)
-    rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress, cluster=cluster)
-    learners = build_learners(config, plan, stack, cluster)
+    host = build_host(config, stack)
+    rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress, host=host)
+    learners = build_learners(config, plan, stack, host)
     _size_micro_batches(config, plan, learners, folder, console)
     trackers = build_trackers(
         config, folder, console=console, start_step=start.global_step, total_steps=plan.total_steps
@@ -150,8 +150,8 @@ def evaluate(config: Config) -> None:
     if not data.validation:
         raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
     with folder.held(), ExitStack() as stack:
-        cluster = build_cluster(config, stack)
-        rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress, cluster=cluster)
+        host = build_host(config, stack)
+        rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress, host=host)
         step = load_checkpoint_weights(config, rollouts.transport)
         rollout_log = RolloutLog(folder.rollouts) if config.trainer.dump_rollouts else None
         evaluator = build_evaluator(config, data, rollouts.generator, rollout_log)

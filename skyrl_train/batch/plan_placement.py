@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from skyrl_train.config.bundles import count_engines, gpus_needed, plan_layout, roles_of
+from skyrl_train.config.bundles import count_engines, gpus_needed, plan_layout, roles_of, takes_turns
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
 from skyrl_train.registry import part_name
@@ -46,16 +46,15 @@ class PlacementReport:
 
 def placement_report(config: Config, devices: Devices) -> PlacementReport:
     """Of a config whose placement is stated, or has been chosen. `devices`: those that were found."""
-    on_ray, gpu = config.placement.backend == "ray", config.platform.name == "gpu"
-    inline_gpus = int(gpu and config.platform.device.startswith("cuda"))
+    on_ray = config.placement.backend == "ray"
     trainer = config.trainer
     return PlacementReport(
         backend=config.placement.backend,
         strategy=config.strategy.name,
-        gpus_needed=gpus_needed(config) if on_ray else inline_gpus,
+        gpus_needed=gpus_needed(config),
         gpus_found=devices.num_gpus,
         found_in=devices.source,
-        in_turns=on_ray and config.placement.colocate_all,
+        in_turns=takes_turns(config),
         groups=tuple(_groups(config)) if on_ray else (),
         engines=_engines(config),
         training=f"layout {trainer.layout}, micro-batches {part_name(trainer.micro_batching)}",
@@ -104,5 +103,7 @@ def _engines(config: Config) -> str:
         f"prefix caching {'on' if vllm.prefix_caching else 'off'}",
         "chunked prefill on" if gpu else "",
         f"{vllm.gpu_memory_utilization:.0%} of a GPU's memory" if gpu else "",
+        "its core in a process of its own" if config.placement.backend == "inline" else "",
+        "in turns with the models" if config.placement.backend == "inline" and takes_turns(config) else "",
     ]
     return ", ".join(part for part in parts if part)

@@ -331,9 +331,9 @@ def _new_violations(placed: Config, before: Config) -> set[str]:
 
 
 def room_violations(config: AnyConfig) -> Iterator[Violation]:
-    """A placement on Ray, chosen or stated, that needs more GPUs than this machine has for a session of its own."""
+    """A placement, chosen or stated, that needs more GPUs than this machine has for a run of its own."""
     placement = config.placement
-    if placement.auto or placement.backend != "ray" or placement.ray_address or config.platform.name == "cpu":
+    if placement.auto or placement.ray_address or config.platform.name == "cpu":
         return
     needed = gpus_needed(learner_config(config) if isinstance(config, SFTConfig) else config)
     devices = local_devices()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from skyrl_train.cli.auto_placement import room_violations
@@ -24,7 +25,7 @@ def machine_violations(config: AnyConfig, *, refused: Collection[str] = ()) -> l
     """What this machine lacks for the config; fields in `refused` are not looked at."""
     found = [*_folder(config), *_data(config), *_models(config), *_device(config)]
     if isinstance(config, Config):
-        found += _environment(config)
+        found += [*_environment(config), *_engine(config)]
     return [violation for violation in found if violation.field not in refused]
 
 
@@ -104,6 +105,19 @@ def _model_problem(path: str) -> tuple[str, str] | None:
 def _environment(config: Config) -> Iterator[Violation]:
     if config.environment.env_class is not None:
         yield from environment_violations(config.environment.env_class)
+
+
+def _engine(config: Config) -> Iterator[Violation]:
+    """vLLM, where this process starts it; on Ray its nodes have it."""
+    inline = config.placement.backend == "inline" and not config.placement.auto
+    if inline and config.generator.backend == "vllm" and find_spec("vllm") is None:
+        extra = "cpu" if config.platform.name == "cpu" else "vllm"
+        yield Violation(
+            field="generator.backend",
+            rule="needs vLLM, which is not installed here",
+            value=repr(config.generator.backend),
+            remedy=f"install the extra `{extra}` as docs/distributed.md says, or add generator=hf",
+        )
 
 
 def _device(config: AnyConfig) -> Iterator[Violation]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from skyrl_train.batch.plan_memory import DeviceMemory, PassMemory
 from skyrl_train.config.algorithm import needs_reference
+from skyrl_train.config.bundles import takes_turns
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import MemoryLimitError
@@ -31,7 +32,7 @@ def plan_memory(config: Config) -> DeviceMemory | None:
     if not device_bytes:
         return None
     facts, paths, effort = models_of(config), _paths(config), effort_of(config)
-    in_turns = config.placement.colocate_all and config.placement.backend == "ray"
+    in_turns = takes_turns(config)
     shared = {role: _sharing(config, role, facts) for role in facts}
     margin_bytes = int(device_bytes * config.trainer.memory_margin)
     engine = _engine_share(config)
@@ -48,7 +49,7 @@ def plan_memory(config: Config) -> DeviceMemory | None:
         for phase in phases:
             predicted = _pass(config, role, phase, planned, limit)
             passes.append(_beside_measured(config, predicted, each, planned, 0 if in_turns else others))
-    with_engine = [role for role in facts if config.placement.backend == "inline"]
+    with_engine = [] if in_turns else [role for role in facts if config.placement.backend == "inline"]
     return DeviceMemory(
         device_bytes=device_bytes,
         longest=config.generator.max_context_length,
@@ -184,10 +185,10 @@ def _sharing(config: Config, role: str, facts: Mapping[str, MemoryFacts]) -> lis
 
 
 def _num_processes(config: Config, num_models: int, *, engine: bool) -> int:
-    return 1 if config.placement.backend == "inline" else num_models + engine
+    return 1 + engine if config.placement.backend == "inline" else num_models + engine
 
 
 def _engine_share(config: Config) -> float:
     """Of the device, where an engine shares it; it sleeps while the models compute."""
-    shares = config.placement.colocate_all and config.generator.backend == "vllm" and config.platform.name != "cpu"
+    shares = takes_turns(config) and config.generator.backend == "vllm" and config.platform.name != "cpu"
     return config.generator.vllm.gpu_memory_utilization if shares else 0.0

@@ -15,23 +15,25 @@ from skyrl_train.cluster.engines import EnginePool
 from skyrl_train.cluster.fleet import EngineFleet
 from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.placement import Placement
-from skyrl_train.cluster.probe import WeightSyncProbe
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.transport import RayTransport
-from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.algorithm import needs_reference
-from skyrl_train.config.bundles import Role, count_engines, num_cpus, plan_layout, roles_of
+from skyrl_train.config.bundles import Role, count_engines, num_cpus, plan_layout, roles_of, takes_turns
 from skyrl_train.config.generation import ships_adapter
 from skyrl_train.learner.architectures import largest_parameter, weight_bytes
 from skyrl_train.learner.reference import BaseOfAdapter
+from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.weight_sync.buckets import BUCKET_BYTES
+from skyrl_train.weight_sync.probe import WeightSyncProbe
+from skyrl_train.weight_sync.transport import SyncRecords
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.schema import Config
-    from skyrl_train.interfaces import InferenceEngine, Learner, Reference, WeightTransport
+    from skyrl_train.interfaces import InferenceEngine, Reference, WeightTransport
     from skyrl_train.trainers.steps import Learners
+    from skyrl_train.types import GenerationOutput, GenerationRequest
 
 
 _SLOWEST_LOAD = 50e6
@@ -76,6 +78,7 @@ class Cluster:
             wait_for_nodes_s=config.placement.wait_for_nodes_s if config.placement.ray_address else 0.0,
         )
         self._transport: RayTransport | None = None
+        self._policy: RayLearner | None = None
         self._turns = DeviceTurns(None, shared=False, record_file=self._output("device_turns.jsonl"))
 
     def build_engine(self, stack: ExitStack) -> tuple[InferenceEngine, WeightTransport]:
@@ -83,16 +86,18 @@ class Cluster:
         config = self.config
         fleet = EngineFleet(config, self.session, self.placement.slots("engine"))
         stack.callback(fleet.close)
-        self._turns = DeviceTurns(
-            fleet, shared=config.placement.colocate_all, record_file=self._output("device_turns.jsonl")
-        )
+        self._turns = DeviceTurns(fleet, shared=takes_turns(config), record_file=self._output("device_turns.jsonl"))
         pool = EnginePool(fleet, self._turns, silence_timeout_s=config.placement.silence_timeout_s)
         carrier = make_carrier(config, folder=self.session.folder)
         self._transport = RayTransport(
             pool,
             carrier,
             self._turns,
-            self._output("weight_sync.jsonl"),
+            SyncRecords(
+                self._output("weight_sync.jsonl"),
+                self._probe(fleet, self._turns),
+                verify_each=config.generator.verify_weight_sync,
+            ),
             adapter_only=ships_adapter(config.generator),
         )
         return pool, self._transport
@@ -117,7 +122,7 @@ class Cluster:
             learners = {role: wait() for role, wait in waits.items()}
         for learner in learners.values():
             stack.callback(learner.close)
-        self._verify_syncs(learners["policy"])
+        self._policy = learners["policy"]
         self._write_actors({role: learner.group.actors for role, learner in learners.items()})
         reference: Reference | None = learners.get("reference")
         if self._has_reference and reference is None:
@@ -138,15 +143,17 @@ class Cluster:
         }
         self._output("actors.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
-    def _verify_syncs(self, policy: Learner) -> None:
-        """The first sync of a run is always probed: an engine that cannot take this model's weights says nothing itself."""
-        if self._transport is not None:
-            self._transport.verify_each = self.config.generator.verify_weight_sync
-            vocabulary = len(load_tokenizer(self.config.model))
-            self._transport.verify = WeightSyncProbe(
-                fleet=self._transport.pool.fleet,
-                turns=self._turns,
-                policy=policy,
-                config=self.config,
-                vocabulary=vocabulary,
-            )
+    def _probe(self, fleet: EngineFleet, turns: DeviceTurns) -> WeightSyncProbe:
+        """Of all engines that live, together."""
+
+        def ask(request: GenerationRequest) -> list[tuple[str, GenerationOutput]]:
+            turns.engines()
+            names = [str(engine) for engine in fleet.living]
+            return list(zip(names, fleet.call("generate", "sync", request)))
+
+        return WeightSyncProbe(
+            ask=ask,
+            policy=lambda: self._policy,
+            config=self.config,
+            vocabulary=len(load_tokenizer(self.config.model)),
+        )

@@ -22,7 +22,7 @@ from skyrl_train.inference.routing import PrefixRouter
 from skyrl_train.types import GenerationOutput, GenerationRequest
 
 if TYPE_CHECKING:
-    from skyrl_train.cluster.turns import DeviceTurns
+    from skyrl_train.learner.turns import DeviceTurns
 
 _MAX_LEAD = 32
 """Requests that an engine may have in flight beyond the least busy one before prefixes stop to count."""

@@ -55,6 +55,18 @@ class EngineFleet:
         refs = [getattr(engine.handle, method).remote(*args) for engine in chosen]
         return watch(self._config.placement, phase, method).wait(chosen, refs)
 
+    def sleep(self) -> None:
+        """All engines free their devices."""
+        self.call("sleep", "score")
+
+    def wake_up(self, tag: str) -> None:
+        """All engines take their devices again, for `weights` or for the `kv_cache`."""
+        self.call("wake_up", "sync" if tag == "weights" else "generate", tag)
+
+    def alone(self, engine: RemoteActor) -> OneEngine:
+        """One engine of it, or one that is to become one."""
+        return OneEngine(self, engine)
+
     def lose(self, index: int, reason: str) -> bool:
         """Gives an engine up; whether it may be started anew."""
         actor = self.actors[index]
@@ -100,3 +112,21 @@ class EngineFleet:
         for actor, identity in zip(actors, identities):
             actor.identity = identity
         watch(placement, phase, "start").wait(actors, [start for _, start in refs])
+
+
+class OneEngine:
+    """An engine that was started anew, and moves by itself to where the others are. It has loaded the model."""
+
+    def __init__(self, fleet: EngineFleet, engine: RemoteActor) -> None:
+        self._fleet, self._engine = fleet, engine
+
+    def wait_ready(self) -> None:
+        """At once."""
+
+    def sleep(self) -> None:
+        """Frees its devices."""
+        self._fleet.call("sleep", "restart", engines=[self._engine])
+
+    def wake_up(self, tag: str) -> None:
+        """Takes its devices again, for `weights` or for the `kv_cache`."""
+        self._fleet.call("wake_up", "restart", tag, engines=[self._engine])

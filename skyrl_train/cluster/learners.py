@@ -22,7 +22,6 @@ from skyrl_train.cluster.dispatch import Shipped, pack
 from skyrl_train.cluster.learner_worker import LearnerWorker
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
-from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.cluster.workers import (
     WorkerGroup,
     WorkerWeights,
@@ -34,6 +33,7 @@ from skyrl_train.config.bundles import Role
 from skyrl_train.config.sequence_parallel import data_parallel_size
 from skyrl_train.distributed.process_group import Rendezvous
 from skyrl_train.errors import ModelError, SkyrlTrainError
+from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
 from skyrl_train.weight_sync.buckets import pack_bucket
 

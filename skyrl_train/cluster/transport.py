@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import ray
 from torch import Tensor
@@ -15,31 +12,16 @@ from torch import Tensor
 from skyrl_train.cluster.calls import Answer, RemoteActor
 from skyrl_train.cluster.carriers import Carrier
 from skyrl_train.cluster.engines import EnginePool
-from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.cluster.workers import WorkerGroup, WorkerWeights, carried_buckets, planned_buckets
 from skyrl_train.errors import EngineError
+from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.weight_sync.buckets import Bucket, Receiver, in_buckets, wire_dtype
+from skyrl_train.weight_sync.transport import SyncRecords
 
 logger = logging.getLogger(__name__)
 
-Verify = Callable[[int], float]
-"""Compares engines with the trainer after a sync to that version: the largest difference found."""
 Send = Callable[[Sequence[RemoteActor]], list[Bucket]]
 """Brings all weights to these engines, whose update has begun; the buckets that they were."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SyncRecord:
-    """What one sync did; a line of `weight_sync.jsonl`."""
-
-    version: int
-    seconds: float
-    num_bytes: int
-    num_engines: int
-    probe_difference: float | None
-    """Largest difference of a probe's log-probabilities; None where none was sent (`RayTransport.verify`)."""
-    probe_seconds: float | None
-    """What the probe took; not in `seconds`."""
 
 
 class RayTransport:
@@ -50,7 +32,7 @@ class RayTransport:
         pool: EnginePool,
         carrier: Carrier,
         turns: DeviceTurns,
-        record_file: Path,
+        records: SyncRecords,
         *,
         adapter_only: bool = False,
     ) -> None:
@@ -58,16 +40,11 @@ class RayTransport:
         self.pool = pool
         self._adapter_only = adapter_only
         self._carrier, self._turns = carrier, turns
-        self._record_file = record_file
+        self._records = records
         self._again: Send | None = None
         """Sends the weights of the last sync."""
         self._late: dict[int, RemoteActor] = {}
         """Engines that were started anew and have no weights yet, by index."""
-        self.verify: Verify | None = None
-        """Called after the first sync, and where `verify_each` after each."""
-        self.verify_each = True
-        """False where `generator.verify_weight_sync` is off."""
-        self._is_first = True
         pool.bring_up_to_date = self.bring_up_to_date
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
@@ -91,25 +68,13 @@ class RayTransport:
                 self._again = lambda chosen: self._sent(held, chosen)
                 buckets = self._update(engines, version, self._again)
         self.pool.set_version(version)
-        synced = time.monotonic()
-        probed = self.verify is not None and (self.verify_each or self._is_first)
-        difference = self.verify(version) if self.verify is not None and probed else None
-        self._is_first = False
-        record = SyncRecord(
-            version=version,
-            seconds=synced - started,
-            num_bytes=sum(bucket.num_bytes for bucket in buckets),
-            num_engines=len(engines),
-            probe_difference=difference,
-            probe_seconds=time.monotonic() - synced if probed else None,
-        )
-        with self._record_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(vars(record)) + "\n")
+        num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        self._records.add(version, started=started, num_bytes=num_bytes, num_engines=len(engines))
 
     def bring_up_to_date(self, index: int, engine: RemoteActor) -> None:
         """An engine that was started anew gets the weights of the last sync and serves, or waits for the next sync where
         the policy has trained since."""
-        with self._turns.catching_up(engine) as possible:
+        with self._turns.catching_up(self.pool.fleet.alone(engine)) as possible:
             if not possible or self._again is None:
                 self._late[index] = engine
                 logger.warning("%s was started anew and waits for the next weights", engine)

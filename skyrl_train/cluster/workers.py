@@ -51,6 +51,14 @@ class WorkerGroup:
         """Has every rank's `WeightSender` do `method`; references to the answers, for `wait`."""
         return self._submit("weights", [(method, *args)] * len(self.actors))
 
+    def onload(self, optimizer: bool) -> None:
+        """The model back on its devices, with its optimizer's state where asked for."""
+        self.call("onload", "score", args=(optimizer,))
+
+    def offload(self) -> None:
+        """The model's memory to the hosts."""
+        self.call("offload", "generate")
+
     def wait(self, method: str, phase: str, refs: Sequence[Any]) -> list[Any]:
         """The answers to calls that are under way, one on each actor."""
         return watch(self._placement, phase, method).wait(self.actors, refs)

@@ -138,15 +138,25 @@ def count_engines(config: Config) -> int:
     return config.generator.vllm.count(config.placement) if config.generator.backend == "vllm" else 0
 
 
+def takes_turns(config: Config) -> bool:
+    """Whether models and engines are on the same devices, one of them at a time: on Ray where the placement says so, without
+    it also where an engine of this machine would fill the GPU that the models are on."""
+    placement = config.placement
+    if placement.backend == "inline":
+        return count_engines(config) > 0 and (placement.colocate_all or config.platform.name == "gpu")
+    return placement.colocate_all
+
+
 def num_cpus(layout: Layout) -> int:
     """CPUs that a session of one machine must offer for the layout."""
     return int(sum(bundle.cpus for bundles in layout.groups.values() for bundle in bundles))
 
 
 def gpus_needed(config: Config) -> int:
-    """GPUs that the run reserves; 0 without Ray or on a CPU."""
+    """GPUs that the run takes; 0 on a CPU."""
     if config.placement.backend != "ray":
-        return 0
+        on_gpu = config.platform.name == "gpu" and config.platform.device.startswith("cuda")
+        return max(1, config.generator.vllm.devices_per_engine * count_engines(config)) if on_gpu else 0
     layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config))
     return int(sum(bundle.gpus for bundles in layout.groups.values() for bundle in bundles))
 

@@ -45,7 +45,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMConfig:
-    """`generator.vllm`: engines on Ray."""
+    """`generator.vllm`: engines on Ray, or one of this machine without it (`placement=inline`)."""
 
     num_engines: NonNegativeInt = 0
     """Data-parallel engines; requests that share a prefix go to the same one. 0 is as many as their devices hold: those of
@@ -66,12 +66,13 @@ class VLLMConfig:
     prefix_caching: bool = True
     """Keep the keys and values of prompts that come again. Reset at each weight sync."""
     weight_transport: Free[Literal["auto", "shared_memory", "broadcast", "cuda_ipc", "files"]] = "auto"
-    """auto: shared_memory on a CPU, cuda_ipc where engines share the trainer's devices, else broadcast."""
+    """auto: shared_memory on a CPU, cuda_ipc where engines share the trainer's devices, else broadcast. Without Ray:
+    shared_memory or cuda_ipc."""
     lora_sync: Literal["merged", "adapter"] = "merged"
     """With `model.lora`: engines get all weights with the adapter merged, or the adapter alone, which they apply beside
     the weights of `model.path`: far fewer bytes a sync, somewhat slower generation."""
     max_restarts: Free[NonNegativeInt] = 1
-    """How often one dead engine is started anew before the run goes on without it."""
+    """How often one dead engine is started anew before the run goes on without it (Ray)."""
     engine_args: Forks[Mapping[str, Any]] = field(default_factory=dict)
     """Anything else that the installed `vllm.EngineArgs` takes, e.g. {quantization: fp8}; not what the trainer sets."""
 
@@ -115,8 +116,8 @@ class GeneratorConfig:
     """`generator=hf|vllm|http|replay`: how rollouts are made."""
 
     backend: Annotated[PartSpec, ENGINES, Resume.FORKS, SAME_SAMPLES] = "hf"
-    """Where tokens come from. hf: the model in this process. vllm: engines on Ray. http: an OpenAI-compatible server.
-    replay: recordings. Or a custom engine in this process."""
+    """Where tokens come from. hf: the model in this process. vllm: engines on Ray, or one of this machine. http: an
+    OpenAI-compatible server. replay: recordings. Or a custom engine in this process."""
     n_samples_per_prompt: Forks[PositiveInt] = 8
     """Trajectories per training prompt: the group over which GRPO compares."""
     agent_loop: Forks[Annotated[PartSpec, AGENT_LOOPS]] = "multi_turn"

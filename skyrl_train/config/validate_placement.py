@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from skyrl_train.config.algorithm import needs_reference
+from skyrl_train.config.bundles import takes_turns
 from skyrl_train.config.placement import ROLES, PlacementConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import Violation
@@ -57,12 +58,30 @@ def _inline_strategy(config: Config) -> Iterator[Violation]:
 
 
 def _inline_engines(config: Config) -> Iterator[Violation]:
-    if config.placement.backend == "inline" and config.generator.backend == "vllm":
+    """Without Ray there is one engine, on this machine."""
+    if config.placement.backend != "inline" or config.generator.backend != "vllm":
+        return
+    stated = {
+        "generator.vllm.num_engines": (config.generator.vllm.num_engines, 1),
+        "placement.inference_num_nodes": (config.placement.inference_num_nodes, 0),
+    }
+    for field, (value, most) in stated.items():
+        if value > most:
+            yield Violation(
+                field=field,
+                rule=f"must be {most} with placement.backend=inline, which has one engine, on this machine",
+                value=repr(value),
+                remedy=f"add placement=ray, or set {field}={most}",
+            )
+    device = config.platform.device
+    if device.startswith("cuda") and device not in ("cuda", "cuda:0"):
+        number = device.partition(":")[2]
         yield Violation(
-            field="generator.backend",
-            rule="vllm runs its engines on Ray, which placement.backend=inline does not start",
-            value=repr(config.generator.backend),
-            remedy="add placement=ray, or generator=hf",
+            field="platform.device",
+            rule="must be cuda:0 with generator=vllm placement=inline: vLLM takes the first GPU that it sees, and shares it "
+            "with the models",
+            value=repr(device),
+            remedy=f"set platform.device=cuda:0, with CUDA_VISIBLE_DEVICES={number} in the environment",
         )
 
 
@@ -224,11 +243,13 @@ def _colocated_engines(config: Config) -> Iterator[Violation]:
 
 
 def _weight_transport(config: Config) -> Iterator[Violation]:
-    name, shared = config.generator.vllm.weight_transport, config.placement.colocate_all
+    name, shared = config.generator.vllm.weight_transport, takes_turns(config)
     rule = ""
     if name == "cuda_ipc" and not (shared and config.platform.name == "gpu"):
         rule = "cuda_ipc needs engines that share GPUs with the policy: platform=gpu and placement.colocate_all=true"
-    if name == "broadcast" and shared and config.platform.name == "gpu":
+    if name in ("broadcast", "files") and config.placement.backend == "inline" and config.generator.backend == "vllm":
+        rule = "an engine on this machine takes weights by shared_memory or cuda_ipc"
+    elif name == "broadcast" and shared and config.platform.name == "gpu":
         rule = "NCCL cannot broadcast between processes that share a device, as they do with placement.colocate_all"
     if rule:
         yield Violation(

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
 from skyrl_train.inference.vllm_core import VLLMCore
+from skyrl_train.inference.vllm_processes import EngineProcesses
 from skyrl_train.inference.vllm_settings import EngineSettings
 from skyrl_train.types import GenerationOutput, GenerationRequest
 
@@ -35,13 +36,18 @@ class VLLMEngine:
         started: Future[None] = Future()
         self._thread = threading.Thread(target=self._work, args=(settings, started), name="vllm-engine", daemon=True)
         self._core: VLLMCore | None = None
+        self._processes = EngineProcesses()
         self._thread.start()
-        started.result()
+        try:
+            started.result()
+        except BaseException:  # Ctrl-C among them
+            self._processes.close()
+            raise
 
     @property
     def suspended(self) -> bool:
         """Whether a process of vLLM is stopped by a signal, so that no answer can come."""
-        return self._core is not None and self._core.processes.suspended
+        return self._processes.suspended
 
     def generate(self, request: GenerationRequest) -> Future[GenerationOutput]:
         """The answer, in time. EngineError where vLLM refuses; EngineDeadError where it broke or a process of it is gone.
@@ -57,6 +63,10 @@ class VLLMEngine:
     def receivers(self) -> list[Receiver]:
         """Its workers, one per device, by rank. Raises EngineError."""
         return self._call(lambda core: core.receivers())
+
+    def can_borrow(self, bucket: Bucket) -> bool:
+        """Whether all its workers can read the memory that the bucket's owner lends. Raises EngineError."""
+        return self._call(lambda core: core.can_borrow(bucket))
 
     def meet(self, rendezvous: Rendezvous) -> None:
         """Joins a trainer that broadcasts its weights. Raises EngineError."""
@@ -83,9 +93,10 @@ class VLLMEngine:
         self._call(lambda core: core.wake_up(tag))
 
     def close(self) -> None:
-        """Idempotent; what still waits gets an EngineError."""
+        """Idempotent; what still waits gets an EngineError. A core that hangs does not outlive it."""
         self._commands.put(None)
-        self._thread.join(_CLOSE_TIMEOUT_S)
+        self._thread.join(0.0 if self.suspended else _CLOSE_TIMEOUT_S)
+        self._processes.close()
 
     def _call(self, function: Callable[[VLLMCore], T]) -> T:
         """On the engine's thread, between two steps."""
@@ -102,7 +113,7 @@ class VLLMEngine:
 
     def _work(self, settings: EngineSettings, started: Future[None]) -> None:
         try:
-            core = VLLMCore(settings)
+            core = VLLMCore(settings, self._processes)
         except BaseException as error:
             started.set_exception(error)
             return

@@ -54,8 +54,8 @@ class VLLMCore:
     """One engine. Between `begin_update` and `finish_update` nothing is computed, wherever vLLM's core runs; after an error
     in between, or once a process of vLLM is gone, it answers nothing any more."""
 
-    def __init__(self, settings: EngineSettings) -> None:
-        """Loads the model and waits for it. Raises EngineError with vLLM's reason."""
+    def __init__(self, settings: EngineSettings, processes: EngineProcesses) -> None:
+        """Loads the model and waits for it. What vLLM starts is among `processes`. Raises EngineError with its reason."""
         self._settings = settings
         self._requests: dict[str, _Running] = {}
         self._held: list[tuple[GenerationRequest, Future[GenerationOutput]]] = []
@@ -69,7 +69,9 @@ class VLLMCore:
         """Whether vLLM scheduled nothing before the update either, as where it sleeps in part."""
         self.weight_version = -1
         os.environ.update(settings.environment)
-        self.processes = EngineProcesses()
+        if not settings.separate_core:
+            os.environ.update(settings.core_environment)
+        self.processes = processes
         try:
             from vllm import EngineArgs
             from vllm.config import WeightTransferConfig
@@ -81,7 +83,7 @@ class VLLMCore:
                 **settings.arguments,
                 "weight_transfer_config": WeightTransferConfig(backend=vllm_worker.BACKEND),
             }
-            with self.processes.starting():
+            with self.processes.starting(settings.core_environment if settings.separate_core else {}):
                 self._engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except ImportError as error:
             self.processes.close()
@@ -172,6 +174,14 @@ class VLLMCore:
         except Exception as error:
             raise self._failure("the engine's workers do not answer", error) from error
         return [Receiver(device=device, dtype=dtype) for device, dtype in found]
+
+    def can_borrow(self, bucket: Bucket) -> bool:
+        """Whether all workers can read what is lent. Raises EngineError."""
+        how = {"handles": dict(bucket.handles), "num_bytes": bucket.num_bytes}
+        try:
+            return all(self._engine.collective_rpc("can_borrow", kwargs=how))
+        except Exception as error:
+            raise self._failure("the engine's workers do not answer", error) from error
 
     def meet(self, rendezvous: Rendezvous) -> None:
         """All workers join the trainer's group; `rendezvous.rank` is that of the first. Raises EngineError."""

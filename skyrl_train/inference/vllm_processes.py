@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import InvalidStateError
 from multiprocessing import connection
 from pathlib import Path
@@ -26,7 +26,10 @@ _MARK = "SKYRL_TRAIN_ENGINE"
 """Environment variable that all processes of one engine share."""
 _PROC = Path("/proc")
 _WATCHDOG_TIMEOUT_S = 10.0
-_SHUTDOWN_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 5.0
+_SHUTDOWN_REQUESTED = 1
+"""`EngineShutdownState.REQUESTED` of `vllm/v1/engine/core.py`."""
+_SIGNALS_TO_A_JOB = (signal.SIGINT, signal.SIGTERM)
 _STATUS_TIMEOUT_S = 0.5
 
 
@@ -44,14 +47,28 @@ class EngineProcesses:
         """By process number, what a process calls itself."""
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
-        """What is started inside belongs to the engine."""
-        os.environ[_MARK] = self._mark
+    def starting(self, environment: Mapping[str, str]) -> Iterator[None]:
+        """What is started inside, by this thread, belongs to the engine and has `environment`.
+
+        It has no ear for Ctrl-C, nor for a SIGTERM to all processes of a job: whoever uses the engine is told as well, may
+        need its answers for the end of a step, and ends it.
+        """
+        added = {_MARK: self._mark, **environment}
+        before = {name: os.environ.get(name) for name in added}
+        os.environ.update(added)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_A_JOB)
         try:
             yield
         finally:
-            del os.environ[_MARK]
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
             self._titles = {pid: _title(pid) for pid in marked_pids(self._mark)}
+            if self._closed.is_set():  # by another thread, which did not wait: what it could not see yet ends here
+                _kill_marked(self._mark)
 
     def watch(self, processes: list[Any], on_death: Callable[[str], None]) -> None:
         """Calls `on_death` with a reason, on a thread, once one of `processes` (of multiprocessing) has ended."""
@@ -121,9 +138,16 @@ class CoreClient:
                 waiting.set_exception(error)
 
     def close(self) -> None:
-        """Has vLLM end the core, which it may not manage."""
+        """Ends the core. One that is apart has no ear for SIGTERM, which vLLM would send, so that it is told what that signal
+        tells it; vLLM, which would report its end as a crash, knows of it then. One that does not end is killed."""
         with contextlib.suppress(Exception):
-            self._client.shutdown(timeout=_SHUTDOWN_TIMEOUT_S)
+            if self._is_apart and not self._client.resources.engine_dead:
+                self._client.call_utility("__setattr__", "shutdown_state", _SHUTDOWN_REQUESTED)
+                self._client.resources.engine_dead = True
+                for process in self.processes:
+                    process.join(_END_TIMEOUT_S)
+        with contextlib.suppress(Exception):
+            self._client.shutdown(timeout=0.0)
 
 
 def marked_pids(mark: str) -> list[int]:
@@ -167,14 +191,19 @@ def _reason(process: Any) -> str:
     return f"vLLM's process {process.name} (pid {process.pid}) {how}"
 
 
-def _main(mark: str) -> None:
-    """The watchdog: waits for the end of the pipe, kills, and looks again, since what dies may have started another."""
-    sys.stdin.buffer.read()
+def _kill_marked(mark: str) -> None:
+    """Kills, and looks again, since what dies may have started another."""
     while pids := marked_pids(mark):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
+
+
+def _main(mark: str) -> None:
+    """The watchdog: waits for the end of the pipe."""
+    sys.stdin.buffer.read()
+    _kill_marked(mark)
 
 
 if __name__ == "__main__":

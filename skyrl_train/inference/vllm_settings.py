@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.config.bundles import takes_turns
 from skyrl_train.config.generation import ships_adapter
 from skyrl_train.inference.vllm_sampler import SEED_KEY
 from skyrl_train.types import SamplingParams
@@ -25,16 +26,22 @@ class EngineSettings:
     stop_token_ids: tuple[int, ...]
     environment: dict[str, str]
     """To be set before vLLM is imported."""
+    core_environment: dict[str, str] = field(default_factory=dict)
+    """Of the core: where that is a process of its own, nothing else in this one may see it."""
     seeds_by_request: bool = True
     """Whether the noise of a response is that of its own seed, or of the engine's (`generator.seeds`)."""
     adapter: LoraConfig | None = None
     """What is synced: an adapter beside the model's weights; None for all weights."""
 
     @property
+    def separate_core(self) -> bool:
+        """Whether vLLM's core is a process of its own."""
+        return self.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+
+    @property
     def separate_workers(self) -> bool:
         """Whether vLLM computes in processes of its own, which the caller's memory does not reach."""
-        has_executor = self.arguments.get("distributed_executor_backend") == "mp"
-        return has_executor or self.environment["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1"
+        return self.separate_core or self.arguments.get("distributed_executor_backend") == "mp"
 
 
 def engine_settings(config: Config) -> EngineSettings:
@@ -42,7 +49,7 @@ def engine_settings(config: Config) -> EngineSettings:
     from skyrl_train.inference.stop_tokens import stop_token_ids
     from skyrl_train.model.causal_lm import resolve_model_path
 
-    gpu = config.platform.name == "gpu"
+    gpu, inline = config.platform.name == "gpu", config.placement.backend == "inline"
     options = config.generator.vllm
     folder = str(resolve_model_path(config.model.path, config.model.revision))
     arguments: dict[str, Any] = {
@@ -58,6 +65,7 @@ def engine_settings(config: Config) -> EngineSettings:
         "trust_remote_code": config.model.trust_remote_code,
         "generation_config": "vllm",
         "disable_log_stats": True,
+        "use_tqdm_on_load": not inline,
         "worker_extension_cls": "skyrl_train.inference.vllm_worker.WorkerExtension",
     }
     # On a CPU compiling takes longer than it saves; on a GPU vLLM's default captures graphs.
@@ -72,7 +80,7 @@ def engine_settings(config: Config) -> EngineSettings:
         arguments["distributed_executor_backend"] = "mp"
     if gpu:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = config.placement.colocate_all
+        arguments["enable_sleep_mode"] = takes_turns(config)
     else:
         # A prompt in one piece rounds the same whatever else is in the batch.
         arguments["enable_chunked_prefill"] = False
@@ -84,26 +92,30 @@ def engine_settings(config: Config) -> EngineSettings:
         arguments |= adapter_arguments(adapter)
     arguments |= options.engine_args
     environment = {
-        # A core in this process starts in seconds; one in a process of its own is what vLLM is made for on a GPU.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if gpu else "0"),
+        # A core in this process starts in seconds; one in a process of its own is what vLLM is made for on a GPU. Beside a
+        # trainer it has to be one: vLLM changes classes of transformers for the whole process that it computes in.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1"
+        if inline
+        else os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1" if gpu else "0"),
         # Processes bear a mark in their environment, by which they are ended with this one (`EngineProcesses`). A forked one
         # would not; and where vLLM gives a process a title, that would be written over its environment.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "SPT_NOENV": "1",
-        # On a CPU vLLM would compile a helper of its sampler with the machine's C++ compiler: there need not be one, and
-        # torch's build command breaks on a path with a space.
-        **({} if gpu or not enforce_eager else {"TORCHDYNAMO_DISABLE": "1"}),
         # Kernels whose result for a request does not depend on what else is in the batch.
         **({"VLLM_BATCH_INVARIANT": "1"} if gpu and config.deterministic else {}),
         # Else vLLM binds each worker to the cores of a memory node of its own, and there may be but one.
         **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if not gpu and options.devices_per_engine > 1 else {}),
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        # On Ray warnings go to a log; here they would stand between the lines of the steps.
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if inline else "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
     }
     return EngineSettings(
         arguments=arguments,
         stop_token_ids=stop_token_ids(config.model),
         environment=environment,
+        # On a CPU vLLM would compile a helper of its sampler with the machine's C++ compiler: there need not be one, and
+        # torch's build command breaks on a path with a space. A trainer's own model may well be compiled.
+        core_environment={} if gpu or not enforce_eager else {"TORCHDYNAMO_DISABLE": "1"},
         seeds_by_request=config.generator.seeds == "request",
         adapter=adapter,
     )

@@ -244,6 +244,14 @@ class WorkerExtension:
         types = {parameter.dtype for parameter in engine.model.parameters() if parameter.ndim > 1}
         return device_name(engine.device), str(types.pop()).removeprefix("torch.") if len(types) == 1 else ""
 
+    def can_borrow(self, handles: dict[str, Any], num_bytes: int) -> bool:
+        """Whether this process can read what another one lends on this device: drivers and containers may forbid it."""
+        try:
+            borrow(handles, self.weight_transfer_engine.device, num_bytes)
+        except Exception:
+            return False
+        return True
+
     def load_adapter(self, rank: int, alpha: float) -> bool:
         """After an update: its adapter is the one that answers. Returns whether vLLM took it."""
         return load_adapter(self, self.weight_transfer_engine.take_adapter(), rank=rank, alpha=alpha)

@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.model.lora import merged_weights
+from skyrl_train.model.lora import adapter_tensors, merged_weights
 from skyrl_train.telemetry.metrics import StepMetrics
 
 
@@ -25,6 +25,11 @@ class HoldsModel:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters under their Hugging Face names, tied ones once, an adapter merged; detached."""
         yield from merged_weights(self.engine.model, self.engine.strategy.full)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter by itself, under names of its own; detached. Nothing where there is none."""
+        for name, parameter in adapter_tensors(self.engine.model).items():
+            yield name, parameter.detach()
 
     def save(self, folder: Path) -> None:
         """Model, optimizer and schedule. Raises CheckpointError."""

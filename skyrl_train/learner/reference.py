@@ -21,7 +21,6 @@ from skyrl_train.telemetry.metrics import StepMetrics
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.schema import Config
-    from skyrl_train.interfaces import Reference
 
 
 class HasBase(Protocol):
@@ -72,7 +71,7 @@ class BaseOfAdapter:
         """The model is the policy's."""
 
 
-def build_reference(config: Config, plan: BatchPlan, policy: PolicyLearner) -> Reference:
+def build_reference(config: Config, plan: BatchPlan, policy: HasBase) -> PolicyLearner | BaseOfAdapter:
     """The base of the policy's adapter where that is the reference, else a model of its own."""
     if reference_is_base(config):
         return BaseOfAdapter(policy)

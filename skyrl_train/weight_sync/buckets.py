@@ -161,7 +161,12 @@ def bucket_names(sizes: Sequence[tuple[str, int]], limit_bytes: int = BUCKET_BYT
 
 
 def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-    """All of them, about `BUCKET_BYTES` at a time."""
+    """All of them, in buckets that carry their bytes."""
+    return map(pack_bucket, bucket_groups(weights))
+
+
+def bucket_groups(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    """All of them, about `BUCKET_BYTES` at a time. Each group must be used up before the next."""
     total = 0
 
     def number(entry: tuple[str, Tensor]) -> int:
@@ -170,7 +175,7 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
         return total // BUCKET_BYTES
 
     for _, group in groupby(weights, key=number):
-        yield pack_bucket(group)
+        yield group
 
 
 def size_of(dtype: str, shape: Sequence[int]) -> int:

@@ -11,13 +11,11 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from skyrl_train.cluster.probe import WeightSyncProbe
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig
@@ -27,8 +25,8 @@ from skyrl_train.inference.vllm_settings import engine_settings
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
-from skyrl_train.types import GenerationOutput, GenerationRequest
 from skyrl_train.weight_sync.buckets import in_buckets
+from skyrl_train.weight_sync.probe import WeightSyncProbe
 from tests.learner_cases import fixed_rows
 
 VOCABULARY = 128
@@ -138,21 +136,6 @@ def _multimodal() -> Any:
     return AutoConfig.for_model("gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4)
 
 
-@dataclass(frozen=True)
-class OneEngine:
-    """What a probe asks of a fleet and of its devices' turns, with one engine in this process."""
-
-    engine: VLLMEngine
-    living: tuple[str, ...] = ("vllm engine",)
-
-    def call(self, method: str, _phase: str, request: GenerationRequest) -> list[GenerationOutput]:
-        assert method == "generate"
-        return [self.engine.generate(request).result(120)]
-
-    def engines(self) -> None:
-        """They have no devices to take turns on."""
-
-
 def outcome(name: str, folder: Path) -> dict[str, float]:
     """Largest differences of log-probabilities between an engine and a learner that holds this architecture, by the probe of
     a run's first sync: as loaded, and after each of two syncs of weights as after a long training. Raises EngineError where
@@ -165,8 +148,12 @@ def outcome(name: str, folder: Path) -> dict[str, float]:
     config = Config(model=model, generator=GeneratorConfig(backend="vllm", max_context_length=400))
     # After the trainer's model: vLLM puts activations of its own into transformers.
     engine = VLLMEngine(engine_settings(config))
-    one: Any = OneEngine(engine)
-    probe = WeightSyncProbe(fleet=one, turns=one, policy=learner, config=config, vocabulary=VOCABULARY)
+    probe = WeightSyncProbe(
+        ask=lambda request: [("vllm engine", engine.generate(request).result(120))],
+        policy=lambda: learner,
+        config=config,
+        vocabulary=VOCABULARY,
+    )
     try:
         found = {"loaded": probe(0)}
         for version in (1, 2):

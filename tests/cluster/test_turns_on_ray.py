@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.cluster.turns import DeviceTurns
+from skyrl_train.learner.turns import DeviceTurns
 from tests.cluster.test_learners import (
     LENGTHS,
     SLOT,
@@ -57,7 +57,7 @@ def colocated(
     apart: list[tuple[Tensor, dict[str, Tensor]]],  # its actors have the same names and must be gone
 ) -> Iterator[Colocated]:
     record = tmp_path_factory.mktemp("turns") / "device_turns.jsonl"
-    turns = DeviceTurns(FakeFleet([]), shared=True, record_file=record)  # type: ignore[arg-type]
+    turns = DeviceTurns(FakeFleet([]), shared=True, record_file=record)
     turns.models()
     config = make_config(model_folder, strategy="fsdp2")
     policy = start_learner(config, make_plan(config), session, [SLOT] * 2, role="policy", turns=turns)()

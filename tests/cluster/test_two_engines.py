@@ -16,14 +16,15 @@ from skyrl_train.cluster.engines import EnginePool
 from skyrl_train.cluster.fleet import EngineFleet
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.transport import RayTransport
-from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, EnvironmentConfig
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.inference.routing import PrefixRouter
+from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.types import RolloutBatch, SamplingParams
+from skyrl_train.weight_sync.transport import SyncRecords
 from tests.cluster.test_learners import SLOT, make_config
 
 pytestmark = pytest.mark.cluster
@@ -81,7 +82,9 @@ def rollouts(session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> I
     fleet = EngineFleet(config, session, [SLOT] * 2)
     turns = DeviceTurns(fleet, shared=False, record_file=folder / "turns.jsonl")
     pool = EnginePool(fleet, turns, silence_timeout_s=60.0)
-    transport = RayTransport(pool, make_carrier(config, folder=session.folder), turns, folder / "sync.jsonl")
+    transport = RayTransport(
+        pool, make_carrier(config, folder=session.folder), turns, SyncRecords(folder / "sync.jsonl")
+    )
     weights = load_causal_lm(config.model, "cpu").named_parameters()
     transport.sync(((name, parameter.detach()) for name, parameter in weights), VERSION)
     pool._router = router = Recording(PrefixRouter(max_lead=32))  # type: ignore[assignment]

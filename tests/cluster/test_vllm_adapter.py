@@ -15,21 +15,22 @@ from skyrl_train.cluster.carriers import make_carrier
 from skyrl_train.cluster.engines import EnginePool
 from skyrl_train.cluster.fleet import EngineFleet
 from skyrl_train.cluster.learners import start_learner
-from skyrl_train.cluster.probe import WeightSyncProbe
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.transport import RayTransport
-from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, LoraConfig, ModelConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.inference.vllm_settings import engine_settings
-from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
+from skyrl_train.learner.turns import DeviceTurns
+from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.model.lora import adapter_tensors, add_adapter, merged_weights
 from skyrl_train.types import GenerationOutput
 from skyrl_train.weight_sync.buckets import in_buckets
+from skyrl_train.weight_sync.transport import SyncRecords
 from tests.cluster.test_learners import SLOT, make_config, make_plan, mini_batch
 from tests.cluster.test_vllm_engine import LONG_PROMPT, expected_logprobs, largest_difference, request, sync
+from tests.cluster.test_weight_transports import probe_of
 
 pytestmark = pytest.mark.cluster
 
@@ -115,21 +116,18 @@ def test_two_sharded_ranks_sync_their_adapter_alone(session: RaySession, tmp_pat
         for version, carrier in enumerate(("shared_memory", "broadcast", "cuda_ipc"), start=1):
             vllm = replace(config.generator.vllm, weight_transport=carrier)
             way = make_carrier(replace(config, generator=replace(config.generator, vllm=vllm)), folder=session.folder)
-            transport = RayTransport(pool, way, turns, tmp_path / "weight_sync.jsonl", adapter_only=True)
-            vocabulary = len(load_tokenizer(config.model))
-            transport.verify = WeightSyncProbe(
-                fleet=fleet, turns=turns, policy=learner, config=config, vocabulary=vocabulary
-            )
+            records = SyncRecords(tmp_path / "weight_sync.jsonl", probe_of(fleet, learner, config))
+            transport = RayTransport(pool, way, turns, records, adapter_only=True)
             learner.forward_backward(mini_batch(version))
             learner.optim_step()
             transport.sync(learner.weights(), version)
     finally:
         learner.close()
         fleet.close()
-    records = [json.loads(line) for line in (tmp_path / "weight_sync.jsonl").read_text().splitlines()]
-    assert [record["version"] for record in records] == [1, 2, 3]
-    assert all(record["probe_difference"] < 1e-4 for record in records)
-    assert all(record["num_bytes"] < 400_000 for record in records), "the whole model has 3,900,000"
+    found = [json.loads(line) for line in (tmp_path / "weight_sync.jsonl").read_text().splitlines()]
+    assert [record["version"] for record in found] == [1, 2, 3]
+    assert all(record["probe_difference"] < 1e-4 for record in found)
+    assert all(record["num_bytes"] < 400_000 for record in found), "the whole model has 3,900,000"
 
 
 def test_an_adapter_is_a_fraction_of_the_weights(engine: VLLMEngine) -> None:

@@ -16,17 +16,18 @@ from skyrl_train.cluster.carriers import ByLending, Carrier, make_carrier
 from skyrl_train.cluster.engines import EnginePool
 from skyrl_train.cluster.fleet import EngineFleet
 from skyrl_train.cluster.learners import RayLearner, start_learner
-from skyrl_train.cluster.probe import WeightSyncProbe
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.transport import RayTransport
-from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.bundles import count_engines
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, ModelConfig
 from skyrl_train.errors import ActorError
+from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.types import GenerationRequest, SamplingParams
 from skyrl_train.weight_sync.buckets import Receiver
+from skyrl_train.weight_sync.probe import WeightSyncProbe
+from skyrl_train.weight_sync.transport import SyncRecords
 from tests.cluster.test_learners import SLOT, make_config, make_plan, mini_batch
 
 pytestmark = pytest.mark.cluster
@@ -43,26 +44,29 @@ class Cluster:
     turns: DeviceTurns
     folder: Path
 
-    def transport(self, name: str) -> RayTransport:
+    def transport(self, name: str, *, verified: bool = True) -> RayTransport:
         """A new one; `cuda_ipc` lends host memory on a CPU."""
         vllm = replace(self.config.generator.vllm, weight_transport=name)
         config = replace(self.config, generator=replace(self.config.generator, vllm=vllm), output_dir=str(self.folder))
         carrier: Carrier = make_carrier(config, folder=self.session.folder)
         assert isinstance(carrier, ByLending) == (name == "cuda_ipc")
         pool = EnginePool(self.fleet, self.turns, silence_timeout_s=60.0)
-        transport = RayTransport(pool, carrier, self.turns, self.folder / f"{name}.jsonl")
-        transport.verify = WeightSyncProbe(
-            fleet=self.fleet,
-            turns=self.turns,
-            policy=self.learner,
-            config=config,
-            vocabulary=len(load_tokenizer(config.model)),
-        )
-        return transport
+        probe = probe_of(self.fleet, self.learner, config) if verified else None
+        return RayTransport(pool, carrier, self.turns, SyncRecords(self.folder / f"{name}.jsonl", probe))
 
     def train(self, seed: int) -> None:
         self.learner.forward_backward(mini_batch(seed))
         self.learner.optim_step()
+
+
+def probe_of(fleet: EngineFleet, learner: RayLearner, config: Config) -> WeightSyncProbe:
+    """As of a run whose engines share no devices with the models."""
+    return WeightSyncProbe(
+        ask=lambda request: list(zip(map(str, fleet.living), fleet.call("generate", "sync", request))),
+        policy=lambda: learner,
+        config=config,
+        vocabulary=len(load_tokenizer(config.model)),
+    )
 
 
 @contextmanager
@@ -144,8 +148,7 @@ def test_an_engine_that_was_away_serves_after_it_caught_up_or_after_the_next_syn
 
 
 def test_a_rank_that_dies_while_it_sends_leaves_engines_that_answer_nothing(cluster: Cluster) -> None:
-    transport = cluster.transport("broadcast")
-    transport.verify = None
+    transport = cluster.transport("broadcast", verified=False)
     transport.sync(cluster.learner.weights(), 8)
     identity = cluster.learner.group.actors[0].identity
     assert identity is not None

@@ -12,8 +12,8 @@ import pytest
 
 from skyrl_train.cluster.calls import Answer, RemoteActor
 from skyrl_train.cluster.engines import EnginePool
-from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.errors import EngineDeadError, EngineError, SkyrlTrainError
+from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
 
 REQUEST = GenerationRequest(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(), seed=1)

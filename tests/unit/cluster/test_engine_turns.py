@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from skyrl_train.cluster.turns import DeviceTurns
+from skyrl_train.learner.turns import DeviceTurns
 
 
 class FakeFleet:
     """Engines that say what they were told."""
 
-    def __init__(self, moves: list[str]) -> None:
-        self._moves = moves
+    def __init__(self, moves: list[str], who: str = "") -> None:
+        self._moves, self._who = moves, who
 
     def wait_ready(self) -> None:
         """At once."""
 
-    def call(self, method: str, phase: str, *args: Any, engines: Sequence[Any] | None = None) -> list[Any]:
-        who = "" if engines is None else "one engine: "
-        self._moves.append(" ".join([who + method, *args]))
-        return []
+    def sleep(self) -> None:
+        self._moves.append(f"{self._who}sleep")
+
+    def wake_up(self, tag: str) -> None:
+        self._moves.append(f"{self._who}wake_up {tag}")
 
 
 class FakeGroup:
@@ -32,9 +31,11 @@ class FakeGroup:
     def __init__(self, role: str, moves: list[str]) -> None:
         self.role, self._moves = role, moves
 
-    def call(self, method: str, phase: str, *, args: tuple[Any, ...] = ()) -> list[Any]:
-        self._moves.append(f"{self.role} {method}" + (" with optimizer" if args == (True,) else ""))
-        return []
+    def onload(self, optimizer: bool) -> None:
+        self._moves.append(f"{self.role} onload" + " with optimizer" * optimizer)
+
+    def offload(self) -> None:
+        self._moves.append(f"{self.role} offload")
 
 
 class Shared:
@@ -43,10 +44,10 @@ class Shared:
     def __init__(self, folder: Path, *, shared: bool = True) -> None:
         self.moves: list[str] = []
         self.record = folder / "turns.jsonl"
-        self.turns = DeviceTurns(FakeFleet(self.moves), shared=shared, record_file=self.record)  # type: ignore[arg-type]
+        self.turns = DeviceTurns(FakeFleet(self.moves), shared=shared, record_file=self.record)
         self.turns.models()
         for role in ("policy", "reference"):
-            self.turns.add(FakeGroup(role, self.moves))  # type: ignore[arg-type]
+            self.turns.add(FakeGroup(role, self.moves))
 
     def told(self) -> list[str]:
         """Since the last call."""
@@ -93,18 +94,18 @@ def test_two_models_are_there_together_where_one_takes_the_others_weights(shared
 
 
 def test_an_engine_started_anew_catches_up_beside_the_others_unless_the_policy_has_trained(shared: Shared) -> None:
-    turns, engine = shared.turns, object()
+    turns, engine = shared.turns, FakeFleet(shared.moves, "one engine: ")
     with turns.syncing():
         pass
     turns.engines()
     shared.told()
-    with turns.catching_up(engine) as possible:  # type: ignore[arg-type]
+    with turns.catching_up(engine) as possible:
         assert possible
         assert shared.told() == ["policy onload"]
     assert shared.told() == ["policy offload"]
     turns.models("policy", optimizer=True, trains=True)
     shared.told()
-    with turns.catching_up(engine) as possible:  # type: ignore[arg-type]
+    with turns.catching_up(engine) as possible:
         assert not possible
     assert shared.told() == ["one engine: sleep"], "as the others"
 

@@ -11,12 +11,13 @@ import pytest
 import ray
 import torch
 
-from skyrl_train.cluster.probe import tolerance
 from skyrl_train.cluster.transport import RayTransport
-from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, ModelConfig, PlatformConfig
 from skyrl_train.errors import EngineError
+from skyrl_train.learner.turns import DeviceTurns
+from skyrl_train.weight_sync.probe import tolerance
+from skyrl_train.weight_sync.transport import SyncRecords, Verify
 
 
 class FakeFleet:
@@ -43,20 +44,19 @@ class FakePool:
         self.weight_version = version
 
 
-def transport_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> RayTransport:
+def transport_in(folder: Path, monkeypatch: pytest.MonkeyPatch, verify: Verify, *, each: bool) -> RayTransport:
     monkeypatch.setattr(ray, "put", lambda value: value)
     turns = DeviceTurns(None, shared=False, record_file=folder / "turns.jsonl")
-    return RayTransport(FakePool(), None, turns, folder / "weight_sync.jsonl")  # type: ignore[arg-type]
+    records = SyncRecords(folder / "weight_sync.jsonl", verify, verify_each=each)
+    return RayTransport(FakePool(), None, turns, records)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("each", "probed"), [(False, [0]), (True, [0, 1, 2])])
 def test_the_first_sync_is_probed_and_the_others_where_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each: bool, probed: list[int]
 ) -> None:
-    transport = transport_in(tmp_path, monkeypatch)
     seen: list[int] = []
-    transport.verify = lambda version: float(seen.append(version) or 0.25)
-    transport.verify_each = each
+    transport = transport_in(tmp_path, monkeypatch, lambda version: float(seen.append(version) or 0.25), each=each)
     for version in range(3):
         transport.sync(iter([("weight", torch.ones(4))]), version)
     assert seen == probed
@@ -66,13 +66,10 @@ def test_the_first_sync_is_probed_and_the_others_where_asked(
 
 
 def test_a_first_sync_that_fails_its_probe_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transport = transport_in(tmp_path, monkeypatch)
-    transport.verify_each = False
-
     def refuse(version: int) -> float:
         raise EngineError(f"wrong weights in version {version}")
 
-    transport.verify = refuse
+    transport = transport_in(tmp_path, monkeypatch, refuse, each=False)
     with pytest.raises(EngineError, match="wrong weights in version 0"):
         transport.sync(iter([("weight", torch.ones(4))]), 0)
 

@@ -21,7 +21,7 @@ ACTOR = """
 import subprocess, sys, time
 from skyrl_train.inference.vllm_processes import EngineProcesses
 processes = EngineProcesses()
-with processes.starting():
+with processes.starting({}):
     child = subprocess.Popen(sys.argv[1:], start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(60)
@@ -53,7 +53,7 @@ def test_what_was_started_ends_when_the_actor_is_killed() -> None:
 
 def test_closing_ends_what_was_started_inside_and_nothing_else() -> None:
     processes = EngineProcesses()
-    with processes.starting():
+    with processes.starting({}):
         inside = subprocess.Popen(SLEEP)
     beside = subprocess.Popen(SLEEP)
     try:
@@ -68,7 +68,7 @@ def test_closing_ends_what_was_started_inside_and_nothing_else() -> None:
 def test_a_stopped_process_is_seen() -> None:
     processes = EngineProcesses()
     try:
-        with processes.starting():
+        with processes.starting({}):
             child = subprocess.Popen(SLEEP)
             # Until it is another program its environment is this one's, which has no mark.
             assert wait_until(lambda: b"time.sleep" in Path(f"/proc/{child.pid}/cmdline").read_bytes())
@@ -107,7 +107,37 @@ def test_an_end_that_was_asked_for_is_no_death() -> None:
 
 def test_a_start_that_fails_leaves_no_mark_behind() -> None:
     processes = EngineProcesses()
-    with pytest.raises(RuntimeError), processes.starting():
+    with pytest.raises(RuntimeError), processes.starting({}):
         raise RuntimeError
     assert "SKYRL_TRAIN_ENGINE" not in os.environ
     processes.close()
+
+
+def test_what_was_started_has_no_ear_for_the_signals_of_a_job_and_an_environment_of_its_own() -> None:
+    code = "import os, time; print(os.environ['ONLY_THERE'], flush=True); time.sleep(60)"
+    processes = EngineProcesses()
+    with processes.starting({"ONLY_THERE": "yes"}):
+        child = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        assert "ONLY_THERE" not in os.environ
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []).isdisjoint({signal.SIGINT, signal.SIGTERM}), (
+            "here they count"
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "yes\n"
+        for name in (signal.SIGINT, signal.SIGTERM):
+            child.send_signal(name)
+        time.sleep(0.2)
+        assert child.poll() is None
+    finally:
+        processes.close()
+    assert child.wait(5) == -signal.SIGKILL
+
+
+def test_what_starts_while_the_engine_is_given_up_ends_as_well() -> None:
+    processes = EngineProcesses()
+    with processes.starting({}):
+        processes.close()
+        child = subprocess.Popen(SLEEP)
+        assert wait_until(lambda: b"time.sleep" in Path(f"/proc/{child.pid}/cmdline").read_bytes())
+    assert child.wait(5) == -signal.SIGKILL

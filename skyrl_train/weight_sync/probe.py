@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from skyrl_train.batch.jagged import offsets_of
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
-from skyrl_train.cluster.fleet import EngineFleet
-from skyrl_train.cluster.turns import DeviceTurns
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import EngineError
 from skyrl_train.interfaces import Learner
@@ -26,28 +25,34 @@ ROUNDED_TOLERANCE = 0.5
 """Above what 16-bit types and fused kernels make of a log-probability (0.2 was seen), far below that of wrong weights."""
 
 
+Ask = Callable[[GenerationRequest], Sequence[tuple[str, GenerationOutput]]]
+"""Has each engine answer, in its turn on the devices: what to call it in a message, and its answer."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncProbe:
     """Compares each engine with the trainer; call it after a sync."""
 
-    fleet: EngineFleet
-    turns: DeviceTurns
-    policy: Learner
+    ask: Ask
+    policy: Callable[[], Learner | None]
+    """None before it is loaded, and where nothing is trained: then there is nothing to compare with."""
     config: Config
     vocabulary: int
+    """Token ids to draw a prompt from."""
 
-    def __call__(self, version: int) -> float:
+    def __call__(self, version: int) -> float | None:
         """Largest difference of a log-probability. Raises EngineError where it exceeds the tolerance."""
+        policy = self.policy()
+        if policy is None:
+            return None
         request = self._request(version)
         worst = 0.0
-        self.turns.engines()
-        outputs = self.fleet.call("generate", "sync", request)
-        for actor, output in zip(self.fleet.living, outputs):
-            difference = self._difference(request, output)
+        for name, output in self.ask(request):
+            difference = _difference(policy, request, output)
             limit = tolerance(self.config)
             if not difference <= limit:
                 raise EngineError(
-                    f"{actor}: after the sync to version {version} its log-probabilities differ from the trainer's by up "
+                    f"{name}: after the sync to version {version} its log-probabilities differ from the trainer's by up "
                     f"to {difference:.3g}, more than {limit:g} (generator.weight_sync_tolerance). It does not compute with "
                     f"the trainer's weights of {self._model()}, or in another type (generator.vllm.dtype). Try "
                     "generator=hf, or another version of vLLM"
@@ -74,9 +79,10 @@ class WeightSyncProbe:
             seed=derive_seed(self.config.seed, "weight_sync_probe", version),
         )
 
-    def _difference(self, request: GenerationRequest, output: GenerationOutput) -> float:
-        scores = self.policy.forward(probe_row(request.prompt_token_ids, output))
-        return float((scores[-len(output.token_ids) :].double() - torch.tensor(output.logprobs).double()).abs().max())
+
+def _difference(policy: Learner, request: GenerationRequest, output: GenerationOutput) -> float:
+    scores = policy.forward(probe_row(request.prompt_token_ids, output))
+    return float((scores[-len(output.token_ids) :].double() - torch.tensor(output.logprobs).double()).abs().max())
 
 
 def tolerance(config: Config) -> float:
