@@ -92,7 +92,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"generator__backend": "vllm", "generator__vllm__num_engines": 2}, "generator.vllm.num_engines"),
     ({"generator__backend": "vllm", "placement__inference_num_nodes": 1}, "placement.inference_num_nodes"),
     ({"generator__backend": "vllm", "generator__vllm__weight_transport": "files"}, "generator.vllm.weight_transport"),
-    ({"generator__backend": "vllm", "generator__vllm__weight_transport": "cuda_ipc"}, "generator.vllm.weight_transport"),
+    (
+        {"generator__backend": "vllm", "generator__vllm__weight_transport": "cuda_ipc"},
+        "generator.vllm.weight_transport",
+    ),
     (
         {"generator__backend": "vllm", "platform__name": "gpu", "platform__device": "cuda:1"},
         "platform.device",
@@ -164,6 +167,15 @@ def test_each_rule_names_the_field_that_breaks_it(broken: dict[str, Any], field:
         {"trainer__algorithm__step_rewards": "turn_return", "generator__step_wise_trajectories": True},
         {"trainer__algorithm__step_rewards": "turn_return", "trainer__algorithm__filters__overlong": True},
         {"data__validation": []},
+        {"generator__backend": "vllm"},
+        {"generator__backend": "vllm", "placement__colocate_all": True},
+        {"generator__backend": "vllm", "generator__vllm__tensor_parallel_size": 2},
+        {
+            "generator__backend": "vllm",
+            "generator__vllm__weight_transport": "cuda_ipc",
+            "platform__name": "gpu",
+            "platform__device": "cuda:0",
+        },
         {
             "trainer__algorithm__advantage_estimator": "reinforce++",
             "trainer__algorithm__filters__zero_variance": True,
