@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import InvalidStateError
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ _MARK = "SKYRL_TRAIN_ENGINE"
 """Environment variable that all processes of one engine share."""
 _PROC = Path("/proc")
 _WATCHDOG_TIMEOUT_S = 10.0
-_END_TIMEOUT_S = 5.0
+_END_TIMEOUT_S = 10.0
 _SHUTDOWN_REQUESTED = 1
 """`EngineShutdownState.REQUESTED` of `vllm/v1/engine/core.py`."""
 _SIGNALS_TO_A_JOB = (signal.SIGINT, signal.SIGTERM)
@@ -55,6 +55,7 @@ class EngineProcesses:
         """
         added = {_MARK: self._mark, **environment}
         before = {name: os.environ.get(name) for name in added}
+        resource_tracker.ensure_running()  # started inside, it would unblock the signals again
         os.environ.update(added)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_TO_A_JOB)
         try:
