@@ -336,6 +336,8 @@ def room_violations(config: AnyConfig) -> Iterator[Violation]:
     if placement.auto or placement.ray_address or config.platform.name == "cpu":
         return
     needed = gpus_needed(learner_config(config) if isinstance(config, SFTConfig) else config)
+    if needed == 1 and placement.backend == "inline":  # a matter of `platform.device`
+        return
     devices = local_devices()
     if needed > devices.num_gpus:
         yield Violation(

@@ -120,6 +120,17 @@ def test_the_cpu_platform_is_small_and_in_one_process() -> None:
     assert machine.machine_violations(config) == []
 
 
+def test_vllm_in_one_process_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(composed("+experiment=gsm8k_multiturn", "platform=cpu", "generator=vllm", "placement=inline"))
+    assert validate_config(config) == []
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    (missing,) = machine.machine_violations(config)
+    assert missing.field == "generator.backend"
+    assert "extra `cpu`" in missing.remedy
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    assert machine.machine_violations(config) == []
+
+
 def test_the_gpu_platform_is_qwen_on_gsm8k_with_vllm_on_ray() -> None:
     config = load_config(composed("+experiment=gsm8k_multiturn", "platform=gpu"))
     assert config.model.path == "Qwen/Qwen2.5-1.5B-Instruct"
