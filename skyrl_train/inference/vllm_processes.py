@@ -139,8 +139,8 @@ class CoreClient:
                 waiting.set_exception(error)
 
     def close(self) -> None:
-        """Ends the core. One that is apart has no ear for SIGTERM, which vLLM would send, so that it is told what that signal
-        tells it; vLLM, which would report its end as a crash, knows of it then. One that does not end is killed."""
+        """Ends the core. One that is apart has no ear for SIGTERM, which vLLM would send, so that it is told what that
+        signal tells it; vLLM, which would report its end as a crash, knows of it then. One that does not end is killed."""
         with contextlib.suppress(Exception):
             if self._is_apart and not self._client.resources.engine_dead:
                 self._client.call_utility("__setattr__", "shutdown_state", _SHUTDOWN_REQUESTED)
