@@ -66,7 +66,7 @@ def test_what_the_trainer_sets_is_refused_with_the_setting_that_says_it() -> Non
     ]
 
 
-def test_nothing_that_the_trainer_sets_can_be_overridden_but_how_prompts_are_cut() -> None:
+def test_nothing_that_the_trainer_sets_can_be_overridden_but_how_prompts_are_cut_and_loading_is_shown() -> None:
     gpu = replace(
         with_arguments({}, colocate_all=True),
         platform=PlatformConfig(name="gpu", device="cuda:0"),
@@ -78,7 +78,8 @@ def test_nothing_that_the_trainer_sets_can_be_overridden_but_how_prompts_are_cut
         *engine_settings(with_arguments({})).arguments,
         "weight_transfer_config",
     }
-    assert set_here - set(SET_BY_TRAINER) == {"enable_chunked_prefill", "max_num_batched_tokens"}
+    left = {"enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}
+    assert set_here - set(SET_BY_TRAINER) == left
     if known := engine_args_fields():
         assert set(SET_BY_TRAINER) <= set(known)
 
