@@ -22,12 +22,12 @@ def size_micro_batches(
     config: Config, learners: Sequence[Any], file: Path, *, longest: int, max_rows: int
 ) -> list[str]:
     """Sizes the micro-batches of `learners` (those of this process, or on Ray) and writes `file`; a line for each to
-    print. Nothing where `trainer.micro_batching` is not `auto`.
+    print. Nothing where micro-batches are of stated sizes.
 
     `longest`: tokens of the longest legal row. `max_rows`: of the largest pass. Raises MemoryLimitError.
     """
     trainer = config.trainer
-    if trainer.micro_batching != "auto":
+    if not trainer.sizes_micro_batches:
         return []
     from skyrl_train.learner.sizing import SizingLimits, size_all
 

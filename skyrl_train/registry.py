@@ -28,12 +28,12 @@ TARGET = "_target_"
 
 @dataclass(frozen=True, kw_only=True)
 class Reads:
-    """What an advantage estimator or a loss reads. What has to be computed for it follows from this."""
+    """What an advantage estimator, a loss or a planner reads. What has to be computed for it follows from this."""
 
     columns: frozenset[str] = frozenset()
     """Beside rewards, masks and the policy's log-probabilities: `old_logprobs`, `ref_logprobs` (loads a reference),
     `values` (needs a critic); an estimator also `sum_pi_squared`, `greedy_rewards` and `reward_components`; a loss
-    `advantages` and `rollout_logprobs`."""
+    `advantages` and `rollout_logprobs`. A micro-batch planner: `memory_budget` (has models probed at the start)."""
     whole_groups: bool = False
     """It compares the trajectories of one prompt, so that a single one, or equal ones, are worth 0."""
     tokenwise: bool = False
@@ -48,7 +48,7 @@ class Reads:
 
 
 def reads(*columns: str, **facts: Any) -> Callable[[T], T]:
-    """Declare what a custom estimator or loss reads: `@reads("old_logprobs", "ref_logprobs", tokenwise=True)`.
+    """Declare what a custom estimator, loss or planner reads: `@reads("old_logprobs", "ref_logprobs", tokenwise=True)`.
 
     Args:
         columns: As `Reads.columns`.

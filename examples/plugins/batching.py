@@ -1,11 +1,16 @@
-"""How the rows of one rank are cut into forwards: speed and memory, never the gradient."""
+"""Which rows of one rank go into one forward: speed and memory, never the gradient."""
 
-import torch
+from skyrl_train.batch.planner import Forward
+from skyrl_train.registry import reads
 
 
-class Pieces:
-    def __init__(self, config, *, rows=1):
-        self.rows = rows
-
-    def split(self, batch, *, training):
-        return list(torch.arange(batch.num_rows).split(self.rows))
+@reads("memory_budget")
+def in_order(rows, *, most=64):
+    """Rows with a common beginning are neighbours in `rows.order`: as many as fit the memory, and at most so many."""
+    forwards, taken = [], []
+    for row in rows.order.tolist():
+        if len(taken) == most or not rows.fits([*taken, row]):
+            forwards.append(Forward(taken))
+            taken = []
+        taken.append(row)
+    return [*forwards, Forward(taken)]

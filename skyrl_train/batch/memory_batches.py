@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from skyrl_train.batch.microbatch import ByLength, MicroBatch, micro_batches
+from skyrl_train.batch.microbatch import ByLength, MicroBatch, MicroBatchStrategy, micro_batches
+from skyrl_train.batch.planner import CustomPlanner, Forward
 from skyrl_train.batch.token_budget import TokenBudget
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 
@@ -104,3 +105,40 @@ class MemoryAwareBatchIterator:
             padded=self._layout not in ("packed", "prefix_shared"),
         )
         return ByLength(planner, layout=self._layout, merge_turns=self._merge_turns)
+
+
+class BudgetedPlanner(MemoryAwareBatchIterator):
+    """A custom planner under budgets that change: it is called again with what is left of them."""
+
+    def __init__(self, planner: CustomPlanner, budgets: TokenBudgets) -> None:
+        super().__init__(budgets, layout=planner.layout, merge_turns=planner.merge_turns)
+        self._planner = planner
+
+    @property
+    def planner(self) -> CustomPlanner:
+        """The planner under the budgets as they are now."""
+        budgets = self.budgets
+        return self._planner.under((budgets.training, budgets.forward), budgets.cell_shares)
+
+    def forwards(self, batch: TrainingInputBatch, *, training: bool) -> list[Forward]:
+        """As the planner says; raises BatchError where its answer cannot be used."""
+        return self.planner.forwards(batch, training=training)
+
+    def split(self, batch: TrainingInputBatch, *, training: bool) -> list[Tensor]:
+        """Row numbers of each of its forwards."""
+        return self.planner.split(batch, training=training)
+
+    def layout_of(self, batch: TrainingInputBatch, *, training: bool) -> LayoutName:
+        """Of forwards that name none."""
+        return self.planner.layout_of(batch, training=training)
+
+
+def under_budgets(
+    strategy: MicroBatchStrategy, budgets: TokenBudgets, *, layout: LayoutChoice, merge_turns: bool
+) -> MemoryAwareBatchIterator:
+    """The micro-batches of a model whose budgets were found: those of its custom `strategy`, or the bundled ones."""
+    if isinstance(strategy, BudgetedPlanner):
+        strategy = strategy.planner
+    if isinstance(strategy, CustomPlanner):
+        return BudgetedPlanner(strategy, budgets)
+    return MemoryAwareBatchIterator(budgets, layout=layout, merge_turns=merge_turns)

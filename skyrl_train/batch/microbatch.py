@@ -1,8 +1,8 @@
 """How one rank's rows are cut into forwards. Changes speed and memory, never the gradient.
 
 A strategy sees the rows of one rank and names the rows of each micro-batch. It may cut and order them as it likes;
-that every row is in exactly one micro-batch is checked. torch is imported only where tensors appear, so that a plan
-can be made without it.
+that every row is in exactly one micro-batch is checked. Custom planners are run by `batch/planner.py`. torch is imported
+only where tensors appear, so that a plan can be made without it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy as np
 
 from skyrl_train.batch.documents import Admits
+from skyrl_train.batch.planner import CustomPlanner, Forward
 from skyrl_train.batch.token_budget import Rows, TokenBudget
 from skyrl_train.config.parts import MICRO_BATCH_STRATEGIES
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.errors import BatchError, ConfigError, Violation
+from skyrl_train.errors import BatchError
+from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -135,30 +137,40 @@ def fixed(trainer: TrainerConfig) -> MicroBatchStrategy:
 
 def token_budget(trainer: TrainerConfig) -> MicroBatchStrategy:
     """At most `trainer.max_tokens_per_microbatch` computed positions."""
-    return ByLength(
-        TokenBudget(
-            tokens_per_train_micro_batch=trainer.max_tokens_per_microbatch,
-            tokens_per_forward_micro_batch=trainer.max_tokens_per_forward_microbatch,
-            padded=trainer.layout not in ("packed", "prefix_shared"),
-        ),
-        layout=trainer.layout,
+    return ByLength(_stated_budget(trainer), layout=trainer.layout)
+
+
+def _stated_budget(trainer: TrainerConfig) -> TokenBudget:
+    return TokenBudget(
+        tokens_per_train_micro_batch=trainer.max_tokens_per_microbatch,
+        tokens_per_forward_micro_batch=trainer.max_tokens_per_forward_microbatch,
+        padded=trainer.layout not in ("packed", "prefix_shared"),
     )
 
 
-def make_micro_batch_strategy(trainer_config: TrainerConfig, *, merge_turns: bool = False) -> MicroBatchStrategy:
-    """The strategy that `trainer.micro_batching` names.
+def make_micro_batch_strategy(trainer_config: TrainerConfig, *, merge_turns: bool = False) -> ByLength | CustomPlanner:
+    """The strategy that `trainer.micro_batching` names; a custom planner is run by `CustomPlanner`.
 
     With `merge_turns`, turns that extend one another count as the row that computes them, and stay with it.
     Raises ConfigError for an unknown name.
     """
-    strategy: MicroBatchStrategy = MICRO_BATCH_STRATEGIES.resolve(trainer_config.micro_batching)(trainer_config)
-    return replace(strategy, merge_turns=merge_turns) if isinstance(strategy, ByLength) else strategy
+    spec, builtin = trainer_config.micro_batching, MICRO_BATCH_STRATEGIES.name_of(trainer_config.micro_batching)
+    if builtin in MICRO_BATCH_STRATEGIES:
+        strategy: ByLength = MICRO_BATCH_STRATEGIES[builtin](trainer_config)
+        return replace(strategy, merge_turns=merge_turns)
+    return CustomPlanner(
+        plan=MICRO_BATCH_STRATEGIES.resolve(spec),
+        name=part_name(spec),
+        layout=trainer_config.layout,
+        merge_turns=merge_turns,
+        stated=_stated_budget(trainer_config),
+    )
 
 
 def layout_of(
     batch: TrainingInputBatch, strategy: MicroBatchStrategy, layout: LayoutChoice, *, training: bool
 ) -> LayoutName:
-    """What a pass over `batch` uses. For `auto`, as the strategy predicts; under one of your own without
+    """What a pass over `batch` uses where a forward names no other. For `auto`, as the strategy predicts; without
     `layout_of` it is `prefix_shared`, which computes the fewest positions."""
     if layout != "auto":
         return layout
@@ -173,6 +185,8 @@ class MicroBatch:
     batch: TrainingInputBatch
     rows: Tensor
     """int64: which rows of the rank's batch these are; empty where a dummy row keeps step with other ranks."""
+    layout: LayoutName | None = None
+    """What computes them, where a planner named it; None is the layout of the pass."""
 
 
 def micro_batches(
@@ -190,12 +204,18 @@ def micro_batches(
     """
     import torch
 
-    parts = checked_split(batch, strategy, training=training)
+    # A planner names the layout of each forward, and its answer has been checked.
+    planned: Callable[..., list[Forward]] | None = getattr(strategy, "forwards", None)
+    parts: list[tuple[Tensor, LayoutName | None]]
+    if planned is None:
+        parts = [(rows, None) for rows in checked_split(batch, strategy, training=training)]
+    else:
+        parts = [(torch.as_tensor(each.rows), each.layout) for each in planned(batch, training=training)]
     count = agree(len(parts))
     if count < len(parts):
         raise BatchError(f"the ranks agreed on {count} micro-batches, but this one has {len(parts)}")
-    for rows in parts:
-        yield MicroBatch(batch=batch.take(rows), rows=rows)
+    for rows, layout in parts:
+        yield MicroBatch(batch=batch.take(rows), rows=rows, layout=layout)
     for _ in range(count - len(parts)):
         yield MicroBatch(batch=batch.slice(0, 0).pad_rows(1, uid="dummy"), rows=torch.zeros(0, dtype=torch.int64))
 
@@ -219,39 +239,11 @@ def checked_split(batch: TrainingInputBatch, strategy: MicroBatchStrategy, *, tr
     return parts
 
 
-def split_lengths(trainer: TrainerConfig, lengths: Rows, *, training: bool) -> list[Rows]:
-    """What the configured strategy makes of rows of these lengths; without torch for those that look at lengths alone.
-
-    Your own strategy is shown a batch of rows without content.
-    """
-    strategy = make_micro_batch_strategy(trainer)
-    if isinstance(strategy, ByLength):
-        return strategy.planner.split_lengths(lengths, training=training)
-    from skyrl_train.batch.training_batch import batch_of_lengths
-
-    return [part.numpy() for part in checked_split(batch_of_lengths(lengths), strategy, training=training)]
-
-
 def lengths_of(batch: TrainingInputBatch) -> Rows:
     """Tokens of each row, int64 `[num_rows]`."""
     return np.asarray(batch.lengths.cpu().numpy(), dtype=np.int64)
 
 
-def training_limit(strategy: MicroBatchStrategy) -> Admits:
-    """What of (rows, longest row, tokens) fits one micro-batch of training, by which steps close at `docs_per_step`.
-
-    Raises ConfigError for a strategy of your own that does not say so.
-    """
-    admits: Callable[..., bool] | None = getattr(strategy, "admits", None)
-    if admits is None:
-        raise ConfigError(
-            [
-                Violation(
-                    field="trainer.micro_batching",
-                    rule="must name a strategy with a method `admits` where trainer.docs_per_step is not 0",
-                    value=type(strategy).__name__,
-                    remedy="Add `admits(num_rows, longest, num_tokens, *, training)`, or set trainer.docs_per_step=0",
-                )
-            ]
-        )
-    return lambda num_rows, longest, num_tokens: admits(num_rows, longest, num_tokens, training=True)
+def training_limit(strategy: ByLength | CustomPlanner) -> Admits:
+    """What of (rows, longest row, tokens) fits one micro-batch of training, by which steps close at `docs_per_step`."""
+    return lambda num_rows, longest, num_tokens: strategy.admits(num_rows, longest, num_tokens, training=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from skyrl_train.batch.forwards import LAYOUT_CHOICES, Forward, ForwardCost, forward_of_rows, split_tree
-from skyrl_train.batch.microbatch import ByLength, make_micro_batch_strategy, split_lengths
+from skyrl_train.batch.microbatch import ByLength, make_micro_batch_strategy
+from skyrl_train.batch.planner import CustomPlanner, RowFacts
 from skyrl_train.batch.prefix_tree import PrefixOrder
 from skyrl_train.batch.sharing import CommonPrefixes
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH, Rows
@@ -28,14 +29,17 @@ def pass_of_rank(
     trainer: TrainerConfig, common: CommonPrefixes, places: Rows, *, merge_turns: bool, training: bool
 ) -> RankPass:
     """The rows at `places`; those past the last row are dummy rows. For `auto`, the layout that is predicted to be
-    cheapest. Your own strategy is shown rows without content; what they share is taken off after it cut them.
+    cheapest; under a custom planner, the one of its first forward.
     """
     rows = _RankRows(common, places, merge_turns=merge_turns)
     strategy = make_micro_batch_strategy(trainer, merge_turns=merge_turns)
-    if not isinstance(strategy, ByLength):
-        layout: LayoutName = "prefix_shared" if trainer.layout == "auto" else trainer.layout
-        parts = split_lengths(trainer, rows.lengths, training=training)
-        return RankPass(layout=layout, positions=tuple(rows.forward(part, layout).positions for part in parts))
+    if isinstance(strategy, CustomPlanner):
+        facts = rows.facts(strategy, training=training)
+        forwards = strategy.forwards_of(facts)
+        return RankPass(
+            layout=forwards[0].layout or facts.default_layout,
+            positions=tuple(facts.positions(each.rows, each.layout) for each in forwards),
+        )
     choices = LAYOUT_CHOICES if trainer.layout == "auto" else (trainer.layout,)
     found = {name: rows.split(strategy, name, training=training) for name in choices}
     layout = min(found, key=lambda name: ForwardCost().of(found[name]))
@@ -56,6 +60,9 @@ class _RankRows:
         self.groups = np.concatenate([common.groups[real], -1 - np.arange(num_dummies)]).astype(np.int32)
         self.is_host = np.concatenate([~np.append(extends[1:], False)[: len(real)], none == 0])
         """Rows that no row after them goes on from."""
+        goes_on = np.concatenate([common.extends[real] & follows, none > 0])
+        self.trajectories = np.cumsum(~goes_on)
+        """Counted from 1: a row that goes on where the one before it ends is of the same."""
 
     def split(self, strategy: ByLength, layout: LayoutName, *, training: bool) -> list[Forward]:
         """The forwards of a pass."""
@@ -71,12 +78,17 @@ class _RankRows:
             for part in planner.split_lengths(self.lengths[hosts], training=training)
         ]
 
-    def forward(self, rows: Rows, layout: LayoutName) -> Forward:
-        """Of these rows together."""
-        if layout != "prefix_shared":
-            hosts = rows[self.is_host[rows]]
-            return forward_of_rows(rows, self.lengths[hosts if len(hosts) else rows], padded=layout == "padded")
-        ordered = np.sort(rows)
-        follows = np.diff(ordered, prepend=-2) == 1
-        shared = np.where(follows, self.shared[ordered], 0)
-        return Forward(ordered, int((self.lengths[ordered] - shared).sum()), 0.0, 1)
+    def facts(self, planner: CustomPlanner, *, training: bool) -> RowFacts:
+        """What a custom planner is told of these rows."""
+        numbers, hosts = np.arange(len(self.lengths)), np.flatnonzero(self.is_host)
+        shares = planner.layout in ("prefix_shared", "auto")
+        return planner.make_facts(
+            training=training,
+            lengths=self.lengths,
+            loss_tokens=self.lengths - 1,
+            prompts=self.groups.astype(np.int64),
+            trajectories=self.trajectories,
+            order=numbers,
+            shared=self.shared if shares else np.zeros_like(self.shared),
+            hosts=hosts[np.searchsorted(hosts, numbers)],
+        )

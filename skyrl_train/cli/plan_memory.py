@@ -27,7 +27,7 @@ _CONTEXT_BYTES = 1_000_000_000
 
 def plan_memory(config: Config) -> DeviceMemory | None:
     """None where `plan.device_memory_gb` asks for nothing. Raises ModelError where a model's config cannot be had."""
-    stated = config.trainer.memory_budget_gb * (1 << 30) if config.trainer.micro_batching == "auto" else 0.0
+    stated = config.trainer.memory_budget_gb * (1 << 30) if config.trainer.sizes_micro_batches else 0.0
     device_bytes = int(config.plan.device_memory_gb * 1e9 or stated)
     if not device_bytes:
         return None

@@ -85,14 +85,18 @@ POLICY_LOSSES = Seam(
 MICRO_BATCH_STRATEGIES = Seam(
     "trainer.micro_batching",
     {
-        "fixed": Builtin("skyrl_train.batch.microbatch:fixed"),
-        "token_budget": Builtin("skyrl_train.batch.microbatch:token_budget"),
+        "fixed": Builtin("skyrl_train.batch.microbatch:fixed", settings="trainer.micro_train_batch_size_per_gpu"),
+        "token_budget": Builtin(
+            "skyrl_train.batch.microbatch:token_budget", settings="trainer.max_tokens_per_microbatch"
+        ),
         # Until a learner has found its own budget (batch/memory_batches.py).
-        "auto": Builtin("skyrl_train.batch.microbatch:token_budget"),
+        "auto": Builtin("skyrl_train.batch.microbatch:token_budget", settings="trainer.memory_budget_gb"),
     },
-    given=("config",),
+    given=("rows",),
+    readable=frozenset({"memory_budget"}),
 )
-"""`(TrainerConfig) -> MicroBatchStrategy`."""
+"""`(RowFacts) -> list[Forward]` for custom ones; see `batch/planner.py`. Bundled ones are called with the `TrainerConfig`,
+where their settings are."""
 
 ROW_FORMATS = Seam(
     "data.row_format",

@@ -207,7 +207,8 @@ class LoopConfig:
     """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the
     cheapest for each step. Changes speed and memory, never the gradient."""
     micro_batching: CutsRows[Annotated[PartSpec, MICRO_BATCH_STRATEGIES]] = "fixed"
-    """How rows are cut into forwards: `fixed` rows, `token_budget`, `auto` (sizes itself), or a custom one."""
+    """How rows are cut into forwards: `fixed` rows, `token_budget`, `auto` (sizes itself), or a custom planner, which sizes
+    itself too where it declares that it reads `memory_budget`."""
     micro_train_batch_size_per_gpu: CutsRows[PositiveInt] = 32
     """Rows per forward and backward on one rank (fixed)."""
     micro_forward_batch_size_per_gpu: LayoutOnly[PositiveInt] = 64
@@ -243,6 +244,13 @@ class LoopConfig:
     `resume_path`, with other settings."""
     resume_path: Free[str] = ""
     """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder."""
+
+    @property
+    def sizes_micro_batches(self) -> bool:
+        """Whether models are probed for the memory that they need: for `auto`, and for a custom planner that reads
+        `memory_budget`."""
+        reads = MICRO_BATCH_STRATEGIES.reads(self.micro_batching)
+        return self.micro_batching == "auto" or "memory_budget" in reads.columns
 
 
 @dataclass(frozen=True, kw_only=True)

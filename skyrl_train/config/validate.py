@@ -221,25 +221,27 @@ def _micro_batching(config: Config) -> Iterator[Violation]:
 
 def _memory_budget(config: Config) -> Iterator[Violation]:
     trainer = config.trainer
-    if trainer.micro_batching != "auto" and trainer.memory_budget_gb:
+    if not trainer.sizes_micro_batches and trainer.memory_budget_gb:
         yield violation_of(
             config,
             "trainer.memory_budget_gb",
             f"does nothing with trainer.micro_batching={part_name(trainer.micro_batching)}",
-            "add trainer.micro_batching=auto, or drop trainer.memory_budget_gb",
+            'add trainer.micro_batching=auto (a custom planner declares @reads("memory_budget")), or drop '
+            "trainer.memory_budget_gb",
         )
-    elif trainer.micro_batching == "auto" and config.platform.name == "cpu" and not trainer.memory_budget_gb:
+    elif trainer.sizes_micro_batches and config.platform.name == "cpu" and not trainer.memory_budget_gb:
         yield violation_of(
             config,
             "trainer.memory_budget_gb",
-            "must be given with trainer.micro_batching=auto on a CPU, where no device states a limit",
+            f"must be given with trainer.micro_batching={part_name(trainer.micro_batching)} on a CPU, where no device "
+            "states a limit",
             "try trainer.memory_budget_gb=1, the GiB that models, optimizer and activations may hold together",
         )
 
 
 def _memory_probe(config: Config) -> Iterator[Violation]:
     field, probe = "trainer.memory_probe", config.trainer.memory_probe
-    if config.trainer.micro_batching != "auto" or probe == "measure":
+    if not config.trainer.sizes_micro_batches or probe == "measure":
         return
     if probe == "xla" and find_spec("jax") is None:
         yield violation_of(

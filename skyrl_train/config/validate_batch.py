@@ -226,7 +226,8 @@ def is_strict(config: Config) -> bool:
         trainer.batch_validation == "strict"
         and not config.generator.is_step_wise
         and trainer.docs_per_step == 0
-        and trainer.micro_batching not in ("token_budget", "auto")
+        and trainer.micro_batching != "token_budget"
+        and not trainer.sizes_micro_batches
     )
 
 

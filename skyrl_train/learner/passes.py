@@ -110,7 +110,7 @@ class Passes:
         kept = batch.take(rows)
         name = layout_of(kept, self.micro_batching, self.layout, training=training)
         parts = micro_batches(kept, self.micro_batching, training=training, agree=self.strategy.agree)
-        return [Planned(batch=part.batch, rows=rows[part.rows], layout=name) for part in parts]
+        return [Planned(batch=part.batch, rows=rows[part.rows], layout=part.layout or name) for part in parts]
 
     @torch.no_grad()
     def score(self, planned: Sequence[Planned], batch: TrainingInputBatch, score: ScoreRows) -> Tensor:

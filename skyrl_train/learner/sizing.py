@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudgets
+from skyrl_train.batch.memory_batches import TokenBudgets, under_budgets
 from skyrl_train.batch.memory_model import (
     MemoryModel,
     MemoryProbe,
@@ -158,7 +158,7 @@ def size_micro_batches(
 ) -> SizingReport:
     """Finds the budgets, or takes those of `stored` where all ranks find that they hold for what is here, and has the
     engine's passes run under them from now on. Raises MemoryLimitError where the longest row does not fit."""
-    engine = learner.engine
+    engine, strategy = learner.engine, learner.engine.passes.micro_batching
     hold_everything(engine, meter)
     limit = -engine.strategy.agree(-meter.limit_bytes)
     facts = _facts(engine, limits, limit)
@@ -174,8 +174,8 @@ def size_micro_batches(
         )
     else:
         report = replace(stored, is_reused=True)
-    batches = MemoryAwareBatchIterator(
-        report.budgets, layout=engine.passes.layout, merge_turns=engine.passes.merge_turns
+    batches = under_budgets(
+        strategy, report.budgets, layout=engine.passes.layout, merge_turns=engine.passes.merge_turns
     )
     engine.healing.begin(meter, batches, retries=limits.retries, held=engine.held_tensors)
     return report

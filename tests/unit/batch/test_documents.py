@@ -7,13 +7,12 @@ import pytest
 from batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 from hypothesis import given
 from hypothesis import strategies as st
-from test_microbatch import halves
 
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.batch.documents import document_steps, reduction_schedule
 from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
 from skyrl_train.config.schema import TrainerConfig
-from skyrl_train.errors import BatchError, ConfigError
+from skyrl_train.errors import BatchError
 
 
 def at_most(rows):
@@ -156,9 +155,8 @@ def test_a_batch_is_assembled_with_the_steps_that_documents_close():
     assert assembled(docs_per_step=9).metadata.policy_mini_batch_boundaries == ((0, 6),)
 
 
-def test_a_strategy_of_your_own_must_say_what_fits():
-    with pytest.raises(ConfigError, match=r"trainer.micro_batching: must name a strategy with a method `admits`"):
-        training_limit(halves(TrainerConfig()))
-    admits = training_limit(make_micro_batch_strategy(TrainerConfig(micro_batching="token_budget")))
+@pytest.mark.parametrize("strategy", ["token_budget", "test_microbatch:halves"])
+def test_steps_close_by_the_stated_cap_under_a_custom_planner_too(strategy):
+    admits = training_limit(make_micro_batch_strategy(TrainerConfig(micro_batching=strategy)))
     assert admits(2, 4096, 5000)
     assert not admits(3, 4096, 5000)

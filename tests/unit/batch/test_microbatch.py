@@ -7,6 +7,7 @@ import torch
 from batch_builders import make_batch
 
 from skyrl_train.batch.microbatch import make_micro_batch_strategy, micro_batches
+from skyrl_train.batch.planner import Forward, RowFacts
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError, ConfigError
 
@@ -25,9 +26,9 @@ class Fixed:
         return [torch.tensor(part, dtype=torch.int64) for part in self.parts]
 
 
-def halves(trainer: TrainerConfig) -> Fixed:
-    """A strategy as a user would write it, named `test_microbatch:halves`."""
-    return Fixed(((1, 0), (2,)))
+def halves(rows: RowFacts) -> list[Forward]:
+    """A planner as a user would write it, named `test_microbatch:halves`."""
+    return [Forward([1, 0]), Forward([2])]
 
 
 def fixed(train, forward=64):
@@ -88,7 +89,7 @@ def test_a_strategy_that_loses_or_doubles_rows_is_refused(parts, message):
         list(micro_batches(rows_of_lengths(2, 2, 2), Fixed(parts), training=True))
 
 
-def test_your_own_strategy_is_named_by_module_and_attribute():
+def test_a_custom_planner_is_named_by_module_and_attribute():
     strategy = make_micro_batch_strategy(TrainerConfig(micro_batching="test_microbatch:halves"))
     assert [part.rows.tolist() for part in micro_batches(rows_of_lengths(2, 2, 2), strategy, training=True)] == [
         [1, 0],

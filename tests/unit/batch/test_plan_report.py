@@ -82,7 +82,7 @@ def test_an_estimate_of_a_token_budget_counts_rows_over_the_cap():
     assert (estimate.rows_over_cap, estimate.micro_batches_per_rank, estimate.largest_micro_batch_tokens) == (4, 4, 30)
 
 
-def test_a_strategy_of_your_own_is_estimated_too():
+def test_a_custom_planner_is_estimated_too():
     config = make_config(prompts=3, mini_batch=3, trainer={"micro_batching": "test_microbatch:halves"})
     (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=3), of_lengths([10]))
     assert (estimate.micro_batches_per_rank, estimate.computed_tokens) == (2, 30)
@@ -229,14 +229,15 @@ def answered(sample, *, extends=True, turns=3):
 
 @pytest.mark.parametrize(("step_wise", "extends", "cap"), [(False, True, 60), (True, True, 60), (True, False, 1000)])
 @pytest.mark.parametrize("layout", ["padded", "packed", "prefix_shared", "auto"])
-def test_recorded_rollouts_are_planned_as_they_will_be_computed(layout, step_wise, extends, cap):
+@pytest.mark.parametrize("micro_batching", ["token_budget", "test_planner:greedy"])
+def test_recorded_rollouts_are_planned_as_they_will_be_computed(micro_batching, layout, step_wise, extends, cap):
     rollouts = make_rollouts(*(answered(sample, extends=extends) for sample in range(4)), n_samples=4)
     config = make_config(
         prompts=1,
         mini_batch=1,
         n_samples=4,
         step_wise=step_wise,
-        trainer={"layout": layout, "micro_batching": "token_budget", "max_tokens_per_microbatch": cap},
+        trainer={"layout": layout, "micro_batching": micro_batching, "max_tokens_per_microbatch": cap},
     )
     lengths = recorded_lengths([rollouts], step_wise=step_wise, source="x")
     (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=1), lengths)

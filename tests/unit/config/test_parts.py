@@ -6,6 +6,7 @@ from dataclasses import replace
 from io import StringIO
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput, Poli
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.losses import is_tokenwise, policy_loss
 from skyrl_train.batch.minibatch import RowCounts, close_mini_batch
+from skyrl_train.batch.planner import Forward, RowFacts
 from skyrl_train.config.algorithm import AlgorithmConfig, needs_critic, needs_reference
 from skyrl_train.config.fields import parts_of
 from skyrl_train.config.load import load_config
@@ -121,12 +123,8 @@ def reads_what_there_is_not(inputs: PolicyLossInputs, _config: AlgorithmConfig) 
     return PolicyLossOutput(token_losses=inputs.logprobs)
 
 
-class InOneGo:
-    def __init__(self, _config: TrainerConfig, *, parts: int = 1) -> None:
-        self.parts = parts
-
-    def split(self, batch: Any, *, training: bool) -> list[torch.Tensor]:
-        return list(torch.arange(batch.num_rows).tensor_split(self.parts))
+def in_one_go(rows: RowFacts, *, parts: int = 1) -> list[Forward]:
+    return [Forward(part) for part in np.array_split(np.arange(rows.num_rows), parts)]
 
 
 LOSS = {"_target_": "test_parts:of_everything", "tau": 0.25}
@@ -194,7 +192,7 @@ def test_a_loss_that_reads_more_than_it_declares_is_not_given_a_number() -> None
         (POLICY_LOSSES, "test_parts:no_such", "", "module 'test_parts' has no attribute 'no_such'"),
         (POLICY_LOSSES, "no_such_module:loss", "", "No module named 'no_such_module'"),
         (POLICY_LOSSES, "reglar", "", "Did you mean 'regular'?"),
-        (MICRO_BATCH_STRATEGIES, {"_target_": "test_parts:InOneGo", "part": 2}, ".part", "Did you mean 'parts'?"),
+        (MICRO_BATCH_STRATEGIES, {"_target_": "test_parts:in_one_go", "part": 2}, ".part", "Did you mean 'parts'?"),
     ],
 )
 def test_what_is_wrong_with_a_part_is_named(seam: Seam, spec: Any, field: str, told: str) -> None:
@@ -210,7 +208,7 @@ def test_a_target_may_be_written_with_dots_and_built_in_names_take_the_idiom_too
 
 
 def test_a_part_is_read_from_a_configuration_and_needs_its_target() -> None:
-    tree = {"trainer": {"algorithm": {"policy_loss": LOSS}, "micro_batching": {"_target_": "test_parts:InOneGo"}}}
+    tree = {"trainer": {"algorithm": {"policy_loss": LOSS}, "micro_batching": {"_target_": "test_parts:in_one_go"}}}
     config = replace(load_config(tree), critic=CriticConfig(model=CriticModelConfig(path="policy")))
     assert config.trainer.algorithm.policy_loss == LOSS
     assert validate_config(config) == []
