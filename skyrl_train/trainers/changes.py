@@ -43,6 +43,8 @@ class Change:
     was: Any
     now: Any
     resume: Resume
+    is_gone: bool = False
+    """Whether the setting is no longer in the schema, so that nobody can give it its old value again."""
 
     def line(self) -> str:
         """`trainer.policy.optimizer.lr was 1e-06 and is 2e-06`."""
@@ -51,6 +53,14 @@ class Change:
     def violation(self, checkpoint: Path) -> Violation:
         """Why the run cannot go on from the checkpoint, and what can be done."""
         was = _shown(self.was)
+        if self.is_gone:
+            return Violation(
+                field=self.setting,
+                rule=f"is a setting no more; it was {was} when {checkpoint} was written",
+                value=_shown(self.now),
+                remedy=f"Resume with the version of skyrl_train that wrote the checkpoint, or {begin_another(checkpoint)}, "
+                f"or {START_ANEW}",
+            )
         rule = f"must be as it was when {checkpoint} was written, which is {was}"
         ways = [f"Drop {self.setting}" if self.was is ABSENT else f"Set {self.setting}={was}"]
         if self.resume is Resume.FIXED:
@@ -83,7 +93,8 @@ def changes_since(recorded: Flat, config: AnyConfig) -> list[Change]:
             setting=name,
             was=old.get(name, ABSENT),
             now=new.get(name, ABSENT),
-            resume=_meaning(name, old, new, type(config)),
+            resume=_meaning(name, old, new, root),
+            is_gone=_field_of(name, root) is None,
         )
         for name in sorted({*old, *new})
         if old.get(name, ABSENT) != new.get(name, ABSENT)

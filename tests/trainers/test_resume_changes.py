@@ -245,8 +245,11 @@ def test_a_setting_that_is_gone_forks(tmp_path: Path) -> None:
     config = bases()[0]
     of_run = Saved(tmp_path / "run", config)
     of_run.checkpoint = of_run.write({**flat_config(config), "trainer.forgotten": 3})
-    with pytest.raises(ConfigError, match=r"trainer\.forgotten.*which is 3.*not set.*resume_mode=fork"):
+    with pytest.raises(ConfigError, match=r"trainer\.forgotten: is a setting no more; it was 3 when") as refused:
         of_run.start(config)
+    (violation,) = refused.value.violations
+    assert "resume_mode=fork" in violation.remedy
+    assert "Set trainer.forgotten" not in violation.remedy, "nobody can: there is no such setting"
     assert "trainer.forgotten was 3 and is not set" in of_run.forked(config).notes
 
 
