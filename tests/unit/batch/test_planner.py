@@ -102,6 +102,13 @@ def test_a_planner_is_told_of_rows_as_the_example_says() -> None:
     assert facts.positions([]) == 0
 
 
+def test_rows_that_are_no_neighbours_share_the_least_of_what_lies_between_them() -> None:
+    batch = make_batch([("p0", 0, [1, 2]), ("p0", 0, [1, 2, 3, 4]), ("p0", 1, [1, 5])])
+    facts = facts_of(batch, layout="prefix_shared")
+    assert facts.shared.tolist() == [0, 2, 1]
+    assert [facts.positions(rows) for rows in ([0, 2], [2, 0], [0, 1], [1, 2], [0, 1, 2])] == [3, 3, 4, 5, 5]
+
+
 def test_what_rows_share_is_told_only_where_the_layout_computes_it_once() -> None:
     facts = facts_of(BATCH, layout="packed")
     assert (facts.shared.tolist(), facts.order.tolist()) == ([0, 0, 0], [0, 1, 2])
