@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from skyrl_train.config.passes import sizes_micro_batches
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -27,7 +29,7 @@ def size_micro_batches(
     `longest`: tokens of the longest legal row. `max_rows`: of the largest pass. Raises MemoryLimitError.
     """
     trainer = config.trainer
-    if not trainer.sizes_micro_batches:
+    if not sizes_micro_batches(trainer):
         return []
     from skyrl_train.learner.sizing import SizingLimits, size_all
 

@@ -15,6 +15,7 @@ from skyrl_train.batch.plan_memory import DeviceMemory, PassMemory
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import takes_turns
 from skyrl_train.config.parts import OPTIMIZERS
+from skyrl_train.config.passes import sizes_micro_batches
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory import MemoryFacts, MemorySettings, Phase, resident_bytes
@@ -27,7 +28,7 @@ _CONTEXT_BYTES = 1_000_000_000
 
 def plan_memory(config: Config) -> DeviceMemory | None:
     """None where `plan.device_memory_gb` asks for nothing. Raises ModelError where a model's config cannot be had."""
-    stated = config.trainer.memory_budget_gb * (1 << 30) if config.trainer.sizes_micro_batches else 0.0
+    stated = config.trainer.memory_budget_gb * (1 << 30) if sizes_micro_batches(config.trainer) else 0.0
     device_bytes = int(config.plan.device_memory_gb * 1e9 or stated)
     if not device_bytes:
         return None

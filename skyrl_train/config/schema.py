@@ -245,13 +245,6 @@ class LoopConfig:
     resume_path: Free[str] = ""
     """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder."""
 
-    @property
-    def sizes_micro_batches(self) -> bool:
-        """Whether models are probed for the memory that they need: for `auto`, and for a custom planner that reads
-        `memory_budget`."""
-        reads = MICRO_BATCH_STRATEGIES.reads(self.micro_batching)
-        return self.micro_batching == "auto" or "memory_budget" in reads.columns
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(LoopConfig):

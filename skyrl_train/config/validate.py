@@ -17,6 +17,7 @@ from skyrl_train.config.algorithm_rules import ALGORITHM_RULES, AlgorithmRule
 from skyrl_train.config.engine_args import ENGINE_ARGUMENT_RULES
 from skyrl_train.config.fields import is_refused, parts_of, recorded
 from skyrl_train.config.parts import BATCH_RULES
+from skyrl_train.config.passes import sizes_micro_batches
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sequence_parallel import sequence_parallel_violations
 from skyrl_train.config.validate_cluster import CLUSTER_RULES
@@ -221,7 +222,7 @@ def _micro_batching(config: Config) -> Iterator[Violation]:
 
 def _memory_budget(config: Config) -> Iterator[Violation]:
     trainer = config.trainer
-    if not trainer.sizes_micro_batches and trainer.memory_budget_gb:
+    if not sizes_micro_batches(trainer) and trainer.memory_budget_gb:
         yield violation_of(
             config,
             "trainer.memory_budget_gb",
@@ -229,7 +230,7 @@ def _memory_budget(config: Config) -> Iterator[Violation]:
             'add trainer.micro_batching=auto (a custom planner declares @reads("memory_budget")), or drop '
             "trainer.memory_budget_gb",
         )
-    elif trainer.sizes_micro_batches and config.platform.name == "cpu" and not trainer.memory_budget_gb:
+    elif sizes_micro_batches(trainer) and config.platform.name == "cpu" and not trainer.memory_budget_gb:
         yield violation_of(
             config,
             "trainer.memory_budget_gb",
@@ -241,7 +242,7 @@ def _memory_budget(config: Config) -> Iterator[Violation]:
 
 def _memory_probe(config: Config) -> Iterator[Violation]:
     field, probe = "trainer.memory_probe", config.trainer.memory_probe
-    if not config.trainer.sizes_micro_batches or probe == "measure":
+    if not sizes_micro_batches(config.trainer) or probe == "measure":
         return
     if probe == "xla" and find_spec("jax") is None:
         yield violation_of(

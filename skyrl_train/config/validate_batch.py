@@ -16,6 +16,7 @@ from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.batch_repairs import find_repairs
 from skyrl_train.config.batch_rules import Problem, Sizes, problems
 from skyrl_train.config.fields import is_refused, recorded
+from skyrl_train.config.passes import sizes_micro_batches
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate_placement import PLACEMENT_RULES, PROCESS_RULES
 from skyrl_train.errors import Violation
@@ -227,7 +228,7 @@ def is_strict(config: Config) -> bool:
         and not config.generator.is_step_wise
         and trainer.docs_per_step == 0
         and trainer.micro_batching != "token_budget"
-        and not trainer.sizes_micro_batches
+        and not sizes_micro_batches(trainer)
     )
 
 
