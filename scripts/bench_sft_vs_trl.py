@@ -22,12 +22,12 @@ from typing import Any
 
 import torch
 
-from skyrl_train import run_sft
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.data.feed import SFTBatch
 from skyrl_train.interfaces import Learner
 from skyrl_train.model.causal_lm import resolve_model_path
+from skyrl_train.runs import sft as run_sft
 from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.trainers import sft
 

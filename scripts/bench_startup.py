@@ -36,7 +36,7 @@ def run_child(folder: Path, overrides: list[str]) -> None:
     from skyrl_train import main as entry
 
     mark("imports of the command")
-    import skyrl_train.run as run
+    import skyrl_train.runs.rl as run
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.trainers import steps
 

@@ -25,7 +25,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from skyrl_train import run_sft
 from skyrl_train.config.schema import ConsoleConfig, ModelConfig, OptimizerConfig
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.data.word_problems import (
@@ -37,6 +36,7 @@ from skyrl_train.data.word_problems import (
     write_demonstration,
 )
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
+from skyrl_train.runs import sft as run_sft
 from skyrl_train.seeding import derive_seed
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"

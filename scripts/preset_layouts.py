@@ -57,7 +57,7 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
 from skyrl_train.model.value_model import load_value_model
-from skyrl_train.run import train
+from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.metrics import StepMetrics
 from skyrl_train.telemetry.rollout_log import read_rollouts
 from skyrl_train.trainers import steps

@@ -23,7 +23,7 @@ def main() -> None:
 
 
 def _generate(node: DictConfig) -> None:
-    from skyrl_train.run import evaluate
+    from skyrl_train.runs.rl import evaluate
 
     with exit_on_known_errors(node):
         evaluate(load_config(node))

@@ -2,7 +2,7 @@
 
     command line --preflight--> every problem with it at once, before torch is imported
                  --Hydra-->     one composed config (conf/sft.yaml), one run folder
-                 --run-->       plan, parts (build_sft.py), training (trainers/sft.py)
+                 --run-->       plan, parts (runs/build_sft.py), training (trainers/sft.py)
 
 Exit status as of `main.py`.
 """
@@ -26,7 +26,7 @@ def main() -> None:
 
 
 def _train(node: DictConfig) -> None:
-    from skyrl_train.run_sft import train
+    from skyrl_train.runs.sft import train
 
     with exit_on_known_errors(node):
         train(load_root(node, SFTConfig))

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.build_sft import SFTData, build_feed, build_sft_evaluator, plan_sft
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.data.feed import BatchFeed, SFTBatch
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import Learner
+from skyrl_train.runs.build_sft import SFTData, build_feed, build_sft_evaluator, plan_sft
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.batch.plan import plan_batches
-from skyrl_train.build_memory import read_reports, size_micro_batches
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
@@ -19,6 +18,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, StrategyConfig
 from skyrl_train.interfaces import Learner
 from skyrl_train.learner.policy import build_policy_learner
+from skyrl_train.runs.build_memory import read_reports, size_micro_batches
 from tests.layout_cases import close
 from tests.learner_cases import make_batch
 

@@ -16,7 +16,7 @@ from skyrl_train.config.load import load_config
 from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
-from skyrl_train.run import train
+from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.metrics_log import read_metrics
 
 pytestmark = pytest.mark.slow

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_train.build_sft import build_stream
 from skyrl_train.data.async_collator import AsyncBatchCollator
 from skyrl_train.data.collate import DefaultCollator, PackedDataCollator
 from skyrl_train.data.feed import BatchFeed
 from skyrl_train.data.token_store import Ints
+from skyrl_train.runs.build_sft import build_stream
 from tests.sft_runs import RecordingLearner, make_config, make_data, raise_at, sft_run, workers
 
 LAYOUTS = ("padded", "packed")

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from skyrl_train.config.sft import SFTConfig
-from skyrl_train.run_sft import train
+from skyrl_train.runs.sft import train
 from skyrl_train.telemetry.metrics_log import read_metrics
 from tests.sft_runs import killed_at, records_without_timings
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from skyrl_train.batch.plan import plan_batches
 from skyrl_train.batch.plan_memory import memory_lines
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.build_memory import read_reports, size_micro_batches
 from skyrl_train.cli.plan_memory import plan_memory
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, OptimizerConfig
@@ -21,6 +20,7 @@ from skyrl_train.learner.probe import Prober
 from skyrl_train.learner.reference import BaseOfAdapter
 from skyrl_train.learner.sizing import SizingLimits, SizingReport, make_meter
 from skyrl_train.learner.sizing import size_micro_batches as size_alone
+from skyrl_train.runs.build_memory import read_reports, size_micro_batches
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.memory_cases import FailingMeter, size_itself

@@ -12,7 +12,6 @@ import torch
 from skyrl_train.batch.memory_batches import BudgetedPlanner, MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.batch.plan import plan_batches
 from skyrl_train.batch.planner import Forward, RowFacts
-from skyrl_train.build_memory import size_micro_batches
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, PolicyConfig
@@ -21,6 +20,7 @@ from skyrl_train.learner.build import build_engine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.registry import PartSpec, reads
+from skyrl_train.runs.build_memory import size_micro_batches
 from tests.layout_cases import close, flat_gradient
 from tests.learner_cases import make_batch, make_double, save_tiny_model
 from tests.memory_cases import FailingMeter

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from skyrl_train.batch.plan import BatchPlan
-    from skyrl_train.build_inline import InlineVLLM
     from skyrl_train.cluster.build import Cluster
     from skyrl_train.config.schema import Config
     from skyrl_train.config.sft import AnyConfig
     from skyrl_train.interfaces import Generator, InferenceEngine, WeightTransport
     from skyrl_train.rollout.replay import ReplayGenerator
+    from skyrl_train.runs.build_inline import InlineVLLM
     from skyrl_train.trainers.evaluate import Evaluator
     from skyrl_train.trainers.ppo import PromptBatches
     from skyrl_train.trainers.rollout_sink import RolloutLog
@@ -216,7 +216,7 @@ def build_host(config: Config, stack: ExitStack) -> Cluster | InlineVLLM | None:
 
         return Cluster(config, stack)
     if config.generator.backend == "vllm":
-        from skyrl_train.build_inline import InlineVLLM
+        from skyrl_train.runs.build_inline import InlineVLLM
 
         return InlineVLLM(config)
     return None
@@ -228,7 +228,7 @@ def build_learners(
     """The policy, a reference where the algorithm needs one, and a critic where `critic.model.path` names one."""
     if host is not None:
         return host.build_learners(plan, stack)
-    from skyrl_train.build_inline import build_inline_learners
+    from skyrl_train.runs.build_inline import build_inline_learners
 
     return build_inline_learners(config, plan, stack)
 

@@ -5,7 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from skyrl_train.build import (
+from skyrl_train.cli.auto_placement import place
+from skyrl_train.config.platform import Devices, local_devices
+from skyrl_train.config.schema import Config
+from skyrl_train.config.validate import validate_config
+from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.registry import part_name
+from skyrl_train.runs.build import (
     Data,
     build_evaluator,
     build_host,
@@ -16,13 +22,7 @@ from skyrl_train.build import (
     prepare_process,
     replay_violation,
 )
-from skyrl_train.cli.auto_placement import place
-from skyrl_train.config.platform import Devices, local_devices
-from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import validate_config
-from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.registry import part_name
-from skyrl_train.run_parts import begin, first_lines, open_folder, say_goodbye
+from skyrl_train.runs.parts import begin, first_lines, open_folder, say_goodbye
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
@@ -114,7 +114,7 @@ def _train(
 def _size_micro_batches(
     config: Config, plan: BatchPlan, learners: Learners, folder: RunFolder, console: RunConsole
 ) -> None:
-    from skyrl_train.build_memory import size_micro_batches
+    from skyrl_train.runs.build_memory import size_micro_batches
 
     turns = config.generator.max_turns if config.generator.is_step_wise else 1
     lines = size_micro_batches(

@@ -12,9 +12,9 @@ from skyrl_train.config.schema import Config
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
-    from skyrl_train.build_sft import SFTPlan
     from skyrl_train.config.sft import AnyConfig
     from skyrl_train.interfaces import CheckpointStore
+    from skyrl_train.runs.build_sft import SFTPlan
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.resume import Start

@@ -215,7 +215,7 @@ def _num_shares(config: SFTConfig) -> int:
 def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:
     """The model that learns, in this process or on Ray. `stack` closes it."""
     from skyrl_train.batch.plan import plan_batches
-    from skyrl_train.build import build_host, build_learners
+    from skyrl_train.runs.build import build_host, build_learners
 
     own = learner_config(config, total_steps=plan.total_steps)
     batch_plan = plan_batches(own, num_train_prompts=max(plan.num_examples, own.trainer.train_batch_size))

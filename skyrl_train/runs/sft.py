@@ -5,9 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from skyrl_train.build import prepare_process
-from skyrl_train.build_memory import size_micro_batches
-from skyrl_train.build_sft import (
+from skyrl_train.cli.auto_placement import place
+from skyrl_train.config.sft import SFTConfig, learner_config, validate_sft
+from skyrl_train.errors import ConfigError
+from skyrl_train.registry import part_name
+from skyrl_train.runs.build import prepare_process
+from skyrl_train.runs.build_memory import size_micro_batches
+from skyrl_train.runs.build_sft import (
     SFTData,
     SFTPlan,
     build_feed,
@@ -17,11 +21,7 @@ from skyrl_train.build_sft import (
     load_sft_data,
     plan_sft,
 )
-from skyrl_train.cli.auto_placement import place
-from skyrl_train.config.sft import SFTConfig, learner_config, validate_sft
-from skyrl_train.errors import ConfigError
-from skyrl_train.registry import part_name
-from skyrl_train.run_parts import begin, first_lines, open_folder, say_goodbye
+from skyrl_train.runs.parts import begin, first_lines, open_folder, say_goodbye
 
 if TYPE_CHECKING:
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
