@@ -11,6 +11,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from io import StringIO
 from pathlib import Path
@@ -26,13 +27,13 @@ from skyrl_train.config.schema import Config
 from skyrl_train.data.prompts import PromptSource
 from skyrl_train.distributed.checkpoint import latest_checkpoint, verify, write_checkpoint
 from skyrl_train.errors import NonFiniteError
+from skyrl_train.runs.parts import build_loop
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.tracker import build_trackers
 from skyrl_train.trainers.evaluate import Evaluator
-from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult
+from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult, checkpointed_models
 from skyrl_train.trainers.resume import Start, find_start, prepare_run_folder
 from skyrl_train.trainers.rollout_sink import RolloutLog
 from skyrl_train.trainers.state import DataFingerprint
@@ -282,6 +283,12 @@ def make_config(output_dir: Path, **trainer_changes: Any) -> Config:
     return replace(config, output_dir=str(output_dir), trainer=trainer, generator=generator, run_name="fake run")
 
 
+def quick_drawing(metrics_file: Path, image_file: Path, *, title: str) -> None:
+    """An empty picture: drawing takes longer than all the rest of a fake run."""
+    del metrics_file, title
+    image_file.touch()
+
+
 @dataclass
 class FakeRun:
     """What `main` does, with fakes. `run()` may be called again in the same folder, as a new process would."""
@@ -297,6 +304,7 @@ class FakeRun:
     on_call: Callable[[int, str], None] = lambda step, purpose: None
     output: StringIO = field(default_factory=StringIO)
     engine: FakeEngine = field(default_factory=FakeEngine)
+    draw: Callable[..., object] = quick_drawing
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.root)
@@ -328,22 +336,13 @@ class FakeRun:
             )
             for note in notes:
                 self.console.note(note)
-            trackers = build_trackers(
-                self.config,
-                self.folder,
-                console=self.console,
-                start_step=start.global_step,
-                total_steps=self.plan.total_steps,
-            )
-            rollout_log = RolloutLog(self.folder.rollouts)
-            try:
-                return self._trainer(start, trackers, rollout_log).train()
-            finally:
-                rollout_log.close()
-                trackers.close()
+            with ExitStack() as stack:
+                return self._trainer(start, stack).train()
 
-    def _trainer(self, start: Start, trackers: Any, rollout_log: RolloutLog) -> PPOTrainer:
+    def _trainer(self, start: Start, stack: ExitStack) -> PPOTrainer:
         config = self.config
+        rollout_log = RolloutLog(self.folder.rollouts)
+        stack.callback(rollout_log.close)
         evaluator = Evaluator(
             self.generator,
             self.held_out,
@@ -353,23 +352,31 @@ class FakeRun:
             env_class=config.environment.env_class,
             on_rollouts=rollout_log.write_evaluation,
         )
+        learners = Learners(policy=self.learner, reference=self.reference, critic=self.critic)
+        interval = config.trainer.algorithm.ref_update_interval
+        loop = build_loop(
+            config,
+            self.folder,
+            self.console,
+            stack,
+            models=checkpointed_models(learners, start, ref_update_interval=interval),
+            data=DataFingerprint.of(self.prompts),
+            start=start,
+            total_steps=self.plan.total_steps,
+            checkpoints=self.checkpoints,
+            draw=self.draw,
+        )
         return PPOTrainer(
+            loop=loop,
             config=config,
-            plan=self.plan,
             prompts=PromptSource(
                 self.prompts, batch_size=config.trainer.train_batch_size, shuffle=True, seed=config.seed
             ),
-            data=DataFingerprint.of(self.prompts),
             generator=self.generator,
-            learners=Learners(policy=self.learner, reference=self.reference, critic=self.critic),
+            learners=learners,
             transport=self.engine,
             evaluator=evaluator if self.held_out else None,
-            checkpoints=self.checkpoints,
-            trackers=trackers,
             rollout_log=rollout_log,
-            folder=self.folder,
-            console=self.console,
-            start=start,
         )
 
 

@@ -25,15 +25,15 @@ from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import Learner
 from skyrl_train.runs.build_sft import SFTData, build_feed, build_sft_evaluator, plan_sft
+from skyrl_train.runs.parts import build_loop
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.tracker import build_trackers
 from skyrl_train.trainers import sft
 from skyrl_train.trainers.resume import find_start, prepare_run_folder
-from skyrl_train.trainers.sft import SFTResult, SFTTrainer
+from skyrl_train.trainers.sft import SFTResult, SFTSettings, SFTTrainer
 from skyrl_train.trainers.state import DataFingerprint
-from tests.fakes_trainer import FolderCheckpoints
+from tests.fakes_trainer import FolderCheckpoints, quick_drawing
 
 THREADS = "sft-collate"
 LENGTHS = (7, 3, 9, 4, 12, 5, 8, 3, 6, 10)
@@ -202,28 +202,33 @@ class FakeSFTRun:
         prepare_run_folder(self.folder, start, write_config=lambda path: path.write_text("seed: 0\n"), plan={})
         trainer = self.config.trainer
         with ExitStack() as stack:
-            trackers = build_trackers(
-                self.config, self.folder, console=console, start_step=0, total_steps=self.total_steps
-            )
-            stack.callback(trackers.close)
             feed = build_feed(self.config, self.data, stack)
             self.on_feed(feed)
-            return SFTTrainer(
-                config=self.config,
-                total_steps=self.total_steps,
-                feed=feed,
+            loop = build_loop(
+                self.config,
+                self.folder,
+                console,
+                stack,
+                models={"policy": self.learner},
                 data=self.data.fingerprint,
+                start=start,
+                total_steps=self.total_steps,
+                checkpoints=self.checkpoints,
+                draw=quick_drawing,
+            )
+            keeps_best = trainer.keep_best or trainer.export == "best"
+            return SFTTrainer(
+                loop=loop,
+                settings=SFTSettings(
+                    early_stopping_patience=trainer.early_stopping_patience,
+                    early_stopping_min_delta=trainer.early_stopping_min_delta,
+                    export=trainer.export,
+                ),
+                feed=feed,
                 policy=self.learner,
                 evaluator=build_sft_evaluator(self.config, self.data),
                 samples=self.samples,
-                checkpoints=self.checkpoints,
-                best=FolderCheckpoints(self.folder.best, keep=1)
-                if trainer.keep_best or trainer.export == "best"
-                else None,
-                trackers=trackers,
-                folder=self.folder,
-                console=console,
-                start=start,
+                best=FolderCheckpoints(self.folder.best, keep=1) if keeps_best else None,
             ).train()
 
 

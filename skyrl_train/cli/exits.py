@@ -30,7 +30,7 @@ def exit_on_known_errors(node: DictConfig) -> Iterator[None]:
         with _unwinding_on_sigterm():
             yield
     except KeyboardInterrupt:
-        # In the steps `trainers/stop.py` answers it; here is what comes before them and after.
+        # In the steps `trainers/loop.py` answers it; here is what comes before them and after.
         sys.stderr.write("SIGINT outside of the training steps: stopped at once\n")
         raise SystemExit(128 + signal.SIGINT) from None
     except StopRequested as stop:

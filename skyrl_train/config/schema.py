@@ -244,6 +244,10 @@ class LoopConfig:
     `resume_path`, with other settings."""
     resume_path: Free[str] = ""
     """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder."""
+    metrics: Free[tuple[Annotated[PartSpec, METRICS], ...]] = ()
+    """Custom metrics: functions of a step's training rows and, in reinforcement learning, of its rollouts."""
+    callbacks: Free[tuple[Annotated[PartSpec, CALLBACKS], ...]] = ()
+    """Functions that are told of the run's start, steps, evaluations, checkpoints and end. They read and change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,10 +282,6 @@ class TrainerConfig(LoopConfig):
     """The policy's optimizer."""
     eval_batch_size: Free[PositiveInt] = 256
     """Held-out prompts generated together."""
-    metrics: Free[tuple[Annotated[PartSpec, METRICS], ...]] = ()
-    """Custom metrics: functions of a step's rollouts and batch."""
-    callbacks: Free[tuple[Annotated[PartSpec, CALLBACKS], ...]] = ()
-    """Functions that are told of the run's start, steps, evaluations, checkpoints and end. They read and change nothing."""
     dump_rollouts: Free[bool] = True
     """Write every trajectory to `rollouts/` as JSON lines."""
     export_hf: Free[bool] = True

@@ -11,12 +11,16 @@ from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import ExitStack
+
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.sft import AnyConfig
-    from skyrl_train.interfaces import CheckpointStore
+    from skyrl_train.interfaces import CheckpointStore, Learner
     from skyrl_train.runs.build_sft import SFTPlan
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.loop import TrainingLoop
     from skyrl_train.trainers.resume import Start
     from skyrl_train.trainers.state import DataFingerprint
 
@@ -87,6 +91,52 @@ def begin(
     for note in notes:
         console.note(note)
     return start
+
+
+def build_loop(
+    config: AnyConfig,
+    folder: RunFolder,
+    console: RunConsole,
+    stack: ExitStack,
+    *,
+    models: Mapping[str, Learner],
+    data: DataFingerprint,
+    start: Start,
+    total_steps: int,
+    checkpoints: CheckpointStore,
+    draw: Callable[..., object],
+) -> TrainingLoop:
+    """The skeleton of the run's loop, with its trackers, which `stack` closes, and its observers.
+
+    `draw` draws the learning curve; the rest is as `TrainingLoop` takes it.
+    """
+    from skyrl_train.telemetry.tracker import build_trackers
+    from skyrl_train.trainers.loop import LoopSettings, TrainingLoop
+    from skyrl_train.trainers.observers import Observers
+    from skyrl_train.trainers.state import flat_config
+
+    trainer = config.trainer
+    trackers = build_trackers(config, folder, console=console, start_step=start.global_step, total_steps=total_steps)
+    stack.callback(trackers.close)
+    return TrainingLoop(
+        settings=LoopSettings(
+            run_name=config.run_name,
+            total_steps=total_steps,
+            eval_before_train=trainer.eval_before_train,
+            eval_interval=trainer.eval_interval,
+            ckpt_interval=trainer.ckpt_interval,
+            config=flat_config(config),
+        ),
+        models=models,
+        data=data,
+        start=start,
+        checkpoints=checkpoints,
+        trackers=trackers,
+        observers=Observers(trainer.metrics, trainer.callbacks, console, total_steps=total_steps),
+        folder=folder,
+        console=console,
+        draw=draw,
+    )
 
 
 def say_goodbye(

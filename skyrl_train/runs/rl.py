@@ -22,7 +22,7 @@ from skyrl_train.runs.build import (
     prepare_process,
     replay_violation,
 )
-from skyrl_train.runs.parts import begin, first_lines, open_folder, say_goodbye
+from skyrl_train.runs.parts import begin, build_loop, first_lines, open_folder, say_goodbye
 
 if TYPE_CHECKING:
     from skyrl_train.batch.plan import BatchPlan
@@ -73,40 +73,39 @@ def _train(
     checkpoints: CheckpointStore,
     stack: ExitStack,
 ) -> TrainingResult:
-    from skyrl_train.telemetry.tracker import build_trackers
-    from skyrl_train.trainers.observers import Observers
-    from skyrl_train.trainers.ppo import PPOTrainer
-    from skyrl_train.trainers.rollout_sink import RolloutLog, cut_rollouts_after
+    from skyrl_train.telemetry.learning_curve import draw_learning_curve
+    from skyrl_train.trainers.ppo import PPOTrainer, checkpointed_models
+    from skyrl_train.trainers.rollout_sink import RolloutLog
 
-    cut_rollouts_after(folder.rollouts, start.global_step)
     host = build_host(config, stack)
     rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress, host=host)
     learners = build_learners(config, plan, stack, host)
     _size_micro_batches(config, plan, learners, folder, console)
-    trackers = build_trackers(
-        config, folder, console=console, start_step=start.global_step, total_steps=plan.total_steps
+    loop = build_loop(
+        config,
+        folder,
+        console,
+        stack,
+        models=checkpointed_models(learners, start, ref_update_interval=config.trainer.algorithm.ref_update_interval),
+        data=data.fingerprint,
+        start=start,
+        total_steps=plan.total_steps,
+        checkpoints=checkpoints,
+        draw=draw_learning_curve,
     )
-    stack.callback(trackers.close)
     rollout_log = None
     if config.trainer.dump_rollouts:
         rollout_log = RolloutLog(folder.rollouts)
         stack.callback(rollout_log.close)
     trainer = PPOTrainer(
+        loop=loop,
         config=config,
-        plan=plan,
         prompts=data.train,
-        data=data.fingerprint,
         generator=rollouts.generator,
         learners=learners,
         transport=rollouts.transport,
         evaluator=build_evaluator(config, data, rollouts.generator, rollout_log),
-        checkpoints=checkpoints,
-        trackers=trackers,
         rollout_log=rollout_log,
-        folder=folder,
-        console=console,
-        start=start,
-        observers=Observers(config.trainer.metrics, config.trainer.callbacks, console),
     )
     return trainer.train()
 

@@ -21,7 +21,7 @@ from skyrl_train.runs.build_sft import (
     load_sft_data,
     plan_sft,
 )
-from skyrl_train.runs.parts import begin, first_lines, open_folder, say_goodbye
+from skyrl_train.runs.parts import begin, build_loop, first_lines, open_folder, say_goodbye
 
 if TYPE_CHECKING:
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
@@ -82,8 +82,8 @@ def _train(
     stack: ExitStack,
 ) -> SFTResult:
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
-    from skyrl_train.telemetry.tracker import build_trackers
-    from skyrl_train.trainers.sft import SFTTrainer
+    from skyrl_train.telemetry.learning_curve import draw_loss_curve
+    from skyrl_train.trainers.sft import SFTSettings, SFTTrainer
 
     keeps_best = config.trainer.keep_best or config.trainer.export == "best"
     policy = build_policy(config, plan, stack)
@@ -99,25 +99,30 @@ def _train(
     )
     if lines:
         console.header("memory", lines)
-    samples = build_samples(config, data, folder, stack)
-    trackers = build_trackers(
-        config, folder, console=console, start_step=start.global_step, total_steps=plan.total_steps
-    )
-    stack.callback(trackers.close)
-    trainer = SFTTrainer(
-        config=config,
-        total_steps=plan.total_steps,
-        feed=build_feed(config, data, stack),
+    loop = build_loop(
+        config,
+        folder,
+        console,
+        stack,
+        models={"policy": policy},
         data=data.fingerprint,
+        start=start,
+        total_steps=plan.total_steps,
+        checkpoints=checkpoints,
+        draw=draw_loss_curve,
+    )
+    trainer = SFTTrainer(
+        loop=loop,
+        settings=SFTSettings(
+            early_stopping_patience=config.trainer.early_stopping_patience,
+            early_stopping_min_delta=config.trainer.early_stopping_min_delta,
+            export=config.trainer.export,
+        ),
+        feed=build_feed(config, data, stack),
         policy=policy,
         evaluator=build_sft_evaluator(config, data),
-        samples=samples,
-        checkpoints=checkpoints,
+        samples=build_samples(config, data, folder, stack),
         best=FolderCheckpointStore(folder.best, keep=1) if keeps_best else None,
-        trackers=trackers,
-        folder=folder,
-        console=console,
-        start=start,
     )
     return trainer.train()
 

@@ -1,4 +1,5 @@
-"""`learning_curve.png`: reward, accuracy and response length over steps, drawn from `metrics.jsonl`."""
+"""`learning_curve.png`, drawn from `metrics.jsonl`: reward, accuracy and response length over steps; in supervised
+training the loss of training, the held-out loss and the learning rate."""
 
 from __future__ import annotations
 
@@ -12,10 +13,11 @@ from skyrl_train.telemetry.metrics_log import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-TRAIN_COLOUR = "#1f5fa8"
+_TRAIN_COLOUR = "#1f5fa8"
 _EVAL_COLOUR = "#d1495b"
-LENGTH_COLOUR = "#2e7d5b"
+_LENGTH_COLOUR = "#2e7d5b"
 _SMOOTH_FROM_POINTS = 30
 """From here on a running mean is drawn over the raw points, which become faint."""
 _WINDOW_SHARE = 0.05
@@ -25,39 +27,64 @@ Record = Mapping[str, Any]
 
 
 def draw_learning_curve(metrics_file: Path, image_file: Path, *, title: str) -> bool:
-    """Draws the curve and replaces the image; False, and no image, while there is no record to draw."""
-    records = read_metrics(metrics_file)
-    if not records:
+    """Draws the curve of reinforcement learning and replaces the image; False, and no image, while there is no record to
+    draw."""
+    if not (records := read_metrics(metrics_file)):
         return False
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.0, 8.4), dpi=130, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure((8.0, 8.4), title)
     reward_axes, accuracy_axes, length_axes = figure.subplots(3, 1, sharex=True)
-    figure.suptitle(title, fontsize=13, fontweight="bold")
 
-    draw_series(reward_axes, records, "reward/mean", colour=TRAIN_COLOUR, label="training, mean of trajectories")
-    finish_axes(reward_axes, "Reward")
+    _draw_series(reward_axes, records, "reward/mean", colour=_TRAIN_COLOUR, label="training, mean of trajectories")
+    _finish_axes(reward_axes, "Reward")
 
     solved = _first_present(records, ("env/solved_first_turn", "env/solved"))
     held_out = _first_present(records, ("eval/accuracy_first_turn", "eval/accuracy"))
     first_turn = ", first turn" if solved.endswith("first_turn") else ""
-    draw_series(accuracy_axes, records, solved, colour=TRAIN_COLOUR, label=f"training, sampled{first_turn}")
+    _draw_series(accuracy_axes, records, solved, colour=_TRAIN_COLOUR, label=f"training, sampled{first_turn}")
     first_turn = ", first turn" if held_out.endswith("first_turn") else ""
-    draw_points(accuracy_axes, records, held_out, label=f"held out{first_turn}")
+    _draw_points(accuracy_axes, records, held_out, label=f"held out{first_turn}")
     accuracy_axes.set_ylim(-0.02, 1.02)
-    finish_axes(accuracy_axes, "Accuracy")
+    _finish_axes(accuracy_axes, "Accuracy")
 
-    draw_series(length_axes, records, "response_length/mean", colour=LENGTH_COLOUR, label="training, mean")
-    finish_axes(length_axes, "Response length (tokens)")
-    length_axes.set_xlabel("Step")
-    length_axes.xaxis.get_major_locator().set_params(integer=True)
+    _draw_series(length_axes, records, "response_length/mean", colour=_LENGTH_COLOUR, label="training, mean")
+    _finish_axes(length_axes, "Response length (tokens)")
+    _save(figure, length_axes, image_file)
+    return True
 
+
+def draw_loss_curve(metrics_file: Path, image_file: Path, *, title: str) -> bool:
+    """The same for supervised training."""
+    if not (records := read_metrics(metrics_file)):
+        return False
+    figure = _figure((8.0, 6.0), title)
+    loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    _draw_series(loss_axes, records, "train/loss", colour=_TRAIN_COLOUR, label="training, mean of tokens")
+    _draw_points(loss_axes, records, "eval/loss", label="held out")
+    _finish_axes(loss_axes, "Loss", legend="upper right")
+    _draw_series(rate_axes, records, "policy/lr", colour=_LENGTH_COLOUR, label="learning rate")
+    _finish_axes(rate_axes, "Learning rate", legend="upper right")
+    _save(figure, rate_axes, image_file)
+    return True
+
+
+def _figure(size: tuple[float, float], title: str) -> Figure:
+    """An empty figure of `size` in inches, which is drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=13, fontweight="bold")
+    return figure
+
+
+def _save(figure: Figure, lowest: Any, image_file: Path) -> None:
+    """Names the steps under the `lowest` axes and replaces the image."""
+    lowest.set_xlabel("Step")
+    lowest.xaxis.get_major_locator().set_params(integer=True)
     image = BytesIO()
     figure.savefig(image, format="png")
     write_atomically(image_file, image.getvalue())
-    return True
 
 
 def running_mean(values: Sequence[float], width: int) -> list[float]:
@@ -83,7 +110,7 @@ def _first_present(records: Sequence[Record], names: Sequence[str]) -> str:
     return next((name for name in names if any(name in record for record in records)), names[-1])
 
 
-def draw_series(axes: Axes, records: Sequence[Record], name: str, *, colour: str, label: str) -> None:
+def _draw_series(axes: Axes, records: Sequence[Record], name: str, *, colour: str, label: str) -> None:
     """A line through the records that carry `name`; nothing where none does."""
     steps, values = _points(records, name)
     if not steps:
@@ -98,7 +125,7 @@ def draw_series(axes: Axes, records: Sequence[Record], name: str, *, colour: str
     )
 
 
-def draw_points(axes: Axes, records: Sequence[Record], name: str, *, label: str) -> None:
+def _draw_points(axes: Axes, records: Sequence[Record], name: str, *, label: str) -> None:
     """Marks at the records that carry `name`, the first and the last with their values."""
     steps, values = _points(records, name)
     if not steps:
@@ -127,7 +154,7 @@ def draw_points(axes: Axes, records: Sequence[Record], name: str, *, label: str)
         )
 
 
-def finish_axes(axes: Axes, name: str, legend: Literal["lower right", "upper right"] = "lower right") -> None:
+def _finish_axes(axes: Axes, name: str, legend: Literal["lower right", "upper right"] = "lower right") -> None:
     """Grid, name and legend, or a word where nothing was drawn."""
     axes.set_ylabel(name)
     axes.grid(visible=True, alpha=0.25)

@@ -1,14 +1,14 @@
 """Custom metrics and callbacks of a run: they are shown what happens, and can change nothing of it.
 
-A metric is a function of one step, `(StepFacts) -> {name: Mean | Sum | Max | Min | Last}`; a callback a function of one
-event, `(RunEvent) -> None`. One that raises costs the run nothing but itself: it is warned about once, and asked again at
-the next step.
+A metric is a function of one step, `(StepFacts) -> {name: Mean | Sum | Max | Min | Last}`; a callback is a function of
+one event, `(RunEvent) -> None`. One that raises costs the run nothing but itself: it is warned about once, and called
+again at the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
@@ -29,10 +29,10 @@ class StepFacts:
     """What one training step saw."""
 
     step: int
-    rollouts: RolloutBatch
-    """All that was generated, rewarded as the environments did."""
     batch: TrainingInputBatch
-    """The rows, with every column that was scored and estimated."""
+    """The training rows, with every column that was scored and estimated."""
+    rollouts: RolloutBatch | None = None
+    """All that was generated, rewarded as the environments did; None in supervised training, which generates nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class RunEvent:
     step: int
     """Training steps that are finished."""
     total_steps: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of a step (all that is recorded of it) or an evaluation; cannot be written to."""
+    metrics: Mapping[str, float]
+    """Of a step (all that is recorded of it) or an evaluation, else empty; cannot be written to."""
     path: Path | None = None
     """The checkpoint's folder; at the start and the end, the run's."""
 
@@ -54,12 +54,16 @@ Callback = Callable[[RunEvent], None]
 
 
 class Observers:
-    """The custom metrics and callbacks of one run. Raises ConfigError where there is none of a name."""
+    """The custom metrics and callbacks of one run."""
 
-    def __init__(self, metrics: Sequence[PartSpec], callbacks: Sequence[PartSpec], console: RunConsole) -> None:
+    def __init__(
+        self, metrics: Sequence[PartSpec], callbacks: Sequence[PartSpec], console: RunConsole, *, total_steps: int
+    ) -> None:
+        """Raises ConfigError where a metric or callback cannot be found. `total_steps` is that of the run."""
         self._metrics: dict[str, Metric] = {part_name(spec): METRICS.resolve(spec) for spec in metrics}
         self._callbacks: dict[str, Callback] = {part_name(spec): CALLBACKS.resolve(spec) for spec in callbacks}
         self._console = console
+        self._total_steps = total_steps
         self._failed: set[str] = set()
 
     def measure(self, facts: StepFacts, measured: Mapping[str, float]) -> dict[str, float]:
@@ -76,14 +80,22 @@ class Observers:
                 self._warn("metric", name, error, facts.step)
         return found
 
-    def tell(self, event: RunEvent) -> None:
-        """Calls every callback, with metrics that cannot be written to."""
-        event = replace(event, metrics=MappingProxyType(dict(event.metrics)))
+    def tell(
+        self, kind: EventKind, step: int, *, metrics: Mapping[str, float] = NO_METRICS, path: Path | None = None
+    ) -> None:
+        """Calls every callback with an event of this kind after `step` finished steps."""
+        event = RunEvent(
+            kind=kind,
+            step=step,
+            total_steps=self._total_steps,
+            metrics=MappingProxyType(dict(metrics)),
+            path=path,
+        )
         for name, callback in self._callbacks.items():
             try:
                 callback(event)
             except Exception as error:  # as above
-                self._warn("callback", name, error, event.step)
+                self._warn("callback", name, error, step)
 
     def _warn(self, what: str, name: str, error: Exception, step: int) -> None:
         if name not in self._failed:

@@ -2,30 +2,38 @@
 
     generate -> assemble -> score -> estimate -> update -> sync -> finish
 
-Each verb but the last is one function in `steps.py`. `finish` is what makes a step count: evaluate where it is due,
-write the record, save a checkpoint where it is due, and stop where a signal asked for it. The record is on disk before
-the checkpoint of its step is; a run that is killed in between repeats the step and writes the same record again.
+Each verb but the last is one function in `steps.py`; `finish` makes the step count (`loop.py`). What each verb waits
+for, and what it unblocks:
+
+    verb      waits for                                           unblocks
+    --------  --------------------------------------------------  -----------------------------------------------------
+    generate  the engine at weight version `step - 1`, which      assemble, which needs every trajectory of the batch
+              `sync` of the step before gave it                   (with dynamic sampling: enough prompts that differ)
+    assemble  the rollouts                                        score; the rollout log, which writes on its own thread
+    score     the models that are not updated now: policy as it   estimate
+              is, reference, critic
+    estimate  the columns of `score`, and the KL weight of the    update
+              step before
+    update    advantages; per optimizer step all micro-batches    sync: the weights of version `step`
+    sync      the engine, idle since `generate` returned          generate of the next step; the evaluation of this one
+    finish    the rollout log, which is flushed to disk           the checkpoint, which follows the record of its step
+
+`generate` alone reads the engine, and it depends on nothing of its own step, so that a stream of rollouts that are made
+meanwhile can take its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from skyrl_train.algorithms.entropy_controller import EntropyControllerState
-from skyrl_train.algorithms.kl_controller import initial_state, next_state
+from skyrl_train.algorithms.entropy_controller import initial_entropy_state
+from skyrl_train.algorithms.kl_controller import KLControllerState, initial_state, next_state
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import Config
-from skyrl_train.interfaces import CheckpointStore, Generator, Learner, Tracker, WeightTransport
-from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.learning_curve import draw_learning_curve
+from skyrl_train.interfaces import Generator, Learner, WeightTransport
 from skyrl_train.telemetry.metrics import to_values
-from skyrl_train.telemetry.pictures import draw_or_warn
-from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.timing import StepTimer
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.evaluate import EvaluationResult, Evaluator
 from skyrl_train.trainers.evaluation_report import (
@@ -34,10 +42,10 @@ from skyrl_train.trainers.evaluation_report import (
     read_evaluations,
     write_evaluation,
 )
-from skyrl_train.trainers.loop_parts import export_whole, is_due, naming_last_checkpoint
-from skyrl_train.trainers.observers import NO_METRICS, EventKind, Observers, RunEvent, StepFacts
-from skyrl_train.trainers.resume import FRESH, Start, mark_complete
-from skyrl_train.trainers.state import DataFingerprint, TrainerState, flat_config, library_versions
+from skyrl_train.trainers.loop import TrainingLoop, export_whole, is_due
+from skyrl_train.trainers.observers import StepFacts
+from skyrl_train.trainers.resume import Start
+from skyrl_train.trainers.state import LoopState, Totals
 from skyrl_train.trainers.step_metrics import (
     batch_metrics,
     document_metrics,
@@ -46,11 +54,7 @@ from skyrl_train.trainers.step_metrics import (
     step_totals,
 )
 from skyrl_train.trainers.steps import PromptBatches
-from skyrl_train.trainers.stop import StopFlag, stop_on_signals
 from skyrl_train.types import RolloutBatch
-
-if TYPE_CHECKING:
-    from skyrl_train.batch.plan import BatchPlan
 
 __all__ = ["PPOTrainer", "PromptBatches", "RolloutSink", "TrainingResult"]
 
@@ -77,40 +81,29 @@ class TrainingResult:
 
 
 class PPOTrainer:
-    """Runs the loop from `start` to the last step of the plan. It constructs nothing and closes nothing it is given."""
+    """The verbs of reinforcement learning, in order. It constructs nothing and closes nothing it is given."""
 
     def __init__(
         self,
         *,
+        loop: TrainingLoop,
         config: Config,
-        plan: BatchPlan,
         prompts: PromptBatches,
-        data: DataFingerprint,
         generator: Generator,
         learners: steps.Learners,
         transport: WeightTransport,
         evaluator: Evaluator | None,
-        checkpoints: CheckpointStore,
-        trackers: Tracker,
         rollout_log: RolloutSink | None,
-        folder: RunFolder,
-        console: RunConsole,
-        start: Start = FRESH,
-        observers: Observers | None = None,
     ) -> None:
-        """`folder` is prepared for `start` (see `resume.prepare_run_folder`). `evaluator` and `rollout_log` are None
-        where evaluation and rollout dumps are off."""
-        self.observers = observers or Observers((), (), console)
-        self.config, self.plan, self.data, self.start = config, plan, data, start
-        self.prompts, self.generator, self.learners = prompts, generator, learners
-        self.transport, self.evaluator, self.checkpoints = transport, evaluator, checkpoints
-        self.trackers, self.rollout_log, self.folder, self.console = trackers, rollout_log, folder, console
-        self.timer = StepTimer()
-        self.totals = start.totals
-        self.data_position = start.data_position
-        self.entropy = start.state.entropy_controller if start.state else None
-        self.kl = start.state.kl_controller if start.state else initial_state(config.trainer.algorithm)
-        self._last_checkpoint = start.checkpoint
+        """`evaluator` and `rollout_log` are None where evaluation and rollout dumps are off."""
+        self.loop, self.config, self.prompts, self.generator = loop, config, prompts, generator
+        self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
+        self.state: LoopState = loop.start.state or LoopState(
+            data_position=0,
+            totals=Totals(),
+            kl_controller=initial_state(config.trainer.algorithm),
+            entropy_controller=initial_entropy_state(config.trainer.algorithm),
+        )
 
     def train(self) -> TrainingResult:
         """All remaining steps, then the export and the table of evaluations.
@@ -119,61 +112,51 @@ class PPOTrainer:
             StopRequested: A signal came; the checkpoint of the last finished step is written.
             NonFiniteError: A loss or gradient is not finite; checkpoints are as they were.
         """
-        config, learners = self.config, self.learners
-        with stop_on_signals() as stop, naming_last_checkpoint(lambda: self._last_checkpoint):
-            self._begin(stop)
-            for step in range(self.start.global_step + 1, self.plan.total_steps + 1):
-                with self._phase("generate"):
+        loop, config, learners = self.loop, self.config, self.learners
+        with loop.running():
+            self._begin()
+            for step in loop.steps():
+                with loop.phase("generate"):
                     generated = steps.generate(
-                        self.generator, self.prompts, config, step=step, position=self.data_position
+                        self.generator, self.prompts, config, step=step, position=self.state.data_position
                     )
-                with self._phase("assemble"):
+                with loop.phase("assemble"):
                     batch = steps.assemble(generated.rollouts, config, step=step, weight_version=step - 1)
-                with self._phase("score"):
+                with loop.phase("score"):
                     batch = steps.score(batch, learners, config, rollouts=generated.rollouts)
-                with self._phase("estimate"):
-                    batch = steps.estimate(batch, config, kl_coef=self.kl.coef)
-                with self._phase("log"):
+                with loop.phase("estimate"):
+                    batch = steps.estimate(batch, config, kl_coef=self.state.kl_controller.coef)
+                with loop.phase("log"):
                     self._keep(generated.rollouts, batch, step)
-                with self._phase("update"):
+                with loop.phase("update"):
                     update = steps.update(
-                        batch, learners, config, on_progress=self.console.on_progress, entropy=self.entropy
+                        batch,
+                        learners,
+                        config,
+                        on_progress=loop.console.on_progress,
+                        entropy=self.state.entropy_controller,
                     )
-                    self.entropy = update.entropy
-                with self._phase("sync"):
+                with loop.phase("sync"):
                     steps.sync(learners.policy, self.transport, version=step)
                     self._move_reference(step)
-                self._finish_step(step, generated, batch, update, stop)
+                self._finish_step(step, generated, batch, update)
             return self._finish()
 
-    def _begin(self, stop: StopFlag) -> None:
-        """Weights of the checkpoint, the first sync, and the evaluation that curves start from."""
-        if self.start.checkpoint is not None:
-            with self._phase("load"):
-                self._load(self.start.checkpoint)
-        step = self.start.global_step
-        with self._phase("sync"):
-            steps.sync(self.learners.policy, self.transport, version=step)
-        if self.start.is_first and self.config.trainer.eval_before_train:
-            metrics = self._evaluate(step)
-            if metrics:
-                self._flush_rollouts()
-                self.trackers.log({**metrics, **self.timer.finish_step()}, step=step)
-        self._tell("start", step, path=self.folder.root)
-        if stop.is_set:
-            self._save(step)
-            stop.raise_if_set(step)
+    def _begin(self) -> None:
+        """Loads the checkpoint's weights and gives them to the engine, which the first evaluation asks."""
+        self.loop.load()
+        with self.loop.phase("sync"):
+            steps.sync(self.learners.policy, self.transport, version=self.loop.start.global_step)
+        self.loop.begin(self.state, self._evaluate)
 
     def _finish_step(
-        self, step: int, generated: steps.Generated, batch: TrainingInputBatch, update: steps.Update, stop: StopFlag
+        self, step: int, generated: steps.Generated, batch: TrainingInputBatch, update: steps.Update
     ) -> None:
         """Makes the step count: evaluation, record, checkpoint, stop."""
-        self.data_position += generated.num_prompt_batches
         consumed = step_totals(generated.everything, batch, optimizer_steps=update.num_optimizer_steps)
-        self.totals = self.totals.plus(consumed)
-        last = step == self.plan.total_steps
-        evaluation = self._evaluate(step) if last or is_due(step, self.config.trainer.eval_interval) else {}
-        with self._phase("log"):
+        totals = self.state.totals.plus(consumed)
+        evaluation = self.loop.evaluate_where_due(step, self._evaluate)
+        with self.loop.phase("log"):
             metrics = {
                 **rollout_metrics(generated.everything),
                 **generated.metrics,
@@ -181,60 +164,62 @@ class PPOTrainer:
                 **document_metrics(batch, self.config.trainer.docs_per_step),
                 **to_values(update.metrics),
                 **evaluation,
-                **self.totals.metrics(),
+                **totals.metrics(),
             }
-            self._control_kl(metrics, len(generated.rollouts.trajectories))
+            controlled, kl = self._control_kl(metrics, len(generated.rollouts.trajectories))
+            self.state = replace(
+                self.state,
+                data_position=self.state.data_position + generated.num_prompt_batches,
+                totals=totals,
+                kl_controller=kl,
+                entropy_controller=update.entropy,
+            )
             facts = StepFacts(step=step, rollouts=generated.everything, batch=batch)
-            metrics = self.observers.measure(facts, metrics)
+            metrics = self.loop.observers.measure(facts, {**metrics, **controlled})
         self._flush_rollouts()
-        timings = self.timer.finish_step()
-        with self._phase("record"):
-            self.trackers.log({**metrics, **timings, **speed_metrics(timings, batch)}, step=step)
-            if evaluation and not last:
-                self._draw()
-        self._tell("step", step, metrics)
-        stopping = stop.is_set
-        if last or stopping or is_due(step, self.config.trainer.ckpt_interval):
-            self._save(step)
-        if stopping:
-            stop.raise_if_set(step)
+        self.loop.record(
+            step, metrics, speed=lambda timings: speed_metrics(timings, batch), is_evaluated=bool(evaluation)
+        )
+        self.loop.conclude(step, self.state)
 
     def _move_reference(self, step: int) -> None:
         """Every `ref_update_interval` steps the reference becomes the policy as it is now."""
         if self.learners.reference is not None and is_due(step, self.config.trainer.algorithm.ref_update_interval):
             self.learners.reference.load_weights(self.learners.policy.weights())
 
-    def _control_kl(self, metrics: dict[str, float], num_trajectories: int) -> None:
-        """The weight of the KL in the rewards of the next step."""
-        algorithm = self.config.trainer.algorithm
-        if algorithm.kl_reward_coef > 0 and "kl/reference" in metrics:
-            metrics["kl/reward_coef"] = self.kl.coef
-            self.kl = next_state(
-                self.kl, mean_kl=metrics["kl/reference"], num_trajectories=num_trajectories, config=algorithm
-            )
+    def _control_kl(
+        self, metrics: Mapping[str, float], num_trajectories: int
+    ) -> tuple[dict[str, float], KLControllerState]:
+        """The weight of the KL in this step's rewards, as a metric, and the weight of the next step's."""
+        algorithm, state = self.config.trainer.algorithm, self.state.kl_controller
+        if algorithm.kl_reward_coef <= 0 or "kl/reference" not in metrics:
+            return {}, state
+        mean_kl = metrics["kl/reference"]
+        moved = next_state(state, mean_kl=mean_kl, num_trajectories=num_trajectories, config=algorithm)
+        return {"kl/reward_coef": state.coef}, moved
 
     def _finish(self) -> TrainingResult:
         """What a run leaves behind at its end: the export, the curve, the table, and the mark that it is complete."""
-        global_step = max(self.start.global_step, self.plan.total_steps)
+        loop = self.loop
+        global_step = max(loop.start.global_step, loop.settings.total_steps)
         if self.config.trainer.export_hf:
-            export_whole(self.learners.policy, self.folder.export)
-        self._draw()
-        evaluations = read_evaluations(self.folder.evaluation_file)
+            export_whole(self.learners.policy, loop.folder.export)
+        loop.draw()
+        evaluations = read_evaluations(loop.folder.evaluation_file)
         if evaluations:
-            self.console.show(evaluation_table(evaluations[0], evaluations[-1]))
-        mark_complete(self.folder, global_step)
-        self._tell("end", global_step, path=self.folder.root)
+            loop.console.show(evaluation_table(evaluations[0], evaluations[-1]))
+        loop.complete(global_step)
         return TrainingResult(global_step=global_step, evaluations=tuple(evaluations))
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of an evaluation; none where there is no evaluator."""
+        """Metrics of an evaluation whose rollouts are on disk; none where there is no evaluator."""
         if self.evaluator is None:
             return {}
-        with self._phase("evaluate"):
+        with self.loop.phase("evaluate"):
             result = self.evaluator.evaluate(step)
-            write_evaluation(self.folder.evaluation_file, result)
-        self.console.note(evaluation_line(result))
-        self._tell("evaluation", step, result.metrics())
+            write_evaluation(self.loop.folder.evaluation_file, result)
+        self._flush_rollouts()
+        self.loop.console.note(evaluation_line(result))
         return result.metrics()
 
     def _keep(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
@@ -243,57 +228,16 @@ class PPOTrainer:
 
     def _flush_rollouts(self) -> None:
         if self.rollout_log is not None:
-            with self._phase("log"):
+            with self.loop.phase("log"):
                 self.rollout_log.flush()
 
-    def _save(self, step: int) -> None:
-        """A checkpoint: each model that learns, and the state of the loop."""
-        with self._phase("checkpoint"):
-            state = TrainerState(
-                global_step=step,
-                data_position=self.data_position,
-                weight_version=step,
-                kl_controller=self.kl,
-                entropy_controller=self.entropy or EntropyControllerState(),
-                totals=self.totals,
-                config=flat_config(self.config),
-                data=self.data,
-                versions=library_versions(),
-            )
 
-            def write(folder: Path) -> None:
-                for name, learner in self._changing_models():
-                    learner.save(folder / name)
-                state.write(folder)
-
-            self._last_checkpoint = self.checkpoints.write(step, write)
-        self._tell("checkpoint", step, path=self._last_checkpoint)
-
-    def _load(self, checkpoint: Path) -> None:
-        for name, learner in self._changing_models():
-            if name not in self.start.models_anew:
-                learner.load(checkpoint / name)
-
-    def _changing_models(self) -> Iterator[tuple[str, Learner]]:
-        """Those that a checkpoint holds: a reference that stays what it was at the start is not among them. One that moved
-        before the run was forked is, though it moves no more."""
-        yield "policy", self.learners.policy
-        if self.learners.critic is not None:
-            yield "critic", self.learners.critic
-        moves = self.config.trainer.algorithm.ref_update_interval > 0
-        if self.learners.reference is not None and (moves or self.start.holds_reference):
-            yield "reference", self.learners.reference
-
-    def _tell(
-        self, kind: EventKind, step: int, metrics: Mapping[str, float] = NO_METRICS, path: Path | None = None
-    ) -> None:
-        total = self.plan.total_steps
-        self.observers.tell(RunEvent(kind=kind, step=step, total_steps=total, metrics=metrics, path=path))
-
-    def _draw(self) -> None:
-        draw_or_warn(draw_learning_curve, self.folder, self.console, title=self.config.run_name)
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        with self.timer.phase(name), self.console.phase(name):
-            yield
+def checkpointed_models(learners: steps.Learners, start: Start, *, ref_update_interval: int) -> dict[str, Learner]:
+    """The models that a checkpoint holds, by the names of their folders: a reference that stays what it was at the start
+    is not among them. One that moved before the run was forked is, though it moves no more."""
+    models: dict[str, Learner] = {"policy": learners.policy}
+    if learners.critic is not None:
+        models["critic"] = learners.critic
+    if learners.reference is not None and (ref_update_interval > 0 or start.holds_reference):
+        models["reference"] = learners.reference
+    return models

@@ -2,37 +2,29 @@
 
     collate -> update -> finish
 
-`collate` fetches a batch that was made while the last one trained; `update` is one optimizer step; `finish` makes the
-step count, as in `ppo.py`: evaluate where it is due, write the record, keep the best, save a checkpoint, and stop where
-a signal, or the lack of progress, asks for it.
+`collate` waits for the batch that a worker thread made while the step before trained, and starts the next one; `update`
+is one optimizer step. `finish` makes the step count (`loop.py`) and keeps the best checkpoint. The loop ends at its last
+step, at a signal, or where the held-out loss no longer falls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, Protocol
 
 from skyrl_train.algorithms.kl_controller import KLControllerState
-from skyrl_train.config.sft import SFTConfig
 from skyrl_train.data.feed import SFTBatch
 from skyrl_train.errors import NonFiniteError
-from skyrl_train.interfaces import CheckpointStore, Learner, Tracker
-from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.loss_curve import draw_loss_curve
+from skyrl_train.interfaces import CheckpointStore, Learner
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics, to_values
 from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.telemetry.pictures import draw_or_warn
-from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.timing import StepTimer
-from skyrl_train.trainers.loop_parts import export_whole, is_due, naming_last_checkpoint
-from skyrl_train.trainers.resume import FRESH, Start, mark_complete
+from skyrl_train.trainers.loop import TrainingLoop, export_whole
+from skyrl_train.trainers.observers import StepFacts
 from skyrl_train.trainers.sft_evaluate import LOSS, LossHistory, SFTEvaluator, evaluation_line, evaluation_table
 from skyrl_train.trainers.sft_samples import SampleWriter
-from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, flat_config, library_versions
-from skyrl_train.trainers.stop import StopFlag, stop_on_signals
+from skyrl_train.trainers.state import LoopState, Totals
 
 TRAIN_LOSS = "train/loss"
 """Mean negative log-probability of the step's trained tokens, before the update."""
@@ -53,6 +45,18 @@ class Feed(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SFTSettings:
+    """What supervised training reads beside `LoopSettings`."""
+
+    early_stopping_patience: int
+    """Evaluations without a lower loss after which the run ends; 0 is never."""
+    early_stopping_min_delta: float
+    """A lower loss counts from this difference on."""
+    export: Literal["last", "best", "none"]
+    """Which weights become the export."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class SFTResult:
     """What a run that came to its end leaves to its caller."""
 
@@ -62,35 +66,26 @@ class SFTResult:
 
 
 class SFTTrainer:
-    """Runs the loop from `start` to the last step. It constructs nothing and closes nothing it is given."""
+    """The verbs of supervised training. It constructs nothing and closes nothing it is given."""
 
     def __init__(
         self,
         *,
-        config: SFTConfig,
-        total_steps: int,
+        loop: TrainingLoop,
+        settings: SFTSettings,
         feed: Feed,
-        data: DataFingerprint,
         policy: Learner,
         evaluator: SFTEvaluator | None,
         samples: SampleWriter | None,
-        checkpoints: CheckpointStore,
         best: CheckpointStore | None,
-        trackers: Tracker,
-        folder: RunFolder,
-        console: RunConsole,
-        start: Start = FRESH,
     ) -> None:
-        """`folder` is prepared for `start`. `best` keeps the checkpoint with the lowest held-out loss, or is None."""
-        self.config, self.total_steps, self.feed, self.data = config, total_steps, feed, data
-        self.policy, self.evaluator, self.samples = policy, evaluator, samples
-        self.checkpoints, self.best, self.trackers = checkpoints, best, trackers
-        self.folder, self.console, self.start = folder, console, start
-        self.timer = StepTimer()
-        self.totals = start.totals
-        self.data_position = start.data_position
+        """`best` keeps the checkpoint with the lowest held-out loss, or is None."""
+        self.loop, self.settings, self.feed, self.policy = loop, settings, feed, policy
+        self.evaluator, self.samples, self.best = evaluator, samples, best
+        self.state: LoopState = loop.start.state or LoopState(
+            data_position=0, totals=Totals(), kl_controller=KLControllerState(coef=0.0)
+        )
         self.history = LossHistory()
-        self._last_checkpoint = start.checkpoint
 
     def train(self) -> SFTResult:
         """All remaining steps, or fewer where the held-out loss no longer falls; then the export.
@@ -99,137 +94,89 @@ class SFTTrainer:
             StopRequested: A signal came; the checkpoint of the last finished step is written.
             NonFiniteError: A loss or gradient is not finite; checkpoints are as they were.
         """
-        with stop_on_signals() as stop, naming_last_checkpoint(lambda: self._last_checkpoint):
-            self._begin(stop)
-            step = self.start.global_step
-            while step < self.total_steps and not self._has_stalled():
+        loop, step = self.loop, self.loop.start.global_step
+        with loop.running():
+            self._begin()
+            while step < loop.settings.total_steps and not self._has_stalled():
                 step += 1
-                with self._phase("collate"):
+                with loop.phase("collate"):
                     batch = self.feed.get(step)
-                    if step < self.total_steps:
+                    if not loop.is_last(step):
                         self.feed.prefetch(step + 1)
-                with self._phase("update"):
+                with loop.phase("update"):
                     metrics = update(self.policy, batch)
-                self._finish_step(step, batch, metrics, stop)
+                self._finish_step(step, batch, metrics)
             return self._finish(step)
 
-    def _begin(self, stop: StopFlag) -> None:
-        """Weights and data position of the checkpoint, and the evaluation that curves start from."""
-        if self.start.checkpoint is not None:
-            with self._phase("load"):
-                self.policy.load(self.start.checkpoint / "policy")
-        self.feed.seek(self.data_position)
-        self.history = LossHistory.of(read_metrics(self.folder.metrics_file))
-        step = self.start.global_step
-        if self.start.is_first and self.config.trainer.eval_before_train:
-            metrics = self._evaluate(step)
-            if metrics:
-                self.trackers.log({**metrics, **self.timer.finish_step()}, step=step)
-        if stop.is_set:
-            self._save(step)
-            stop.raise_if_set(step)
+    def _begin(self) -> None:
+        """Loads the checkpoint's weights and goes to its place in the data; the held-out losses are those on record."""
+        self.loop.load()
+        self.feed.seek(self.state.data_position)
+        self.history = LossHistory.of(read_metrics(self.loop.folder.metrics_file))
+        self.loop.begin(self.state, self._evaluate)
 
-    def _finish_step(self, step: int, batch: SFTBatch, metrics: dict[str, float], stop: StopFlag) -> None:
+    def _finish_step(self, step: int, batch: SFTBatch, metrics: dict[str, float]) -> None:
         """Makes the step count: evaluation, record, best, checkpoint, stop."""
-        trainer, last = self.config.trainer, step == self.total_steps
-        self.data_position = batch.position
-        self.totals = self.totals.plus(_consumed(batch))
-        evaluation = self._evaluate(step) if last or is_due(step, trainer.eval_interval) else {}
+        totals = self.state.totals.plus(_consumed(batch))
+        self.state = replace(self.state, data_position=batch.position, totals=totals)
+        evaluation = self.loop.evaluate_where_due(step, self._evaluate)
         if evaluation:
             self.history = self.history.plus(step, evaluation[LOSS])
-        timings = self.timer.finish_step()
-        with self._phase("record"):
-            record = {**metrics, **batch_metrics(batch), **evaluation, **_total_metrics(self.totals), **timings}
-            self.trackers.log({**record, **_speed(batch, timings)}, step=step)
-            if evaluation and not last:
-                self._draw()
+        measured = {**metrics, **batch_metrics(batch), **evaluation, **_total_metrics(totals)}
+        measured = self.loop.observers.measure(StepFacts(step=step, batch=batch.mini_batch.batch), measured)
+        self.loop.record(step, measured, speed=partial(_speed, batch), is_evaluated=bool(evaluation))
         if evaluation and self.best is not None and self.history.best_step == step:
-            self._write(self.best, step)
-        stopping = stop.is_set
-        if last or stopping or self._has_stalled() or is_due(step, trainer.ckpt_interval):
-            self._save(step)
-        if stopping:
-            stop.raise_if_set(step)
+            self.loop.write_checkpoint(self.best, step, self.state)
+        self.loop.conclude(step, self.state, ends=self._has_stalled())
 
     def _finish(self, step: int) -> SFTResult:
         """What a run leaves behind at its end."""
-        stopped_early = step < self.total_steps
+        loop, total_steps = self.loop, self.loop.settings.total_steps
+        stopped_early = step < total_steps
         if stopped_early:
-            self.console.note(
-                f"stopped after step {step} of {self.total_steps}: the last {self.config.trainer.early_stopping_patience} "
+            loop.console.note(
+                f"stopped after step {step} of {total_steps}: the last {self.settings.early_stopping_patience} "
                 "evaluations brought no lower loss"
             )
         self._export()
-        self._draw()
-        table = evaluation_table(read_metrics(self.folder.metrics_file))
+        loop.draw()
+        table = evaluation_table(read_metrics(loop.folder.metrics_file))
         if table is not None:
-            self.console.show(table)
-        mark_complete(self.folder, step)
+            loop.console.show(table)
+        loop.complete(step)
         return SFTResult(global_step=step, stopped_early=stopped_early, history=self.history)
 
     def _has_stalled(self) -> bool:
-        trainer = self.config.trainer
         return self.history.should_stop(
-            patience=trainer.early_stopping_patience, min_delta=trainer.early_stopping_min_delta
+            patience=self.settings.early_stopping_patience, min_delta=self.settings.early_stopping_min_delta
         )
 
     def _evaluate(self, step: int) -> dict[str, float]:
         """Metrics of an evaluation; none where there is no evaluator."""
         if self.evaluator is None:
             return {}
-        with self._phase("evaluate"):
-            metrics = self.evaluator.evaluate(self.policy, step=step, on_progress=self.console.on_progress)
-        self.console.note(evaluation_line(metrics, step=step))
+        console = self.loop.console
+        with self.loop.phase("evaluate"):
+            metrics = self.evaluator.evaluate(self.policy, step=step, on_progress=console.on_progress)
+        console.note(evaluation_line(metrics, step=step))
         if self.samples is not None:
-            with self._phase("sample"):
+            with self.loop.phase("sample"):
                 first = self.samples.write(self.policy, step=step)[0]
-            self.console.note(f"  {first.example}: {first.answer!r}")
+            console.note(f"  {first.example}: {first.answer!r}")
         return metrics
-
-    def _save(self, step: int) -> None:
-        self._last_checkpoint = self._write(self.checkpoints, step)
-
-    def _write(self, store: CheckpointStore, step: int) -> Path:
-        """The model, and the state of the loop."""
-        with self._phase("checkpoint"):
-            state = TrainerState(
-                global_step=step,
-                data_position=self.data_position,
-                weight_version=step,
-                kl_controller=KLControllerState(coef=0.0),
-                totals=self.totals,
-                config=flat_config(self.config),
-                data=self.data,
-                versions=library_versions(),
-            )
-
-            def write(folder: Path) -> None:
-                self.policy.save(folder / "policy")
-                state.write(folder)
-
-            return store.write(step, write)
 
     def _export(self) -> None:
         """The last weights, or the best."""
-        export = self.config.trainer.export
-        if export == "none":
+        if self.settings.export == "none":
             return
-        if export == "best" and self.best is not None:
+        if self.settings.export == "best" and self.best is not None:
             checkpoint = self.best.latest()
             if checkpoint is None:
-                self.console.warn("there is no best checkpoint, so the last weights are exported")
+                self.loop.console.warn("there is no best checkpoint, so the last weights are exported")
             else:
                 self.policy.load(checkpoint / "policy")
-                self.console.note(f"exporting the weights of {checkpoint}")
-        export_whole(self.policy, self.folder.export)
-
-    def _draw(self) -> None:
-        draw_or_warn(draw_loss_curve, self.folder, self.console, title=self.config.run_name)
-
-    @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
-        with self.timer.phase(name), self.console.phase(name):
-            yield
+                self.loop.console.note(f"exporting the weights of {checkpoint}")
+        export_whole(self.policy, self.loop.folder.export)
 
 
 def update(policy: Learner, batch: SFTBatch) -> dict[str, float]:

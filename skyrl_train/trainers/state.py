@@ -67,23 +67,37 @@ class DataFingerprint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerState:
-    """The loop after `global_step` steps."""
+class LoopState:
+    """What a loop carries from step to step beside its models."""
 
-    global_step: int
     data_position: int
-    """Training batches taken from the prompt source."""
-    weight_version: int
-    """Of the policy in the same checkpoint."""
+    """Training batches taken from the prompt source; in supervised training, examples of the stream."""
+    totals: Totals
     kl_controller: KLControllerState
     """The weight of the KL in the rewards."""
-    totals: Totals
+    entropy_controller: EntropyControllerState = field(default_factory=EntropyControllerState)
+    """The weight of the entropy bonus."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerState(LoopState):
+    """The loop after `global_step` steps, and what it ran with."""
+
+    global_step: int
+    weight_version: int
+    """Of the policy in the same checkpoint."""
     config: Mapping[str, Any]
     """Every setting by its dotted name, as JSON, secrets redacted."""
     data: DataFingerprint
     versions: Mapping[str, str]
-    entropy_controller: EntropyControllerState = field(default_factory=EntropyControllerState)
-    """The weight of the entropy bonus."""
+
+    @staticmethod
+    def at(step: int, state: LoopState, *, config: Mapping[str, Any], data: DataFingerprint) -> TrainerState:
+        """The record of a loop with `state` after `step` steps, run with the libraries that are installed."""
+        carried = {each.name: getattr(state, each.name) for each in dataclasses.fields(LoopState)}
+        return TrainerState(
+            **carried, global_step=step, weight_version=step, config=config, data=data, versions=library_versions()
+        )
 
     def write(self, folder: Path) -> None:
         """Writes `trainer_state.json` into a checkpoint."""

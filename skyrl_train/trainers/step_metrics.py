@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ def step_totals(everything: RolloutBatch, batch: TrainingInputBatch, *, optimize
     )
 
 
-def speed_metrics(timings: dict[str, float], batch: TrainingInputBatch) -> dict[str, float]:
+def speed_metrics(timings: Mapping[str, float], batch: TrainingInputBatch) -> dict[str, float]:
     """Rates, under `timing/` as all that depends on the machine is."""
     rates = {
         "timing/tokens_per_s": (batch.num_tokens, timings.get("timing/step", 0.0)),

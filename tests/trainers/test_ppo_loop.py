@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from skyrl_train.errors import NonFiniteError
+from skyrl_train.telemetry.learning_curve import draw_learning_curve
 from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.rollout_log import read_rollouts, write_rollouts
 from skyrl_train.trainers.state import TrainerState
@@ -215,18 +216,16 @@ def test_the_console_has_a_line_a_step_and_the_table_of_both_evaluations(tmp_pat
     assert any(line.split()[:2] == ["turns", "used"] for line in lines)
 
 
-@pytest.mark.usefixtures("real_learning_curve")
 def test_the_curve_is_drawn_from_the_runs_own_record(tmp_path):
-    fake_run(tmp_path, config=make_config(tmp_path, total_steps=2)).run()
+    fake_run(tmp_path, config=make_config(tmp_path, total_steps=2), draw=draw_learning_curve).run()
     assert (tmp_path / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_curve_that_cannot_be_drawn_is_a_warning(tmp_path, monkeypatch):
+def test_a_curve_that_cannot_be_drawn_is_a_warning(tmp_path):
     def broken(*paths, title):
         raise RuntimeError("no font")
 
-    monkeypatch.setattr("skyrl_train.trainers.ppo.draw_learning_curve", broken)
-    run = fake_run(tmp_path)
+    run = fake_run(tmp_path, draw=broken)
     assert run.run() is not None
     assert "warning: learning_curve.png could not be drawn: RuntimeError: no font" in run.output.getvalue()
 

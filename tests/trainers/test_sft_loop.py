@@ -15,7 +15,9 @@ import pytest
 
 from skyrl_train.distributed.checkpoint import verify
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteError, StopRequested
+from skyrl_train.telemetry.metrics import Metric, Sum
 from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.trainers.observers import RunEvent, StepFacts
 from skyrl_train.trainers.sft_evaluate import LossHistory, evaluation_line
 from tests.sft_runs import (
     FakeSFTRun,
@@ -303,3 +305,39 @@ def test_a_run_may_start_from_a_checkpoint_of_another(tmp_path: Path) -> None:
     run.run()
     assert run.learner.batches == []
     assert [record["step"] for record in records(run)] == [0, 1, 2, 3, 4]
+
+
+HEARD: list[RunEvent] = []
+
+
+def hear(event: RunEvent) -> None:
+    HEARD.append(event)
+
+
+def tokens_with_loss(facts: StepFacts, *, scale: float) -> dict[str, Metric]:
+    assert facts.rollouts is None
+    return {"own/tokens": Sum(scale * float(facts.batch["loss_mask"].sum()))}
+
+
+def test_callbacks_and_custom_metrics_see_a_supervised_run(tmp_path: Path) -> None:
+    HEARD.clear()
+    metric = {"_target_": "test_sft_loop:tokens_with_loss", "scale": 2.0}
+    run = sft_run(tmp_path, num_steps=3, metrics=(metric,), callbacks=("test_sft_loop:hear",), keep_best=True)
+    run.run()
+    told = [(event.kind, event.step, event.path and event.path.parent.name) for event in HEARD]
+    assert told == [
+        ("start", 0, tmp_path.parent.name),
+        ("evaluation", 0, None),
+        ("step", 1, None),
+        ("step", 2, None),
+        ("checkpoint", 2, "checkpoints"),
+        ("evaluation", 3, None),
+        ("step", 3, None),
+        ("checkpoint", 3, "best"),
+        ("checkpoint", 3, "checkpoints"),
+        ("end", 3, tmp_path.parent.name),
+    ]
+    for record in records(run)[1:]:
+        assert record["own/tokens"] == 2 * record["batch/trained_tokens"]
+    (first, *_) = (event for event in HEARD if event.kind == "step")
+    assert first.metrics["train/loss"] == records(run)[1]["train/loss"]

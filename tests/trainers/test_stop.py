@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from skyrl_train.errors import StopRequested
-from skyrl_train.trainers.stop import StopFlag, stop_on_signals
+from skyrl_train.trainers.loop import StopFlag, stop_on_signals
 
 
 def test_without_a_signal_nothing_is_raised():
@@ -50,7 +50,7 @@ def test_handlers_are_put_back_also_after_an_error():
 def test_a_process_that_does_not_reach_a_safe_point_dies_at_the_second_signal():
     program = (
         "import sys, time\n"
-        "from skyrl_train.trainers.stop import stop_on_signals\n"
+        "from skyrl_train.trainers.loop import stop_on_signals\n"
         "with stop_on_signals():\n"
         "    print('ready', flush=True)\n"
         "    while True: time.sleep(0.05)\n"

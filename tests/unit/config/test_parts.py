@@ -304,13 +304,13 @@ def test_custom_metrics_are_added_and_callbacks_cannot_write() -> None:
     output = StringIO()
     clash = {"_target_": "test_parts:tokens", "name": "reward/mean"}
     parts = ("test_parts:tokens", clash, "test_parts:broken")
-    observers = Observers(parts, ("test_parts:hear",), RunConsole(file=output))
+    observers = Observers(parts, ("test_parts:hear",), RunConsole(file=output), total_steps=4)
     batch = make_batch([5, 9])
     rollouts = RolloutBatch(prompts=(), trajectories=(), n_samples_per_prompt=1)
     facts = StepFacts(step=3, rollouts=rollouts, batch=batch)
     assert observers.measure(facts, {"reward/mean": 0.5}) == {"reward/mean": 0.5, "own/rows": 2.0}
-    observers.tell(RunEvent(kind="step", step=3, total_steps=4, metrics={"reward/mean": 0.5}))
-    assert HEARD[0].metrics == {"reward/mean": 0.5}
+    observers.tell("step", 3, metrics={"reward/mean": 0.5})
+    assert [RunEvent(kind="step", step=3, total_steps=4, metrics={"reward/mean": 0.5})] == HEARD
     said = " ".join(output.getvalue().split())
     assert "there is a metric 'reward/mean' already" in said
     assert "metric test_parts:broken failed at step 3 (ZeroDivisionError: no rows); training goes on" in said

@@ -1,0 +1,305 @@
+"""The skeleton that every training loop shares: begin, record a step, save, evaluate, stop, and what is said of it.
+
+A trainer writes down its verbs; everything that makes a step count is here, written once:
+
+    begin      load the checkpoint, evaluate where curves start
+    record     timings, the step's line in the record, the picture, callbacks
+    conclude   a checkpoint where one is due, and the end where a signal asked for it
+    complete   the mark that the run has nothing left to do
+
+The record is on disk before the checkpoint of its step is. A run that is killed in between repeats the step and writes
+the same record again. SIGTERM and Ctrl-C ask for a stop at the next safe point; a second one ends the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from skyrl_train.errors import NonFiniteError, StopRequested
+from skyrl_train.interfaces import CheckpointStore, Learner, Tracker
+from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.trainers.observers import Observers
+from skyrl_train.trainers.resume import Start, mark_complete
+from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SHOW_CURSOR = "\x1b[?25h"
+
+Figures = Mapping[str, float]
+"""Metrics by name, as numbers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings:
+    """What every loop reads of its run's configuration."""
+
+    run_name: str
+    total_steps: int
+    eval_before_train: bool
+    eval_interval: int
+    """Steps; 0 evaluates before and after training alone."""
+    ckpt_interval: int
+    """Steps; 0 saves at the end and on a signal alone."""
+    config: Mapping[str, Any]
+    """Every setting by its dotted name (`state.flat_config`), which checkpoints record."""
+
+
+class TrainingLoop:
+    """One run's loop around the verbs of its trainer. It constructs nothing and closes nothing it is given."""
+
+    def __init__(
+        self,
+        *,
+        settings: LoopSettings,
+        models: Mapping[str, Learner],
+        data: DataFingerprint,
+        start: Start,
+        checkpoints: CheckpointStore,
+        trackers: Tracker,
+        observers: Observers,
+        folder: RunFolder,
+        console: RunConsole,
+        draw: Callable[..., object],
+    ) -> None:
+        """`models` are those that a checkpoint holds, by the names of their folders in it. `folder` is prepared for
+        `start` (see `resume.prepare_run_folder`). `draw(metrics file, image file, title=...)` draws the learning curve."""
+        self.settings, self.start, self.folder, self.console = settings, start, folder, console
+        self.observers = observers
+        self.timer = StepTimer()
+        self._models, self._data, self._checkpoints, self._trackers = models, data, checkpoints, trackers
+        self._draw_curve = draw
+        self._stop = StopFlag()
+        self._last_checkpoint = start.checkpoint
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around all steps: signals ask for a stop at the next safe point, and a NonFiniteError says where the run can
+        be continued from."""
+        with stop_on_signals() as stop:
+            self._stop = stop
+            try:
+                yield
+            except NonFiniteError as error:
+                checkpoint = self._last_checkpoint
+                kept = f"The last checkpoint is {checkpoint}" if checkpoint else "There is no checkpoint"
+                raise NonFiniteError(f"{error} {kept}; it was not touched by this step.") from error
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Wraps one verb: its seconds become `timing/<name>`, and a bar of that name shows its progress."""
+        with self.timer.phase(name), self.console.phase(name):
+            yield
+
+    def load(self) -> None:
+        """Gives each model its weights from the checkpoint that the run starts from, if there is one."""
+        if self.start.checkpoint is not None:
+            with self.phase("load"):
+                for name, learner in self._models.items():
+                    if name not in self.start.models_anew:
+                        learner.load(self.start.checkpoint / name)
+
+    def begin(self, state: LoopState, evaluate: Callable[[int], Figures]) -> None:
+        """Tells callbacks of the start, evaluates where the run's curves start, and honours a signal that came before
+        the first step."""
+        step = self.start.global_step
+        self.observers.tell("start", step, path=self.folder.root)
+        if self.start.is_first and self.settings.eval_before_train and (metrics := self._evaluate(step, evaluate)):
+            self._trackers.log({**metrics, **self.timer.finish_step()}, step=step)
+        if self._stop.is_set:
+            self._save(step, state)
+            self._stop.raise_if_set(step)
+
+    def steps(self) -> range:
+        """The numbers of the steps that remain, from 1."""
+        return range(self.start.global_step + 1, self.settings.total_steps + 1)
+
+    def is_last(self, step: int) -> bool:
+        return step == self.settings.total_steps
+
+    def evaluate_where_due(self, step: int, evaluate: Callable[[int], Figures]) -> Figures:
+        """The metrics of `evaluate(step)` after the last step and every `eval_interval` steps; none otherwise."""
+        if self.is_last(step) or is_due(step, self.settings.eval_interval):
+            return self._evaluate(step, evaluate)
+        return {}
+
+    def record(self, step: int, metrics: Figures, *, speed: Callable[[Figures], Figures], is_evaluated: bool) -> None:
+        """Writes the step's record, with its timings and with what `speed` makes of them, and tells callbacks.
+
+        `is_evaluated`: `metrics` hold an evaluation, so that the learning curve has a new point.
+        """
+        timings = self.timer.finish_step()
+        with self.phase("record"):
+            record = {**metrics, **timings, **speed(timings)}
+            self._trackers.log(record, step=step)
+            if is_evaluated and not self.is_last(step):
+                self.draw()
+        self.observers.tell("step", step, metrics=record)
+
+    def conclude(self, step: int, state: LoopState, *, ends: bool = False) -> None:
+        """Saves a checkpoint where one is due. Raises StopRequested, with the checkpoint written, where a signal came.
+
+        `ends`: the trainer ends the run after this step, whatever the number of steps is.
+        """
+        stopping = self._stop.is_set
+        if self.is_last(step) or stopping or ends or is_due(step, self.settings.ckpt_interval):
+            self._save(step, state)
+        if stopping:
+            self._stop.raise_if_set(step)
+
+    def write_checkpoint(self, store: CheckpointStore, step: int, state: LoopState) -> Path:
+        """Each model and the state of the loop, whole or not at all; returns the checkpoint's folder."""
+        with self.phase("checkpoint"):
+            record = TrainerState.at(step, state, config=self.settings.config, data=self._data)
+
+            def write(folder: Path) -> None:
+                for name, learner in self._models.items():
+                    learner.save(folder / name)
+                record.write(folder)
+
+            path = store.write(step, write)
+        self.observers.tell("checkpoint", step, path=path)
+        return path
+
+    def draw(self) -> None:
+        """Draws the learning curve. A failure is a line on the console: a picture is no reason to end a run."""
+        image = self.folder.learning_curve_file
+        try:
+            self._draw_curve(self.folder.metrics_file, image, title=self.settings.run_name)
+        except Exception as error:  # matplotlib, its fonts and its caches fail in many ways
+            self.console.warn(f"{image.name} could not be drawn: {type(error).__name__}: {error}")
+
+    def complete(self, step: int) -> None:
+        """Marks the run as complete, which is its last act, and tells callbacks."""
+        mark_complete(self.folder, step)
+        self.observers.tell("end", step, path=self.folder.root)
+
+    def _evaluate(self, step: int, evaluate: Callable[[int], Figures]) -> Figures:
+        metrics = evaluate(step)
+        if metrics:
+            self.observers.tell("evaluation", step, metrics=metrics)
+        return metrics
+
+    def _save(self, step: int, state: LoopState) -> None:
+        self._last_checkpoint = self.write_checkpoint(self._checkpoints, step, state)
+
+
+def is_due(step: int, interval: int) -> bool:
+    """Whether `step` is one of every `interval`; never for 0."""
+    return interval > 0 and step % interval == 0
+
+
+def export_whole(learner: Learner, folder: Path) -> None:
+    """Replaces the export in `folder` by one that is whole at any moment."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    for leftover in (temporary, folder):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    learner.export_hf(temporary)
+    os.rename(temporary, folder)
+
+
+class StepTimer:
+    """Seconds per phase, step after step, without a gap between steps.
+
+    A step's clock starts where the step before was finished, so the sum over all steps is the run's wall time. What no
+    phase covers is reported as `timing/other`: the phases of a step always add up to `timing/step`.
+
+    Example:
+        >>> timer = StepTimer()
+        >>> with timer.phase("generate"):
+        ...     pass
+        >>> sorted(timer.finish_step())
+        ['timing/generate', 'timing/other', 'timing/step']
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._running: str | None = None
+        self._step_start = clock()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the block's seconds to `name`. Raises ValueError inside another phase: it would be counted twice."""
+        if self._running is not None:
+            raise ValueError(f"phase {name!r} inside phase {self._running!r}: its seconds would be counted twice")
+        self._running, start = name, self._clock()
+        try:
+            yield
+        finally:
+            self._running = None
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+
+    def finish_step(self) -> dict[str, float]:
+        """`timing/<phase>`, `timing/other` and their sum `timing/step`, in seconds; starts the next step's clock."""
+        now = self._clock()
+        step_s = now - self._step_start
+        phases = self._seconds
+        other_s = max(0.0, step_s - sum(phases.values()))
+        self._seconds, self._step_start = {}, now
+        timings = {f"timing/{name}": seconds for name, seconds in phases.items()}
+        return {**timings, "timing/other": other_s, "timing/step": step_s}
+
+
+class StopFlag:
+    """Whether a signal came, and which."""
+
+    def __init__(self, exit_now: Callable[[int], None] = os._exit) -> None:
+        """`exit_now` receives the exit status at the second signal; by default it ends the process without clean-up,
+        since whatever the first signal waits for may be what hangs."""
+        self.signal_name: str | None = None
+        self._exit_now = exit_now
+
+    @property
+    def is_set(self) -> bool:
+        return self.signal_name is not None
+
+    def raise_if_set(self, global_step: int) -> None:
+        """Raises StopRequested where a signal came. Call it once the checkpoint of `global_step` is written."""
+        if self.signal_name is not None:
+            raise StopRequested(self.signal_name, global_step)
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        """The signal handler."""
+        del frame
+        name = signal.Signals(signum).name
+        if self.signal_name is None:
+            self.signal_name = name
+            _say(f"{name}: finishing the running step, then writing a checkpoint. Once more stops at once.")
+            return
+        _say(f"{name} again: stopping at once. The last complete checkpoint is the one to resume from.")
+        self._exit_now(128 + signum)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopFlag]:
+    """Installs the handler and puts back the ones before it. In another thread than the main one, where Python allows
+    no handlers, the flag is never set."""
+    flag = StopFlag()
+    if threading.current_thread() is not threading.main_thread():
+        yield flag
+        return
+    before = {signum: signal.signal(signum, flag.handle) for signum in SIGNALS}
+    try:
+        yield flag
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _say(line: str) -> None:
+    """Straight to the file descriptor: a handler may interrupt a print that holds the stream's lock."""
+    cursor = _SHOW_CURSOR if sys.stderr.isatty() else ""
+    os.write(2, f"\n{cursor}{line}\n".encode())
