@@ -44,8 +44,8 @@ from skyrl_train.batch.sharing import computed_together
 from skyrl_train.batch.stage import StagedBatch, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
+from skyrl_train.cli.composition import load_node
 from skyrl_train.config.algorithm import needs_critic, needs_reference
-from skyrl_train.config.load import load_config
 from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.rules import LayoutChoice
@@ -248,7 +248,7 @@ def config_of(preset: str, folder: Path, *overrides: str) -> Config:
     with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
         paths = [f"model.path={folder / 'model'}", f"output_dir={folder / 'recorded'}"]
         chosen = [f"algorithm={preset}", *EXTRA.get(preset, ()), *overrides, *paths]
-        return load_config(compose("config", [*SIZES, *chosen]))
+        return load_node(compose("config", [*SIZES, *chosen]), Config)
 
 
 def save_model(folder: Path) -> None:

@@ -160,14 +160,6 @@ class WeightTransport(Protocol):
         ...
 
 
-class Tracker(Protocol):
-    """Where metrics go."""
-
-    def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class CheckpointStore(Protocol):
     """The checkpoints of a run, each of them whole or absent."""
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skyrl_train.cli import start
+from skyrl_train.cli.composition import load_node
 from skyrl_train.cli.exits import exit_on_known_errors
-from skyrl_train.config.load import load_config
+from skyrl_train.config.schema import Config
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,7 +29,7 @@ def _train(node: DictConfig) -> None:
     from skyrl_train.runs.rl import train
 
     with exit_on_known_errors(node):
-        train(load_config(node))
+        train(load_node(node, Config))
 
 
 if __name__ == "__main__":

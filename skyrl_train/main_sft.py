@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from skyrl_train.cli import start
+from skyrl_train.cli.composition import load_node
 from skyrl_train.cli.exits import exit_on_known_errors
-from skyrl_train.config.load import load_root
 from skyrl_train.config.sft import SFTConfig
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def _train(node: DictConfig) -> None:
     from skyrl_train.runs.sft import train
 
     with exit_on_known_errors(node):
-        train(load_root(node, SFTConfig))
+        train(load_node(node, SFTConfig))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from skyrl_train.batch.plan_placement import PlacementReport, placement_report
 from skyrl_train.batch.plan_report import make_plan_report, render_text, to_json
 from skyrl_train.cli import HYDRA_VERSION_BASE, preflight, register_resolvers
 from skyrl_train.cli.auto_placement import ASSUMED_MEMORY_GB, can_predict, find_devices, place
+from skyrl_train.cli.composition import load_node
 from skyrl_train.cli.plan_memory import plan_memory
-from skyrl_train.config.load import load_config
 from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _compose(overrides: Sequence[str]) -> Config:
     with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
-        return load_config(compose(CONFIG_NAME, overrides=list(overrides)))
+        return load_node(compose(CONFIG_NAME, overrides=list(overrides)), Config)
 
 
 def _print_plan(config: Config, *, as_json: bool) -> int:

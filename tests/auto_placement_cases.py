@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 
 import skyrl_train.assets
 from skyrl_train.cli import register_resolvers
-from skyrl_train.config.load import load_config
+from skyrl_train.cli.composition import load_node
 from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
@@ -85,7 +85,7 @@ def _composed(*overrides: str) -> Config:
     register_resolvers()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         arguments = ["+experiment=gsm8k_multiturn", "platform=gpu", "output_dir=/outputs", *overrides]
-        return load_config(compose("config", overrides=arguments))
+        return load_node(compose("config", overrides=arguments), Config)
 
 
 def gpus(*per_node: int, memory_gb: float = 80.0) -> Devices:

@@ -13,8 +13,8 @@ from torch import Tensor
 from skyrl_train.algorithms.checks import check_advantage_inputs, needed
 from skyrl_train.algorithms.groups import Scores, score, sum_by
 from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput
-from skyrl_train.algorithms.reduce import rounding_tolerance
 from skyrl_train.algorithms.sequences import actions_of, discounted_suffix_sum, position_in_segment
+from skyrl_train.batch.reduce import rounding_tolerance
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 

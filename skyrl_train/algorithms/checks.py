@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs
+from skyrl_train.batch.reduce import require_bool, require_float, require_integer, require_rows
 from skyrl_train.errors import BatchError
-
-Shape = torch.Size | tuple[int, ...]
 
 REMEDIES = {
     "values": "Configure a critic, e.g. critic.model.path=policy",
@@ -21,53 +20,11 @@ REMEDIES = {
 }
 
 
-def require_float(name: str, value: Tensor, shape: Shape) -> None:
-    """Raises BatchError unless `value` is a floating-point tensor of this shape."""
-    _require_tensor(name, value)
-    if not value.is_floating_point():
-        raise BatchError(f"{name} must be floating point; got {value.dtype}. Convert it with .float() or .double()")
-    _require_shape(name, value, shape)
-
-
-def require_bool(name: str, value: Tensor, shape: Shape) -> None:
-    """Raises BatchError unless `value` is a bool tensor of this shape."""
-    _require_tensor(name, value)
-    if value.dtype is not torch.bool:
-        raise BatchError(f"{name} must be bool; got {value.dtype}. Convert it with .bool()")
-    _require_shape(name, value, shape)
-
-
-def require_integer(name: str, value: Tensor, shape: Shape) -> None:
-    """Raises BatchError unless `value` is an integer tensor of this shape."""
-    _require_tensor(name, value)
-    if value.is_floating_point() or value.dtype is torch.bool:
-        raise BatchError(f"{name} must be an integer tensor; got {value.dtype}")
-    _require_shape(name, value, shape)
-
-
-def require_rows(name: str, value: Tensor) -> torch.Size:
-    """The shape of a `[rows, len]` column. Raises BatchError for anything else."""
-    _require_tensor(name, value)
-    if value.dim() != 2:
-        raise BatchError(f"{name} must have shape [rows, len]; got {list(value.shape)}")
-    return value.shape
-
-
 def needed(name: str, column: Tensor | None) -> Tensor:
     """The column. Raises BatchError saying what provides it where it is None."""
     if column is None:
         raise BatchError(f"this algorithm needs {name}, which the batch does not have. {REMEDIES[name]}")
     return column
-
-
-def _require_tensor(name: str, value: object) -> None:
-    if not isinstance(value, Tensor):
-        raise BatchError(f"{name} must be a tensor; got {type(value).__name__}")
-
-
-def _require_shape(name: str, value: Tensor, shape: Shape) -> None:
-    if tuple(value.shape) != tuple(shape):
-        raise BatchError(f"{name} has shape {list(value.shape)}; expected {list(shape)} like the others")
 
 
 def describe_row(inputs: AdvantageInputs, row: int) -> str:

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import require_bool, require_float, require_rows
 from skyrl_train.algorithms.inputs import PolicyLossOutput
 from skyrl_train.algorithms.ratios import masked
-from skyrl_train.algorithms.reduce import rounding_tolerance
+from skyrl_train.batch.reduce import require_bool, require_float, require_rows, rounding_tolerance
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.telemetry.metrics import Mean, later
 

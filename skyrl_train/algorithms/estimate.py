@@ -12,8 +12,8 @@ from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEst
 from skyrl_train.algorithms.checks import check_advantage_output, needed, require_finite
 from skyrl_train.algorithms.inputs import AdvantageInputs
 from skyrl_train.algorithms.kl import token_kl
-from skyrl_train.algorithms.reduce import whiten
 from skyrl_train.batch.jagged import token_positions
+from skyrl_train.batch.reduce import whiten
 from skyrl_train.batch.training_batch import TrainingInputBatch, component_column
 from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads, starts_at_rollout
 from skyrl_train.errors import BatchError

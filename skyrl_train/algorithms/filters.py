@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_train.algorithms.estimate import advantage_inputs, groups_of_whole_prompts
 from skyrl_train.algorithms.groups import score
-from skyrl_train.algorithms.reduce import rounding_tolerance
+from skyrl_train.batch.reduce import rounding_tolerance
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
 from skyrl_train.config.parts import ROLLOUT_FILTERS

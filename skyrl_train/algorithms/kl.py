@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import require_bool, require_float
+from skyrl_train.batch.reduce import require_bool, require_float
 from skyrl_train.config.parts import KL_ESTIMATORS
 from skyrl_train.registry import PartSpec, part_name
 

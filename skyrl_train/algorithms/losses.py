@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import needed, require_float
+from skyrl_train.algorithms.checks import needed
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from skyrl_train.algorithms.off_policy import off_policy_weights
 from skyrl_train.algorithms.ratios import Turns, rows_of, turns_of
 from skyrl_train.algorithms.rejection import rejected_negatives
+from skyrl_train.batch.reduce import require_float
 from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.parts import POLICY_LOSSES
 from skyrl_train.registry import Reads, part_name

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import require_bool, require_float, require_rows
 from skyrl_train.algorithms.kl import MAX_LOG_RATIO, logprob_rounding
 from skyrl_train.algorithms.ratios import Turns, masked, turns_of
 from skyrl_train.algorithms.rejection import rejected
+from skyrl_train.batch.reduce import require_bool, require_float, require_rows
 from skyrl_train.config.algorithm import OffPolicyConfig
 from skyrl_train.telemetry.metrics import Max, Mean, Metric, later
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from skyrl_train.batch.jagged import moved, offsets_of
 from skyrl_train.batch.merge import hosts_of
 from skyrl_train.batch.prefix_tree import PrefixOrder, Segment, prefix_order, tree_segments
-from skyrl_train.batch.scored_tokens import ScoredTokens, find_scored, sequence_offsets
+from skyrl_train.batch.scored_tokens import ScoredTokens, loss_tokens, sequence_offsets
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutName
 
@@ -270,3 +270,45 @@ def spread_to_rows(values: Tensor, rows: TrainingInputBatch) -> Tensor:
     """`[num_tokens]` to `[rows, longest]`, 0 in padding; carries gradients."""
     width, places = rows.padding()
     return values.new_zeros(rows.num_rows * width).index_copy(0, places, values).view(rows.num_rows, width)
+
+
+def find_scored(rows: TrainingInputBatch, layout: Layout) -> ScoredTokens:
+    """Raises BatchError where `loss_mask` marks the first token of a row, before which there is nothing."""
+    marked = loss_tokens(rows)
+    tokens, before = states_before(marked, layout)
+    nothing = tokens.new_empty(0)
+    if not layout.is_shared:
+        return ScoredTokens(
+            tokens=tokens,
+            states=before,
+            representatives=torch.arange(len(tokens), device=tokens.device),
+            copies=None,
+            by_state=nothing,
+            ends=nothing.cpu(),
+            read=torch.unique(before),
+            num_loss_tokens=len(marked),
+        )
+    _, copies = torch.unique(layout.position_of_token[tokens], return_inverse=True)
+    number = torch.arange(len(copies), device=copies.device)
+    one_of = torch.empty_like(copies[: int(copies.max()) + 1 if len(copies) else 0]).scatter_(0, copies, number)
+    states = before[one_of]
+    return ScoredTokens(
+        tokens=tokens,
+        states=states,
+        representatives=one_of,
+        copies=copies,
+        by_state=torch.argsort(copies, stable=True),
+        ends=torch.bincount(copies).cumsum(0).cpu(),
+        read=torch.unique(states),
+        num_loss_tokens=len(marked),
+    )
+
+
+def states_before(tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Those of `tokens` (flat places, int64) that this rank's hidden states predict, and which of these states are before
+    them."""
+    before = layout.locate(layout.position_of_token[tokens - 1])
+    if layout.group is None:
+        return tokens, before
+    own = before >= 0
+    return tokens[own], before[own]

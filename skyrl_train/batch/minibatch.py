@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.reduce import whiten
+from skyrl_train.batch.reduce import whiten
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.parts import LOSS_REDUCTIONS
 from skyrl_train.errors import BatchError

@@ -8,7 +8,6 @@ that is queued there. So they are found on the host, where the rows are, before 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +15,6 @@ from torch import Tensor
 from skyrl_train.batch.jagged import moved
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError
-
-if TYPE_CHECKING:
-    from skyrl_train.batch.layout import Layout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,38 +54,6 @@ class ScoredTokens:
         )
 
 
-def find_scored(rows: TrainingInputBatch, layout: Layout) -> ScoredTokens:
-    """Raises BatchError where `loss_mask` marks the first token of a row, before which there is nothing."""
-    marked = loss_tokens(rows)
-    tokens, before = states_before(marked, layout)
-    nothing = tokens.new_empty(0)
-    if not layout.is_shared:
-        return ScoredTokens(
-            tokens=tokens,
-            states=before,
-            representatives=torch.arange(len(tokens), device=tokens.device),
-            copies=None,
-            by_state=nothing,
-            ends=nothing.cpu(),
-            read=torch.unique(before),
-            num_loss_tokens=len(marked),
-        )
-    _, copies = torch.unique(layout.position_of_token[tokens], return_inverse=True)
-    number = torch.arange(len(copies), device=copies.device)
-    one_of = torch.empty_like(copies[: int(copies.max()) + 1 if len(copies) else 0]).scatter_(0, copies, number)
-    states = before[one_of]
-    return ScoredTokens(
-        tokens=tokens,
-        states=states,
-        representatives=one_of,
-        copies=copies,
-        by_state=torch.argsort(copies, stable=True),
-        ends=torch.bincount(copies).cumsum(0).cpu(),
-        read=torch.unique(states),
-        num_loss_tokens=len(marked),
-    )
-
-
 def sequence_offsets(rows: TrainingInputBatch) -> Tensor:
     """int64: where sequences begin in the flat columns, and the end: at each row, and, in rows that were packed of
     several sequences (column `position_ids`), at each of those."""
@@ -109,13 +73,3 @@ def loss_tokens(rows: TrainingInputBatch) -> Tensor:
         row = int(torch.searchsorted(rows.row_offsets, begins[first][0], right=True)) - 1
         raise BatchError(f"row {row} marks its first token for the loss, but nothing comes before it to predict it")
     return mask.nonzero().squeeze(1)
-
-
-def states_before(tokens: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Those of `tokens` (flat places, int64) that this rank's hidden states predict, and which of these states are before
-    them."""
-    before = layout.locate(layout.position_of_token[tokens - 1])
-    if layout.group is None:
-        return tokens, before
-    own = before >= 0
-    return tokens[own], before[own]

@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from skyrl_train.cli.auto_placement import place
-from skyrl_train.cli.composition import Composer, as_in_a_run
+from skyrl_train.cli.composition import Composer, as_in_a_run, plain_values
 from skyrl_train.cli.machine import machine_violations
 from skyrl_train.cli.overrides import alternatives, choices_of, is_hydra, reason, text_of, value_of
 from skyrl_train.cli.roots import RL_ROOT, Root
@@ -135,7 +135,7 @@ class CommandLine:
         if config is None or names_only:
             return None
         with as_in_a_run(config, index, multirun=self._multirun):
-            loaded = read_root(config, self._root.schema)
+            loaded = read_root(plain_values(config), self._root.schema)
             violations = self._violations_of(loaded)
         for violation in violations:
             self._found.setdefault(str(violation), violation)

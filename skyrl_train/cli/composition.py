@@ -1,10 +1,12 @@
-"""Composing with Hydra's loader: what there is to choose from, and which overrides it refuses and why."""
+"""Hydra's configs: what there is to choose from, which overrides are refused and why, and their way into the schema."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
@@ -13,11 +15,14 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from skyrl_train.cli.overrides import reason, text_of
+from skyrl_train.config.load import MISSING, Unresolved, load_root
+
+T = TypeVar("T")
 
 _ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 
@@ -105,3 +110,39 @@ def as_in_a_run(config: DictConfig, index: int, *, multirun: bool) -> Iterator[N
         yield
     finally:
         HydraConfig.instance().cfg = before
+
+
+def load_node(node: DictConfig, schema: type[T]) -> T:
+    """The validated configuration of a composed config. Raises ConfigError with all that is wrong with single settings."""
+    return load_root(plain_values(node), schema)
+
+
+def write_yaml(content: Mapping[str, Any], path: Path) -> None:
+    """Write plain nested values, e.g. a resolved configuration with its secrets redacted."""
+    OmegaConf.save(OmegaConf.create(dict(content)), path)
+
+
+def plain_values(node: Any) -> Any:
+    """The nested plain containers of a composed config; interpolations are resolved one by one, so that one failure does not
+    hide the next."""
+    if isinstance(node, DictConfig):
+        if node._is_none() or node._is_missing():
+            return None if node._is_none() else MISSING
+        return {key: _item(node, key) for key in node}
+    if isinstance(node, ListConfig):
+        if node._is_none() or node._is_missing():
+            return None if node._is_none() else MISSING
+        return [_item(node, index) for index in range(len(node))]
+    if isinstance(node, Mapping):
+        return {key: plain_values(value) for key, value in node.items()}
+    return node
+
+
+def _item(node: DictConfig | ListConfig, key: Any) -> Any:
+    if OmegaConf.is_missing(node, key):
+        return MISSING
+    try:
+        return plain_values(node[key])
+    except OmegaConfBaseException as error:
+        child = node._get_node(key)
+        return Unresolved(str(getattr(child, "_value", lambda: key)()), str(error).splitlines()[0])

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from safetensors.torch import save_file
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import require_float
 from skyrl_train.algorithms.critic_losses import ValueLossInputs
 from skyrl_train.algorithms.inputs import PolicyLossOutput
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
+from skyrl_train.batch.reduce import require_float
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.parts import CRITIC_LOSSES

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from skyrl_train.batch.layout import Layout
-from skyrl_train.batch.scored_tokens import find_scored
+from skyrl_train.batch.layout import Layout, find_scored
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.distributed.fsdp import decoder_layers
 from skyrl_train.model.attention import READ

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.layout import Layout, spread_to_rows
-from skyrl_train.batch.scored_tokens import ScoredTokens, find_scored
+from skyrl_train.batch.layout import Layout, find_scored, spread_to_rows
+from skyrl_train.batch.scored_tokens import ScoredTokens
 from skyrl_train.batch.training_batch import TrainingInputBatch
 
 ELEMENTS_PER_TILE = 1 << 21

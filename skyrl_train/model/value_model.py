@@ -14,8 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from skyrl_train.batch.layout import Layout, spread_to_rows
-from skyrl_train.batch.scored_tokens import find_scored
+from skyrl_train.batch.layout import Layout, find_scored, spread_to_rows
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import ModelError
 from skyrl_train.model.causal_lm import (

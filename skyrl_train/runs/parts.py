@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_train.config.load import write_yaml
+from skyrl_train.cli.composition import write_yaml
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
 

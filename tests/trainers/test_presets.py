@@ -12,9 +12,9 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
-from skyrl_train.config.load import load_config
+from skyrl_train.cli.composition import load_node
 from skyrl_train.config.paths import conf_dir
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.schema import Config, ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
 from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.metrics_log import read_metrics
@@ -58,7 +58,7 @@ def run_steps(folder: Path, overrides: Sequence[str]) -> list[dict[str, float]]:
     register_resolvers()
     with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
         node = compose("config", [*SMALL, *overrides, f"output_dir={folder}"])
-    train(load_config(node))
+    train(load_node(node, Config))
     return [dict(record) for record in read_metrics(folder / "metrics.jsonl") if record["step"] > 0]
 
 

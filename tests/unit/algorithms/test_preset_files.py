@@ -8,6 +8,7 @@ from hydra import compose, initialize_config_dir
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.cli.composition import load_node
 from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, register_resolvers
 from skyrl_train.config.algorithm import (
     AlgorithmConfig,
@@ -17,7 +18,7 @@ from skyrl_train.config.algorithm import (
     needs_reference,
 )
 from skyrl_train.config.algorithm_rules import algorithm_violations
-from skyrl_train.config.load import load_config
+from skyrl_train.config.schema import Config
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 PRESETS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
@@ -28,7 +29,7 @@ def preset(name: str, *overrides: str) -> AlgorithmConfig:
     register_resolvers()
     with initialize_config_dir(str(CONF), version_base=HYDRA_VERSION_BASE):
         node = compose("config", [f"algorithm={name}", "platform=cpu", *overrides])
-    return load_config(node).trainer.algorithm
+    return load_node(node, Config).trainer.algorithm
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -11,8 +11,9 @@ import yaml
 from composing import composed
 
 from skyrl_train.cli import machine, resolvers
+from skyrl_train.cli.composition import load_node, plain_values
 from skyrl_train.config.fields import walk
-from skyrl_train.config.load import load_config, read_config
+from skyrl_train.config.load import read_root
 from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.platform import DetectedPlatform
 from skyrl_train.config.schema import Config
@@ -65,7 +66,7 @@ def package(file: Path) -> str:
 
 
 def test_cpu_without_choices_is_the_schema_but_for_the_tracker_and_the_folder() -> None:
-    config = load_config(composed("platform=cpu", "tracker=[]", "output_dir=outputs"))
+    config = load_node(composed("platform=cpu", "tracker=[]", "output_dir=outputs"), Config)
     assert config == Config()
 
 
@@ -98,20 +99,20 @@ def test_every_leaf_of_a_file_is_a_setting(file: Path) -> None:
 )
 def test_every_choice_composes_and_breaks_no_rule(file: Path, platform: str) -> None:
     first = [] if file.parent.name == "platform" else [f"platform={platform}"]
-    loaded = read_config(composed(*first, choice(file), *ASKS_FOR_MORE.get(choice(file), [])))
+    loaded = read_root(plain_values(composed(*first, choice(file), *ASKS_FOR_MORE.get(choice(file), []))), Config)
     assert [str(problem) for problem in (*loaded.violations, *validate_config(loaded.config))] == []
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_fits_every_platform(experiment: str, platform: str) -> None:
-    config = load_config(composed(f"+experiment={experiment}", f"platform={platform}"))
+    config = load_node(composed(f"+experiment={experiment}", f"platform={platform}"), Config)
     assert validate_config(config) == []
     assert config.platform.name == platform
 
 
 def test_the_cpu_platform_is_small_and_in_one_process() -> None:
-    config = load_config(composed("+experiment=gsm8k_multiturn", "platform=cpu"))
+    config = load_node(composed("+experiment=gsm8k_multiturn", "platform=cpu"), Config)
     assert config.model.path == "builtin:tiny_qwen2"
     assert config.data.train == ("builtin:word_problems/train",)
     assert config.environment.env_class == "word_problems"
@@ -121,7 +122,9 @@ def test_the_cpu_platform_is_small_and_in_one_process() -> None:
 
 
 def test_vllm_in_one_process_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config(composed("+experiment=gsm8k_multiturn", "platform=cpu", "generator=vllm", "placement=inline"))
+    config = load_node(
+        composed("+experiment=gsm8k_multiturn", "platform=cpu", "generator=vllm", "placement=inline"), Config
+    )
     assert validate_config(config) == []
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     (missing,) = machine.machine_violations(config)
@@ -132,27 +135,27 @@ def test_vllm_in_one_process_is_asked_for_where_it_is_missing(monkeypatch: pytes
 
 
 def test_the_gpu_platform_is_qwen_on_gsm8k_with_vllm_on_ray() -> None:
-    config = load_config(composed("+experiment=gsm8k_multiturn", "platform=gpu"))
+    config = load_node(composed("+experiment=gsm8k_multiturn", "platform=gpu"), Config)
     assert config.model.path == "Qwen/Qwen2.5-1.5B-Instruct"
     assert config.environment.env_class == ENV_CLASS == "gsm8k_multi_turn"
     assert config.generator.backend == "vllm"
     assert (config.placement.backend, config.placement.auto) == ("ray", True)
     assert (config.trainer.layout, config.trainer.micro_batching) == ("auto", "auto")
-    assert config.trainer.train_batch_size > load_config(composed("platform=cpu")).trainer.train_batch_size
+    assert config.trainer.train_batch_size > load_node(composed("platform=cpu"), Config).trainer.train_batch_size
 
 
 def test_gsm8k_is_taken_from_its_files_where_they_are_and_from_the_hub_where_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SKYRL_TRAIN_DATA", str(tmp_path))
-    from_hub = load_config(composed("platform=gpu")).data
+    from_hub = load_node(composed("platform=gpu"), Config).data
     assert (from_hub.train, from_hub.validation) == (("openai/gsm8k/main:train",), ("openai/gsm8k/main:test",))
     assert from_hub.row_format == "gsm8k"
     (tmp_path / "gsm8k").mkdir()
     files = [tmp_path / "gsm8k" / f"{split}.parquet" for split in ("train", "validation")]
     for file in files:
         file.touch()
-    from_files = load_config(composed("platform=gpu")).data
+    from_files = load_node(composed("platform=gpu"), Config).data
     assert (*from_files.train, *from_files.validation) == tuple(map(str, files))
 
 
@@ -161,9 +164,9 @@ def test_the_platform_is_detected_unless_stated(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(resolvers, "detect_platform", lambda: DetectedPlatform(name=found, reason="a test"))
     other = {"cpu": "gpu", "gpu": "cpu"}[found]
 
-    assert load_config(composed()).platform.name == found
-    assert load_config(composed("+experiment=gsm8k_multiturn")).platform.name == found
-    assert load_config(composed(f"platform={other}")).platform.name == other
+    assert load_node(composed(), Config).platform.name == found
+    assert load_node(composed("+experiment=gsm8k_multiturn"), Config).platform.name == found
+    assert load_node(composed(f"platform={other}"), Config).platform.name == other
 
 
 @pytest.mark.parametrize(
@@ -187,18 +190,18 @@ def test_the_command_line_wins_over_platform_and_experiment(first: list[str], ar
 
 
 def test_trackers_combine() -> None:
-    tracker = load_config(composed("tracker=[console,wandb]")).tracker
+    tracker = load_node(composed("tracker=[console,wandb]"), Config).tracker
     assert (tracker.console.enabled, tracker.wandb.enabled, tracker.tensorboard.enabled) == (True, True, False)
-    tracker = load_config(composed("tracker=tensorboard")).tracker
+    tracker = load_node(composed("tracker=tensorboard"), Config).tracker
     assert (tracker.console.enabled, tracker.wandb.enabled, tracker.tensorboard.enabled) == (False, False, True)
 
 
 def test_a_value_per_platform_fails_for_a_platform_it_does_not_name() -> None:
-    loaded = read_config(composed("platform=cpu", "seed='${per_platform:{gpu:1}}'"))
+    loaded = read_root(plain_values(composed("platform=cpu", "seed='${per_platform:{gpu:1}}'")), Config)
     (violation,) = loaded.violations
     assert violation.field == "seed"
     assert "per_platform has no value for platform 'cpu', only for gpu" in violation.remedy
 
 
 def test_small_numbers_on_the_command_line_are_numbers() -> None:
-    assert load_config(composed("trainer.policy.optimizer.lr=1e-6")).trainer.policy.optimizer.lr == 1e-6
+    assert load_node(composed("trainer.policy.optimizer.lr=1e-6"), Config).trainer.policy.optimizer.lr == 1e-6

@@ -11,9 +11,10 @@ import yaml
 from composing import composed
 
 from skyrl_train.cli import machine
+from skyrl_train.cli.composition import load_node, plain_values
 from skyrl_train.cli.preflight import preflight
 from skyrl_train.config.fields import walk
-from skyrl_train.config.load import load_root, read_root
+from skyrl_train.config.load import read_root
 from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.sft import SFTConfig, learner_config, validate_sft
 
@@ -22,7 +23,7 @@ PLATFORMS = ("cpu", "gpu")
 
 
 def sft(*overrides: str) -> SFTConfig:
-    return load_root(composed(*overrides, root="sft"), SFTConfig)
+    return load_node(composed(*overrides, root="sft"), SFTConfig)
 
 
 def choice(file: Path) -> str:
@@ -54,7 +55,7 @@ def test_every_leaf_of_a_file_is_a_setting(file: Path) -> None:
 @pytest.mark.parametrize("file", FILES, ids=choice)
 def test_every_choice_composes_and_breaks_no_rule(file: Path, platform: str) -> None:
     first = [] if file.parent.name == "sft_platform" else [f"sft_platform={platform}"]
-    loaded = read_root(composed(*first, choice(file), root="sft"), SFTConfig)
+    loaded = read_root(plain_values(composed(*first, choice(file), root="sft")), SFTConfig)
     assert [str(problem) for problem in (*loaded.violations, *validate_sft(loaded.config))] == []
 
 

@@ -17,11 +17,12 @@ import logging
 import sys
 
 from skyrl_train.cli import start
-from skyrl_train.config.load import load_config
+from skyrl_train.config.schema import Config
+from skyrl_train.cli.composition import load_node
 
 
 def run(node):
-    config = load_config(node)
+    config = load_node(node, Config)
     logging.getLogger("standin").info("for the file")
     logging.getLogger("standin").warning("for the terminal")
     print("RUN", config.seed, config.output_dir, "torch" in sys.modules)

@@ -4,7 +4,8 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from skyrl_train.config.load import load_config, read_config
+from skyrl_train.cli.composition import load_node
+from skyrl_train.config.load import load_config, read_root
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError
 
@@ -17,13 +18,13 @@ def test_an_empty_config_is_the_defaults() -> None:
 def test_small_numbers_in_yaml_are_numbers_whoever_reads_it(text: str) -> None:
     document = f"trainer: {{policy: {{optimizer: {{lr: {text}}}}}}}"
 
-    assert load_config(OmegaConf.create(document)).trainer.policy.optimizer.lr == 1e-6
+    assert load_node(OmegaConf.create(document), Config).trainer.policy.optimizer.lr == 1e-6
     assert load_config(yaml.safe_load(document)).trainer.policy.optimizer.lr == 1e-6
 
 
 def test_interpolations_are_resolved() -> None:
     node = OmegaConf.create({"seed": 7, "run_name": "run_${seed}", "trainer": {"total_steps": "${seed}"}})
-    config = load_config(node)
+    config = load_node(node, Config)
     assert config.run_name == "run_7"
     assert config.trainer.total_steps == 7
 
@@ -34,7 +35,7 @@ def test_one_failing_interpolation_does_not_hide_the_next_problem() -> None:
     )
 
     with pytest.raises(ConfigError) as error:
-        load_config(node)
+        load_node(node, Config)
 
     found = {violation.field: violation for violation in error.value.violations}
     assert set(found) == {"run_name", "seed", "data.train", "model.path"}
@@ -55,7 +56,7 @@ def test_the_error_counts_and_lists_the_problems() -> None:
 
 
 def test_what_was_refused_carries_its_default() -> None:
-    loaded = read_config({"seed": "x", "trainer": {"total_steps": 3}})
+    loaded = read_root({"seed": "x", "trainer": {"total_steps": 3}}, Config)
     assert loaded.config.seed == 0
     assert loaded.config.trainer.total_steps == 3
     assert loaded.refused == {"seed"}

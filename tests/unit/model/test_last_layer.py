@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from skyrl_train.batch.layout import LAYOUTS
+from skyrl_train.batch.layout import LAYOUTS, states_before
 from skyrl_train.batch.prefix_tree import Segment
-from skyrl_train.batch.scored_tokens import loss_tokens, states_before
+from skyrl_train.batch.scored_tokens import loss_tokens
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
 from skyrl_train.config.schema import LoraConfig
 from skyrl_train.errors import BatchError

@@ -16,8 +16,8 @@ from packaging.requirements import Requirement
 
 from skyrl_train.cli import register_resolvers
 from skyrl_train.cli.auto_placement import place
+from skyrl_train.cli.composition import load_node
 from skyrl_train.config.bundles import count_engines
-from skyrl_train.config.load import load_config
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from tests.auto_placement_cases import gpus
@@ -29,7 +29,7 @@ LAUNCH = REPOSITORY / "scripts" / "launch"
 def composed(*overrides: str) -> Config:
     register_resolvers()
     with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-        return load_config(compose("config", overrides=[*overrides, "output_dir=/outputs"]))
+        return load_node(compose("config", overrides=[*overrides, "output_dir=/outputs"]), Config)
 
 
 def overrides_of(command: str) -> list[str]:

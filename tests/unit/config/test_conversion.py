@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from skyrl_train.config.convert import Conversion
+from skyrl_train.config.load import Conversion
 from skyrl_train.config.rules import Range
 from skyrl_train.errors import Violation
 

@@ -1,4 +1,7 @@
-"""Masked sums, means and variances. Mean and variance always run over the same tokens: those of the mask."""
+"""Masked sums, means and variances, and named errors for malformed tensors (plain `if`s, so that `python -O` keeps them).
+
+Mean and variance always run over the same tokens: those of the mask.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import require_bool, require_float
 from skyrl_train.errors import BatchError
+
+Shape = torch.Size | tuple[int, ...]
 
 
 def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -70,3 +74,45 @@ def whiten(values: Tensor, mask: Tensor, *, boundaries: Sequence[tuple[int, int]
         scaled = (part - kept.mean()) / kept.std(unbiased=True)
         whitened[start:stop] = torch.where(part_mask, scaled, 0.0).to(values.dtype)
     return whitened
+
+
+def require_float(name: str, value: Tensor, shape: Shape) -> None:
+    """Raises BatchError unless `value` is a floating-point tensor of this shape."""
+    _require_tensor(name, value)
+    if not value.is_floating_point():
+        raise BatchError(f"{name} must be floating point; got {value.dtype}. Convert it with .float() or .double()")
+    _require_shape(name, value, shape)
+
+
+def require_bool(name: str, value: Tensor, shape: Shape) -> None:
+    """Raises BatchError unless `value` is a bool tensor of this shape."""
+    _require_tensor(name, value)
+    if value.dtype is not torch.bool:
+        raise BatchError(f"{name} must be bool; got {value.dtype}. Convert it with .bool()")
+    _require_shape(name, value, shape)
+
+
+def require_integer(name: str, value: Tensor, shape: Shape) -> None:
+    """Raises BatchError unless `value` is an integer tensor of this shape."""
+    _require_tensor(name, value)
+    if value.is_floating_point() or value.dtype is torch.bool:
+        raise BatchError(f"{name} must be an integer tensor; got {value.dtype}")
+    _require_shape(name, value, shape)
+
+
+def require_rows(name: str, value: Tensor) -> torch.Size:
+    """The shape of a `[rows, len]` column. Raises BatchError for anything else."""
+    _require_tensor(name, value)
+    if value.dim() != 2:
+        raise BatchError(f"{name} must have shape [rows, len]; got {list(value.shape)}")
+    return value.shape
+
+
+def _require_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise BatchError(f"{name} must be a tensor; got {type(value).__name__}")
+
+
+def _require_shape(name: str, value: Tensor, shape: Shape) -> None:
+    if tuple(value.shape) != tuple(shape):
+        raise BatchError(f"{name} has shape {list(value.shape)}; expected {list(shape)} like the others")

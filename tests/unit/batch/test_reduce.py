@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from skyrl_train.algorithms.reduce import masked_mean, masked_var, whiten
+from skyrl_train.batch.reduce import masked_mean, masked_var, whiten
 from skyrl_train.errors import BatchError
 
 VALUES = torch.tensor([[1.0, 3.0, math.nan], [5.0, math.inf, -7.0]], dtype=torch.float64)
