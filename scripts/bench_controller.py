@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -37,7 +38,17 @@ from skyrl_train.telemetry.metrics_log import MetricsLog
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.rollout_sink import RolloutLog
 from skyrl_train.trainers.step_metrics import batch_metrics, rollout_metrics
-from skyrl_train.types import Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
+from skyrl_train.types import (
+    Outcome,
+    Prompt,
+    RolloutBatch,
+    StopReason,
+    TokenIds,
+    Trajectory,
+    Turn,
+    VersionRun,
+    token_ids,
+)
 
 VOCABULARY = 150_000
 TARGET_SHARE = 0.03
@@ -105,27 +116,27 @@ def make_rollouts(args: argparse.Namespace) -> RolloutBatch:
 
 
 def make_trajectory(
-    rng: random.Random, args: argparse.Namespace, uid: str, sample: int, prompt_ids: tuple[int, ...]
+    rng: random.Random, args: argparse.Namespace, uid: str, sample: int, prompt_ids: TokenIds
 ) -> Trajectory:
     per_turn = (args.tokens_per_sequence - len(prompt_ids)) // args.turns
     num_observation = per_turn // 8 if args.turns > 1 else 0
     turns: list[Turn] = []
-    context = prompt_ids
+    added = prompt_ids
     for number in range(args.turns):
         response = random_ids(rng, per_turn - num_observation)
         turns.append(
             Turn(
-                prompt_token_ids=context,
+                parent=number - 1 if number else None,
+                added_token_ids=added,
                 response_token_ids=response,
-                response_logprobs=tuple(-rng.random() for _ in response),
+                response_logprobs=np.array([-rng.random() for _ in response], dtype=np.float32),
                 response_text="word " * len(response),
                 reward=float(rng.random() < 0.5) if number == args.turns - 1 else 0.0,
                 stop_reason=StopReason.STOP,
-                weight_version=0,
-                extends_previous=True,
+                weight_versions=(VersionRun(start=0, version=0),),
             )
         )
-        context = context + response + random_ids(rng, num_observation)
+        added = random_ids(rng, num_observation)
     return Trajectory(
         prompt_uid=uid,
         sample_index=sample,
@@ -135,8 +146,8 @@ def make_trajectory(
     )
 
 
-def random_ids(rng: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(VOCABULARY) for _ in range(count))
+def random_ids(rng: random.Random, count: int) -> TokenIds:
+    return token_ids([rng.randrange(VOCABULARY) for _ in range(count)])
 
 
 def step_seconds(args: argparse.Namespace, rollouts: RolloutBatch) -> tuple[float, float]:
@@ -153,8 +164,8 @@ def step_seconds(args: argparse.Namespace, rollouts: RolloutBatch) -> tuple[floa
 
 def num_tokens(rollouts: RolloutBatch, *, step_wise: bool) -> int:
     """Of all rows: with one row per turn, a turn's context is in each row that follows."""
-    turns = [turn for trajectory in rollouts.trajectories for turn in trajectory.turns[0 if step_wise else -1 :]]
-    return sum(len(turn.prompt_token_ids) + len(turn.response_token_ids) for turn in turns)
+    contexts = [trajectory.contexts() for trajectory in rollouts.trajectories]
+    return sum(len(context) for each in contexts for context in each[0 if step_wise else -1 :])
 
 
 def measure(

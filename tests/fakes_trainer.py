@@ -48,6 +48,8 @@ from skyrl_train.types import (
     StopReason,
     Trajectory,
     Turn,
+    find_parent,
+    token_ids,
 )
 
 BASE_LOGPROB = -1.0
@@ -63,21 +65,31 @@ def make_prompts(count: int, **columns: Any) -> list[Prompt]:
 def make_turn(
     prompt: Sequence[int] = (1, 2), response: Sequence[int] = (3,), *, reward: float = 0.0, **changes: Any
 ) -> Turn:
-    turn = Turn(
-        prompt_token_ids=tuple(prompt),
-        response_token_ids=tuple(response),
-        response_logprobs=(BASE_LOGPROB,) * len(response),
-        response_text="x" * len(response),
-        reward=reward,
-        stop_reason=StopReason.STOP,
-        weight_version=0,
-        extends_previous=True,
-    )
-    return replace(turn, **changes)
+    """A turn with its whole prompt: `linked` makes it one of a trajectory."""
+    fields: dict[str, Any] = {
+        "added_token_ids": token_ids(prompt),
+        "response_token_ids": token_ids(response),
+        "response_logprobs": (BASE_LOGPROB,) * len(response),
+        "response_text": "x" * len(response),
+        "reward": reward,
+        "stop_reason": StopReason.STOP,
+        "weight_versions": ((0, 0),),
+    }
+    return Turn(**{**fields, **changes})
+
+
+def linked(*turns: Turn) -> tuple[Turn, ...]:
+    """Turns that were made with their whole prompts, each as what it adds to the earlier one that it continues."""
+    found: list[Turn] = []
+    for turn in turns:
+        parent, added = find_parent(found, turn.added_token_ids)
+        found.append(replace(turn, parent=parent, added_token_ids=added))
+    return tuple(found)
 
 
 def make_trajectory(*turns: Turn, uid: str = "p0", sample: int = 0, **changes: Any) -> Trajectory:
-    trajectory = Trajectory(prompt_uid=uid, sample_index=sample, turns=turns or (make_turn(),), outcome=Outcome.DONE)
+    turns = linked(*turns) or (make_turn(),)
+    trajectory = Trajectory(prompt_uid=uid, sample_index=sample, turns=turns, outcome=Outcome.DONE)
     return replace(trajectory, **changes)
 
 

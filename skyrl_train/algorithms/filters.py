@@ -115,6 +115,8 @@ def mask_rows(batch: TrainingInputBatch, rollouts: RolloutBatch, config: Algorit
         return batch
     loss_mask = batch["loss_mask"]
     trained = loss_mask & ~torch.repeat_interleave(left_out, batch.lengths)
+    if "response_mask" in batch:
+        return batch.with_columns(loss_mask=trained)
     return batch.with_columns(loss_mask=trained, response_mask=loss_mask)
 
 

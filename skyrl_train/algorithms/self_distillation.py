@@ -75,11 +75,12 @@ def teacher_rows(batch: TrainingInputBatch, rollouts: RolloutBatch) -> TrainingI
 
 def _prompts(trajectory: Trajectory) -> tuple[Tensor, Tensor]:
     """The student's first prompt and the teacher's, int32."""
-    if not trajectory.teacher_prompt_token_ids:
+    if not len(trajectory.teacher_prompt_token_ids):
         raise BatchError(
             f"trajectory {trajectory.prompt_uid}/{trajectory.sample_index} has no prompt for the teacher: it was generated"
             " without generator.privileged_context, or its environment changed the data row's messages"
         )
-    both = trajectory.turns[0].prompt_token_ids, trajectory.teacher_prompt_token_ids
-    student, teacher = (torch.tensor(token_ids, dtype=torch.int32) for token_ids in both)
+    # Copied, since a tensor may not share the memory of a read-only column.
+    both = trajectory.turns[0].added_token_ids, trajectory.teacher_prompt_token_ids
+    student, teacher = (torch.tensor(column, dtype=torch.int32) for column in both)
     return student, teacher

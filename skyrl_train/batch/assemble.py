@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
 
 import numpy as np
 import torch
@@ -27,12 +26,12 @@ from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.sequence_parallel import data_parallel_size
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import PartSpec, part_name
-from skyrl_train.types import RolloutBatch, Trajectory, Turn
+from skyrl_train.types import RolloutBatch, TokenIds, Trajectory, Turn, token_ids
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One training row to be: the tokens of `turns[-1]`, with the responses of all `turns` to be trained."""
+    """One training row to be: the context of its last turn, with the responses of all its turns to be trained."""
 
     prompt_index: int
     trajectory_index: int
@@ -40,18 +39,13 @@ class _Row:
     is_last_step: bool
     turns: tuple[Turn, ...]
     """Empty for the placeholder of a failed trajectory."""
+    prompt_lengths: tuple[int, ...]
+    """Of `turns`: where their responses begin in the row."""
+    input_ids: TokenIds
+    """`[tokens]` int32: prompt and response of the last turn."""
 
-    @property
-    def num_tokens(self) -> int:
-        if not self.turns:
-            return DUMMY_ROW_LENGTH
-        return len(self.turns[-1].prompt_token_ids) + len(self.turns[-1].response_token_ids)
 
-    @property
-    def token_parts(self) -> tuple[tuple[int, ...], ...]:
-        if not self.turns:
-            return ((0,) * DUMMY_ROW_LENGTH,)
-        return self.turns[-1].prompt_token_ids, self.turns[-1].response_token_ids
+_PLACEHOLDER = token_ids([0] * DUMMY_ROW_LENGTH)
 
 
 def assemble(
@@ -72,7 +66,7 @@ def assemble(
     if config.trainer.algorithm.step_rewards == "turn_return":
         _check_turns_are_apart(rollouts, made)
     uids = tuple(rollouts.prompts[row.prompt_index].uid for row in made)
-    lengths = np.fromiter((row.num_tokens for row in made), np.int64, len(made))
+    lengths = np.fromiter((len(row.input_ids) for row in made), np.int64, len(made))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     row_columns = _row_columns(made, weight_version)
 
@@ -143,13 +137,19 @@ def _rows(rollouts: RolloutBatch, spec: PartSpec) -> Iterator[_Row]:
                 f"trajectory {trajectory_index} belongs to {trajectory.prompt_uid!r}, but {uid!r} was expected there"
             )
         if trajectory.failed:
-            yield _Row(prompt_index, trajectory_index, 0, False, ())
+            yield _Row(prompt_index, trajectory_index, 0, False, (), (), _PLACEHOLDER)
             continue
-        _check_turns(trajectory)
+        prompt_lengths = trajectory.prompt_lengths()
+        _check_turns(trajectory, prompt_lengths)
         rows = [tuple(row) for row in rows_of(trajectory)]
         _check_rows(trajectory, rows, spec)
+        contexts, start = trajectory.contexts(), 0
         for step_index, row in enumerate(rows):
-            yield _Row(prompt_index, trajectory_index, step_index, step_index == len(rows) - 1, row)
+            stop = start + len(row)
+            starts = tuple(prompt_lengths[start:stop])
+            is_last = step_index == len(rows) - 1
+            yield _Row(prompt_index, trajectory_index, step_index, is_last, row, starts, contexts[stop - 1])
+            start = stop
 
 
 def _check_rows(trajectory: Trajectory, rows: Sequence[Sequence[Turn]], spec: PartSpec) -> None:
@@ -162,9 +162,9 @@ def _check_rows(trajectory: Trajectory, rows: Sequence[Sequence[Turn]], spec: Pa
             "no empty row"
         )
     for row in rows:
-        for previous, turn in pairwise(row):
-            if not _extends(turn, previous):
-                index = numbers[id(turn)]
+        for turn in row[1:]:
+            index = numbers[id(turn)]
+            if turn.parent != index - 1:
                 raise BatchError(
                     f"{name}, turn {index}: its prompt does not begin with the tokens of turn {index - 1}, so that one row "
                     "cannot hold both. Set generator.step_wise_trajectories=true to train one row per turn"
@@ -175,18 +175,13 @@ def _name(trajectory: Trajectory) -> str:
     return f"trajectory {trajectory.prompt_uid}/{trajectory.sample_index}"
 
 
-def _check_turns(trajectory: Trajectory) -> None:
+def _check_turns(trajectory: Trajectory, prompt_lengths: Sequence[int]) -> None:
     name = _name(trajectory)
     if not trajectory.turns:
         raise BatchError(f"{name} did not fail and yet has no turn")
-    for index, turn in enumerate(trajectory.turns):
-        if not turn.prompt_token_ids or not turn.response_token_ids:
+    for index, (turn, prompt_length) in enumerate(zip(trajectory.turns, prompt_lengths)):
+        if not prompt_length or not len(turn.response_token_ids):
             raise BatchError(f"{name}, turn {index}: a complete turn has at least one prompt and one response token")
-        if turn.response_logprobs and len(turn.response_logprobs) != len(turn.response_token_ids):
-            raise BatchError(
-                f"{name}, turn {index}: {len(turn.response_logprobs)} log-probabilities for "
-                f"{len(turn.response_token_ids)} tokens"
-            )
         if not math.isfinite(turn.reward):
             raise BatchError(
                 f"{name}, turn {index}: the reward is {turn.reward}; a broken reward must fail its trajectory"
@@ -196,10 +191,10 @@ def _check_turns(trajectory: Trajectory) -> None:
 def _check_turns_are_apart(rollouts: RolloutBatch, rows: Sequence[_Row]) -> None:
     """In one row, a turn is a maximal run of sampled tokens, so that a token of another lies between two of them."""
     for row in rows:
-        for previous, turn in pairwise(row.turns):
-            if len(turn.prompt_token_ids) == len(previous.prompt_token_ids) + len(previous.response_token_ids):
+        for turn in row.turns[1:]:
+            if not len(turn.added_token_ids):
                 trajectory = rollouts.trajectories[row.trajectory_index]
-                index = trajectory.turns.index(turn)
+                index = next(index for index, each in enumerate(trajectory.turns) if each is turn)
                 raise BatchError(
                     f"{_name(trajectory)}, turn {index}: nothing was observed "
                     f"after turn {index - 1}, so that one row cannot tell their returns apart "
@@ -207,19 +202,8 @@ def _check_turns_are_apart(rollouts: RolloutBatch, rows: Sequence[_Row]) -> None
                 )
 
 
-def _extends(turn: Turn, previous: Turn) -> bool:
-    """Whether the tokens agree; what the turn says of itself is not trusted alone (rollouts may come from a file)."""
-    context = len(previous.prompt_token_ids)
-    end = context + len(previous.response_token_ids)
-    return (
-        turn.extends_previous
-        and turn.prompt_token_ids[:context] == previous.prompt_token_ids
-        and turn.prompt_token_ids[context:end] == previous.response_token_ids
-    )
-
-
 def _row_columns(rows: list[_Row], weight_version: int) -> dict[str, np.ndarray]:
-    stale = (any(turn.weight_version < weight_version for turn in row.turns) for row in rows)
+    stale = (any(turn.oldest_weight_version < weight_version for turn in row.turns) for row in rows)
     return {
         "prompt_index": np.fromiter((row.prompt_index for row in rows), np.int32, len(rows)),
         "trajectory_index": np.fromiter((row.trajectory_index for row in rows), np.int32, len(rows)),
@@ -235,7 +219,7 @@ def _logprobs_are_recorded(rows: list[_Row]) -> bool:
 
     Raises BatchError where some do and some do not.
     """
-    recorded = {bool(turn.response_logprobs) for row in rows for turn in row.turns}
+    recorded = {bool(len(turn.response_logprobs)) for row in rows for turn in row.turns}
     if len(recorded) > 1:
         raise BatchError(
             "some turns carry log-probabilities of their tokens and some do not: record them for all or none"
@@ -245,21 +229,25 @@ def _logprobs_are_recorded(rows: list[_Row]) -> bool:
 
 def _token_columns(rows: list[_Row], offsets: np.ndarray) -> dict[str, np.ndarray]:
     num_tokens = int(offsets[-1])
-    tokens = chain.from_iterable(part for row in rows for part in row.token_parts)
-    columns = {
-        "input_ids": np.fromiter(tokens, np.int32, num_tokens),
-        "loss_mask": np.zeros(num_tokens, np.bool_),
-        "rewards": np.zeros(num_tokens, np.float32),
-    }
+    sampled = np.zeros(num_tokens, np.bool_)
+    trained = np.zeros(num_tokens, np.bool_)
+    rewards = np.zeros(num_tokens, np.float32)
+    logprobs = np.zeros(num_tokens, np.float32)
     recorded = _logprobs_are_recorded(rows)
-    if recorded:
-        columns["rollout_logprobs"] = np.zeros(num_tokens, np.float32)
     for row, offset in zip(rows, offsets.tolist()):
-        for turn in row.turns:
-            start = offset + len(turn.prompt_token_ids)
+        for turn, prompt_length in zip(row.turns, row.prompt_lengths):
+            start = offset + prompt_length
             stop = start + len(turn.response_token_ids)
-            columns["loss_mask"][start:stop] = True
+            sampled[start:stop] = True
+            trained[start:stop] = turn.loss_mask if len(turn.loss_mask) else True
             if recorded:
-                columns["rollout_logprobs"][start:stop] = turn.response_logprobs
-            columns["rewards"][stop - 1] = turn.reward
-    return columns
+                logprobs[start:stop] = turn.response_logprobs
+            rewards[stop - 1] = turn.reward
+    return {
+        "input_ids": np.concatenate([row.input_ids for row in rows]),
+        "loss_mask": trained,
+        "rewards": rewards,
+        # By the first of these turns are found, where the loss leaves out some of a turn's tokens.
+        **({"response_mask": sampled} if bool((sampled != trained).any()) else {}),
+        **({"rollout_logprobs": logprobs} if recorded else {}),
+    }

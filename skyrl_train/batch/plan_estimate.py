@@ -134,9 +134,8 @@ def recorded_lengths(rollouts: Iterable[RolloutBatch], *, step_wise: bool, sourc
 
 def _recorded_rows(trajectory: Trajectory) -> tuple[Rows, Rows]:
     """Lengths of a trajectory's rows, one per turn, and what they share as in `RowLengths.shared`."""
-    turns = trajectory.turns
-    rows = [np.array(turn.prompt_token_ids + turn.response_token_ids, dtype=np.int32) for turn in turns]
-    shared = [len(turns[0].prompt_token_ids), *(common_prefix(left, right) for left, right in pairwise(rows))]
+    rows = trajectory.contexts()
+    shared = [trajectory.prompt_lengths()[0], *(common_prefix(left, right) for left, right in pairwise(rows))]
     return np.array([len(row) for row in rows], dtype=np.int64), np.array(shared, dtype=np.int64)
 
 

@@ -7,9 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.chat_tokens import ChatTokens, NextPrompt
+from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.rollout.env_runner import EnvironmentSession
 from skyrl_train.rollout.failures import Broken, describe
 from skyrl_train.seeding import derive_seed
@@ -22,8 +24,11 @@ from skyrl_train.types import (
     Prompt,
     SamplingParams,
     StopReason,
+    TokenIds,
     Trajectory,
     Turn,
+    VersionRun,
+    find_parent,
 )
 
 
@@ -42,7 +47,7 @@ class Job:
     """One sample of one prompt, and what its randomness is derived from."""
 
     prompt: Prompt
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: TokenIds
     """The prompt's own messages as tokens, shared by its samples; used where the environment does not change them."""
     prompt_index: int
     """Place in the batch: orders requests."""
@@ -50,7 +55,7 @@ class Job:
     """Identifies the prompt in seeds wherever it stands in the batch."""
     sample_index: int
     sampling: SamplingParams
-    teacher_token_ids: tuple[int, ...]
+    teacher_token_ids: TokenIds
     """The prompt with its privileged context; empty without one."""
     seed: int
     global_step: int
@@ -106,46 +111,46 @@ class AgentLoop:
         history = await self._session.start([dict(message) for message in self._job.prompt.messages])
         prompt = self._first_prompt(history)
         while True:
-            output = await self._ask_engine(prompt.token_ids)
+            output = await self._ask_engine(prompt)
             text = self._chat.text(output.token_ids)
             result = await self._session.step(text)
-            self._turns.append(_turn(prompt, output, text, result.reward))
+            self._add_turn(prompt, output, text, result.reward)
             if result.done:
                 return Outcome.DONE
             if len(self._turns) >= self._limits.max_turns:
                 return Outcome.MAX_TURNS
             history = [*history, {"role": "assistant", "content": text}]
             prompt = self._chat.next_prompt(
-                context=prompt.token_ids,
+                context=prompt,
                 response=output.token_ids,
                 history=history,
                 observations=result.observations,
             )
             history = [*history, *result.observations]
-            if self._room(prompt.token_ids) < 1:
+            if self._room(prompt) < 1:
                 return Outcome.CONTEXT_FULL
 
-    def _first_prompt(self, messages: list[ChatMessage]) -> NextPrompt:
+    def _first_prompt(self, messages: list[ChatMessage]) -> TokenIds:
         unchanged = messages == list(self._job.prompt.messages)
-        token_ids = self._job.prompt_token_ids if unchanged else self._chat.first_prompt(messages)
-        if self._room(token_ids) < 1:
+        prompt = self._job.prompt_token_ids if unchanged else self._chat.first_prompt(messages)
+        if self._room(prompt) < 1:
             raise Broken(
                 FailureKind.PROMPT_TOO_LONG,
-                f"the prompt has {len(token_ids)} tokens; generator.max_context_length="
+                f"the prompt has {len(prompt)} tokens; generator.max_context_length="
                 f"{self._limits.max_context_length} leaves no room for a response",
             )
-        return NextPrompt(token_ids=token_ids, extends_previous=True)
+        return prompt
 
-    def _room(self, token_ids: tuple[int, ...]) -> int:
-        return self._limits.max_context_length - len(token_ids)
+    def _room(self, prompt: TokenIds) -> int:
+        return self._limits.max_context_length - len(prompt)
 
-    async def _ask_engine(self, prompt_token_ids: tuple[int, ...]) -> GenerationOutput:
+    async def _ask_engine(self, prompt: TokenIds) -> GenerationOutput:
         turn_index = len(self._turns)
         sampling = self._job.sampling
-        new_tokens = min(sampling.max_generate_length, self._room(prompt_token_ids))
+        new_tokens = min(sampling.max_generate_length, self._room(prompt))
         request = GenerationRequest(
             request_id=self._job.request_id(turn_index),
-            prompt_token_ids=prompt_token_ids,
+            prompt_token_ids=tuple(prompt.tolist()),
             sampling=replace(sampling, max_generate_length=new_tokens),
             seed=self._job.request_seed(turn_index),
         )
@@ -175,23 +180,25 @@ class AgentLoop:
             teacher_prompt_token_ids=self._teacher_prompt(),
         )
 
-    def _teacher_prompt(self) -> tuple[int, ...]:
-        """None where the environment changed the messages that it was made of."""
-        unchanged = self._turns and self._turns[0].prompt_token_ids == self._job.prompt_token_ids
-        return self._job.teacher_token_ids if unchanged else ()
+    def _teacher_prompt(self) -> TokenIds:
+        """Return no tokens where the environment changed the messages that the teacher's prompt was made of."""
+        first = self._turns[0].added_token_ids if self._turns else ()
+        unchanged = np.array_equal(first, self._job.prompt_token_ids)
+        return self._job.teacher_token_ids if unchanged else self._job.teacher_token_ids[:0]
 
-
-def _turn(prompt: NextPrompt, output: GenerationOutput, text: str, reward: float) -> Turn:
-    return Turn(
-        prompt_token_ids=prompt.token_ids,
-        response_token_ids=output.token_ids,
-        response_logprobs=output.logprobs,
-        response_text=text,
-        reward=reward,
-        stop_reason=output.stop_reason,
-        weight_version=output.weight_version,
-        extends_previous=prompt.extends_previous,
-    )
+    def _add_turn(self, prompt: TokenIds, output: GenerationOutput, text: str, reward: float) -> None:
+        parent, added = find_parent(self._turns, prompt)
+        turn = Turn(
+            parent=parent,
+            added_token_ids=added,
+            response_token_ids=np.array(output.token_ids, dtype=np.int32),
+            response_logprobs=np.array(output.logprobs, dtype=np.float32),
+            response_text=text,
+            reward=reward,
+            stop_reason=output.stop_reason,
+            weight_versions=(VersionRun(start=0, version=output.weight_version),),
+        )
+        self._turns.append(turn)
 
 
 def _check_output(output: GenerationOutput) -> None:

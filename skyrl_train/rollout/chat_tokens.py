@@ -4,7 +4,8 @@ A conversation grows by the template's delta for what the environment said, neve
 text: what was sampled stays in the context token by token. The delta is the difference between the renderings of a
 fixed short conversation with and without the new messages, which is valid where the template is prefix-stable. That is
 looked at once per tokenizer; where it is not (some templates strip earlier reasoning), the whole conversation is
-rendered anew and the turn is recorded as not extending the previous one unless it does.
+rendered anew. Which earlier turn the result continues, if any, is then found by comparing tokens
+(`types.find_parent`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from skyrl_train.errors import DataError
 from skyrl_train.rollout.failures import Broken, describe
-from skyrl_train.types import ChatMessage, FailureKind, Prompt
+from skyrl_train.types import ChatMessage, FailureKind, Prompt, TokenIds, token_ids
 
 
 class ChatTokenizer(Protocol):
@@ -26,13 +29,6 @@ class ChatTokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class NextPrompt:
-    token_ids: tuple[int, ...]
-    extends_previous: bool
-    """`token_ids` starts with the previous prompt and response, token by token."""
 
 
 _QUESTION = "1"
@@ -57,20 +53,20 @@ class ChatTokens:
         self.prefix_stable = probe[: len(self._base)] == self._base
         self._delta = functools.lru_cache(maxsize=4096)(self._delta_of_json)
 
-    def first_prompt(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
-        """Token ids of the conversation so far and the opening of the assistant's turn.
+    def first_prompt(self, messages: Sequence[ChatMessage]) -> TokenIds:
+        """Return the conversation so far and the opening of the assistant's turn, `[prompt]`.
 
         Raises Broken (invalid_observation) where the template refuses the messages.
         """
         try:
-            return self._render(messages, add_generation_prompt=True)
+            return token_ids(self._render(messages, add_generation_prompt=True))
         except Exception as error:
             raise Broken(
                 FailureKind.INVALID_OBSERVATION, f"the chat template refused the messages: {describe(error)}"
             ) from error
 
-    def data_prompt(self, prompt: Prompt) -> tuple[int, ...]:
-        """`first_prompt` of a data row. Raises DataError naming the row where the template refuses its messages."""
+    def data_prompt(self, prompt: Prompt) -> TokenIds:
+        """Return the `first_prompt` of a data row. Raises DataError naming the row that the template refuses."""
         try:
             return self.first_prompt(prompt.messages)
         except Broken as broken:
@@ -79,21 +75,20 @@ class ChatTokens:
     def next_prompt(
         self,
         *,
-        context: tuple[int, ...],
+        context: TokenIds,
         response: tuple[int, ...],
         history: Sequence[ChatMessage],
         observations: Sequence[ChatMessage],
-    ) -> NextPrompt:
-        """The prompt after the environment answered.
+    ) -> TokenIds:
+        """Return the prompt after the environment answered, `[prompt]`.
 
         Args:
-            context: The previous prompt.
+            context: The previous prompt, `[previous prompt]`.
             response: The tokens sampled after it.
             history: The conversation as messages up to and including that response (used where the template is not
                 prefix-stable).
             observations: What the environment said.
         """
-        so_far = context + response
         if self.prefix_stable:
             try:
                 delta = self._delta(json.dumps([dict(message) for message in observations]))
@@ -102,9 +97,9 @@ class ChatTokens:
                     FailureKind.INVALID_OBSERVATION, f"the chat template refused the messages: {describe(error)}"
                 ) from error
             if delta is not None:
-                return NextPrompt(token_ids=so_far + self.closing(response) + delta, extends_previous=True)
-        token_ids = self.first_prompt([*history, *observations])
-        return NextPrompt(token_ids=token_ids, extends_previous=token_ids[: len(so_far)] == so_far)
+                added = np.array([*response, *self.closing(response), *delta], dtype=np.int32)
+                return token_ids(np.concatenate([context, added]))
+        return self.first_prompt([*history, *observations])
 
     def closing(self, response: tuple[int, ...]) -> tuple[int, ...]:
         """What the template puts after an answer and `response` does not yet end with.
@@ -140,13 +135,13 @@ class ChatTokens:
         return full[len(self._base) :] if full[: len(self._base)] == self._base else None
 
     def _render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> tuple[int, ...]:
-        token_ids = self._tokenizer.apply_chat_template(
+        rendered = self._tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
             tokenize=True,
             return_dict=False,
         )
-        return tuple(int(token_id) for token_id in token_ids)
+        return tuple(int(token_id) for token_id in rendered)
 
 
 def _common_suffix(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner
 from skyrl_train.rollout.environments import check_environment, make_environment
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.seeding import derive_seed
-from skyrl_train.types import FailureKind, Prompt, RolloutBatch, SamplingParams, Trajectory
+from skyrl_train.types import FailureKind, Prompt, RolloutBatch, SamplingParams, Trajectory, token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -125,12 +125,14 @@ class RolloutGenerator:
             # The same prompt twice in a batch must not give the same samples twice.
             prompt_number = derive_seed(0, f"prompt/{prompt.uid}", seen[prompt.uid])
             seen[prompt.uid] += 1
-            token_ids = self._chat.data_prompt(prompt)
-            teacher_ids = self._chat.data_prompt(with_context(prompt, self._context)) if self._context else ()
+            prompt_ids = self._chat.data_prompt(prompt)
+            teacher_ids = (
+                self._chat.data_prompt(with_context(prompt, self._context)) if self._context else token_ids(())
+            )
             jobs.extend(
                 Job(
                     prompt=prompt,
-                    prompt_token_ids=token_ids,
+                    prompt_token_ids=prompt_ids,
                     teacher_token_ids=teacher_ids,
                     prompt_index=prompt_index,
                     prompt_number=prompt_number,

@@ -4,12 +4,15 @@ A line, shortened:
 
     {"uid": "train-17", "sample": 0, "global_step": 1, "purpose": "train", "outcome": "done",
      "prompt": [{"role": "user", "content": "2+2?"}], "env_class": "gsm8k", "extras": {...}, "metrics": {"solved": 1.0},
-     "turns": [{"prompt_token_ids": [5, 9], "response_token_ids": [7, 2], "reward": 1.0, "text": "4",
-                "logprobs": [-0.1, -0.2], "stop_reason": "stop", "weight_version": 0, "extends_previous": true,
+     "turns": [{"parent": null, "added_token_ids": [5, 9], "response_token_ids": [7, 2], "reward": 1.0, "text": "4",
+                "logprobs": [-0.5, -0.25], "stop_reason": "stop", "weight_versions": [[0, 0]],
                 "advantages": [0.7, 0.7]}]}
 
-To read one back only `uid` and, for each turn, `prompt_token_ids`, `response_token_ids` and `reward` are needed, so
-that rollouts made elsewhere, or by hand, can be trained on. `logprobs` absent means that none were recorded.
+A turn is stored as what it adds to its parent, an earlier turn of the line (see `types.Turn`), so that a conversation's
+tokens are in the file once. To read one back only `uid` and, for each turn, `response_token_ids`, `reward` and one of
+two are needed: `added_token_ids`, or `prompt_token_ids`, the whole prompt, whose parent is then found by comparing
+tokens. So rollouts made elsewhere, by hand, or by versions that wrote whole prompts and one `weight_version` a turn can
+be trained on. `logprobs` absent means that none were recorded.
 """
 
 from __future__ import annotations
@@ -22,8 +25,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from skyrl_train.errors import DataError
-from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
+from skyrl_train.types import (
+    Failure,
+    FailureKind,
+    Outcome,
+    Prompt,
+    RolloutBatch,
+    StopReason,
+    TokenIds,
+    Trajectory,
+    Turn,
+    VersionRun,
+    find_parent,
+    token_ids,
+)
 
 TurnAdvantages = Sequence[Sequence[float]]
 """Per turn, the advantage of each response token."""
@@ -96,8 +115,8 @@ def encode_trajectory(
         "metrics": dict(trajectory.metrics),
         "turns": [_encode_turn(turn) for turn in trajectory.turns],
     }
-    if trajectory.teacher_prompt_token_ids:
-        record["teacher_prompt_token_ids"] = trajectory.teacher_prompt_token_ids
+    if len(trajectory.teacher_prompt_token_ids):
+        record["teacher_prompt_token_ids"] = trajectory.teacher_prompt_token_ids.tolist()
     if trajectory.greedy_reward is not None:
         record["greedy_reward"] = trajectory.greedy_reward
     if advantages is not None:
@@ -111,13 +130,15 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
         "reward": turn.reward,
         "text": turn.response_text,
         "stop_reason": turn.stop_reason.value,
-        "weight_version": turn.weight_version,
-        "extends_previous": turn.extends_previous,
-        "prompt_token_ids": turn.prompt_token_ids,
-        "response_token_ids": turn.response_token_ids,
+        "weight_versions": turn.weight_versions,
+        "parent": turn.parent,
+        "added_token_ids": turn.added_token_ids.tolist(),
+        "response_token_ids": turn.response_token_ids.tolist(),
     }
-    if turn.response_logprobs:
-        record["logprobs"] = turn.response_logprobs
+    if len(turn.response_logprobs):
+        record["logprobs"] = turn.response_logprobs.tolist()
+    if len(turn.loss_mask):
+        record["loss_mask"] = turn.loss_mask.tolist()
     return record
 
 
@@ -139,7 +160,7 @@ def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(
                 f"{place}: not a recorded trajectory ({what}). It needs uid and, for each of its turns, "
-                "prompt_token_ids, response_token_ids and reward."
+                "added_token_ids or prompt_token_ids, response_token_ids and reward."
             ) from error
         group = steps.setdefault(step, {}).setdefault(prompt.uid, [])
         if "sample" not in record:
@@ -164,7 +185,7 @@ def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
     failure = record.get("failure")
     turns: list[Turn] = []
     for turn_record in record["turns"]:
-        turns.append(_decode_turn(turn_record, turns[-1] if turns else None))
+        turns.append(_decode_turn(turn_record, turns))
     if failure is None and not turns:
         raise ValueError("it has no turn and did not fail")
     trajectory = Trajectory(
@@ -184,31 +205,56 @@ def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
     return prompt, trajectory
 
 
-def _decode_turn(record: Mapping[str, Any], previous: Turn | None) -> Turn:
-    prompt = _token_ids(record["prompt_token_ids"], "prompt_token_ids")
+def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
     response = _token_ids(record["response_token_ids"], "response_token_ids")
-    if not prompt or not response:
+    if "added_token_ids" in record:
+        parent, added = record.get("parent"), _token_ids(record["added_token_ids"], "added_token_ids")
+        if parent is not None and (type(parent) is not int or not 0 <= parent < len(earlier)):
+            raise ValueError(f"parent must be the number of an earlier turn or null; got {parent!r}")
+    else:
+        parent, added = find_parent(earlier, _token_ids(record["prompt_token_ids"], "prompt_token_ids"))
+    if (parent is None and not len(added)) or not len(response):
         raise ValueError("a turn has an empty prompt or response")
-    logprobs = tuple(_finite(value, "a log-probability") for value in record.get("logprobs") or ())
-    if logprobs and len(logprobs) != len(response):
-        raise ValueError(f"{len(logprobs)} logprobs for {len(response)} response tokens")
-    so_far = previous.prompt_token_ids + previous.response_token_ids if previous else ()
     return Turn(
-        prompt_token_ids=prompt,
+        parent=parent,
+        added_token_ids=added,
         response_token_ids=response,
-        response_logprobs=logprobs,
+        response_logprobs=_logprobs(record.get("logprobs") or (), len(response)),
+        loss_mask=np.array(_flags(record.get("loss_mask") or ()), dtype=np.bool_),
         response_text=str(record.get("text", "")),
         reward=_finite(record["reward"], "reward"),
         stop_reason=StopReason(record.get("stop_reason", StopReason.STOP.value)),
-        weight_version=int(record.get("weight_version", 0)),
-        extends_previous=prompt[: len(so_far)] == so_far,
+        weight_versions=tuple(
+            VersionRun(int(start), int(version))
+            for start, version in record.get("weight_versions", [[0, record.get("weight_version", 0)]])
+        ),
     )
 
 
-def _token_ids(value: object, name: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(token_id) is int and token_id >= 0 for token_id in value):
+def _logprobs(values: Sequence[object], num_tokens: int) -> NDArray[np.float32]:
+    if values and len(values) != num_tokens:
+        raise ValueError(f"{len(values)} logprobs for {num_tokens} response tokens")
+    with np.errstate(over="ignore"):
+        column = np.array([_finite(value, "a log-probability") for value in values], dtype=np.float32)
+    if not np.isfinite(column).all():
+        raise ValueError("a log-probability must be finite in float32")
+    return column
+
+
+def _flags(values: Sequence[object]) -> Sequence[object]:
+    if not all(isinstance(value, bool) for value in values):
+        raise ValueError("loss_mask must be a list of true and false")
+    return values
+
+
+def _token_ids(value: object, name: str) -> TokenIds:
+    # Asked element by element: numpy would take true for 1, and JSON has no other whole numbers.
+    if not isinstance(value, list) or not all(type(token_id) is int for token_id in value):
         raise ValueError(f"{name} must be a list of token ids")
-    return tuple(value)
+    try:
+        return token_ids(value)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"{name} must be a list of token ids: {error}") from None
 
 
 def _finite(value: object, name: str) -> float:

@@ -7,7 +7,6 @@ in `metrics.jsonl` therefore means that the rollouts of its step are on disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -79,29 +78,30 @@ def cut_rollouts_after(folder: Path, step: int) -> None:
 
 
 def advantages_by_turn(rollouts: RolloutBatch, batch: TrainingInputBatch) -> list[list[list[float]] | None]:
-    """For each trajectory and turn the advantage of each response token; None for a trajectory without rows.
+    """Return, for each trajectory and turn, the advantage of each response token; None for a trajectory without rows.
 
-    A trajectory that became one row has all its turns there; otherwise row `step_index` has that turn.
+    The rows of a trajectory hold its turns in order, one or several each.
     """
     advantages: np.ndarray = batch["advantages"].numpy()
     offsets: list[int] = batch.row_offsets.tolist()
-    rows_of: dict[int, list[tuple[int, int]]] = {}
+    rows_of: dict[int, list[tuple[int, int, int]]] = {}
     columns = zip(batch["trajectory_index"].tolist(), batch["step_index"].tolist(), batch["is_padding"].tolist())
     for row, (trajectory_index, step_index, is_padding) in enumerate(columns):
         if not is_padding:
-            rows_of.setdefault(trajectory_index, []).append((step_index, offsets[row]))
+            rows_of.setdefault(trajectory_index, []).append((step_index, offsets[row], offsets[row + 1]))
     result: list[list[list[float]] | None] = []
     for trajectory_index, trajectory in enumerate(rollouts.trajectories):
         rows = sorted(rows_of.get(trajectory_index, ()))
         if not rows:
             result.append(None)
             continue
-        starts: Sequence[int] = [start for _, start in rows]
-        if len(rows) == 1:
-            starts = [rows[0][1]] * len(trajectory.turns)
-        spans = [
-            (start + len(turn.prompt_token_ids), len(turn.response_token_ids))
-            for start, turn in zip(starts, trajectory.turns)
-        ]
-        result.append([advantages[first : first + length].tolist() for first, length in spans])
+        spans: list[tuple[int, int]] = []
+        _, start, end = rows.pop(0)
+        for prompt_length, turn in zip(trajectory.prompt_lengths(), trajectory.turns):
+            # A row ends with the response of its last turn; the turn after it is in the next row.
+            if spans and spans[-1][1] == end:
+                _, start, end = rows.pop(0)
+            first = start + prompt_length
+            spans.append((first, first + len(turn.response_token_ids)))
+        result.append([advantages[first:stop].tolist() for first, stop in spans])
     return result

@@ -23,7 +23,7 @@ from skyrl_train.inference.routing import PrefixRouter
 from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
 from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.types import RolloutBatch, SamplingParams
+from skyrl_train.types import RolloutBatch, SamplingParams, Trajectory
 from skyrl_train.weight_sync.transport import SyncRecords
 from tests.cluster.test_learners import SLOT, make_config
 
@@ -105,7 +105,7 @@ def test_samples_of_a_prompt_share_an_engine_and_prompts_share_both(
     undisturbed: tuple[RolloutBatch, list[tuple[tuple[int, ...], int]]],
 ) -> None:
     batch, choices = undisturbed
-    firsts = {trajectory.turns[0].prompt_token_ids for trajectory in batch.trajectories}
+    firsts = {tuple(trajectory.prompt_token_ids(0).tolist()) for trajectory in batch.trajectories}
     engines_of = {first: {engine for prompt, engine in choices if prompt == first} for first in firsts}
     assert all(len(engines) == 1 for engines in engines_of.values())
     assert set().union(*engines_of.values()) == {0, 1}
@@ -119,6 +119,10 @@ def test_samples_of_a_prompt_share_an_engine_and_prompts_share_both(
     assert sum(later) > 0.75 * len(later) > 0, (
         "blocks of 32 tokens: prompts that differ in their last tokens look alike"
     )
+
+
+def responses(trajectory: Trajectory) -> list[list[int]]:
+    return [turn.response_token_ids.tolist() for turn in trajectory.turns]
 
 
 def test_one_of_two_engines_dies_and_every_trajectory_is_there_once_as_if_it_had_not(
@@ -147,8 +151,8 @@ def test_one_of_two_engines_dies_and_every_trajectory_is_there_once_as_if_it_had
     assert len(set(keys)) == NUM_PROMPTS * NUM_SAMPLES
     assert not any(trajectory.failed for trajectory in batch.trajectories)
     for found, wanted in zip(batch.trajectories, expected.trajectories):
-        assert [turn.response_token_ids for turn in found.turns] == [turn.response_token_ids for turn in wanted.turns]
-        assert {turn.weight_version for turn in found.turns} == {VERSION}
+        assert responses(found) == responses(wanted)
+        assert {turn.weight_versions for turn in found.turns} == {((0, VERSION),)}
     deadline = time.monotonic() + 120
     while not all(fleet.alive) and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -156,6 +160,4 @@ def test_one_of_two_engines_dies_and_every_trajectory_is_there_once_as_if_it_had
     assert fleet.actors[0].identity != victim
     again = rollouts.make()
     assert {engine for _, engine in rollouts.router.choices} == {0, 1}
-    assert [t.turns[0].response_token_ids for t in again.trajectories] == [
-        t.turns[0].response_token_ids for t in expected.trajectories
-    ]
+    assert [responses(t)[0] for t in again.trajectories] == [responses(t)[0] for t in expected.trajectories]

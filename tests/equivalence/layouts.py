@@ -28,7 +28,18 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
+from skyrl_train.types import (
+    Failure,
+    FailureKind,
+    Outcome,
+    Prompt,
+    RolloutBatch,
+    StopReason,
+    Trajectory,
+    Turn,
+    VersionRun,
+    token_ids,
+)
 from tests.layout_cases import Regime, on_policy
 
 VOCABULARY = 50
@@ -136,23 +147,24 @@ def _trajectory(
     failed: bool,
     min_observation: int = 1,
 ) -> Trajectory:
-    turns, context = [], start
+    turns: list[Turn] = []
+    added = start
     for _ in range(num_turns):
         length = int(rng.choice([1, 2, 4, 7, 25], p=[0.3, 0.2, 0.2, 0.2, 0.1]))
         response = _tokens(rng, length)
         turns.append(
             Turn(
-                prompt_token_ids=context,
-                response_token_ids=response,
-                response_logprobs=tuple(rng.normal(-4.0, 0.3, length).tolist()),
+                parent=len(turns) - 1 if turns else None,
+                added_token_ids=token_ids(added),
+                response_token_ids=token_ids(response),
+                response_logprobs=rng.normal(-4.0, 0.3, length).astype(np.float32),
                 response_text="",
                 reward=float(rng.integers(0, 2)),
                 stop_reason=StopReason.STOP,
-                weight_version=0,
-                extends_previous=True,
+                weight_versions=(VersionRun(0, 0),),
             )
         )
-        context = context + response + _tokens(rng, int(rng.integers(min_observation, 4)))
+        added = _tokens(rng, int(rng.integers(min_observation, 4)))
     failure = Failure(kind=FailureKind.ENVIRONMENT_ERROR, message="", turn_index=0) if failed else None
     outcome = Outcome.FAILED if failed else Outcome.DONE
     return Trajectory(prompt_uid=uid, sample_index=sample, turns=tuple(turns), outcome=outcome, failure=failure)
@@ -165,9 +177,7 @@ def scored_batch(batch_of: RolloutBatch, *, step_wise: bool) -> TrainingInputBat
         trainer=TrainerConfig(train_batch_size=size, policy_mini_batch_size=size, critic_mini_batch_size=size)
     )
     batch = assemble(batch_of, rows=ROWS[step_wise], config=config, global_step=1, weight_version=1)
-    longest = max(
-        len(t.turns[-1].prompt_token_ids) + len(t.turns[-1].response_token_ids) for t in batch_of.trajectories
-    )
+    longest = max(len(t.contexts()[-1]) for t in batch_of.trajectories)
     position = torch.cat([torch.arange(length) for length in batch.lengths.tolist()])
     trajectory = torch.repeat_interleave(batch["trajectory_index"].long(), batch.lengths)
     generator = torch.Generator().manual_seed(0)

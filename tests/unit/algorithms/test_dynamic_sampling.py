@@ -7,7 +7,8 @@ import pytest
 from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynamically
 from skyrl_train.config.algorithm import FilterConfig
 from skyrl_train.errors import CheckpointError, DataError
-from skyrl_train.types import Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
+from skyrl_train.types import Prompt, RolloutBatch
+from tests.fakes_trainer import make_trajectory, make_turn
 
 FILTER = FilterConfig(dynamic_sampling="filter", dynamic_sampling_max_batches=3)
 REPLACE = FilterConfig(dynamic_sampling="replace", dynamic_sampling_max_batches=2, replace_min_share=0.4)
@@ -18,17 +19,8 @@ def generated(**rewards: tuple[float, float]) -> RolloutBatch:
     trajectories = []
     for uid, pair in rewards.items():
         for sample, reward in enumerate(pair):
-            turn = Turn(
-                prompt_token_ids=(1,),
-                response_token_ids=(2, 3),
-                response_logprobs=(-0.1, -0.2),
-                response_text=f"{uid}{sample}",
-                reward=reward,
-                stop_reason=StopReason.STOP,
-                weight_version=0,
-                extends_previous=True,
-            )
-            trajectories.append(Trajectory(prompt_uid=uid, sample_index=sample, turns=(turn,), outcome=Outcome.DONE))
+            turn = make_turn((1,), (2, 3), reward=reward, response_text=f"{uid}{sample}")
+            trajectories.append(make_trajectory(turn, uid=uid, sample=sample))
     prompts = tuple(Prompt(uid=uid, messages=({"role": "user", "content": uid},), extras={"k": 1}) for uid in rewards)
     return RolloutBatch(prompts=prompts, trajectories=tuple(trajectories), n_samples_per_prompt=2)
 

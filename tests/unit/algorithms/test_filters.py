@@ -19,6 +19,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
+from tests.fakes_trainer import make_trajectory, make_turn
 
 ROWS = ("per_trajectory", "per_turn")
 
@@ -37,19 +38,12 @@ def trajectory(
     for number, reward in enumerate(rewards):
         response = tuple(range(10, 10 + length))
         turns.append(
-            Turn(
-                prompt_token_ids=prompt,
-                response_token_ids=response,
-                response_logprobs=(-1.0,) * length,
-                response_text="x",
-                reward=reward,
-                stop_reason=stop if number == len(rewards) - 1 else StopReason.STOP,
-                weight_version=0,
-                extends_previous=True,
+            make_turn(
+                prompt, response, reward=reward, stop_reason=stop if number == len(rewards) - 1 else StopReason.STOP
             )
         )
         prompt = (*prompt, *response, 3)
-    return Trajectory(prompt_uid=uid, sample_index=sample, turns=tuple(turns), outcome=outcome)
+    return make_trajectory(*turns, uid=uid, sample=sample, outcome=outcome)
 
 
 def failed(uid: str, sample: int) -> Trajectory:

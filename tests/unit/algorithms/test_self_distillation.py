@@ -85,16 +85,14 @@ def test_what_cannot_be_exchanged_is_named(tmp_path: Path) -> None:
     without = rollouts(conversation(teacher=()))
     with pytest.raises(BatchError, match="trajectory p0/0 has no prompt for the teacher"):
         teacher_rows(assembled(without, tmp_path, step_wise=False), without)
-    other = make_trajectory(
-        make_turn((5, 6), (11,)), make_turn((4, 6, 11), (14,), extends_previous=False), teacher_prompt_token_ids=TEACHER
-    )
+    other = make_trajectory(make_turn((5, 6), (11,)), make_turn((4, 6, 11), (14,)), teacher_prompt_token_ids=TEACHER)
     with pytest.raises(BatchError, match="p0/0: a turn does not begin with the first prompt"):
         teacher_rows(assembled(rollouts(other), tmp_path, step_wise=True), rollouts(other))
 
 
 def test_the_teachers_prompt_is_recorded() -> None:
     record = json.loads(json.dumps(encode_trajectory(make_prompts(1)[0], conversation())))
-    assert decode_trajectory(record)[1].teacher_prompt_token_ids == TEACHER
+    assert decode_trajectory(record)[1].teacher_prompt_token_ids.tolist() == list(TEACHER)
 
 
 def test_the_context_stands_after_the_last_message() -> None:

@@ -17,10 +17,10 @@ from skyrl_train.types import (
     Outcome,
     Prompt,
     RolloutBatch,
-    StopReason,
     Trajectory,
     Turn,
 )
+from tests import fakes_trainer
 
 
 def make_batch(rows: Sequence[tuple[str, int, Sequence[int]]], *, prompt_tokens: int = 1) -> TrainingInputBatch:
@@ -51,26 +51,25 @@ def make_batch(rows: Sequence[tuple[str, int, Sequence[int]]], *, prompt_tokens:
     )
 
 
-def make_turn(prompt: Sequence[int], response: Sequence[int], *, reward: float = 0.0, extends: bool = True) -> Turn:
-    return Turn(
-        prompt_token_ids=tuple(prompt),
-        response_token_ids=tuple(response),
-        response_logprobs=tuple(-float(token) for token in response),
-        response_text="",
-        reward=reward,
-        stop_reason=StopReason.STOP,
-        weight_version=0,
-        extends_previous=extends,
-    )
+def make_turn(prompt: Sequence[int], response: Sequence[int], *, reward: float = 0.0, **changes: Any) -> Turn:
+    """A turn with its whole prompt; `make_trajectory` finds what it continues."""
+    logprobs = tuple(-float(token) for token in response)
+    return fakes_trainer.make_turn(prompt, response, reward=reward, **{"response_logprobs": logprobs, **changes})
 
 
 def make_trajectory(uid: str, sample: int, *turns: Turn) -> Trajectory:
-    return Trajectory(prompt_uid=uid, sample_index=sample, turns=turns, outcome=Outcome.DONE)
+    return Trajectory(prompt_uid=uid, sample_index=sample, turns=fakes_trainer.linked(*turns), outcome=Outcome.DONE)
 
 
 def failed_trajectory(uid: str, sample: int, *turns: Turn) -> Trajectory:
     failure = Failure(kind=FailureKind.ENVIRONMENT_ERROR, message="ValueError: no", turn_index=len(turns))
-    return Trajectory(prompt_uid=uid, sample_index=sample, turns=turns, outcome=Outcome.FAILED, failure=failure)
+    return Trajectory(
+        prompt_uid=uid,
+        sample_index=sample,
+        turns=fakes_trainer.linked(*turns),
+        outcome=Outcome.FAILED,
+        failure=failure,
+    )
 
 
 def make_rollouts(*trajectories: Trajectory, n_samples: int) -> RolloutBatch:

@@ -113,7 +113,7 @@ def test_a_failed_trajectory_becomes_one_placeholder_without_loss(step_wise):
 
 
 def test_a_turn_that_does_not_extend_the_one_before_needs_rows_per_turn():
-    stripped = make_turn([1, 2, 8], [5], extends=False)
+    stripped = make_turn([1, 2, 8], [5])
     trajectory = make_trajectory("a", 0, TWO_TURNS[0], stripped)
     with pytest.raises(BatchError, match=r"trajectory a/0, turn 1: .*generator\.step_wise_trajectories=true"):
         assembled(trajectory)
@@ -121,10 +121,36 @@ def test_a_turn_that_does_not_extend_the_one_before_needs_rows_per_turn():
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 3, 7, 9], [1, 8, 3, 4, 9]], ids=["response rewritten", "history rewritten"])
-def test_a_turn_that_says_it_extends_and_does_not_is_found_out(prompt):
-    lying = make_turn(prompt, [5], extends=True)
+def test_a_turn_whose_prompt_rewrites_what_came_before_does_not_share_its_row(prompt):
     with pytest.raises(BatchError, match=r"turn 1: its prompt does not begin with the tokens of turn 0"):
-        assembled(make_trajectory("a", 0, TWO_TURNS[0], lying))
+        assembled(make_trajectory("a", 0, TWO_TURNS[0], make_turn(prompt, [5])))
+
+
+def test_turns_of_a_tree_have_a_row_each_with_the_tokens_from_their_root_down():
+    branches = (*TWO_TURNS, make_turn([1, 2, 3, 4, 8], [6]), make_turn([7], [8]))
+    trajectory = make_trajectory("a", 0, *branches)
+    assert [turn.parent for turn in trajectory.turns] == [None, 0, 0, None]
+    batch = assembled(trajectory, step_wise=True)
+    rows = [ids[:length].tolist() for ids, length in zip(batch.padded("input_ids"), batch.lengths)]
+    assert rows == [[1, 2, 3, 4], [1, 2, 3, 4, 9, 5], [1, 2, 3, 4, 8, 6], [7, 8]]
+    assert batch["loss_mask"].int().tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1]
+    with pytest.raises(BatchError, match=r"turn 2: its prompt does not begin with the tokens of turn 1"):
+        assembled(trajectory)
+
+
+def test_tokens_that_an_agent_loop_put_into_a_response_have_no_loss():
+    forced = make_turn([1, 2], [3, 4, 5], reward=1.0, loss_mask=[True, False, True])
+    batch = assembled(make_trajectory("a", 0, forced), make_trajectory("b", 0, *ONE_TURN))
+    assert batch["loss_mask"].int().tolist() == [0, 0, 1, 0, 1, 0, 0, 1]
+    assert batch["response_mask"].int().tolist() == [0, 0, 1, 1, 1, 0, 0, 1]
+    assert "response_mask" not in assembled(make_trajectory("b", 0, *ONE_TURN))
+
+
+def test_rows_with_a_response_of_older_weights_are_stale():
+    versions = (((0, 2),), ((0, 1), (1, 2)), ((0, 2), (1, 3)))
+    turns = [replace(TWO_TURNS[0], weight_versions=runs) for runs in versions]
+    trajectories = [make_trajectory(name, 0, turn) for name, turn in zip("abc", turns)]
+    assert assembled(*trajectories)["is_stale"].tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])
@@ -138,11 +164,6 @@ def test_rollouts_without_recorded_logprobs_have_no_such_column():
     assert "rollout_logprobs" not in assembled(make_trajectory("a", 0, bare))
     with pytest.raises(BatchError, match=r"log-prob"):
         assembled(make_trajectory("a", 0, *ONE_TURN), make_trajectory("b", 0, bare))
-
-
-def test_logprobs_must_match_the_response():
-    with pytest.raises(BatchError, match=r"turn 0: 1 log-probabilities for 2 tokens"):
-        assembled(make_trajectory("a", 0, replace(TWO_TURNS[0], response_logprobs=(-1.0,))))
 
 
 def test_a_turn_without_response_is_refused():

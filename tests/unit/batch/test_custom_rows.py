@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
+from batch_builders import make_turn
 
 from skyrl_train.algorithms.filters import mask_rows
 from skyrl_train.batch.assemble import assemble
@@ -15,7 +16,7 @@ from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.data.prompts import PromptSource
 from skyrl_train.errors import BatchError, DataError, Violation
-from skyrl_train.types import Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
+from skyrl_train.types import Outcome, Prompt, RolloutBatch, Trajectory
 
 
 def at_most(config: Config, refused: Collection[str], *, prompts: int) -> list[Violation]:
@@ -49,19 +50,7 @@ def of_the_first(rollouts: RolloutBatch) -> list[bool]:
 
 
 def test_a_custom_filter_takes_trajectories_out_of_the_loss() -> None:
-    turns = [
-        Turn(
-            prompt_token_ids=(1,),
-            response_token_ids=(2,) * length,
-            response_logprobs=(0.0,) * length,
-            response_text="",
-            reward=1.0,
-            stop_reason=StopReason.STOP,
-            weight_version=0,
-            extends_previous=True,
-        )
-        for length in (1, 3)
-    ]
+    turns = [make_turn([1], [2] * length, reward=1.0) for length in (1, 3)]
     trajectories = tuple(
         Trajectory(prompt_uid="a", sample_index=index, turns=(turn,), outcome=Outcome.DONE)
         for index, turn in enumerate(turns)

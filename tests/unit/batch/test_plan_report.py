@@ -222,7 +222,7 @@ def answered(sample, *, extends=True, turns=3):
     context, made = list(PROMPT), []
     for turn in range(turns):
         response = [30 + sample] * (4 + sample)
-        made.append(make_turn(context, response, extends=extends))
+        made.append(make_turn(context, response))
         context = (context if extends else [*PROMPT, 60 + 4 * sample + turn]) + response + [50, 51]
     return make_trajectory("p", sample, *made)
 

@@ -125,7 +125,7 @@ def turns_batch(turns: list[int], *, branches: list[bool]) -> TrainingInputBatch
             if next(edits) and turn:
                 context[0] += 1
             response = [20 + index, *range(30, 30 + index + turn)]
-            made.append(make_turn(context, response, extends=context[:1] == [10 + index // 2]))
+            made.append(make_turn(context, response))
             context = [*context, *response, 50 + turn]
         trajectories.append(make_trajectory(f"p{index // 2}", index % 2, *made))
     config = make_config(prompts=2, mini_batch=2, n_samples=2, step_wise=True)

@@ -125,26 +125,27 @@ def test_trajectories_come_in_the_order_of_prompts_and_samples(make_generator: A
 def test_a_turn_keeps_tokens_text_reward_and_where_they_came_from(make_generator: Any) -> None:
     trajectory = roll_out_one(make_generator(FakeEngine(answer)), steps=[done_with(0.25)])
     (turn,) = trajectory.turns
-    assert len(turn.prompt_token_ids) == FIRST_PROMPT_TOKENS
-    assert turn.response_token_ids == tuple(ANSWER)
-    assert turn.response_logprobs == (-0.5, -0.5, -0.5)
-    assert (turn.response_text, turn.reward, turn.weight_version) == ("#### 4", 0.25, 7)
-    assert (turn.stop_reason, turn.extends_previous) == (StopReason.STOP, True)
+    assert len(turn.added_token_ids) == FIRST_PROMPT_TOKENS
+    assert turn.response_token_ids.tolist() == list(ANSWER)
+    assert turn.response_logprobs.tolist() == [-0.5, -0.5, -0.5]
+    assert (turn.response_text, turn.reward, turn.weight_versions) == ("#### 4", 0.25, ((0, 7),))
+    assert (turn.stop_reason, turn.parent) == (StopReason.STOP, None)
     assert trajectory.outcome is Outcome.DONE
     assert trajectory.metrics == {"steps": 1.0}
 
 
 def test_each_turn_has_its_reward_and_continues_the_one_before_token_by_token(make_generator: Any) -> None:
+    engine = FakeEngine(answer)
     trajectory = roll_out_one(
-        make_generator(FakeEngine(answer), max_turns=3),
+        make_generator(engine, max_turns=3),
         steps=[go_on_with("Wrong. Try again.", -1.0), go_on_with("Try again", 0.5), done_with(1)],
     )
     assert [turn.reward for turn in trajectory.turns] == [-1.0, 0.5, 1.0]
     assert trajectory.reward == 0.5
-    for previous, turn in zip(trajectory.turns, trajectory.turns[1:]):
-        so_far = previous.prompt_token_ids + previous.response_token_ids
-        assert turn.extends_previous
-        assert turn.prompt_token_ids[: len(so_far)] == so_far
+    assert [turn.parent for turn in trajectory.turns] == [None, 0, 1]
+    asked = [request.prompt_token_ids for request in engine.requests]
+    assert [tuple(trajectory.prompt_token_ids(index)) for index in range(3)] == asked
+    assert all(asked[index + 1][: len(asked[index]) + len(ANSWER)] == (*asked[index], *ANSWER) for index in range(2))
 
 
 def test_a_trajectory_ends_after_its_last_turn(make_generator: Any) -> None:
@@ -184,7 +185,7 @@ def test_an_environment_may_write_the_first_prompt_itself(make_generator: Any) -
     trajectory = roll_out_one(
         make_generator(FakeEngine(answer)), first_messages=[{"role": "user", "content": "Try again"}]
     )
-    text = TOKENIZER.decode(trajectory.turns[0].prompt_token_ids)
+    text = TOKENIZER.decode(trajectory.prompt_token_ids(0))
     assert text == "<|im_start|>user\nTry again<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -85,20 +85,18 @@ def test_a_second_turn_continues_the_first_token_by_token(
     assert retried
     for trajectory in retried:
         first, second = trajectory.turns
-        so_far = first.prompt_token_ids + first.response_token_ids
-        assert second.extends_previous
-        assert second.prompt_token_ids[: len(so_far)] == so_far
+        assert (first.parent, second.parent) == (None, 0)
         ending = "<|im_end|>\n<|im_start|>user\nWrong. Try again.<|im_end|>\n<|im_start|>assistant\n"
-        assert tokenizer.decode(second.prompt_token_ids).endswith(first.response_text + ending)
+        assert tokenizer.decode(trajectory.prompt_token_ids(1)).endswith(first.response_text + ending)
 
 
 def test_recorded_logprobs_are_those_of_the_model(rollouts: RolloutBatch, model: PreTrainedModel) -> None:
     for trajectory in rollouts.trajectories[:: NUM_SAMPLES + 1]:
-        for turn in trajectory.turns:
-            tokens = torch.tensor([turn.prompt_token_ids + turn.response_token_ids])
+        for turn, prompt_length, context in zip(trajectory.turns, trajectory.prompt_lengths(), trajectory.contexts()):
+            tokens = torch.tensor([context.tolist()])
             with torch.no_grad():
                 logprobs = model(tokens, use_cache=False).logits[0].log_softmax(dim=-1)
-            start = len(turn.prompt_token_ids) - 1
+            start = prompt_length - 1
             expected = [float(logprobs[start + t, token]) for t, token in enumerate(turn.response_token_ids)]
             assert list(turn.response_logprobs) == pytest.approx(expected, abs=1e-4)
 

@@ -34,20 +34,19 @@ PROMPT = Prompt(
 
 def make_turn(**changes: Any) -> Turn:
     fields: dict[str, Any] = {
-        "prompt_token_ids": (5, 9),
+        "added_token_ids": (5, 9),
         "response_token_ids": (7, 2),
         "response_logprobs": (-0.1, -1 / 3),
         "response_text": "4",
         "reward": 0.1,
         "stop_reason": StopReason.LENGTH,
-        "weight_version": 3,
-        "extends_previous": True,
+        "weight_versions": ((0, 3),),
     }
     return Turn(**{**fields, **changes})
 
 
 def make_trajectory(sample: int = 0, **changes: Any) -> Trajectory:
-    second = make_turn(prompt_token_ids=(5, 9, 7, 2, 4), response_token_ids=(8,), response_logprobs=(-1e-17,))
+    second = make_turn(parent=0, added_token_ids=(4,), response_token_ids=(8,), response_logprobs=(-1e-17,))
     fields: dict[str, Any] = {
         "prompt_uid": "train-17",
         "sample_index": sample,
@@ -80,10 +79,11 @@ def test_what_is_written_is_read_back_exactly(tmp_path: Path) -> None:
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
+finite_float32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
 @settings(max_examples=50, deadline=None)
-@given(logprobs=st.lists(finite, min_size=1, max_size=5), reward=finite, text=st.text())
+@given(logprobs=st.lists(finite_float32, min_size=1, max_size=5), reward=finite, text=st.text())
 def test_every_finite_float_and_every_text_survives(logprobs: list[float], reward: float, text: str) -> None:
     turn = make_turn(
         response_token_ids=tuple(range(len(logprobs))),
@@ -142,8 +142,8 @@ def test_group_tokens_and_rewards_are_enough(tmp_path: Path) -> None:
     assert [prompt.uid for prompt in batch.prompts] == ["q", "r"]
     assert [(t.prompt_uid, t.sample_index) for t in batch.trajectories] == [("q", 0), ("q", 1), ("r", 0), ("r", 1)]
     (turn,) = batch.trajectories[0].turns
-    assert (turn.prompt_token_ids, turn.response_token_ids, turn.reward) == ((1, 2), (3,), 1.0)
-    assert (turn.response_logprobs, turn.stop_reason) == ((), StopReason.STOP)
+    assert (turn.added_token_ids.tolist(), turn.response_token_ids.tolist(), turn.reward) == ([1, 2], [3], 1.0)
+    assert (turn.response_logprobs.tolist(), turn.stop_reason) == ([], StopReason.STOP)
 
 
 def test_whether_a_turn_continues_the_one_before_is_read_from_the_tokens(tmp_path: Path) -> None:
@@ -151,9 +151,38 @@ def test_whether_a_turn_continues_the_one_before_is_read_from_the_tokens(tmp_pat
         turns = [*MINIMAL["turns"], {"prompt_token_ids": second_prompt, "response_token_ids": [9], "reward": 0}]
         return {**MINIMAL, "turns": turns}
 
-    for second_prompt, extends in (((1, 2, 3, 4), True), ((1, 2, 4, 4), False)):
+    for second_prompt, parent in (((1, 2, 3, 4), 0), ((1, 2, 4, 4), None)):
         _, trajectory = decode_trajectory(json.loads(json.dumps(record(*second_prompt))))
-        assert [turn.extends_previous for turn in trajectory.turns] == [True, extends]
+        assert [turn.parent for turn in trajectory.turns] == [None, parent]
+        assert trajectory.prompt_token_ids(1).tolist() == list(second_prompt)
+
+
+def test_what_earlier_versions_wrote_is_read(tmp_path: Path) -> None:
+    """Whole prompts, one version of the weights a turn, log-probabilities with the digits of a double."""
+    turn = {
+        "reward": 0.0,
+        "text": "4",
+        "stop_reason": "length",
+        "weight_version": 3,
+        "extends_previous": True,
+        "prompt_token_ids": [5, 9],
+        "response_token_ids": [7, 2],
+        "logprobs": [-0.10000000149011612, -1 / 3],
+    }
+    second = {**turn, "prompt_token_ids": [5, 9, 7, 2, 4], "reward": 1.0}
+    batch = read_rollouts(write_lines(tmp_path / "old.jsonl", {**MINIMAL, "turns": [turn, second]}))[0]
+    (found,) = batch.trajectories
+    assert [each.added_token_ids.tolist() for each in found.turns] == [[5, 9], [4]]
+    assert found.turns[1].response_logprobs.tolist() == [-0.10000000149011612, -0.3333333432674408]
+    assert found.turns[1].weight_versions == ((0, 3),)
+    assert read_rollouts(write_rollouts(tmp_path, batch, purpose="train", global_step=1))[1] == batch
+
+
+def test_trees_masks_and_runs_of_versions_are_kept(tmp_path: Path) -> None:
+    root = make_turn(weight_versions=((0, 3), (1, 4)), loss_mask=(True, False))
+    turns = (root, make_turn(parent=0), make_turn(parent=None, added_token_ids=(6,)), make_turn(parent=0))
+    batch = RolloutBatch(prompts=(PROMPT,), trajectories=(make_trajectory(turns=turns),), n_samples_per_prompt=1)
+    assert read_rollouts(write_rollouts(tmp_path, batch, purpose="train", global_step=1))[1] == batch
 
 
 @pytest.mark.parametrize(
