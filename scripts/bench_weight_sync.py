@@ -36,7 +36,9 @@ from skyrl_train.config.schema import (
     StrategyConfig,
     TrainerConfig,
 )
-from skyrl_train.config.validate_cluster import cluster_violations
+from skyrl_train.config.validate import run_rules
+from skyrl_train.config.validate_engines import ENGINE_RULES
+from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES
 
 VOCABULARY = 4096
 _WIDTHS = {4: 128, 100: 640, 500: 1280, 3000: 2048, 15000: 3584}
@@ -138,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="bench-weight-sync-") as scratch:
             save_model(Path(scratch), megabytes)
             config = make_config(Path(scratch), args)
-            if violations := list(cluster_violations(config)):
+            if violations := list(run_rules(config, (*PLACEMENT_RULES, *ENGINE_PLACEMENT_RULES, *ENGINE_RULES))):
                 parser.error("; ".join(str(violation) for violation in violations))
             if print_header:
                 _print_header(config)

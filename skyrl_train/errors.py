@@ -54,6 +54,11 @@ class Violation:
     remedy: str
     """What to type instead, e.g. `try trainer.train_batch_size=4`."""
 
+    @classmethod
+    def of(cls, field: str, value: object, rule: str, remedy: str) -> Violation:
+        """A violation of a setting, whose value is shown as Python writes it."""
+        return cls(field=field, rule=rule, value=repr(value), remedy=remedy)
+
     def __str__(self) -> str:
         return f"{self.field}: {self.rule}; got {self.value}. {self.remedy[:1].upper()}{self.remedy[1:]}"
 

@@ -21,9 +21,9 @@ from skyrl_train.batch.documents import document_steps
 from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.parts import TRAJECTORY_ROWS
 from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.config.sequence_parallel import data_parallel_size
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.types import RolloutBatch, TokenIds, Trajectory, Turn, token_ids

@@ -8,8 +8,8 @@ from fractions import Fraction
 
 from skyrl_train.batch.plan import BatchPlan, LearnerPlan, ceil_div, samples_per_batch, span
 from skyrl_train.batch.plan_estimate import PassEstimate
+from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.schema import Config, OptimizerConfig
-from skyrl_train.config.sequence_parallel import data_parallel_size
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,7 @@ def placement_report(config: Config, devices: Devices) -> PlacementReport:
         gpus_needed=gpus_needed(config),
         gpus_found=devices.num_gpus,
         found_in=devices.source,
-        in_turns=takes_turns(config),
+        in_turns=takes_turns(config.placement, config.generator, config.platform),
         groups=tuple(_groups(config)) if on_ray else (),
         engines=_engines(config),
         training=f"layout {trainer.layout}, micro-batches {part_name(trainer.micro_batching)}",
@@ -78,7 +78,7 @@ def placement_lines(report: PlacementReport) -> Iterator[str]:
 
 
 def _groups(config: Config) -> Iterator[BundleGroup]:
-    layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config))
+    layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config.generator, config.placement))
     for name, bundles in layout.groups.items():
         nodes = {bundle.node for bundle in bundles if bundle.node is not None}
         yield BundleGroup(
@@ -95,7 +95,7 @@ def _engines(config: Config) -> str:
     if generator.backend != "vllm":
         return f"generator={part_name(generator.backend)}"
     vllm, gpu = generator.vllm, config.platform.name == "gpu"
-    count = count_engines(config)
+    count = count_engines(config.generator, config.placement)
     parts = [
         f"{count} vLLM engine{'s' * (count != 1)}"
         + (f" of {vllm.devices_per_engine} GPU{'s' * (vllm.devices_per_engine != 1)}" if gpu else ""),
@@ -104,6 +104,8 @@ def _engines(config: Config) -> str:
         "chunked prefill on" if gpu else "",
         f"{vllm.gpu_memory_utilization:.0%} of a GPU's memory" if gpu else "",
         "its core in a process of its own" if config.placement.backend == "inline" else "",
-        "in turns with the models" if config.placement.backend == "inline" and takes_turns(config) else "",
+        "in turns with the models"
+        if config.placement.backend == "inline" and takes_turns(config.placement, config.generator, config.platform)
+        else "",
     ]
     return ", ".join(part for part in parts if part)

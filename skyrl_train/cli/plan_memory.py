@@ -33,7 +33,7 @@ def plan_memory(config: Config) -> DeviceMemory | None:
     if not device_bytes:
         return None
     facts, paths, effort = models_of(config), _paths(config), effort_of(config)
-    in_turns = takes_turns(config)
+    in_turns = takes_turns(config.placement, config.generator, config.platform)
     shared = {role: _sharing(config, role, facts) for role in facts}
     margin_bytes = int(device_bytes * config.trainer.memory_margin)
     engine = _engine_share(config)
@@ -191,5 +191,9 @@ def _num_processes(config: Config, num_models: int, *, engine: bool) -> int:
 
 def _engine_share(config: Config) -> float:
     """Of the device, where an engine shares it; it sleeps while the models compute."""
-    shares = takes_turns(config) and config.generator.backend == "vllm" and config.platform.name != "cpu"
+    shares = (
+        takes_turns(config.placement, config.generator, config.platform)
+        and config.generator.backend == "vllm"
+        and config.platform.name != "cpu"
+    )
     return config.generator.vllm.gpu_memory_utilization if shares else 0.0

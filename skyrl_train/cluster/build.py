@@ -44,7 +44,7 @@ def with_time_to_load(config: Config) -> Config:
     """The config whose `start_timeout_s` has a second more for every 50 MB that its models and an engine read."""
     policy = config.model.path
     paths = [policy]
-    if count_engines(config):
+    if count_engines(config.generator, config.placement):
         paths.append(policy)
     if "reference" in roles_of(config):
         paths.append(policy if config.reference.model.path == "policy" else config.reference.model.path)
@@ -62,7 +62,7 @@ class Cluster:
         self.config = config = with_time_to_load(config)
         self._has_reference = needs_reference(config.trainer.algorithm)
         self.roles = roles_of(config)
-        layout = plan_layout(config, roles=self.roles, num_engines=count_engines(config))
+        layout = plan_layout(config, roles=self.roles, num_engines=count_engines(config.generator, config.placement))
         self.session = RaySession(
             config.placement,
             num_cpus=num_cpus(layout),
@@ -86,7 +86,11 @@ class Cluster:
         config = self.config
         fleet = EngineFleet(config, self.session, self.placement.slots("engine"))
         stack.callback(fleet.close)
-        self._turns = DeviceTurns(fleet, shared=takes_turns(config), record_file=self._output("device_turns.jsonl"))
+        self._turns = DeviceTurns(
+            fleet,
+            shared=takes_turns(config.placement, config.generator, config.platform),
+            record_file=self._output("device_turns.jsonl"),
+        )
         pool = EnginePool(fleet, self._turns, silence_timeout_s=config.placement.silence_timeout_s)
         carrier = make_carrier(config, folder=self.session.folder)
         self._transport = RayTransport(

@@ -29,8 +29,8 @@ from skyrl_train.cluster.workers import (
     meeting_point,
     planned_buckets,
 )
+from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.bundles import Role
-from skyrl_train.config.sequence_parallel import data_parallel_size
 from skyrl_train.distributed.process_group import Rendezvous
 from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.learner.turns import DeviceTurns

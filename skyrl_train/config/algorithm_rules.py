@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from skyrl_train.config.algorithm import (
@@ -13,15 +13,11 @@ from skyrl_train.config.algorithm import (
     loss_reads,
     starts_at_rollout,
 )
+from skyrl_train.config.fields import Rule
 from skyrl_train.errors import Violation
 from skyrl_train.registry import part_name
 
 _PREFIX = "trainer.algorithm."
-
-
-def algorithm_violations(config: AlgorithmConfig) -> list[Violation]:
-    """All of them, named as on the command line."""
-    return [violation for rule in ALGORITHM_RULES for violation in rule(config)]
 
 
 def _require(holds: bool, name: str, rule: str, value: object, remedy: str) -> Iterator[Violation]:
@@ -31,30 +27,30 @@ def _require(holds: bool, name: str, rule: str, value: object, remedy: str) -> I
         yield Violation(field=_PREFIX + name, rule=rule, value=str(value), remedy=advice)
 
 
-def _double_correction(config: AlgorithmConfig) -> Iterator[Violation]:
-    correction = config.off_policy
+def _double_correction(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    correction = algorithm.off_policy
     yield from _require(
-        not (correction.enabled and starts_at_rollout(config)),
+        not (correction.enabled and starts_at_rollout(algorithm)),
         "off_policy.weight",
-        f"cannot be combined with policy_loss={part_name(config.policy_loss)}, whose ratio already starts at the rollout",
+        f"cannot be combined with policy_loss={part_name(algorithm.policy_loss)}, whose ratio already starts at the rollout",
         correction.weight,
         f"switch the correction off, or choose another {_PREFIX}policy_loss",
     )
 
 
-def _rollout_logprobs(config: AlgorithmConfig) -> Iterator[Violation]:
-    why = _why_not_rollout_logprobs(config)
+def _rollout_logprobs(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    why = _why_not_rollout_logprobs(algorithm)
     yield from _require(
-        not (config.use_rollout_logprobs and why),
+        not (algorithm.use_rollout_logprobs and why),
         "use_rollout_logprobs",
         f"cannot be true {why}",
-        config.use_rollout_logprobs,
+        algorithm.use_rollout_logprobs,
         "use_rollout_logprobs=false",
     )
 
 
-def _batch_normalize(config: AlgorithmConfig) -> Iterator[Violation]:
-    correction = config.off_policy
+def _batch_normalize(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    correction = algorithm.off_policy
     yield from _require(
         not (correction.batch_normalize and correction.weight == "none"),
         "off_policy.batch_normalize",
@@ -64,9 +60,9 @@ def _batch_normalize(config: AlgorithmConfig) -> Iterator[Violation]:
     )
 
 
-def _bounds(config: AlgorithmConfig, section: str, low: str, high: str, lowest: str) -> Iterator[Violation]:
+def _bounds(algorithm: AlgorithmConfig, section: str, low: str, high: str, lowest: str) -> Iterator[Violation]:
     """Of two settings of a section (empty: of the algorithm), of which the lower one must not be above the other."""
-    node = getattr(config, section) if section else config
+    node = getattr(algorithm, section) if section else algorithm
     low_value, high_value = getattr(node, low), getattr(node, high)
     name = f"{section}.{low}" if section else low
     yield from _require(
@@ -78,28 +74,30 @@ def _bounds(config: AlgorithmConfig, section: str, low: str, high: str, lowest: 
     )
 
 
-def _entropy_coef(config: AlgorithmConfig) -> Iterator[Violation]:
+def _entropy_coef(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     yield from _require(
-        not (config.entropy_controller == "adaptive" and not 0 <= config.entropy_coef <= config.entropy_coef_max),
+        not (
+            algorithm.entropy_controller == "adaptive" and not 0 <= algorithm.entropy_coef <= algorithm.entropy_coef_max
+        ),
         "entropy_coef",
-        f"must lie between 0 and entropy_coef_max={config.entropy_coef_max:g} with entropy_controller=adaptive",
-        config.entropy_coef,
+        f"must lie between 0 and entropy_coef_max={algorithm.entropy_coef_max:g} with entropy_controller=adaptive",
+        algorithm.entropy_coef,
         "entropy_coef=0",
     )
 
 
-def _kl_controller(config: AlgorithmConfig) -> Iterator[Violation]:
+def _kl_controller(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     yield from _require(
-        not (config.kl_controller == "adaptive" and config.kl_reward_coef == 0),
+        not (algorithm.kl_controller == "adaptive" and algorithm.kl_reward_coef == 0),
         "kl_controller",
         "adaptive needs a first weight: kl_reward_coef above 0",
-        config.kl_controller,
+        algorithm.kl_controller,
         "kl_reward_coef=0.05",
     )
 
 
-def _reward_clip(config: AlgorithmConfig) -> Iterator[Violation]:
-    low, high = config.filters.reward_clip_low, config.filters.reward_clip_high
+def _reward_clip(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    low, high = algorithm.filters.reward_clip_low, algorithm.filters.reward_clip_high
     yield from _require(
         low is None or high is None or low < high,
         "filters.reward_clip_low",
@@ -109,8 +107,8 @@ def _reward_clip(config: AlgorithmConfig) -> Iterator[Violation]:
     )
 
 
-def _reward_weights(config: AlgorithmConfig) -> Iterator[Violation]:
-    for name, weight in config.reward_components.items():
+def _reward_weights(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    for name, weight in algorithm.reward_components.items():
         yield from _require(
             _is_number(weight),
             f"reward_components.{name}",
@@ -120,11 +118,11 @@ def _reward_weights(config: AlgorithmConfig) -> Iterator[Violation]:
         )
 
 
-def _self_taught(config: AlgorithmConfig, name: str) -> Iterator[Violation]:
+def _self_taught(algorithm: AlgorithmConfig, name: str) -> Iterator[Violation]:
     """Of a weight of the divergence from the reference."""
-    weight, estimator = getattr(config, name), part_name(config.advantage_estimator)
+    weight, estimator = getattr(algorithm, name), part_name(algorithm.advantage_estimator)
     yield from _require(
-        not is_self_taught(config) or weight == 0,
+        not is_self_taught(algorithm) or weight == 0,
         name,
         f"must be 0 with advantage_estimator={estimator}, whose teacher takes the reference's place",
         weight,
@@ -132,42 +130,42 @@ def _self_taught(config: AlgorithmConfig, name: str) -> Iterator[Violation]:
     )
 
 
-def _self_taught_loss(config: AlgorithmConfig) -> Iterator[Violation]:
-    estimator = part_name(config.advantage_estimator)
+def _self_taught_loss(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    estimator = part_name(algorithm.advantage_estimator)
     yield from _require(
-        not (is_self_taught(config) and "ref_logprobs" in loss_reads(config).columns),
+        not (is_self_taught(algorithm) and "ref_logprobs" in loss_reads(algorithm).columns),
         "policy_loss",
         f"reads the reference, whose place the teacher of advantage_estimator={estimator} takes",
-        part_name(config.policy_loss),
+        part_name(algorithm.policy_loss),
         "policy_loss=regular",
     )
 
 
-def _reward_components(config: AlgorithmConfig) -> Iterator[Violation]:
+def _reward_components(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     yield from _require(
-        "reward_components" in estimator_reads(config).columns or not config.reward_components,
+        "reward_components" in estimator_reads(algorithm).columns or not algorithm.reward_components,
         "reward_components",
-        f"are not read by advantage_estimator={part_name(config.advantage_estimator)}",
-        dict(config.reward_components),
+        f"are not read by advantage_estimator={part_name(algorithm.advantage_estimator)}",
+        dict(algorithm.reward_components),
         "advantage_estimator=gdpo",
     )
 
 
-def _step_rewards(config: AlgorithmConfig) -> Iterator[Violation]:
-    estimator, reads = part_name(config.advantage_estimator), estimator_reads(config)
+def _step_rewards(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    estimator, reads = part_name(algorithm.advantage_estimator), estimator_reads(algorithm)
     yield from _require(
-        not ("reward_components" in reads.columns and config.step_rewards != "outcome"),
+        not ("reward_components" in reads.columns and algorithm.step_rewards != "outcome"),
         "step_rewards",
         f"must be outcome with advantage_estimator={estimator}, which scores whole trajectories",
-        config.step_rewards,
+        algorithm.step_rewards,
         "step_rewards=outcome",
     )
 
 
-def _dynamic_sampling(config: AlgorithmConfig) -> Iterator[Violation]:
-    filters, estimator = config.filters, part_name(config.advantage_estimator)
+def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    filters, estimator = algorithm.filters, part_name(algorithm.advantage_estimator)
     yield from _require(
-        not (filters.dynamic_sampling != "none" and "values" in estimator_reads(config).columns),
+        not (filters.dynamic_sampling != "none" and "values" in estimator_reads(algorithm).columns),
         "filters.dynamic_sampling",
         f"compares the trajectories of a prompt, which advantage_estimator={estimator} does not",
         filters.dynamic_sampling,
@@ -175,26 +173,28 @@ def _dynamic_sampling(config: AlgorithmConfig) -> Iterator[Violation]:
     )
 
 
-def _why_not_rollout_logprobs(config: AlgorithmConfig) -> str:
+def _why_not_rollout_logprobs(algorithm: AlgorithmConfig) -> str:
     """Why the engine's log-probabilities cannot stand for those of before the update; empty where they can."""
-    if config.off_policy.enabled:
+    if algorithm.off_policy.enabled:
         return "with off_policy corrections, which weigh what lies between the two"
-    loss, estimator = part_name(config.policy_loss), part_name(config.advantage_estimator)
-    if starts_at_rollout(config):
+    loss, estimator = part_name(algorithm.policy_loss), part_name(algorithm.advantage_estimator)
+    if starts_at_rollout(algorithm):
         return f"with policy_loss={loss}, which takes its ratio against them by itself"
-    if "old_logprobs" not in loss_reads(config).columns:
+    if "old_logprobs" not in loss_reads(algorithm).columns:
         return f"with policy_loss={loss}, which has no ratio"
-    if config.kl_reward_coef > 0:
-        return f"with kl_reward_coef={config.kl_reward_coef:g}: a KL compares two models as the trainer computes them"
-    if "old_logprobs" in estimator_reads(config).columns:
+    if algorithm.kl_reward_coef > 0:
+        return (
+            f"with kl_reward_coef={algorithm.kl_reward_coef:g}: a KL compares two models as the trainer computes them"
+        )
+    if "old_logprobs" in estimator_reads(algorithm).columns:
         return (
             f"with advantage_estimator={estimator}, which reads the policy's probabilities as the trainer computes them"
         )
     return ""
 
 
-def _rejection(config: AlgorithmConfig) -> Iterator[Violation]:
-    for name, bound in config.off_policy.reject.items():
+def _rejection(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    for name, bound in algorithm.off_policy.reject.items():
         field_name = f"{_PREFIX}off_policy.reject.{name}"
         if name not in REJECTION_CRITERIA:
             rule, remedy = f"is no criterion; choose from {', '.join(REJECTION_CRITERIA)}", "try sequence_mean_k3"
@@ -214,8 +214,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-AlgorithmRule = Callable[[AlgorithmConfig], Iterator[Violation]]
-ALGORITHM_RULES: tuple[AlgorithmRule, ...] = (
+ALGORITHM_RULES: tuple[Rule, ...] = (
     _double_correction,
     _rollout_logprobs,
     _rejection,

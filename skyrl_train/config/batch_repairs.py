@@ -12,8 +12,15 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf, lcm, log
 
-from skyrl_train.config.batch_rules import Role, Sizes, broken_rules, data_fill_a_batch, divisors, problems
-from skyrl_train.config.sequence_parallel import data_parallel_size
+from skyrl_train.config.batch_rules import (
+    Role,
+    Sizes,
+    broken_rules,
+    data_fill_a_batch,
+    data_parallel_size,
+    divisors,
+    problems,
+)
 
 MAX_MULTIPLES = 1000
 """Training batch sizes tried on each side of the given one."""

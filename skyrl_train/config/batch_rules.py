@@ -13,9 +13,12 @@ from functools import lru_cache
 from math import isqrt
 from typing import Literal
 
-from skyrl_train.config.sequence_parallel import data_parallel_size
-
 Kind = Literal["data", "groups", "ranks", "divides", "even_ranks", "even_micro_batches"]
+
+
+def data_parallel_size(num_ranks: int, sequence_parallel_size: int) -> int:
+    """Shares into which rows are dealt: ranks that compute micro-batches together have the same."""
+    return max(1, num_ranks // sequence_parallel_size)
 
 
 @dataclass(frozen=True, kw_only=True)

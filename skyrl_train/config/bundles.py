@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from skyrl_train.config.algorithm import needs_reference
+from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.passes import reference_is_base
-from skyrl_train.config.placement import PlacementConfig
+from skyrl_train.config.placement import PlacementConfig, PlatformConfig
 from skyrl_train.config.schema import Config
 
 Role = Literal["policy", "reference", "critic"]
@@ -133,17 +134,16 @@ def roles_of(config: Config) -> tuple[Role, ...]:
     )
 
 
-def count_engines(config: Config) -> int:
+def count_engines(generator: GeneratorConfig, placement: PlacementConfig) -> int:
     """Engines that the run starts on devices that it reserves; 0 for every other generator."""
-    return config.generator.vllm.count(config.placement) if config.generator.backend == "vllm" else 0
+    return generator.vllm.count(placement) if generator.backend == "vllm" else 0
 
 
-def takes_turns(config: Config) -> bool:
+def takes_turns(placement: PlacementConfig, generator: GeneratorConfig, platform: PlatformConfig) -> bool:
     """Whether models and engines are on the same devices, one of them at a time: on Ray where the placement says so, without
     it also where an engine of this machine would fill the GPU that the models are on."""
-    placement = config.placement
     if placement.backend == "inline":
-        return count_engines(config) > 0 and (placement.colocate_all or config.platform.name == "gpu")
+        return count_engines(generator, placement) > 0 and (placement.colocate_all or platform.name == "gpu")
     return placement.colocate_all
 
 
@@ -156,8 +156,12 @@ def gpus_needed(config: Config) -> int:
     """GPUs that the run takes; 0 on a CPU."""
     if config.placement.backend != "ray":
         on_gpu = config.platform.name == "gpu" and config.platform.device.startswith("cuda")
-        return max(1, config.generator.vllm.devices_per_engine * count_engines(config)) if on_gpu else 0
-    layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config))
+        return (
+            max(1, config.generator.vllm.devices_per_engine * count_engines(config.generator, config.placement))
+            if on_gpu
+            else 0
+        )
+    layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config.generator, config.placement))
     return int(sum(bundle.gpus for bundles in layout.groups.values() for bundle in bundles))
 
 

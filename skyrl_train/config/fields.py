@@ -11,9 +11,13 @@ from functools import cache
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from skyrl_train.config.rules import ReadWith, Resume
+from skyrl_train.errors import Violation
 from skyrl_train.registry import Seam
 
 T = TypeVar("T")
+Rule = Callable[..., Iterable[Violation]]
+"""A rule between fields, called with the sections that its parameters name: `(trainer, platform)`; `algorithm` is
+`trainer.algorithm`. Parameters with a default are its own."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,14 +6,17 @@ defaults that differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.batch_rules import data_parallel_size
+from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
 from skyrl_train.config.parts import MICRO_BATCH_STRATEGIES
+from skyrl_train.config.placement import PlacementConfig, StrategyConfig
 from skyrl_train.config.rules import (
     CutsRows,
     EndsSchedule,
@@ -27,8 +30,8 @@ from skyrl_train.config.rules import (
     Seconds,
 )
 from skyrl_train.config.schema import Config, LoopConfig, OptimizerConfig, PolicyConfig, RunConfig, TrainerConfig
-from skyrl_train.config.validate import run_rules, validate_config
-from skyrl_train.config.validate_models import LORA_DROPOUT
+from skyrl_train.config.validate import SHARED_RULES, part_violations, run_rules, steps_at_micro_batches
+from skyrl_train.config.validate_models import betas_violations
 from skyrl_train.errors import Violation
 from skyrl_train.registry import PartSpec
 
@@ -162,35 +165,17 @@ def learner_config(config: SFTConfig, *, total_steps: int = 0) -> Config:
     )
 
 
-_CHECKED = frozenset({"trainer", *(shared.name for shared in fields(RunConfig))})
-"""Sections and settings of which reinforcement learning's rules hold here too."""
-
-
 def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Violation]:
     """Every rule between fields that does not hold; `refused` as in `validate_config`."""
-    names = {"trainer.policy.optimizer": "trainer.optimizer", "trainer.train_batch_size": "trainer.batch_size"}
-    theirs = {own: other for other, own in names.items()}
-    found = [
-        replace(violation, field=_renamed(violation.field, names), remedy=_renamed(violation.remedy, names))
-        for violation in validate_config(learner_config(config), refused=[_renamed(field, theirs) for field in refused])
-        if violation.field.partition(".")[0] in _CHECKED and violation.field != LORA_DROPOUT
-    ]
-    return [*found, *run_rules(config, _RULES, refused)]
+    return [*run_rules(config, (*SHARED_RULES, *_RULES), refused), *part_violations(config, refused)]
 
 
-def _renamed(text: str, names: Mapping[str, str]) -> str:
-    for old, new in names.items():
-        text = text.replace(old, new)
-    return text
-
-
-def _sources(config: SFTConfig) -> Iterator[Violation]:
-    if not config.data.train:
+def _sources(data: SFTDataConfig) -> Iterator[Violation]:
+    if not data.train:
         yield Violation(field="data.train", rule="must name a source", value="[]", remedy="try sft_data=word_problems")
 
 
-def _weights(config: SFTConfig) -> Iterator[Violation]:
-    data = config.data
+def _weights(data: SFTDataConfig) -> Iterator[Violation]:
     if data.weights and len(data.weights) != len(data.train):
         yield Violation(
             field="data.weights",
@@ -200,8 +185,7 @@ def _weights(config: SFTConfig) -> Iterator[Violation]:
         )
 
 
-def _ends_of_steps(config: SFTConfig) -> Iterator[Violation]:
-    trainer = config.trainer
+def _ends_of_steps(trainer: SFTTrainerConfig) -> Iterator[Violation]:
     if trainer.tokens_per_step and trainer.docs_per_step:
         yield Violation(
             field="trainer.docs_per_step",
@@ -211,8 +195,8 @@ def _ends_of_steps(config: SFTConfig) -> Iterator[Violation]:
         )
 
 
-def _exact_documents(config: SFTConfig) -> Iterator[Violation]:
-    if config.trainer.docs_per_step_exact and not config.trainer.docs_per_step:
+def _exact_documents(trainer: SFTTrainerConfig) -> Iterator[Violation]:
+    if trainer.docs_per_step_exact and not trainer.docs_per_step:
         yield Violation(
             field="trainer.docs_per_step_exact",
             rule="does nothing with trainer.docs_per_step=0",
@@ -221,9 +205,9 @@ def _exact_documents(config: SFTConfig) -> Iterator[Violation]:
         )
 
 
-def _packing(config: SFTConfig) -> list[Violation]:
+def _packing(trainer: SFTTrainerConfig, data: SFTDataConfig) -> list[Violation]:
     """A packed row holds whole examples and their padding within the cap."""
-    trainer, length = config.trainer, config.data.max_length
+    length = data.max_length
     align = trainer.pad_to_multiple_of
     aligned = -(-length // align) * align
     if trainer.layout != "packed" or aligned <= trainer.max_tokens_per_microbatch:
@@ -239,10 +223,12 @@ def _packing(config: SFTConfig) -> list[Violation]:
     ]
 
 
-def _needs_validation(config: SFTConfig, name: str, is_set: Callable[[Any], bool]) -> Iterator[Violation]:
+def _needs_validation(
+    trainer: SFTTrainerConfig, data: SFTDataConfig, name: str, is_set: Callable[[Any], bool]
+) -> Iterator[Violation]:
     """Of a setting of `trainer` that reads the held-out loss."""
-    value = getattr(config.trainer, name)
-    if is_set(value) and not config.data.validation:
+    value = getattr(trainer, name)
+    if is_set(value) and not data.validation:
         yield Violation(
             field=f"trainer.{name}",
             rule="needs held-out examples",
@@ -251,7 +237,41 @@ def _needs_validation(config: SFTConfig, name: str, is_set: Callable[[Any], bool
         )
 
 
-_RULES: tuple[Callable[[SFTConfig], Iterable[Violation]], ...] = (
+def _betas(trainer: SFTTrainerConfig) -> Iterator[Violation]:
+    yield from betas_violations(trainer.optimizer, "trainer.optimizer")
+
+
+def _steps_of_documents(trainer: SFTTrainerConfig) -> Iterator[Violation]:
+    yield from steps_at_micro_batches(trainer.micro_batching, trainer.docs_per_step)
+
+
+def _ranks(trainer: SFTTrainerConfig, placement: PlacementConfig, strategy: StrategyConfig) -> Iterator[Violation]:
+    """Ranks come in whole groups, and each of them has an example of a step that counts examples."""
+    field, workers, size = "placement.policy_num_workers", placement.policy_num_workers, strategy.sequence_parallel_size
+    shares = data_parallel_size(workers, size)
+    if workers % size:
+        rule = f"must be a multiple of strategy.sequence_parallel_size={size}: so many ranks share each micro-batch"
+        yield Violation.of(
+            field, workers, rule, f"try {field}={size * shares} or {field}={size * (workers // size + 1)}"
+        )
+    elif trainer.batch_size < shares and not trainer.tokens_per_step and not trainer.docs_per_step:
+        rule = f"must be at most the trainer.batch_size={trainer.batch_size} examples of a step: a rank would have none"
+        yield Violation.of(
+            field, workers, rule, f"try trainer.batch_size={shares}, or {field}={trainer.batch_size * size}"
+        )
+
+
+def _no_engines(placement: PlacementConfig) -> Iterator[Violation]:
+    if placement.inference_num_nodes:
+        rule, remedy = "is read by reinforcement learning only", "drop placement.inference_num_nodes"
+        yield Violation.of("placement.inference_num_nodes", placement.inference_num_nodes, rule, remedy)
+
+
+_RULES: tuple[Rule, ...] = (
+    _betas,
+    _steps_of_documents,
+    _ranks,
+    _no_engines,
     _sources,
     _weights,
     _ends_of_steps,

@@ -18,7 +18,8 @@ from skyrl_train.config.batch_rules import Problem, Sizes, problems
 from skyrl_train.config.fields import is_refused, recorded
 from skyrl_train.config.passes import sizes_micro_batches
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate_placement import PLACEMENT_RULES, PROCESS_RULES
+from skyrl_train.config.validate import run_rules
+from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
 from skyrl_train.errors import Violation
 
 FIELDS = {
@@ -273,4 +274,5 @@ def _goes_with_the_rest(config: Config, field: str, value: int) -> bool:
 
 
 def _placement_fields(config: Config) -> set[str]:
-    return {violation.field for rule in (*PROCESS_RULES, *PLACEMENT_RULES) for violation in rule(config)}
+    rules = (*PROCESS_RULES, *PLACEMENT_RULES, *ENGINE_PLACEMENT_RULES)
+    return {violation.field for violation in run_rules(config, rules)}

@@ -1,33 +1,22 @@
-"""Rules of `placement`: nodes, GPUs and ranks that agree with each other and with the engines."""
+"""Rules of `placement` and `strategy`: nodes, GPUs and ranks that agree with each other and with the engines."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
-from skyrl_train.config.algorithm import needs_reference
+from skyrl_train.config.algorithm import AlgorithmConfig, needs_reference
 from skyrl_train.config.bundles import takes_turns
-from skyrl_train.config.placement import ROLES, PlacementConfig
-from skyrl_train.config.schema import Config
+from skyrl_train.config.fields import Rule
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.placement import ROLES, PlacementConfig, PlatformConfig, StrategyConfig
+from skyrl_train.config.schema import CriticConfig, ModelConfig
 from skyrl_train.errors import Violation
 
 
-def placement_violations(config: Config) -> Iterator[Violation]:
-    """What contradicts itself."""
-    for rule in PLACEMENT_RULES:
-        yield from rule(config)
-
-
-def process_violations(config: Config) -> Iterator[Violation]:
-    """What one process, or one rank, cannot be asked for."""
-    for rule in PROCESS_RULES:
-        yield from rule(config)
-
-
-def _single_process(config: Config) -> Iterator[Violation]:
-    placement = config.placement
-    if placement.backend == "ray" and config.strategy.name == "single" and placement.policy_num_workers > 1:
+def _single_process(placement: PlacementConfig, strategy: StrategyConfig) -> Iterator[Violation]:
+    if placement.backend == "ray" and strategy.name == "single" and placement.policy_num_workers > 1:
         yield Violation(
             field="placement.policy_num_workers",
             rule="must be 1 with strategy=single, which is one process",
@@ -36,9 +25,9 @@ def _single_process(config: Config) -> Iterator[Violation]:
         )
 
 
-def _inline_workers(config: Config, role: str) -> Iterator[Violation]:
-    workers = getattr(config.placement, f"{role}_num_workers")
-    if config.placement.backend == "inline" and workers > 1:
+def _inline_workers(placement: PlacementConfig, role: str) -> Iterator[Violation]:
+    workers = getattr(placement, f"{role}_num_workers")
+    if placement.backend == "inline" and workers > 1:
         yield Violation(
             field=f"placement.{role}_num_workers",
             rule="must be 1 with placement.backend=inline, which is one process",
@@ -47,23 +36,25 @@ def _inline_workers(config: Config, role: str) -> Iterator[Violation]:
         )
 
 
-def _inline_strategy(config: Config) -> Iterator[Violation]:
-    if config.placement.backend == "inline" and config.strategy.name != "single":
+def _inline_strategy(placement: PlacementConfig, strategy: StrategyConfig) -> Iterator[Violation]:
+    if placement.backend == "inline" and strategy.name != "single":
         yield Violation(
             field="strategy.name",
             rule="must be single with placement.backend=inline, which is one process",
-            value=repr(config.strategy.name),
+            value=repr(strategy.name),
             remedy="add placement=ray, or strategy=single",
         )
 
 
-def _inline_engines(config: Config) -> Iterator[Violation]:
+def _inline_engines(
+    placement: PlacementConfig, generator: GeneratorConfig, platform: PlatformConfig
+) -> Iterator[Violation]:
     """Without Ray there is one engine, on this machine."""
-    if config.placement.backend != "inline" or config.generator.backend != "vllm":
+    if placement.backend != "inline" or generator.backend != "vllm":
         return
     stated = {
-        "generator.vllm.num_engines": (config.generator.vllm.num_engines, 1),
-        "placement.inference_num_nodes": (config.placement.inference_num_nodes, 0),
+        "generator.vllm.num_engines": (generator.vllm.num_engines, 1),
+        "placement.inference_num_nodes": (placement.inference_num_nodes, 0),
     }
     for field, (value, most) in stated.items():
         if value > most:
@@ -73,7 +64,7 @@ def _inline_engines(config: Config) -> Iterator[Violation]:
                 value=repr(value),
                 remedy=f"add placement=ray, or set {field}={most}",
             )
-    device = config.platform.device
+    device = platform.device
     if device.startswith("cuda") and device not in ("cuda", "cuda:0"):
         number = device.partition(":")[2]
         yield Violation(
@@ -85,8 +76,7 @@ def _inline_engines(config: Config) -> Iterator[Violation]:
         )
 
 
-def _ranks(config: Config, role: str) -> Iterator[Violation]:
-    placement = config.placement
+def _ranks(placement: PlacementConfig, role: str) -> Iterator[Violation]:
     workers, nodes, gpus = (
         getattr(placement, f"{role}_{name}") for name in ("num_workers", "num_nodes", "num_gpus_per_node")
     )
@@ -106,13 +96,14 @@ def _ranks(config: Config, role: str) -> Iterator[Violation]:
         )
 
 
-def _shared_nodes(config: Config, role: str) -> Iterator[Violation]:
+def _shared_nodes(
+    placement: PlacementConfig, critic: CriticConfig, algorithm: AlgorithmConfig, role: str
+) -> Iterator[Violation]:
     """A model that shares the policy's devices, `critic` or `ref`, lies on its nodes."""
-    placement = config.placement
     if role == "ref":
-        shares = needs_reference(config.trainer.algorithm) and (placement.colocate_all or placement.colocate_policy_ref)
+        shares = needs_reference(algorithm) and (placement.colocate_all or placement.colocate_policy_ref)
     else:
-        shares = bool(config.critic.model.path) and placement.colocate_all
+        shares = bool(critic.model.path) and placement.colocate_all
     if not shares:
         return
     nodes, workers = getattr(placement, f"{role}_num_nodes"), getattr(placement, f"{role}_num_workers")
@@ -132,8 +123,8 @@ def _shared_nodes(config: Config, role: str) -> Iterator[Violation]:
         )
 
 
-def _inference(config: Config) -> Iterator[Violation]:
-    placement, vllm = config.placement, config.generator.vllm
+def _inference(placement: PlacementConfig, generator: GeneratorConfig) -> Iterator[Violation]:
+    vllm = generator.vllm
     nodes, gpus = placement.inference_num_nodes, placement.inference_num_gpus_per_node
     if gpus and not nodes:
         yield Violation(
@@ -144,7 +135,7 @@ def _inference(config: Config) -> Iterator[Violation]:
         )
     if not nodes:
         return
-    if config.generator.backend != "vllm" or placement.colocate_all:
+    if generator.backend != "vllm" or placement.colocate_all:
         rule, remedy = "needs generator.backend=vllm, whose engines they are for", "add generator=vllm"
         if placement.colocate_all:
             rule, remedy = "contradicts placement.colocate_all=true", "set placement.colocate_all=false"
@@ -173,8 +164,7 @@ def _inference(config: Config) -> Iterator[Violation]:
         )
 
 
-def _stated_devices(config: Config, name: str) -> Iterator[Violation]:
-    placement = config.placement
+def _stated_devices(placement: PlacementConfig, name: str) -> Iterator[Violation]:
     if not placement.auto and getattr(placement, name) != getattr(PlacementConfig(), name):
         yield Violation(
             field=f"placement.{name}",
@@ -184,8 +174,7 @@ def _stated_devices(config: Config, name: str) -> Iterator[Violation]:
         )
 
 
-def _session(config: Config) -> Iterator[Violation]:
-    placement = config.placement
+def _session(placement: PlacementConfig) -> Iterator[Violation]:
     if placement.backend == "inline" and placement.ray_address:
         yield Violation(
             field="placement.ray_address",
@@ -204,8 +193,7 @@ def _session(config: Config) -> Iterator[Violation]:
         )
 
 
-def _silence(config: Config) -> Iterator[Violation]:
-    placement = config.placement
+def _silence(placement: PlacementConfig) -> Iterator[Violation]:
     if placement.silence_timeout_s > placement.call_timeout_s:
         yield Violation(
             field="placement.silence_timeout_s",
@@ -215,11 +203,11 @@ def _silence(config: Config) -> Iterator[Violation]:
         )
 
 
-def _colocated_engines(config: Config) -> Iterator[Violation]:
+def _colocated_engines(placement: PlacementConfig, generator: GeneratorConfig) -> Iterator[Violation]:
     """An engine shares the devices of as many ranks as it has workers, all on one node."""
-    if not config.placement.colocate_all or config.generator.backend != "vllm":
+    if not placement.colocate_all or generator.backend != "vllm":
         return
-    placement, vllm = config.placement, config.generator.vllm
+    vllm = generator.vllm
     ranks, nodes, size = placement.policy_num_workers, placement.policy_num_nodes, vllm.tensor_parallel_size
     ranks_per_node = max(1, ranks // nodes)
     if ranks_per_node % size:
@@ -242,14 +230,16 @@ def _colocated_engines(config: Config) -> Iterator[Violation]:
         )
 
 
-def _weight_transport(config: Config) -> Iterator[Violation]:
-    name, shared = config.generator.vllm.weight_transport, takes_turns(config)
+def _weight_transport(
+    generator: GeneratorConfig, platform: PlatformConfig, placement: PlacementConfig
+) -> Iterator[Violation]:
+    name, shared = generator.vllm.weight_transport, takes_turns(placement, generator, platform)
     rule = ""
-    if name == "cuda_ipc" and not (shared and config.platform.name == "gpu"):
+    if name == "cuda_ipc" and not (shared and platform.name == "gpu"):
         rule = "cuda_ipc needs engines that share GPUs with the policy: platform=gpu and placement.colocate_all=true"
-    if name in ("broadcast", "files") and config.placement.backend == "inline" and config.generator.backend == "vllm":
+    if name in ("broadcast", "files") and placement.backend == "inline" and generator.backend == "vllm":
         rule = "an engine on this machine takes weights by shared_memory or cuda_ipc"
-    elif name == "broadcast" and shared and config.platform.name == "gpu":
+    elif name == "broadcast" and shared and platform.name == "gpu":
         rule = "NCCL cannot broadcast between processes that share a device, as they do with placement.colocate_all"
     if rule:
         yield Violation(
@@ -257,19 +247,48 @@ def _weight_transport(config: Config) -> Iterator[Violation]:
         )
 
 
-PROCESS_RULES: tuple[Callable[[Config], Iterator[Violation]], ...] = (
+def _sequence_parallel(strategy: StrategyConfig, model: ModelConfig) -> Iterator[Violation]:
+    """What does not go with ranks that share micro-batches; that they divide a model's ranks is a rule of batch sizes,
+    that they divide its attention heads is checked where it is loaded."""
+    size = strategy.sequence_parallel_size
+    if size == 1:
+        return
+    if strategy.name == "single":
+        yield Violation(
+            field=_SEQUENCE_PARALLEL,
+            rule="must be 1 with strategy=single, which is one process",
+            value=str(size),
+            remedy="add strategy=fsdp2 or strategy=ddp, or drop strategy.sequence_parallel_size",
+        )
+    if model.attention != "auto":
+        yield Violation(
+            field="model.attention",
+            rule=f"must be auto with {_SEQUENCE_PARALLEL}={size}: positions of several ranks have kernels of their own",
+            value=repr(model.attention),
+            remedy=f"drop model.attention, or set {_SEQUENCE_PARALLEL}=1",
+        )
+
+
+_SEQUENCE_PARALLEL = "strategy.sequence_parallel_size"
+PROCESS_RULES: tuple[Rule, ...] = (
     _single_process,
     *(partial(_inline_workers, role=role) for role in ROLES),
     _inline_strategy,
-    _inline_engines,
 )
-PLACEMENT_RULES: tuple[Callable[[Config], Iterator[Violation]], ...] = (
+"""What one process, or one rank, cannot be asked for."""
+PLACEMENT_RULES: tuple[Rule, ...] = (
     *(partial(_ranks, role=role) for role in ROLES),
-    *(partial(_shared_nodes, role=role) for role in ("ref", "critic")),
-    _inference,
     *(partial(_stated_devices, name=name) for name in ("num_gpus", "num_nodes", "gpu_memory_gb")),
     _session,
     _silence,
+    _sequence_parallel,
+)
+"""What contradicts itself in any kind of run."""
+ENGINE_PLACEMENT_RULES: tuple[Rule, ...] = (
+    _inline_engines,
+    *(partial(_shared_nodes, role=role) for role in ("ref", "critic")),
+    _inference,
     _colocated_engines,
     _weight_transport,
 )
+"""What several models and inference engines cannot be asked for."""

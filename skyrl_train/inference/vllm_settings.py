@@ -80,7 +80,7 @@ def engine_settings(config: Config) -> EngineSettings:
         arguments["distributed_executor_backend"] = "mp"
     if gpu:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = takes_turns(config)
+        arguments["enable_sleep_mode"] = takes_turns(config.placement, config.generator, config.platform)
     else:
         # A prompt in one piece rounds the same whatever else is in the batch.
         arguments["enable_chunked_prefill"] = False

@@ -55,7 +55,11 @@ class InlineVLLM:
             call_timeout_s=config.placement.call_timeout_s,
             silence_timeout_s=config.placement.silence_timeout_s,
         )
-        turns = DeviceTurns(watched, shared=takes_turns(config), record_file=folder / "device_turns.jsonl")
+        turns = DeviceTurns(
+            watched,
+            shared=takes_turns(config.placement, config.generator, config.platform),
+            record_file=folder / "device_turns.jsonl",
+        )
         inline = InlineEngine(watched, turns)
         probe = WeightSyncProbe(
             ask=inline.ask,
@@ -72,7 +76,7 @@ class InlineVLLM:
             device=torch.device(config.platform.device),
             adapter_of=self._adapter_of if ships_adapter(config.generator) else None,
         )
-        self._turns = turns if takes_turns(config) else None
+        self._turns = turns if takes_turns(config.placement, config.generator, config.platform) else None
         return inline, transport
 
     def build_learners(self, plan: BatchPlan, stack: ExitStack) -> Learners:

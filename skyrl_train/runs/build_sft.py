@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_train.config.sequence_parallel import data_parallel_size
+from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.sft import SFTConfig, learner_config
 
 if TYPE_CHECKING:

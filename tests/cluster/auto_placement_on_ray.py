@@ -35,7 +35,7 @@ from tests.cluster.test_learners import make_config, make_plan, three_steps, wei
 
 
 def reserved(config: Config) -> Placement:
-    layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config))
+    layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config.generator, config.placement))
     return Placement(layout, timeout_s=config.placement.start_timeout_s)
 
 

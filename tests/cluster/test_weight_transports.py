@@ -77,7 +77,7 @@ def started(session: RaySession, folder: Path, vllm: VLLMConfig) -> Iterator[Clu
         model=ModelConfig(),
         generator=GeneratorConfig(backend="vllm", max_context_length=400, verify_weight_sync=True, vllm=vllm),
     )
-    fleet = EngineFleet(config, session, [SLOT] * count_engines(config))
+    fleet = EngineFleet(config, session, [SLOT] * count_engines(config.generator, config.placement))
     turns = DeviceTurns(fleet, shared=False, record_file=folder / "turns.jsonl")
     learner = start_learner(config, make_plan(config), session, [SLOT] * 2, role="policy", turns=turns)()
     fleet.wait_ready()

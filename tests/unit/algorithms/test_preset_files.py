@@ -17,11 +17,17 @@ from skyrl_train.config.algorithm import (
     needs_critic,
     needs_reference,
 )
-from skyrl_train.config.algorithm_rules import algorithm_violations
-from skyrl_train.config.schema import Config
+from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
+from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.config.validate import run_rules
+from skyrl_train.errors import Violation
 
 CONF = Path(__file__).resolve().parents[3] / "conf"
 PRESETS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
+
+
+def violations_of(algorithm: AlgorithmConfig) -> list[Violation]:
+    return list(run_rules(Config(trainer=TrainerConfig(algorithm=algorithm)), ALGORITHM_RULES))
 
 
 @cache
@@ -37,7 +43,7 @@ def test_preset_composes_into_the_schema_and_breaks_no_rule(name: str) -> None:
     config = preset(name, "critic.model.path=policy")
     assert config.advantage_estimator in ADVANTAGE_ESTIMATORS
     assert config.policy_loss in POLICY_LOSSES
-    assert algorithm_violations(config) == []
+    assert violations_of(config) == []
 
 
 def test_every_estimator_and_loss_that_needs_settings_of_its_own_has_a_preset() -> None:
@@ -92,4 +98,4 @@ def test_who_needs_which_model() -> None:
     ],
 )
 def test_settings_that_contradict_each_other_are_named(config: AlgorithmConfig, field: str) -> None:
-    assert [violation.field for violation in algorithm_violations(config)] == [f"trainer.algorithm.{field}"]
+    assert [violation.field for violation in violations_of(config)] == [f"trainer.algorithm.{field}"]

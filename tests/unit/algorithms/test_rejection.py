@@ -18,12 +18,19 @@ from skyrl_train.algorithms.ratios import masked, rows_of, turns_of
 from skyrl_train.algorithms.rejection import rejected
 from skyrl_train.algorithms.step_columns import high_entropy
 from skyrl_train.config.algorithm import REJECTION_CRITERIA, AlgorithmConfig, OffPolicyConfig
-from skyrl_train.config.algorithm_rules import algorithm_violations
+from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
+from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.config.validate import run_rules
+from skyrl_train.errors import Violation
 from tests.loss_oracles import LOSS_ORACLES, random_loss_inputs, rows_in, turns_in
 
 BOUNDS = {"k1": [0.8, 1.3], "k2": 0.02, "k3": 0.02}
 """Near the middle of what `random_loss_inputs` draws, so that each criterion keeps and rejects."""
 SCALE = {"token": 1.0, "sequence_mean": 1.0, "sequence_max": 3.0, "sequence_sum": 4.0}
+
+
+def violations_of(algorithm: AlgorithmConfig) -> list[Violation]:
+    return list(run_rules(Config(trainer=TrainerConfig(algorithm=algorithm)), ALGORITHM_RULES))
 
 
 def bound_of(name: str) -> object:
@@ -148,6 +155,9 @@ def test_weights_over_the_step_stand_for_those_of_the_rows_at_hand() -> None:
     ],
 )
 def test_a_criterion_that_says_nothing_is_refused(reject: dict[str, object], rule: str) -> None:
-    (violation,) = algorithm_violations(AlgorithmConfig(off_policy=OffPolicyConfig(reject=reject)))
+    (violation,) = run_rules(
+        Config(trainer=TrainerConfig(algorithm=AlgorithmConfig(off_policy=OffPolicyConfig(reject=reject)))),
+        ALGORITHM_RULES,
+    )
     assert violation.field == f"trainer.algorithm.off_policy.reject.{next(iter(reject))}"
     assert re.search(rule, violation.rule)

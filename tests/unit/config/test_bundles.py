@@ -79,7 +79,7 @@ def test_an_engine_of_several_devices_lies_on_those_of_consecutive_ranks_of_one_
 )
 def test_there_are_as_many_engines_as_their_devices_hold(placement: PlacementConfig, size: int, expected: int) -> None:
     vllm = VLLMConfig(tensor_parallel_size=size)
-    assert count_engines(Config(placement=placement, generator=GeneratorConfig(backend="vllm", vllm=vllm))) == expected
+    assert count_engines(GeneratorConfig(backend="vllm", vllm=vllm), placement) == expected
     assert VLLMConfig(num_engines=1).count(placement) == 1
 
 

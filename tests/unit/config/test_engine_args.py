@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.engine_args import SET_BY_TRAINER, engine_args_fields
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, LoraConfig, PlacementConfig, PlatformConfig
 from skyrl_train.config.validate import validate_config
+from skyrl_train.config.validate_engines import SET_BY_TRAINER, engine_args_fields
 from skyrl_train.errors import Violation
 from skyrl_train.inference.vllm_settings import engine_settings
 

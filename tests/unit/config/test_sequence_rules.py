@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from skyrl_train.batch.plan import plan_batches
+from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.load import load_config
 from skyrl_train.config.schema import Config
-from skyrl_train.config.sequence_parallel import data_parallel_size
 from skyrl_train.config.validate import validate_config
 
 

@@ -212,7 +212,7 @@ def test_a_missing_path_is_answered_with_what_is_there(tmp_path: Path) -> None:
 
 def test_all_broken_rules_are_reported_together() -> None:
     found = fields(generator__n_samples_per_prompt=1, strategy__name="ddp", trainer__resume_mode="from_path")
-    assert found == ["generator.n_samples_per_prompt", "trainer.resume_path", "strategy.name"]
+    assert found == ["trainer.resume_path", "strategy.name", "generator.n_samples_per_prompt"]
 
 
 def test_rules_about_a_refused_value_are_left_out() -> None:
@@ -245,7 +245,7 @@ def test_what_was_refused_elsewhere_hides_no_rule(broken: dict[str, Any], field:
 def test_a_refused_section_leaves_the_rules_out_that_read_what_is_in_it() -> None:
     broken = config(generator__n_samples_per_prompt=1, placement__policy_num_workers=2, run_name="")
     found = validate_config(broken, refused={"placement"})
-    assert [violation.field for violation in found] == ["generator.n_samples_per_prompt", "run_name"]
+    assert [violation.field for violation in found] == ["run_name", "generator.n_samples_per_prompt"]
 
 
 def test_xla_is_refused_where_jax_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

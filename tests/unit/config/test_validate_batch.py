@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import reduce
 from math import log
 
 import pytest
@@ -20,9 +21,9 @@ from skyrl_train.config.schema import (
     StrategyConfig,
     TrainerConfig,
 )
+from skyrl_train.config.validate import run_rules
 from skyrl_train.config.validate_batch import FIELDS, sizes_of, validate_batch_sizes, with_sound_sizes
-from skyrl_train.config.validate_models import value_of
-from skyrl_train.config.validate_placement import placement_violations, process_violations
+from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
 from skyrl_train.errors import Violation
 
 
@@ -359,7 +360,7 @@ def test_all_broken_rules_are_said_and_every_suggestion_gives_a_valid_configurat
         check_remedy(known_config, given_config, remedy, data)
 
 
-POSITIVE = {field: value_of(Config(), field) for field in FIELDS.values()}
+POSITIVE = {field: reduce(getattr, field.split("."), Config()) for field in FIELDS.values()}
 """Of the same kind as what a size should be; which one does not matter to rules that do not read it."""
 FIELD_ORDER = (
     "trainer.train_batch_size",
@@ -418,7 +419,10 @@ def check_remedy(known_config, given_config, remedy, data):
 
 
 def placement_fields(configuration):
-    return {violation.field for violation in [*process_violations(configuration), *placement_violations(configuration)]}
+    return {
+        violation.field
+        for violation in run_rules(configuration, (*PROCESS_RULES, *PLACEMENT_RULES, *ENGINE_PLACEMENT_RULES))
+    }
 
 
 SMALL = st.integers(1, 14)

@@ -7,9 +7,15 @@ import pytest
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig, TrainerConfig
-from skyrl_train.config.validate_placement import placement_violations
+from skyrl_train.config.validate import run_rules
+from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES
+from skyrl_train.errors import Violation
 
 RAY = {"backend": "ray", "ray_address": "auto"}
+
+
+def placement_violations(config: Config) -> list[Violation]:
+    return list(run_rules(config, (*PLACEMENT_RULES, *ENGINE_PLACEMENT_RULES)))
 
 
 def violated(config: Config) -> list[str]:
@@ -72,7 +78,7 @@ def test_all_contradictions_are_said_at_once_with_their_remedies() -> None:
     config = placed(
         policy_num_workers=6, policy_num_gpus_per_node=4, inference_num_nodes=2, engines=3, transport="cuda_ipc"
     )
-    found = list(placement_violations(config))
+    found = placement_violations(config)
     assert [violation.field for violation in found] == [
         "placement.policy_num_workers",
         "generator.vllm.num_engines",

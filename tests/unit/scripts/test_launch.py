@@ -176,7 +176,7 @@ def test_one_node_trains_with_all_that_it_has(tmp_path: Path, num_gpus: int, eng
     assert validate_config(config) == []
     placed = config.placement
     assert (placed.backend, placed.colocate_all) == ("ray", colocated)
-    assert count_engines(config) == engines
+    assert count_engines(config.generator, config.placement) == engines
 
 
 def test_a_node_is_set_up_without_starting_anything(tmp_path: Path) -> None:

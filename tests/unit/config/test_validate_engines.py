@@ -8,11 +8,15 @@ import pytest
 
 from skyrl_train.config.generation import GeneratorConfig, HTTPConfig, SamplingConfig, VLLMConfig
 from skyrl_train.config.schema import Config, LoraConfig, ModelConfig, PlacementConfig
-from skyrl_train.config.validate_cluster import cluster_violations
+from skyrl_train.config.validate import run_rules
+from skyrl_train.config.validate_engines import ENGINE_RULES
+from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES
 
 
 def violated(config: Config) -> list[str]:
-    return [violation.field for violation in cluster_violations(config)]
+    return [
+        violation.field for violation in run_rules(config, (*PLACEMENT_RULES, *ENGINE_PLACEMENT_RULES, *ENGINE_RULES))
+    ]
 
 
 def with_vllm(**changes: object) -> Config:
