@@ -34,6 +34,7 @@ from skyrl_train.batch.minibatch import mini_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config
+from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.telemetry.metrics_log import MetricsLog
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.rollout_sink import RolloutLog
@@ -185,12 +186,17 @@ def measure(
         pieces.append(Piece(name=name, seconds=seconds, counted_s=seconds))
         return results[-1][1]
 
-    batch = timed("assemble rows and boundaries", lambda: steps.assemble(rollouts, config, step=1, weight_version=0))
+    batch = timed(
+        "assemble rows and boundaries",
+        lambda: steps.assemble(rollouts, assembly_settings(config), step=1, weight_version=0),
+    )
     assert isinstance(batch, TrainingInputBatch)
     seconds, _ = run(lambda: boundaries_alone(batch, config), clock)
     pieces.append(Piece(name="  of which boundaries", seconds=seconds, counted_s=0.0))
     batch = batch.with_columns(old_logprobs=batch["rollout_logprobs"], ref_logprobs=batch["rollout_logprobs"])
-    estimated = timed("estimate advantages", lambda: steps.estimate(batch, config, kl_coef=0.0))
+    estimated = timed(
+        "estimate advantages", lambda: steps.estimate(batch, config.trainer.algorithm, kl_coef=0.0, seed=config.seed)
+    )
     assert isinstance(estimated, TrainingInputBatch)
     timed("close mini-batches", lambda: close_all(estimated, config))
     metrics = timed("metrics of rollouts and batch", lambda: step_metrics(rollouts, estimated))

@@ -57,7 +57,7 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
 from skyrl_train.model.value_model import load_value_model
-from skyrl_train.runs.rl import train
+from skyrl_train.runs.rl import assembly_settings, train
 from skyrl_train.telemetry.metrics import StepMetrics
 from skyrl_train.telemetry.rollout_log import read_rollouts
 from skyrl_train.trainers import steps
@@ -361,19 +361,19 @@ class Steps:
             reference=others.get("reference"),  # type: ignore[arg-type]
             critic=others.get("critic"),  # type: ignore[arg-type]
         )
-        batch = steps.assemble(self.rollouts, config, step=1, weight_version=0)
+        batch = steps.assemble(self.rollouts, assembly_settings(config), step=1, weight_version=0)
         if case.shared and not is_plain:
             columns = {name: from_table(batch, table) for name, table in self.tables.items()}
             batch = batch.with_columns(**columns)
         else:
-            scored = steps.score(batch, learners, scored_before(config), rollouts=self.rollouts)
+            scored = steps.score(batch, learners, scored_before(config).trainer, rollouts=self.rollouts)
             if is_plain:
                 new = scored.token_columns.keys() - batch.token_columns.keys()
                 self.tables = {name: to_table(scored, scored[name]) for name in new}
             batch = scored
         coef = config.trainer.algorithm.kl_reward_coef
-        batch = steps.estimate(batch, config, kl_coef=coef)
-        metrics = steps.update(batch, learners, config, on_progress=lambda _done, _total: None).metrics
+        batch = steps.estimate(batch, config.trainer.algorithm, kl_coef=coef, seed=config.seed)
+        metrics = steps.update(batch, learners, config.trainer, on_progress=lambda _done, _total: None).metrics
         if is_plain:
             self.plain_slopes = policy.slopes
         norm = metrics["policy/grad_norm"].value

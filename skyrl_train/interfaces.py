@@ -85,6 +85,12 @@ class InferenceEngine(Protocol):
 class Generator(Protocol):
     """Turns prompts into trajectories."""
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether its rollouts are those that a step was trained on: rewards shaped, prompts chosen, greedy rewards
+        measured."""
+        ...
+
     def generate(
         self,
         prompts: Sequence[Prompt],

@@ -28,10 +28,12 @@ from skyrl_train.data.prompts import PromptSource
 from skyrl_train.distributed.checkpoint import latest_checkpoint, verify, write_checkpoint
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.runs.parts import build_loop
+from skyrl_train.runs.rl import ppo_settings
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.trainers.changes import resume_settings
 from skyrl_train.trainers.evaluate import Evaluator
 from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult, checkpointed_models
 from skyrl_train.trainers.resume import Start, find_start, prepare_run_folder
@@ -117,6 +119,8 @@ class FakeGenerator:
 
     `is_broken(step, prompt index, sample)` makes trajectories fail; `on_call` is told the step and the purpose.
     """
+
+    is_recorded = False
 
     def __init__(
         self,
@@ -332,7 +336,9 @@ class FakeRun:
 
     def start(self) -> Start:
         data = DataFingerprint.of(self.prompts)
-        return find_start(self.config, self.folder, self.checkpoints, data=data, total_steps=self.plan.total_steps)
+        return find_start(
+            resume_settings(self.config), self.folder, self.checkpoints, data=data, total_steps=self.plan.total_steps
+        )
 
     def run(self) -> TrainingResult | None:
         """None where the run in the folder is complete."""
@@ -380,7 +386,7 @@ class FakeRun:
         )
         return PPOTrainer(
             loop=loop,
-            config=config,
+            settings=ppo_settings(config),
             prompts=PromptSource(
                 self.prompts, batch_size=config.trainer.train_batch_size, shuffle=True, seed=config.seed
             ),

@@ -30,6 +30,7 @@ from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers import sft
+from skyrl_train.trainers.changes import resume_settings
 from skyrl_train.trainers.resume import find_start, prepare_run_folder
 from skyrl_train.trainers.sft import SFTResult, SFTSettings, SFTTrainer
 from skyrl_train.trainers.state import DataFingerprint
@@ -193,7 +194,11 @@ class FakeSFTRun:
         """None where the run in the folder is complete."""
         console = RunConsole(file=self.output)
         start = find_start(
-            self.config, self.folder, self.checkpoints, data=self.data.fingerprint, total_steps=self.total_steps
+            resume_settings(self.config),
+            self.folder,
+            self.checkpoints,
+            data=self.data.fingerprint,
+            total_steps=self.total_steps,
         )
         for note in start.notes:
             console.note(note)

@@ -21,9 +21,8 @@ from skyrl_train.batch.documents import document_steps
 from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
-from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.parts import TRAJECTORY_ROWS
-from skyrl_train.config.schema import Config, TrainerConfig
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.types import RolloutBatch, TokenIds, Trajectory, Turn, token_ids
@@ -48,11 +47,24 @@ class _Row:
 _PLACEHOLDER = token_ids([0] * DUMMY_ROW_LENGTH)
 
 
+@dataclass(frozen=True, kw_only=True)
+class AssemblySettings:
+    """What assembly reads of a configuration."""
+
+    rows: PartSpec
+    """The part that makes the rows of a trajectory."""
+    trainer: TrainerConfig
+    policy_shares: int
+    """Data-parallel ranks of the policy."""
+    critic_shares: int | None
+    """Data-parallel ranks of the critic; None where there is no critic."""
+
+
 def assemble(
-    rollouts: RolloutBatch, *, rows: PartSpec, config: Config, global_step: int, weight_version: int
+    rollouts: RolloutBatch, settings: AssemblySettings, *, global_step: int, weight_version: int
 ) -> TrainingInputBatch:
-    """The training batch of `rollouts`, in rows as the part `rows` makes them, with the boundaries of its prompts and
-    mini-batches in the metadata.
+    """The training batch of `rollouts`, in rows as the part `settings.rows` makes them, with the boundaries of its prompts
+    and mini-batches in the metadata.
 
     A failed trajectory becomes one placeholder (a dummy row with its prompt's uid and its own number), so that prompts
     and samples stay countable; it has no loss and no estimator or denominator counts it.
@@ -61,29 +73,28 @@ def assemble(
     hold both), or adds no token to it where the returns of turns are compared, a turn without response,
     log-probabilities that do not match, a reward that is no number; and as `compute_prompt_mini_batch_boundaries` does.
     """
-    step_wise = TRAJECTORY_ROWS.name_of(rows) != "per_trajectory"
-    made = list(_rows(rollouts, rows))
-    if config.trainer.algorithm.step_rewards == "turn_return":
+    trainer = settings.trainer
+    step_wise = TRAJECTORY_ROWS.name_of(settings.rows) != "per_trajectory"
+    made = list(_rows(rollouts, settings.rows))
+    if trainer.algorithm.step_rewards == "turn_return":
         _check_turns_are_apart(rollouts, made)
     uids = tuple(rollouts.prompts[row.prompt_index].uid for row in made)
     lengths = np.fromiter((len(row.input_ids) for row in made), np.int64, len(made))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     row_columns = _row_columns(made, weight_version)
 
-    def boundaries(mini_batch_size: int, num_ranks: int) -> tuple[tuple[int, int], ...]:
+    def boundaries(mini_batch_size: int, num_shares: int) -> tuple[tuple[int, int], ...]:
         by_prompts = compute_prompt_mini_batch_boundaries(
             uids,
             mini_batch_size,
-            train_batch_size=config.trainer.train_batch_size,
+            train_batch_size=trainer.train_batch_size,
             is_stepwise=step_wise,
             n_samples_per_prompt=rollouts.n_samples_per_prompt,
         )
-        if config.trainer.docs_per_step:
-            shares = data_parallel_size(num_ranks, config.strategy.sequence_parallel_size)
-            return _document_boundaries(lengths, row_columns, config.trainer, shares)
+        if trainer.docs_per_step:
+            return _document_boundaries(lengths, row_columns, trainer, num_shares)
         return tuple(by_prompts)
 
-    trainer, placement = config.trainer, config.placement
     return TrainingInputBatch(
         token_columns={name: torch.from_numpy(column) for name, column in _token_columns(made, offsets).items()},
         row_columns={name: torch.from_numpy(column) for name, column in row_columns.items()},
@@ -93,10 +104,10 @@ def assemble(
             global_step=global_step,
             weight_version=weight_version,
             prompt_end_indices=tuple(compute_prompt_end_indices(uids)),
-            policy_mini_batch_boundaries=boundaries(trainer.policy_mini_batch_size, placement.policy_num_workers),
-            critic_mini_batch_boundaries=boundaries(trainer.critic_mini_batch_size, placement.critic_num_workers)
-            if config.critic.model.path
-            else None,
+            policy_mini_batch_boundaries=boundaries(trainer.policy_mini_batch_size, settings.policy_shares),
+            critic_mini_batch_boundaries=None
+            if settings.critic_shares is None
+            else boundaries(trainer.critic_mini_batch_size, settings.critic_shares),
         ),
     )
 

@@ -41,6 +41,8 @@ class RolloutGenerator:
     Set `on_progress` to hear how far a batch is. `close` ends the threads; the engine belongs to whoever made it.
     """
 
+    is_recorded = False
+
     def __init__(
         self,
         engine: InferenceEngine,

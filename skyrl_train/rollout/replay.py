@@ -34,6 +34,8 @@ class ReplayGenerator:
     Steps are taken in the order of their recording: the first recorded one is step 1, whatever its number was.
     """
 
+    is_recorded = True
+
     def __init__(self, path: Path | str) -> None:
         """
         Args:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.cli.composition import write_yaml
+from skyrl_train.config.parts import TRACKERS
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
+from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from skyrl_train.runs.build_sft import SFTPlan
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.telemetry.tracker import Trackers
     from skyrl_train.trainers.loop import TrainingLoop
     from skyrl_train.trainers.resume import Start
     from skyrl_train.trainers.state import DataFingerprint
@@ -75,9 +78,10 @@ def begin(
     Raises what `find_start` raises.
     """
     from skyrl_train.telemetry.redact import redact
+    from skyrl_train.trainers.changes import resume_settings
     from skyrl_train.trainers.resume import find_start, prepare_run_folder
 
-    start = find_start(config, folder, checkpoints, data=data, total_steps=plan.total_steps)
+    start = find_start(resume_settings(config), folder, checkpoints, data=data, total_steps=plan.total_steps)
     for note in start.notes:
         console.note(note)
     if start.complete:
@@ -110,10 +114,9 @@ def build_loop(
 
     `draw` draws the learning curve; the rest is as `TrainingLoop` takes it.
     """
-    from skyrl_train.telemetry.tracker import build_trackers
+    from skyrl_train.trainers.changes import flat_config
     from skyrl_train.trainers.loop import LoopSettings, TrainingLoop
     from skyrl_train.trainers.observers import Observers
-    from skyrl_train.trainers.state import flat_config
 
     trainer = config.trainer
     trackers = build_trackers(config, folder, console=console, start_step=start.global_step, total_steps=total_steps)
@@ -137,6 +140,33 @@ def build_loop(
         console=console,
         draw=draw,
     )
+
+
+def build_trackers(
+    config: AnyConfig, folder: RunFolder, *, console: RunConsole, start_step: int, total_steps: int
+) -> Trackers:
+    """The trackers of `config.tracker`, ready to go on after `start_step`.
+
+    Raises SkyrlTrainError where a tracker that was asked for cannot start: better now than after an hour.
+    """
+    from skyrl_train.telemetry.metrics_log import MetricsLog
+    from skyrl_train.telemetry.redact import redact
+    from skyrl_train.telemetry.tracker import ConsoleTracker, TensorboardTracker, Tracker, Trackers
+
+    views: dict[str, Tracker] = {}
+    if config.tracker.tensorboard.enabled:
+        views["tensorboard"] = TensorboardTracker(folder.tensorboard, start_step=start_step)
+    if config.tracker.wandb.enabled:
+        from skyrl_train.telemetry.wandb_tracker import WandbTracker
+
+        shown = redact(dataclasses.asdict(config))
+        views["wandb"] = WandbTracker(
+            config.tracker.wandb, folder, run_name=config.run_name, config=shown, console=console
+        )
+    for spec in config.tracker.custom:
+        views[part_name(spec)] = TRACKERS.resolve(spec)(folder.root)
+    views["console"] = ConsoleTracker(console, total_steps=total_steps)
+    return Trackers(record=MetricsLog(folder.metrics_file), views=views, console=console)
 
 
 def say_goodbye(

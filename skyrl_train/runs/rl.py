@@ -6,11 +6,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from skyrl_train.cli.auto_placement import place
+from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.registry import part_name
+from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.runs.build import (
     Data,
     build_evaluator,
@@ -25,13 +26,14 @@ from skyrl_train.runs.build import (
 from skyrl_train.runs.parts import begin, build_loop, first_lines, open_folder, say_goodbye
 
 if TYPE_CHECKING:
+    from skyrl_train.batch.assemble import AssemblySettings
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.interfaces import CheckpointStore
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.ppo import TrainingResult
     from skyrl_train.trainers.resume import Start
-    from skyrl_train.trainers.steps import Learners
+    from skyrl_train.trainers.steps import Learners, PPOSettings
 
 
 def train(config: Config) -> None:
@@ -99,7 +101,7 @@ def _train(
         stack.callback(rollout_log.close)
     trainer = PPOTrainer(
         loop=loop,
-        config=config,
+        settings=ppo_settings(config),
         prompts=data.train,
         generator=rollouts.generator,
         learners=learners,
@@ -108,6 +110,34 @@ def _train(
         rollout_log=rollout_log,
     )
     return trainer.train()
+
+
+def ppo_settings(config: Config) -> PPOSettings:
+    """What the loop of reinforcement learning reads of `config`."""
+    from skyrl_train.trainers.steps import PPOSettings, sampling_params
+
+    return PPOSettings(
+        trainer=config.trainer,
+        assembly=assembly_settings(config),
+        n_samples_per_prompt=config.generator.n_samples_per_prompt,
+        sampling=sampling_params(config.generator.sampling),
+        seed=config.seed,
+    )
+
+
+def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> AssemblySettings:
+    """What assembly reads of `config`; `rows` in place of `generator.trajectory_rows` where it is given."""
+    from skyrl_train.batch.assemble import AssemblySettings
+
+    def shares(num_workers: int) -> int:
+        return data_parallel_size(num_workers, config.strategy.sequence_parallel_size)
+
+    return AssemblySettings(
+        rows=config.generator.rows if rows is None else rows,
+        trainer=config.trainer,
+        policy_shares=shares(config.placement.policy_num_workers),
+        critic_shares=shares(config.placement.critic_num_workers) if config.critic.model.path else None,
+    )
 
 
 def _size_micro_batches(

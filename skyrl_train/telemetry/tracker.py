@@ -10,13 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from skyrl_train.config.parts import TRACKERS
-from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.registry import part_name
 from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.metrics_log import MetricsLog
-from skyrl_train.telemetry.run_folder import RunFolder
 
 
 class Tracker(Protocol):
@@ -25,26 +20,6 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
 
     def close(self) -> None: ...
-
-
-def build_trackers(
-    config: AnyConfig, folder: RunFolder, *, console: RunConsole, start_step: int, total_steps: int
-) -> Trackers:
-    """The trackers of `config.tracker`, ready to go on after `start_step`.
-
-    Raises SkyrlTrainError where a tracker that was asked for cannot start: better now than after an hour.
-    """
-    views: dict[str, Tracker] = {}
-    if config.tracker.tensorboard.enabled:
-        views["tensorboard"] = TensorboardTracker(folder.tensorboard, start_step=start_step)
-    if config.tracker.wandb.enabled:
-        from skyrl_train.telemetry.wandb_tracker import WandbTracker
-
-        views["wandb"] = WandbTracker(config, folder, console=console)
-    for spec in config.tracker.custom:
-        views[part_name(spec)] = TRACKERS.resolve(spec)(folder.root)
-    views["console"] = ConsoleTracker(console, total_steps=total_steps)
-    return Trackers(record=MetricsLog(folder.metrics_file), views=views, console=console)
 
 
 class Trackers:

@@ -6,19 +6,18 @@ turned off; the configuration is redacted before it is handed over.
 
 from __future__ import annotations
 
-import dataclasses
 import netrc
 import os
 import uuid
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
 
-from skyrl_train.config.sft import AnyConfig
+from skyrl_train.config.schema import WandbConfig
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.files import write_atomically
-from skyrl_train.telemetry.redact import redact
 from skyrl_train.telemetry.run_folder import RunFolder
 
 INIT_TIMEOUT_S = 30.0
@@ -32,8 +31,18 @@ Mode = Literal["online", "offline", "disabled", "shared"]
 class WandbTracker:
     """A run on Weights & Biases. Implements Tracker."""
 
-    def __init__(self, config: AnyConfig, folder: RunFolder, *, console: RunConsole) -> None:
-        """Raises SkyrlTrainError where wandb is not installed, or cannot start in the mode that was asked for.
+    def __init__(
+        self,
+        settings: WandbConfig,
+        folder: RunFolder,
+        *,
+        run_name: str,
+        config: Mapping[str, Any],
+        console: RunConsole,
+    ) -> None:
+        """`config` is shown with the run, without secrets: hand over what `redact` gives.
+
+        Raises SkyrlTrainError where wandb is not installed, or cannot start in the mode that was asked for.
 
         Mode `auto` falls back to offline, with a warning, where the server does not answer within INIT_TIMEOUT_S.
         """
@@ -41,18 +50,19 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise SkyrlTrainError("tracker.wandb needs wandb. Install it, or leave wandb out of tracker=...") from error
-        mode = choose_mode(config.tracker.wandb.mode, os.environ)
+        mode = choose_mode(settings.mode, os.environ)
+        start = partial(_start, wandb, settings, folder, run_name=run_name, config=config)
         try:
-            self._run = _start(wandb, config, folder, mode)
+            self._run = start(mode=mode)
         except Exception as error:  # wandb raises its own kinds for keys, network and time-outs
-            if config.tracker.wandb.mode != "auto" or mode == "offline":
+            if settings.mode != "auto" or mode == "offline":
                 raise SkyrlTrainError(
                     f"tracker.wandb cannot start in mode {mode} ({type(error).__name__}: {error}). "
                     "Check the key and the network, or set tracker.wandb.mode=offline"
                 ) from error
             console.warn(f"wandb is offline: the server could not be used ({type(error).__name__}: {error})")
             mode = "offline"
-            self._run = _start(wandb, config, folder, mode)
+            self._run = start(mode=mode)
         if mode == "offline":
             console.note(f"wandb: offline; upload later with `wandb sync {folder.wandb}/offline-run-*`")
 
@@ -83,16 +93,18 @@ def _has_key(environ: Mapping[str, str]) -> bool:
         return False
 
 
-def _start(wandb: Any, config: AnyConfig, folder: RunFolder, mode: Mode) -> Any:
+def _start(
+    wandb: Any, settings: WandbConfig, folder: RunFolder, *, run_name: str, config: Mapping[str, Any], mode: Mode
+) -> Any:
     return wandb.init(
-        project=config.tracker.wandb.project,
-        entity=config.tracker.wandb.entity,
-        name=config.run_name,
+        project=settings.project,
+        entity=settings.entity,
+        name=run_name,
         id=_run_id(folder),
         resume="allow",
         dir=str(folder.root),
         mode=mode,
-        config=redact(dataclasses.asdict(config)),
+        config=dict(config),
         settings=wandb.Settings(
             console="off",
             disable_code=True,

@@ -7,18 +7,24 @@ the presence of a model makes more, or less, than its class says.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.fields import SchemaField, fact, seam_of, walk
 from skyrl_train.config.load import as_typed
+from skyrl_train.config.passes import reference_is_base
 from skyrl_train.config.rules import ForksWhere, Interchangeable, Resume
+from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import Violation
-from skyrl_train.trainers.state import flat_config
+from skyrl_train.telemetry.redact import redact
+from skyrl_train.trainers.state import plain
 
 Flat = Mapping[str, Any]
 """Settings by their dotted names, as `flat_config` gives them."""
@@ -26,6 +32,50 @@ ABSENT = object()
 """Stands for the value of an entry that a mapping of the user's does not have."""
 
 START_ANEW = "start anew with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeSettings:
+    """What a run that begins, or goes on, says of its configuration."""
+
+    mode: Literal["latest", "none", "from_path", "fork"]
+    path: str
+    """`trainer.resume_path`; may be empty."""
+    settings: Flat
+    schema: type
+    """The root of the configuration: what a setting's class and default are found in."""
+    algorithm: AlgorithmConfig | None
+    """None in supervised training."""
+    reference_is_base: bool
+    """Whether the reference is the model under the policy's adapter."""
+
+
+def resume_settings(config: AnyConfig) -> ResumeSettings:
+    """The settings of `config` as resuming, and checkpoints, record and compare them."""
+    of_rl = config if isinstance(config, Config) else None
+    return ResumeSettings(
+        mode=config.trainer.resume_mode,
+        path=config.trainer.resume_path,
+        settings=flat_config(config),
+        schema=type(config),
+        algorithm=None if of_rl is None else of_rl.trainer.algorithm,
+        reference_is_base=of_rl is not None and reference_is_base(of_rl),
+    )
+
+
+def flat_config(config: AnyConfig) -> dict[str, Any]:
+    """Every setting by its dotted name, e.g. `trainer.train_batch_size`, as JSON values, secrets redacted."""
+    flat: dict[str, Any] = {}
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key in sorted(value):
+                walk(f"{name}.{key}" if name else str(key), value[key])
+        else:
+            flat[name] = value
+
+    walk("", json.loads(json.dumps(redact(dataclasses.asdict(config)), default=plain)))
+    return flat
 
 
 def begin_another(checkpoint: Path) -> str:
@@ -80,14 +130,14 @@ class Change:
         }
 
 
-def changes_since(recorded: Flat, config: AnyConfig) -> list[Change]:
-    """Settings of `config` that differ from those in a checkpoint, by name, each with what that means here.
+def changes_since(recorded: Flat, settings: Flat, root: type) -> list[Change]:
+    """The `settings` of a run that differ from those in a checkpoint, by name, each with what that means here. `root` is
+    the schema of both.
 
     A setting that the checkpoint does not name is younger than it and had its default then. One that is no longer in the
     schema cannot be given again, and forks.
     """
-    root = type(config)
-    old, new = (_whole(flat, root) for flat in (_complete(recorded, root), flat_config(config)))
+    old, new = (_whole(flat, root) for flat in (_complete(recorded, root), settings))
     return [
         Change(
             setting=name,

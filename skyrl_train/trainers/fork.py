@@ -15,16 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.algorithms.entropy_controller import initial_entropy_state
-from skyrl_train.algorithms.kl_controller import initial_state
-from skyrl_train.config.passes import reference_is_base
 from skyrl_train.config.rules import Resume
-from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.trainers.changes import Change
-from skyrl_train.trainers.state import DataFingerprint, TrainerState
+from skyrl_train.trainers.changes import Change, ResumeSettings
+from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
 
 _KL_WEIGHT = ("trainer.algorithm.kl_reward_coef", "trainer.algorithm.kl_controller")
 _ENTROPY_WEIGHT = ("trainer.algorithm.entropy_coef", "trainer.algorithm.entropy_controller")
@@ -60,14 +55,14 @@ class Fork:
 def fork_from(
     checkpoint: Path,
     state: TrainerState,
-    config: AnyConfig,
+    run: ResumeSettings,
     changes: Sequence[Change],
     *,
     folder: RunFolder,
     data: DataFingerprint,
     total_steps: int,
 ) -> Fork:
-    """What a run with `config` in `folder` takes from the checkpoint.
+    """What a new run in `folder` takes from the checkpoint.
 
     Raises ConfigError where the folder is that of the checkpoint's own run, where settings changed that decide shapes or
     the meaning of token ids, and where no steps are left.
@@ -76,20 +71,20 @@ def fork_from(
     if checkpoint.resolve().is_relative_to(folder.root.resolve()):
         problems.append(_own_folder(folder, checkpoint))
     if total_steps <= state.global_step:
-        problems.append(_no_steps_left(config, state.global_step, total_steps))
+        problems.append(_no_steps_left(run, state.global_step, total_steps))
     if problems:
         raise ConfigError(problems)
     changed = {change.setting: change for change in changes}
     position = _data_position(state, changed, data)
-    models_anew = _models_anew(config, checkpoint, changed)
+    models_anew = _models_anew(run, checkpoint, changed)
     notes = [f"forking from {checkpoint}, after step {state.global_step} of {total_steps}; fork.json lists all changes"]
     notes += [change.line() for change in changes if change.resume is not Resume.FREE]
     notes += _data_notes(state, data, position)
     notes += [f"the {name} begins from its own path, not from the checkpoint" for name in sorted(models_anew)]
     return Fork(
-        resume_path=config.trainer.resume_path,
+        resume_path=run.path,
         checkpoint=checkpoint,
-        state=dataclasses.replace(_with_controllers(state, config, changed), data_position=position),
+        state=dataclasses.replace(_with_controllers(state, run, changed), data_position=position),
         changes=tuple(changes),
         models_anew=models_anew,
         notes=tuple(notes),
@@ -127,27 +122,25 @@ def _data_notes(state: TrainerState, data: DataFingerprint, position: int) -> li
     return notes
 
 
-def _with_controllers(state: TrainerState, config: AnyConfig, changed: Mapping[str, Change]) -> TrainerState:
+def _with_controllers(state: TrainerState, run: ResumeSettings, changed: Mapping[str, Change]) -> TrainerState:
     """A weight that is stated anew begins there, wherever a controller had moved it."""
-    if not isinstance(config, Config):
-        return state
-    algorithm = config.trainer.algorithm
+    first = LoopState.first(run.algorithm)
     if not changed.keys().isdisjoint(_KL_WEIGHT):
-        state = dataclasses.replace(state, kl_controller=initial_state(algorithm))
+        state = dataclasses.replace(state, kl_controller=first.kl_controller)
     if not changed.keys().isdisjoint(_ENTROPY_WEIGHT):
-        state = dataclasses.replace(state, entropy_controller=initial_entropy_state(algorithm))
+        state = dataclasses.replace(state, entropy_controller=first.entropy_controller)
     return state
 
 
-def _models_anew(config: AnyConfig, checkpoint: Path, changed: Mapping[str, Change]) -> frozenset[str]:
+def _models_anew(run: ResumeSettings, checkpoint: Path, changed: Mapping[str, Change]) -> frozenset[str]:
     """A model is kept where the checkpoint has it and its path is the same."""
-    if not isinstance(config, Config):
-        return frozenset()
     anew = set()
-    if config.critic.model.path and ("critic.model.path" in changed or not (checkpoint / "critic").is_dir()):
+    if run.settings.get("critic.model.path") and (
+        "critic.model.path" in changed or not (checkpoint / "critic").is_dir()
+    ):
         anew.add("critic")
     is_held = (checkpoint / "reference").is_dir()
-    if is_held and ("reference.model.path" in changed or reference_is_base(config)):
+    if is_held and ("reference.model.path" in changed or run.reference_is_base):
         anew.add("reference")
     return frozenset(anew)
 
@@ -161,8 +154,8 @@ def _own_folder(folder: RunFolder, checkpoint: Path) -> Violation:
     )
 
 
-def _no_steps_left(config: AnyConfig, done: int, total_steps: int) -> Violation:
-    name = "trainer.total_steps" if isinstance(config, Config) else "trainer.num_steps"
+def _no_steps_left(run: ResumeSettings, done: int, total_steps: int) -> Violation:
+    name = "trainer.num_steps" if run.algorithm is None else "trainer.total_steps"
     return Violation(
         field=name,
         rule=f"must be more than the {done} steps that are done at the checkpoint",

@@ -28,10 +28,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from skyrl_train.algorithms.entropy_controller import initial_entropy_state
-from skyrl_train.algorithms.kl_controller import KLControllerState, initial_state, next_state
+from skyrl_train.algorithms.kl_controller import KLControllerState, next_state
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.schema import Config
 from skyrl_train.interfaces import Generator, Learner, WeightTransport
 from skyrl_train.telemetry.metrics import to_values
 from skyrl_train.trainers import steps
@@ -45,7 +43,7 @@ from skyrl_train.trainers.evaluation_report import (
 from skyrl_train.trainers.loop import TrainingLoop, export_whole, is_due
 from skyrl_train.trainers.observers import StepFacts
 from skyrl_train.trainers.resume import Start
-from skyrl_train.trainers.state import LoopState, Totals
+from skyrl_train.trainers.state import LoopState
 from skyrl_train.trainers.step_metrics import (
     batch_metrics,
     document_metrics,
@@ -87,7 +85,7 @@ class PPOTrainer:
         self,
         *,
         loop: TrainingLoop,
-        config: Config,
+        settings: steps.PPOSettings,
         prompts: PromptBatches,
         generator: Generator,
         learners: steps.Learners,
@@ -96,14 +94,9 @@ class PPOTrainer:
         rollout_log: RolloutSink | None,
     ) -> None:
         """`evaluator` and `rollout_log` are None where evaluation and rollout dumps are off."""
-        self.loop, self.config, self.prompts, self.generator = loop, config, prompts, generator
+        self.loop, self.settings, self.prompts, self.generator = loop, settings, prompts, generator
         self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
-        self.state: LoopState = loop.start.state or LoopState(
-            data_position=0,
-            totals=Totals(),
-            kl_controller=initial_state(config.trainer.algorithm),
-            entropy_controller=initial_entropy_state(config.trainer.algorithm),
-        )
+        self.state: LoopState = loop.start.state or LoopState.first(settings.trainer.algorithm)
 
     def train(self) -> TrainingResult:
         """All remaining steps, then the export and the table of evaluations.
@@ -112,27 +105,29 @@ class PPOTrainer:
             StopRequested: A signal came; the checkpoint of the last finished step is written.
             NonFiniteError: A loss or gradient is not finite; checkpoints are as they were.
         """
-        loop, config, learners = self.loop, self.config, self.learners
+        loop, settings, learners = self.loop, self.settings, self.learners
         with loop.running():
             self._begin()
             for step in loop.steps():
                 with loop.phase("generate"):
                     generated = steps.generate(
-                        self.generator, self.prompts, config, step=step, position=self.state.data_position
+                        self.generator, self.prompts, settings, step=step, position=self.state.data_position
                     )
                 with loop.phase("assemble"):
-                    batch = steps.assemble(generated.rollouts, config, step=step, weight_version=step - 1)
+                    batch = steps.assemble(generated.rollouts, settings.assembly, step=step, weight_version=step - 1)
                 with loop.phase("score"):
-                    batch = steps.score(batch, learners, config, rollouts=generated.rollouts)
+                    batch = steps.score(batch, learners, settings.trainer, rollouts=generated.rollouts)
                 with loop.phase("estimate"):
-                    batch = steps.estimate(batch, config, kl_coef=self.state.kl_controller.coef)
+                    batch = steps.estimate(
+                        batch, settings.trainer.algorithm, kl_coef=self.state.kl_controller.coef, seed=settings.seed
+                    )
                 with loop.phase("log"):
                     self._keep(generated.rollouts, batch, step)
                 with loop.phase("update"):
                     update = steps.update(
                         batch,
                         learners,
-                        config,
+                        settings.trainer,
                         on_progress=loop.console.on_progress,
                         entropy=self.state.entropy_controller,
                     )
@@ -160,8 +155,8 @@ class PPOTrainer:
             metrics = {
                 **rollout_metrics(generated.everything),
                 **generated.metrics,
-                **batch_metrics(batch, self.config.trainer.algorithm),
-                **document_metrics(batch, self.config.trainer.docs_per_step),
+                **batch_metrics(batch, self.settings.trainer.algorithm),
+                **document_metrics(batch, self.settings.trainer.docs_per_step),
                 **to_values(update.metrics),
                 **evaluation,
                 **totals.metrics(),
@@ -184,14 +179,14 @@ class PPOTrainer:
 
     def _move_reference(self, step: int) -> None:
         """Every `ref_update_interval` steps the reference becomes the policy as it is now."""
-        if self.learners.reference is not None and is_due(step, self.config.trainer.algorithm.ref_update_interval):
+        if self.learners.reference is not None and is_due(step, self.settings.trainer.algorithm.ref_update_interval):
             self.learners.reference.load_weights(self.learners.policy.weights())
 
     def _control_kl(
         self, metrics: Mapping[str, float], num_trajectories: int
     ) -> tuple[dict[str, float], KLControllerState]:
         """The weight of the KL in this step's rewards, as a metric, and the weight of the next step's."""
-        algorithm, state = self.config.trainer.algorithm, self.state.kl_controller
+        algorithm, state = self.settings.trainer.algorithm, self.state.kl_controller
         if algorithm.kl_reward_coef <= 0 or "kl/reference" not in metrics:
             return {}, state
         mean_kl = metrics["kl/reference"]
@@ -202,7 +197,7 @@ class PPOTrainer:
         """What a run leaves behind at its end: the export, the curve, the table, and the mark that it is complete."""
         loop = self.loop
         global_step = max(loop.start.global_step, loop.settings.total_steps)
-        if self.config.trainer.export_hf:
+        if self.settings.trainer.export_hf:
             export_whole(self.learners.policy, loop.folder.export)
         loop.draw()
         evaluations = read_evaluations(loop.folder.evaluation_file)

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.rules import Resume
-from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import CheckpointError, ConfigError, Violation
 from skyrl_train.interfaces import CheckpointStore
 from skyrl_train.telemetry.files import write_json
 from skyrl_train.telemetry.metrics_log import cut_metrics_after
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.trainers.changes import START_ANEW, Change, begin_another, changes_since
+from skyrl_train.trainers.changes import START_ANEW, Change, ResumeSettings, begin_another, changes_since
 from skyrl_train.trainers.evaluation_report import cut_evaluations_after
 from skyrl_train.trainers.fork import Fork, fork_from, is_fork_of
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
@@ -82,7 +81,7 @@ FRESH = Start(checkpoint=None, state=None, own=True, complete=False, notes=())
 
 
 def find_start(
-    config: AnyConfig, folder: RunFolder, checkpoints: CheckpointStore, *, data: DataFingerprint, total_steps: int
+    run: ResumeSettings, folder: RunFolder, checkpoints: CheckpointStore, *, data: DataFingerprint, total_steps: int
 ) -> Start:
     """Decides where the run starts. Changes nothing on disk, needs no model.
 
@@ -90,7 +89,7 @@ def find_start(
         ConfigError: Settings changed that training depends on: all of them, with old and new values.
         CheckpointError: The stated checkpoint cannot be used, or the training prompts are not the same.
     """
-    mode, resume_path = config.trainer.resume_mode, config.trainer.resume_path
+    mode, resume_path = run.mode, run.path
     if mode == "none":
         return FRESH
     if mode != "latest" and not resume_path:
@@ -103,9 +102,9 @@ def find_start(
     if checkpoint is None:
         return FRESH
     state = TrainerState.read(checkpoint)
-    changes = changes_since(state.config, config)
+    changes = changes_since(state.config, run.settings, run.schema)
     if is_new_fork:
-        fork = fork_from(checkpoint, state, config, changes, folder=folder, data=data, total_steps=total_steps)
+        fork = fork_from(checkpoint, state, run, changes, folder=folder, data=data, total_steps=total_steps)
         told = (*fork.notes, *_version_changes(state.versions))
         return Start(checkpoint=checkpoint, state=fork.state, own=False, complete=False, notes=told, fork=fork)
     layout_changes = check_same_run(changes, checkpoint)

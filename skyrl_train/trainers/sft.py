@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Protocol
 
-from skyrl_train.algorithms.kl_controller import KLControllerState
 from skyrl_train.data.feed import SFTBatch
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import CheckpointStore, Learner
@@ -82,9 +81,7 @@ class SFTTrainer:
         """`best` keeps the checkpoint with the lowest held-out loss, or is None."""
         self.loop, self.settings, self.feed, self.policy = loop, settings, feed, policy
         self.evaluator, self.samples, self.best = evaluator, samples, best
-        self.state: LoopState = loop.start.state or LoopState(
-            data_position=0, totals=Totals(), kl_controller=KLControllerState(coef=0.0)
-        )
+        self.state: LoopState = loop.start.state or LoopState.first(None)
         self.history = LossHistory()
 
     def train(self) -> SFTResult:

@@ -16,12 +16,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.algorithms.entropy_controller import EntropyControllerState
-from skyrl_train.algorithms.kl_controller import KLControllerState
-from skyrl_train.config.sft import AnyConfig
+from skyrl_train.algorithms.entropy_controller import EntropyControllerState, initial_entropy_state
+from skyrl_train.algorithms.kl_controller import KLControllerState, initial_state
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.telemetry.files import write_json
-from skyrl_train.telemetry.redact import redact
 from skyrl_train.types import Prompt
 
 STATE_FILE = "trainer_state.json"
@@ -62,7 +61,7 @@ class DataFingerprint:
         digest = hashlib.sha256()
         for prompt in prompts:
             row = [prompt.uid, prompt.messages, prompt.env_class, prompt.extras]
-            digest.update(json.dumps(row, sort_keys=True, default=_plain).encode() + b"\n")
+            digest.update(json.dumps(row, sort_keys=True, default=plain).encode() + b"\n")
         return DataFingerprint(num_prompts=len(prompts), sha256=digest.hexdigest())
 
 
@@ -77,6 +76,13 @@ class LoopState:
     """The weight of the KL in the rewards."""
     entropy_controller: EntropyControllerState = field(default_factory=EntropyControllerState)
     """The weight of the entropy bonus."""
+
+    @staticmethod
+    def first(algorithm: AlgorithmConfig | None) -> LoopState:
+        """Before the first step, with weights as `algorithm` states them; None stands for supervised training."""
+        kl = KLControllerState(coef=0.0) if algorithm is None else initial_state(algorithm)
+        entropy = EntropyControllerState() if algorithm is None else initial_entropy_state(algorithm)
+        return LoopState(data_position=0, totals=Totals(), kl_controller=kl, entropy_controller=entropy)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,21 +133,6 @@ class TrainerState(LoopState):
             ) from error
 
 
-def flat_config(config: AnyConfig) -> dict[str, Any]:
-    """Every setting by its dotted name, e.g. `trainer.train_batch_size`, as JSON values, secrets redacted."""
-    flat: dict[str, Any] = {}
-
-    def walk(name: str, value: Any) -> None:
-        if isinstance(value, Mapping):
-            for key in sorted(value):
-                walk(f"{name}.{key}" if name else str(key), value[key])
-        else:
-            flat[name] = value
-
-    walk("", json.loads(json.dumps(redact(dataclasses.asdict(config)), default=_plain)))
-    return flat
-
-
 def library_versions() -> dict[str, str]:
     """Versions of Python and of the libraries whose arithmetic or randomness a run depends on."""
     return {"python": platform.python_version(), **{name: _version(name) for name in _LIBRARIES}}
@@ -155,8 +146,8 @@ def _version(library: str) -> str:
         return "not installed as a package"
 
 
-def _plain(value: Any) -> Any:
-    """Arrays as lists, immutable mappings as dicts, anything else as its text."""
+def plain(value: Any) -> Any:
+    """Turns arrays into lists, immutable mappings into dicts and anything else into its text, for JSON."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -27,10 +27,16 @@ from skyrl_train.algorithms.step_columns import with_step_columns
 from skyrl_train.batch import assemble as assembly
 from skyrl_train.batch.minibatch import MiniBatch, mini_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import FilterConfig, estimator_reads, is_self_taught, needs_greedy_sample
+from skyrl_train.config.algorithm import (
+    AlgorithmConfig,
+    FilterConfig,
+    estimator_reads,
+    is_self_taught,
+    needs_greedy_sample,
+)
 from skyrl_train.config.generation import SamplingConfig
 from skyrl_train.config.passes import needs_old_logprobs
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, Reference, ScoresDistributions, WeightTransport
 from skyrl_train.telemetry.metrics import Mean, StepMetrics, merge_metrics
@@ -46,6 +52,18 @@ class PromptBatches(Protocol):
     def batch(self, position: int) -> list[Prompt]:
         """The batch after `position` batches: a function of the position alone."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOSettings:
+    """What the loop and its verbs read of a configuration."""
+
+    trainer: TrainerConfig
+    assembly: assembly.AssemblySettings
+    n_samples_per_prompt: int
+    sampling: SamplingParams
+    """Of training rollouts."""
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,30 +108,32 @@ def sampling_params(config: SamplingConfig) -> SamplingParams:
     return SamplingParams(**{field.name: getattr(config, field.name) for field in fields(SamplingParams)})
 
 
-def generate(generator: Generator, prompts: PromptBatches, config: Config, *, step: int, position: int) -> Generated:
+def generate(
+    generator: Generator, prompts: PromptBatches, settings: PPOSettings, *, step: int, position: int
+) -> Generated:
     """The rollouts of training step `step`, whose prompts begin at batch `position`.
 
     With dynamic sampling, batches are generated until enough prompts have differing rewards; DataError where none do.
-    A prompt that comes again in a later batch of the same step is sampled anew. Recorded rollouts (`generator=replay`)
-    are what a step was trained on: their rewards are shaped and their prompts chosen already.
+    A prompt that comes again in a later batch of the same step is sampled anew. Recorded rollouts are what a step was
+    trained on: their rewards are shaped and their prompts chosen already.
     """
-    recorded = config.generator.backend == "replay"
-    filters = FilterConfig() if recorded else config.trainer.algorithm.filters
+    trainer = settings.trainer
+    filters = FilterConfig() if generator.is_recorded else trainer.algorithm.filters
     state = SamplingState()
     parts: list[RolloutBatch] = []
     while True:
         part = generator.generate(
             prompts.batch(position + len(parts)),
-            n_samples_per_prompt=config.generator.n_samples_per_prompt,
-            sampling=sampling_params(config.generator.sampling),
+            n_samples_per_prompt=settings.n_samples_per_prompt,
+            sampling=settings.sampling,
             global_step=step,
             purpose=f"train-{len(parts)}" if parts else "train",
         )
-        if needs_greedy_sample(config.trainer.algorithm) and not recorded:
-            part = with_greedy_rewards(part, _greedy(generator, part.prompts, config, step=step, number=len(parts)))
+        if needs_greedy_sample(trainer.algorithm) and not generator.is_recorded:
+            part = with_greedy_rewards(part, _greedy(generator, part.prompts, settings, step=step, number=len(parts)))
         parts.append(part)
         sampled = sample_dynamically(
-            state, shape_rewards(part, filters), num_prompts=config.trainer.train_batch_size, config=filters
+            state, shape_rewards(part, filters), num_prompts=trainer.train_batch_size, config=filters
         )
         if sampled.rollouts is not None:
             return Generated(
@@ -126,41 +146,37 @@ def generate(generator: Generator, prompts: PromptBatches, config: Config, *, st
 
 
 def _greedy(
-    generator: Generator, prompts: tuple[Prompt, ...], config: Config, *, step: int, number: int
+    generator: Generator, prompts: tuple[Prompt, ...], settings: PPOSettings, *, step: int, number: int
 ) -> RolloutBatch:
     """One greedy sample of each prompt of the step's generated batch `number`, rewarded as the others are."""
-    sampling = replace(sampling_params(config.generator.sampling), temperature=0.0)
+    sampling = replace(settings.sampling, temperature=0.0)
     greedy = generator.generate(
         prompts, n_samples_per_prompt=1, sampling=sampling, global_step=step, purpose=f"greedy-{number}"
     )
-    return shape_rewards(greedy, config.trainer.algorithm.filters)
+    return shape_rewards(greedy, settings.trainer.algorithm.filters)
 
 
-def assemble(rollouts: RolloutBatch, config: Config, *, step: int, weight_version: int) -> TrainingInputBatch:
+def assemble(
+    rollouts: RolloutBatch, settings: assembly.AssemblySettings, *, step: int, weight_version: int
+) -> TrainingInputBatch:
     """Trajectories to training rows, with the boundaries of the mini-batches in the metadata, less the loss of those
     that the filters leave out. Raises BatchError."""
-    batch = assembly.assemble(
-        rollouts,
-        rows=config.generator.rows,
-        config=config,
-        global_step=step,
-        weight_version=weight_version,
-    )
-    batch = with_reward_columns(batch, rollouts, config.trainer.algorithm)
-    return mask_rows(batch, rollouts, config.trainer.algorithm)
+    batch = assembly.assemble(rollouts, settings, global_step=step, weight_version=weight_version)
+    algorithm = settings.trainer.algorithm
+    return mask_rows(with_reward_columns(batch, rollouts, algorithm), rollouts, algorithm)
 
 
 def score(
-    batch: TrainingInputBatch, learners: Learners, config: Config, *, rollouts: RolloutBatch | None = None
+    batch: TrainingInputBatch, learners: Learners, trainer: TrainerConfig, *, rollouts: RolloutBatch | None = None
 ) -> TrainingInputBatch:
     """Adds `old_logprobs` where they can matter, and `ref_logprobs` and `values` where there is a reference and a
     critic. A policy that is its own teacher reads the teacher's prompts from the `rollouts` that the batch is made of."""
     columns: dict[str, Tensor] = {}
-    if needs_old_logprobs(config.trainer):
+    if needs_old_logprobs(trainer):
         columns["old_logprobs"] = learners.policy.forward(batch)
-    if is_self_taught(config.trainer.algorithm) and rollouts is not None:
+    if is_self_taught(trainer.algorithm) and rollouts is not None:
         columns["ref_logprobs"] = teacher_logprobs(batch, rollouts, learners.policy.forward)
-    if "sum_pi_squared" in estimator_reads(config.trainer.algorithm).columns:
+    if "sum_pi_squared" in estimator_reads(trainer.algorithm).columns:
         columns["sum_pi_squared"] = _scorer(learners.policy).forward_sum_pi_squared(batch)
     if learners.reference is not None:
         columns["ref_logprobs"] = learners.reference.forward(batch)
@@ -169,19 +185,19 @@ def score(
     return batch.with_columns(**columns)
 
 
-def estimate(batch: TrainingInputBatch, config: Config, *, kl_coef: float) -> TrainingInputBatch:
+def estimate(batch: TrainingInputBatch, algorithm: AlgorithmConfig, *, kl_coef: float, seed: int) -> TrainingInputBatch:
     """Adds `advantages` and `returns`, and how often each trajectory counts where they are resampled.
 
-    `kl_coef` weighs the KL that is taken from the rewards.
+    `kl_coef` weighs the KL that is taken from the rewards; `seed` is the run's.
     """
-    estimated = estimate_advantages(batch, config.trainer.algorithm, kl_reward_coef=kl_coef)
-    return with_sample_counts(estimated, config.trainer.algorithm.filters, seed=config.seed)
+    estimated = estimate_advantages(batch, algorithm, kl_reward_coef=kl_coef)
+    return with_sample_counts(estimated, algorithm.filters, seed=seed)
 
 
 def update(
     batch: TrainingInputBatch,
     learners: Learners,
-    config: Config,
+    trainer: TrainerConfig,
     *,
     on_progress: Progress,
     entropy: EntropyControllerState | None = None,
@@ -191,16 +207,16 @@ def update(
 
     Raises NonFiniteError, naming the training step and the optimizer step: the update ends there.
     """
-    steering = _Steering(learners.policy, config, entropy)
+    steering = _Steering(learners.policy, trainer.algorithm, entropy)
     parts: list[StepMetrics] = []
     policy_parts: list[StepMetrics] = []
     if learners.critic is not None:
         boundaries = _known(batch.metadata.critic_mini_batch_boundaries, "critic_mini_batch_boundaries")
-        parts = update_learner(learners.critic, batch, boundaries, config, name="critic", on_progress=on_progress)
-    if learners.critic is None or batch.metadata.global_step > config.trainer.algorithm.critic_warmup_steps:
+        parts = update_learner(learners.critic, batch, boundaries, trainer, name="critic", on_progress=on_progress)
+    if learners.critic is None or batch.metadata.global_step > trainer.algorithm.critic_warmup_steps:
         boundaries = _known(batch.metadata.policy_mini_batch_boundaries, "policy_mini_batch_boundaries")
         policy_parts = update_learner(
-            learners.policy, batch, boundaries, config, name="policy", on_progress=on_progress, steering=steering
+            learners.policy, batch, boundaries, trainer, name="policy", on_progress=on_progress, steering=steering
         )
     return Update(
         metrics=merge_metrics([*parts, *policy_parts]),
@@ -212,8 +228,8 @@ def update(
 class _Steering:
     """What the policy's optimizer steps need of each other: columns over each mini-batch, the weight of the entropy."""
 
-    def __init__(self, policy: Learner, config: Config, entropy: EntropyControllerState | None) -> None:
-        self._policy, self._algorithm = policy, config.trainer.algorithm
+    def __init__(self, policy: Learner, algorithm: AlgorithmConfig, entropy: EntropyControllerState | None) -> None:
+        self._policy, self._algorithm = policy, algorithm
         self.entropy = entropy or initial_entropy_state(self._algorithm)
 
     def prepare(self, mini_batch: MiniBatch) -> tuple[MiniBatch, StepMetrics]:
@@ -240,7 +256,7 @@ def update_learner(
     learner: Learner,
     batch: TrainingInputBatch,
     boundaries: Sequence[tuple[int, int]],
-    config: Config,
+    trainer: TrainerConfig,
     *,
     name: str,
     on_progress: Progress,
@@ -250,8 +266,7 @@ def update_learner(
 
     `steering` completes each closed mini-batch with what its loss reads across rows, and sees what each step found.
     """
-    algorithm = config.trainer.algorithm
-    epochs = config.trainer.update_epochs_per_batch
+    algorithm, epochs = trainer.algorithm, trainer.update_epochs_per_batch
     total = epochs * len(boundaries)
     parts: list[StepMetrics] = []
     for epoch in range(epochs):

@@ -28,6 +28,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.types import (
     Failure,
     FailureKind,
@@ -176,7 +177,7 @@ def scored_batch(batch_of: RolloutBatch, *, step_wise: bool) -> TrainingInputBat
     config = Config(
         trainer=TrainerConfig(train_batch_size=size, policy_mini_batch_size=size, critic_mini_batch_size=size)
     )
-    batch = assemble(batch_of, rows=ROWS[step_wise], config=config, global_step=1, weight_version=1)
+    batch = assemble(batch_of, assembly_settings(config, rows=ROWS[step_wise]), global_step=1, weight_version=1)
     longest = max(len(t.contexts()[-1]) for t in batch_of.trajectories)
     position = torch.cat([torch.arange(length) for length in batch.lengths.tolist()])
     trajectory = torch.repeat_interleave(batch["trajectory_index"].long(), batch.lengths)

@@ -75,7 +75,7 @@ def test_every_epoch_compares_with_the_policy_before_the_first(tmp_path: Path) -
     learners = steps.Learners(policy=learner, reference=None, critic=None)
 
     update = steps.update(
-        steps.score(batch, learners, CONFIG), learners, CONFIG, on_progress=lambda _done, _total: None
+        steps.score(batch, learners, CONFIG.trainer), learners, CONFIG.trainer, on_progress=lambda _done, _total: None
     )
 
     assert update.num_optimizer_steps == EPOCHS * len(MINI_BATCHES)

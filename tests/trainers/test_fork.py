@@ -12,6 +12,7 @@ import pytest
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError
 from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.trainers.changes import resume_settings
 from skyrl_train.trainers.resume import find_start
 from skyrl_train.trainers.state import DataFingerprint, TrainerState
 from tests.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, make_prompts, send_signal_at
@@ -121,7 +122,11 @@ def test_a_weight_that_is_stated_anew_replaces_what_a_controller_had_made_of_it(
         fork = replace(fork, trainer=replace(fork.trainer, total_steps=6))
         data = DataFingerprint.of(first.prompts)
         start = find_start(
-            fork, forked(tmp_path / "fork", tmp_path).folder, first.checkpoints, data=data, total_steps=6
+            resume_settings(fork),
+            forked(tmp_path / "fork", tmp_path).folder,
+            first.checkpoints,
+            data=data,
+            total_steps=6,
         )
         assert start.state is not None
         assert start.state.kl_controller.coef == expected

@@ -18,9 +18,9 @@ from skyrl_train.config.schema import Config, LoraConfig
 from skyrl_train.config.sft import AnyConfig, SFTConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.trainers.changes import changes_since
+from skyrl_train.trainers.changes import changes_since, flat_config, resume_settings
 from skyrl_train.trainers.resume import Start, find_start
-from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, flat_config, library_versions
+from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, library_versions
 from tests.fakes_trainer import FolderCheckpoints
 
 DATA = DataFingerprint(num_prompts=96, sha256="ab" * 32)
@@ -64,7 +64,9 @@ class Saved:
         """Where a run with `config` starts; in the folder of the checkpoint's run unless given."""
         folder = RunFolder(root or self.root)
         steps = config.trainer.total_steps if isinstance(config, Config) else config.trainer.num_steps
-        return find_start(config, folder, FolderCheckpoints(folder.checkpoints), data=data, total_steps=steps)
+        return find_start(
+            resume_settings(config), folder, FolderCheckpoints(folder.checkpoints), data=data, total_steps=steps
+        )
 
     def forked(self, config: AnyConfig, **changes: Any) -> Start:
         """As `config` starts where the advice of a refusal is followed."""
@@ -238,7 +240,7 @@ def test_a_checkpoint_of_before_a_setting_existed_had_its_default(base: int) -> 
     for field in settings(config):
         recorded = {name: value for name, value in flat.items() if name != field.path}
         expected = [] if flat.get(field.path) == default.get(field.path) else [field.path]
-        assert [change.setting for change in changes_since(recorded, config)] == expected
+        assert [change.setting for change in changes_since(recorded, flat, type(config))] == expected
 
 
 def test_a_setting_that_is_gone_forks(tmp_path: Path) -> None:

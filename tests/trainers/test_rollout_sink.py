@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import rollout_sink, steps
 from skyrl_train.trainers.rollout_sink import RolloutLog, advantages_by_turn, cut_rollouts_after
 from skyrl_train.types import RolloutBatch
@@ -24,7 +25,7 @@ def numbered_batch(tmp_path, *, step_wise: bool):
 
     config = make_config(tmp_path, train_batch_size=1, policy_mini_batch_size=1)
     generator = replace(config.generator, n_samples_per_prompt=3, step_wise_trajectories=step_wise)
-    batch = steps.assemble(ROLLOUTS, replace(config, generator=generator), step=1, weight_version=0)
+    batch = steps.assemble(ROLLOUTS, assembly_settings(replace(config, generator=generator)), step=1, weight_version=0)
     numbers = torch.cumsum(batch["loss_mask"], 0).float()
     return batch.with_columns(advantages=torch.where(batch["loss_mask"], numbers, torch.tensor(-1.0)))
 

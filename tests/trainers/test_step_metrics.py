@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.state import Totals
 from skyrl_train.trainers.step_metrics import batch_metrics, rollout_metrics, speed_metrics, step_totals
@@ -24,7 +25,7 @@ def rollouts_of(*trajectories, n_samples=2) -> RolloutBatch:
 def batch_of(tmp_path, rollouts: RolloutBatch):
     count = len(rollouts.prompts)
     config = make_config(tmp_path, train_batch_size=count, policy_mini_batch_size=count)
-    return steps.assemble(rollouts, config, step=1, weight_version=0)
+    return steps.assemble(rollouts, assembly_settings(config), step=1, weight_version=0)
 
 
 TWO_TURNS = make_trajectory(

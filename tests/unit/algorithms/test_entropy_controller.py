@@ -74,7 +74,7 @@ def test_each_optimizer_step_is_given_the_weight_that_the_one_before_left(tmp_pa
     metadata = replace(batch.metadata, policy_mini_batch_boundaries=((0, 2), (2, 4)))
     policy: Any = RecordingPolicy()
     learners = steps.Learners(policy=policy, reference=None, critic=None)
-    update = steps.update(replace(batch, metadata=metadata), learners, config, on_progress=lambda *_: None)
+    update = steps.update(replace(batch, metadata=metadata), learners, config.trainer, on_progress=lambda *_: None)
     assert policy.weights == pytest.approx([0.0, 0.03, 0.05, 0.05])
     assert update.entropy == EntropyControllerState(coef=0.05, is_low=True)
 

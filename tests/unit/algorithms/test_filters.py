@@ -18,6 +18,7 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, FilterConfig
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError
+from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
 from tests.fakes_trainer import make_trajectory, make_turn
 
@@ -62,7 +63,9 @@ def rollouts(*groups: list[Trajectory]) -> RolloutBatch:
 def assembled(batch: RolloutBatch, *, step_wise: bool) -> TrainingInputBatch:
     size = len(batch.prompts)
     trainer = TrainerConfig(train_batch_size=size, policy_mini_batch_size=size, critic_mini_batch_size=size)
-    return assemble(batch, rows=ROWS[step_wise], config=Config(trainer=trainer), global_step=1, weight_version=0)
+    return assemble(
+        batch, assembly_settings(Config(trainer=trainer), rows=ROWS[step_wise]), global_step=1, weight_version=0
+    )
 
 
 def rewards(batch: RolloutBatch) -> list[list[float]]:

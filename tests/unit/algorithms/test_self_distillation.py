@@ -14,6 +14,7 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError, DataError
 from skyrl_train.rollout.chat_tokens import with_context
+from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
 from skyrl_train.trainers import steps
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
@@ -40,7 +41,7 @@ def assembled(batch_of: RolloutBatch, folder: Path, *, step_wise: bool) -> Train
     size = len(batch_of.prompts)
     config = make_config(folder, train_batch_size=size, policy_mini_batch_size=size, algorithm=ALGORITHM)
     generator = replace(config.generator, step_wise_trajectories=step_wise, n_samples_per_prompt=1)
-    return steps.assemble(batch_of, replace(config, generator=generator), step=1, weight_version=0)
+    return steps.assemble(batch_of, assembly_settings(replace(config, generator=generator)), step=1, weight_version=0)
 
 
 def test_only_the_first_prompt_of_each_row_is_exchanged(tmp_path: Path) -> None:
@@ -60,7 +61,12 @@ def test_the_advantage_is_what_the_policy_shown_more_would_rather_have_said(tmp_
     batch = assembled(both, tmp_path, step_wise=step_wise)
     config = make_config(tmp_path, algorithm=ALGORITHM)
     learners = steps.Learners(policy=learner, reference=None, critic=None)
-    scored = steps.estimate(steps.score(batch, learners, config, rollouts=both), config, kl_coef=0.0)
+    scored = steps.estimate(
+        steps.score(batch, learners, config.trainer, rollouts=both),
+        config.trainer.algorithm,
+        kl_coef=0.0,
+        seed=config.seed,
+    )
 
     def logprobs(context: tuple[int, ...]) -> list[float]:
         ids = torch.tensor([[*context, 11, 12, 13, 14]])

@@ -16,6 +16,7 @@ from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.data.prompts import PromptSource
 from skyrl_train.errors import BatchError, DataError, Violation
+from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.types import Outcome, Prompt, RolloutBatch, Trajectory
 
 
@@ -58,7 +59,7 @@ def test_a_custom_filter_takes_trajectories_out_of_the_loss() -> None:
     rollouts = RolloutBatch(prompts=(Prompt(uid="a", messages=()),), trajectories=trajectories, n_samples_per_prompt=2)
     trainer = TrainerConfig(train_batch_size=1, policy_mini_batch_size=1)
     config = Config(trainer=trainer)
-    batch = assemble(rollouts, rows="per_trajectory", config=config, global_step=0, weight_version=0)
+    batch = assemble(rollouts, assembly_settings(config, rows="per_trajectory"), global_step=0, weight_version=0)
 
     def kept(spec: Any) -> list[bool]:
         algorithm = AlgorithmConfig(filters=FilterConfig(keep=(spec,)))

@@ -13,6 +13,7 @@ from skyrl_train.batch.documents import document_steps, reduction_schedule
 from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError
+from skyrl_train.runs.rl import assembly_settings
 
 
 def at_most(rows):
@@ -145,7 +146,7 @@ def assembled(*, docs_per_step, exact=False, trainer=None):
         ),
     )
     rollouts = make_rollouts(*trajectories, n_samples=2)
-    return assemble(rollouts, rows="per_turn", config=config, global_step=0, weight_version=0)
+    return assemble(rollouts, assembly_settings(config, rows="per_turn"), global_step=0, weight_version=0)
 
 
 def test_a_batch_is_assembled_with_the_steps_that_documents_close():

@@ -12,6 +12,7 @@ from skyrl_train.batch.assemble import assemble
 from skyrl_train.batch.plan import ceil_div, plan_batches
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers.step_metrics import document_metrics
 
 ROWS = ("per_trajectory", "per_turn")
@@ -135,7 +136,7 @@ def test_what_a_batch_does_lies_within_what_was_announced(turns, target, micro, 
         make_trajectory(f"p{index // 2}", index % 2, *conversation(count)) for index, count in enumerate(turns)
     ]
     rollouts = make_rollouts(*trajectories, n_samples=2)
-    batch = assemble(rollouts, rows=ROWS[step_wise], config=config, global_step=1, weight_version=0)
+    batch = assemble(rollouts, assembly_settings(config, rows=ROWS[step_wise]), global_step=1, weight_version=0)
     plan = plan_batches(config, num_train_prompts=6)
     boundaries = batch.metadata.policy_mini_batch_boundaries
     counts = [len(set(batch["trajectory_index"][start:stop].tolist())) for start, stop in boundaries]
@@ -172,7 +173,7 @@ def test_step_wise_batches_take_the_steps_that_the_plan_announced(turns):
         for index, count in enumerate(turns)
     ]
     rollouts = make_rollouts(*trajectories, n_samples=2)
-    batch = assemble(rollouts, rows="per_turn", config=config, global_step=1, weight_version=0)
+    batch = assemble(rollouts, assembly_settings(config, rows="per_turn"), global_step=1, weight_version=0)
     assert batch.num_rows == sum(turns)
     announced = plan_batches(config, num_train_prompts=4).optimizer_steps_per_batch
     assert len(batch.metadata.policy_mini_batch_boundaries) == announced == 2

@@ -19,6 +19,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_train.config.validate_batch import validate_batch_sizes
 from skyrl_train.errors import Violation
+from skyrl_train.runs.rl import assembly_settings
 
 ROWS = ("per_trajectory", "per_turn")
 
@@ -242,7 +243,7 @@ def test_recorded_rollouts_are_planned_as_they_will_be_computed(micro_batching, 
     lengths = recorded_lengths([rollouts], step_wise=step_wise, source="x")
     (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=1), lengths)
 
-    batch = assemble(rollouts, rows=ROWS[step_wise], config=config, global_step=1, weight_version=0)
+    batch = assemble(rollouts, assembly_settings(config, rows=ROWS[step_wise]), global_step=1, weight_version=0)
     strategy = make_micro_batch_strategy(config.trainer, merge_turns=True)
     parts = strategy.split(batch, training=True)
     name = strategy.layout_of(batch, training=True)

@@ -23,6 +23,7 @@ from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import reads
+from skyrl_train.runs.rl import assembly_settings
 
 LAYOUTS: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
 BATCH = make_batch([("p0", 0, [7, 8, 9, 1]), ("p0", 1, [7, 8, 4]), ("p1", 2, [5, 6])])
@@ -130,7 +131,10 @@ def turns_batch(turns: list[int], *, branches: list[bool]) -> TrainingInputBatch
         trajectories.append(make_trajectory(f"p{index // 2}", index % 2, *made))
     config = make_config(prompts=2, mini_batch=2, n_samples=2, step_wise=True)
     return assemble(
-        make_rollouts(*trajectories, n_samples=2), rows="per_turn", config=config, global_step=0, weight_version=0
+        make_rollouts(*trajectories, n_samples=2),
+        assembly_settings(config, rows="per_turn"),
+        global_step=0,
+        weight_version=0,
     )
 
 

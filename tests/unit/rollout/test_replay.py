@@ -12,6 +12,7 @@ from skyrl_train.batch.assemble import assemble
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError, ConfigError, DataError, EngineError
 from skyrl_train.rollout.replay import ReplayGenerator
+from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.telemetry.rollout_log import write_rollouts
 from skyrl_train.types import RolloutBatch, SamplingParams
 
@@ -105,7 +106,9 @@ def assembled(generator: ReplayGenerator, num_prompts: int) -> Any:
         train_batch_size=num_prompts, policy_mini_batch_size=num_prompts, critic_mini_batch_size=num_prompts
     )
     config = Config(trainer=trainer)
-    return assemble(replay(generator, 1, n=1), rows="per_trajectory", config=config, global_step=1, weight_version=0)
+    return assemble(
+        replay(generator, 1, n=1), assembly_settings(config, rows="per_trajectory"), global_step=1, weight_version=0
+    )
 
 
 def test_rollouts_without_logprobs_become_a_batch_without_that_column(tmp_path: Path) -> None:

@@ -7,10 +7,11 @@ import pytest
 
 from skyrl_train.config.schema import Config, ConsoleConfig, TensorboardConfig, TrackerConfig, WandbConfig
 from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.runs.parts import build_trackers
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.tracker import Trackers, build_trackers
+from skyrl_train.telemetry.tracker import Trackers
 from skyrl_train.telemetry.wandb_tracker import choose_mode
 
 
