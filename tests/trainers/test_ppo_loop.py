@@ -116,7 +116,7 @@ def test_a_record_means_that_the_rollouts_of_its_step_are_on_disk(tmp_path, monk
             super().log(metrics, step=step)
 
     monkeypatch.setattr("skyrl_train.trainers.rollout_sink.write_rollouts", write_slowly)
-    monkeypatch.setattr("skyrl_train.telemetry.tracker.MetricsLog", WatchingLog)
+    monkeypatch.setattr("skyrl_train.telemetry.metrics_log.MetricsLog", WatchingLog)
     fake_run(tmp_path).run()
     assert missing == []
 
