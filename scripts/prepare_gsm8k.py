@@ -60,11 +60,11 @@ def sources_of(options: argparse.Namespace) -> dict[str, Source]:
                 f"{options.output} here, or clone github.com/openai/grade-school-math and give "
                 "--input grade-school-math/grade_school_math/data"
             )
-        return {name: Source(name=name, location=f"{HUB}:{name}", on_hub=True) for name in SPLITS}
+        return {name: Source(name=name, location=f"{HUB}:{name}", reader="hub") for name in SPLITS}
     missing = [f"{name}.jsonl" for name in SPLITS if not (options.input / f"{name}.jsonl").is_file()]
     if missing:
         raise DataError(f"{options.input}: {' and '.join(missing)} missing; give the folder that holds them")
-    return {name: Source(name=name, location=str(options.input / f"{name}.jsonl")) for name in SPLITS}
+    return {name: Source(name=name, location=str(options.input / f"{name}.jsonl"), reader="jsonl") for name in SPLITS}
 
 
 def main(arguments: list[str] | None = None) -> int:

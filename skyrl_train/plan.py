@@ -121,13 +121,16 @@ def count_train_prompts(config: Config) -> tuple[int, str]:
     if config.plan.num_train_prompts:
         return config.plan.num_train_prompts, ""
     try:
-        for source in find_sources(list(config.data.train)):
+        for source in find_sources(config.data.train, config.data.reader):
             if source.on_hub and not is_cached(
                 "/".join(source.location.partition(":")[0].split("/")[:2]), dataset=True
             ):
                 raise DataError(f"{source.location} is fetched from the hub when the run begins.")
-        limit, row_format = config.data.max_train_prompts or None, config.data.row_format
-        return len(load_prompts(config.data.train, limit=limit, row_format=row_format)), ""
+        data = config.data
+        prompts = load_prompts(
+            data.train, limit=data.max_train_prompts or None, reader=data.reader, row_format=data.row_format
+        )
+        return len(prompts), ""
     except DataError as error:
         assumed = config.trainer.train_batch_size * max(config.trainer.total_steps, 1)
         return assumed, f"{error} Planning with {assumed} prompts; plan.num_train_prompts=N states how many there are."

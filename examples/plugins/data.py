@@ -1,4 +1,11 @@
-"""What rows without a prompt are."""
+"""How data are read, and what rows without a prompt are."""
+
+
+def lines(path, *, column="text"):
+    """A reader: each line of a text file is a row with one column."""
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            yield {column: line.strip()}
 
 
 def letters(row, *, question="How many letters has {word}?"):

@@ -45,7 +45,7 @@ def _data(config: AnyConfig) -> Iterator[Violation]:
     for field, specs in (("data.train", config.data.train), ("data.validation", config.data.validation)):
         for spec in specs:
             try:
-                sources = find_sources([spec])
+                sources = find_sources([spec], config.data.reader)
                 if any(source.on_hub for source in sources):
                     yield from _of_hub(field, spec)
             except DataError as error:

@@ -98,6 +98,19 @@ MICRO_BATCH_STRATEGIES = Seam(
 """`(RowFacts) -> list[Forward]` for custom ones; see `batch/planner.py`. Bundled ones are called with the `TrainerConfig`,
 where their settings are."""
 
+DATA_READERS = Seam(
+    "data.reader",
+    {
+        "by_name": Builtin("skyrl_train.data.rows:by_name"),
+        "jsonl": Builtin("skyrl_train.data.rows:read_jsonl"),
+        "json": Builtin("skyrl_train.data.rows:read_json"),
+        "parquet": Builtin("skyrl_train.data.rows:read_parquet"),
+        "hub": Builtin("skyrl_train.data.rows:read_hub"),
+    },
+    given=("location",),
+)
+"""`(an entry of data.train or data.validation) -> rows`, each a mapping of columns to values; see `data/rows.py`."""
+
 ROW_FORMATS = Seam(
     "data.row_format",
     {

@@ -17,6 +17,7 @@ from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import (
     BATCH_RULES,
     CALLBACKS,
+    DATA_READERS,
     ENVIRONMENTS,
     METRICS,
     MICRO_BATCH_STRATEGIES,
@@ -96,6 +97,9 @@ class DataConfig:
     `builtin:NAME/SPLIT`."""
     validation: Free[tuple[str, ...]] = ("builtin:word_problems/validation",)
     """Held-out prompts; empty turns evaluation off."""
+    reader: Free[Annotated[PartSpec, DATA_READERS]] = "by_name"
+    """How an entry of `train` or `validation` is read: inferred from its name, as one kind of file whatever it is called,
+    or by a custom function of the entry, which yields rows (mappings of columns to values)."""
     row_format: Free[Annotated[PartSpec, ROW_FORMATS]] = "prompt"
     """What rows without a `prompt` are: `gsm8k`, as its makers publish it, or a custom function of a `Row`
     (`data/rows.py`), which returns the columns that it should have. `prompt` refuses them."""

@@ -15,7 +15,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
-from skyrl_train.config.parts import MICRO_BATCH_STRATEGIES
+from skyrl_train.config.parts import DATA_READERS, MICRO_BATCH_STRATEGIES
 from skyrl_train.config.placement import PlacementConfig, StrategyConfig
 from skyrl_train.config.rules import (
     CutsRows,
@@ -49,6 +49,9 @@ class SFTDataConfig:
     """For each entry of `train`, how often its rows are used per epoch (0.5: half of them, in turns); empty is once."""
     validation: Free[tuple[str, ...]] = ("builtin:word_problems/validation",)
     """Held-out examples: each entry is a set with a loss of its own. Empty turns evaluation off."""
+    reader: Free[Annotated[PartSpec, DATA_READERS]] = "by_name"
+    """How an entry of `train` or `validation` is read: inferred from its name, as one kind of file whatever it is called,
+    or by a custom function of the entry, which yields rows (mappings of columns to values)."""
     max_train_rows: Free[NonNegativeInt] = 0
     """Read only the first so many training rows; 0 is all."""
     max_validation_rows: Free[NonNegativeInt] = 0

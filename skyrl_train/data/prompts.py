@@ -8,20 +8,23 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from skyrl_train.config.parts import PROMPT_ORDERS, ROW_FORMATS
-from skyrl_train.data.rows import Row, find_sources, read_rows
+from skyrl_train.data.rows import BY_NAME, Row, find_sources, read_rows
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import ChatMessage, Prompt
 
 
-def load_prompts(sources: Sequence[str], *, limit: int | None = None, row_format: PartSpec = "prompt") -> list[Prompt]:
+def load_prompts(
+    sources: Sequence[str], *, limit: int | None = None, reader: PartSpec = BY_NAME, row_format: PartSpec = "prompt"
+) -> list[Prompt]:
     """All prompts of `sources`, every row checked.
 
     Args:
         sources: Parquet, `.jsonl` or `.json` files, folders of them, `owner/name:split` on the hub, or
-            `builtin:NAME/SPLIT`.
+            `builtin:NAME/SPLIT`; whatever a custom reader takes.
         limit: Stop after so many; 0 or None is all.
+        reader: How a source is read, as `data.reader`.
         row_format: What rows without a `prompt` are, as `data.row_format`.
 
     Raises:
@@ -31,7 +34,7 @@ def load_prompts(sources: Sequence[str], *, limit: int | None = None, row_format
     with_prompt: Callable[[Row], Mapping[str, Any]] = ROW_FORMATS.resolve(row_format)
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
-    for source in find_sources(list(sources)):
+    for source in find_sources(sources, reader):
         for row in read_rows(source):
             prompt = make_prompt(row if "prompt" in row.values else _formatted(row, with_prompt, part_name(row_format)))
             if prompt.uid in places:

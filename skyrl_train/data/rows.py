@@ -1,4 +1,8 @@
-"""Reads data rows from JSON-lines, JSON and parquet files, from folders of them, from the package and from the hub."""
+"""Reads data rows from JSON-lines, JSON and parquet files, from folders of them, from the package and from the hub.
+
+A reader (`data.reader`) is called with a location, an entry of `data.train` say, and yields its rows: a mapping of
+columns to values each, or a `Row` where it knows better than their number where they stand.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,19 @@ import difflib
 import importlib.resources
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.config.parts import DATA_READERS
 from skyrl_train.errors import DataError
+from skyrl_train.registry import PartSpec, part_name
 
 BUILTIN = "builtin:"
-_SUFFIXES = (".jsonl", ".json", ".parquet")
+BY_NAME = "by_name"
+_SUFFIXES = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
+"""Readers of single files by the ends of their names."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w.-]+)?:[\w.\[\]:%+-]+")
 
 
@@ -38,37 +46,72 @@ def own_columns(row: Row) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One file, or one split of a hub data set."""
+    """What one call of a reader reads: a file, a split of a hub data set, or whatever a custom reader makes of it."""
 
     name: str
     """Short, e.g. `train` for `data/train.jsonl`; unique among the sources of one call to `find_sources`."""
     location: str
-    """Path, or `owner/name:split`, or `owner/name/config:split`."""
-    on_hub: bool = False
+    """Path, or `owner/name:split`, or `owner/name/config:split`; with a custom reader the entry of `data.train`."""
+    reader: PartSpec
+
+    @property
+    def on_hub(self) -> bool:
+        return self.reader == "hub"
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the rows are a function of the bytes of the one file at `location`."""
+        return self.reader in _SUFFIXES.values()
 
 
-def find_sources(specs: list[str]) -> list[Source]:
-    """The files and hub splits that `data.train` or `data.validation` names.
+def find_sources(specs: Sequence[str], reader: PartSpec = BY_NAME) -> list[Source]:
+    """The files and hub splits that `data.train` or `data.validation` names; with another reader than `by_name`, each
+    entry is one source.
 
     Raises DataError for a path that is not there (naming what is, nearby), an empty folder, or an unknown file type.
     """
-    sources = [source for spec in specs for source in _find(spec)]
+    if DATA_READERS.name_of(reader) == BY_NAME:
+        sources = [source for spec in specs for source in _find(spec)]
+    else:
+        sources = [Source(name=Path(spec).stem or spec, location=spec, reader=reader) for spec in specs]
     names = [source.name for source in sources]
     # Two files called train.jsonl: their paths tell them apart.
     return [
         source
         if names.count(source.name) == 1
-        else Source(name=source.location, location=source.location, on_hub=source.on_hub)
+        else Source(name=source.location, location=source.location, reader=source.reader)
         for source in sources
     ]
 
 
 def read_rows(source: Source) -> Iterator[Row]:
-    """The rows of one source, in order. Raises DataError naming the file and the line or row that cannot be read."""
-    if source.on_hub:
-        return _read_hub(source)
-    reader = {".parquet": _read_parquet, ".json": _read_json}.get(Path(source.location).suffix, _read_jsonl)
-    return reader(source)
+    """The rows of one source, in order.
+
+    Raises DataError naming the source and the line or row that cannot be read, or where its reader failed.
+    """
+    reader: Callable[[str], Iterable[object]] = DATA_READERS.resolve(source.reader)
+    index = 0
+    try:
+        for found in reader(source.location):
+            place = found.place if isinstance(found, Row) else f"{source.location}, row {index}"
+            values = found.values if isinstance(found, Row) else found
+            if not isinstance(values, Mapping):
+                raise DataError(f"{place}: must be an object of columns and values; got {type(values).__name__}.")
+            yield Row(source=source.name, index=index, place=place, values=values)
+            index += 1
+    except DataError:
+        raise
+    except Exception as error:  # whatever a custom reader raises, or the disk
+        raise DataError(
+            f"{source.location}, row {index}: data.reader={part_name(source.reader)} failed "
+            f"({type(error).__name__}: {error}). Fix the reader or the data."
+        ) from error
+
+
+def by_name(location: str) -> Iterator[Row]:
+    """The reader `by_name`: files by the ends of their names, folders of them, `builtin:NAME`, `owner/name:split`."""
+    for source in _find(location):
+        yield from read_rows(source)
 
 
 def _find(spec: str) -> list[Source]:
@@ -81,13 +124,23 @@ def _find(spec: str) -> list[Source]:
             raise DataError(
                 f"{spec}: the folder holds no {', '.join(_SUFFIXES)} file. Point data.train at one that does."
             )
-        return [Source(name=file.relative_to(path).with_suffix("").as_posix(), location=str(file)) for file in files]
+        return [
+            Source(
+                name=file.relative_to(path).with_suffix("").as_posix(),
+                location=str(file),
+                reader=_SUFFIXES[file.suffix],
+            )
+            for file in files
+        ]
     if path.is_file():
         if path.suffix not in _SUFFIXES:
-            raise DataError(f"{spec}: must end in {', '.join(_SUFFIXES)}. Rename or convert it.")
-        return [Source(name=path.stem, location=str(path))]
+            raise DataError(
+                f"{spec}: must end in {', '.join(_SUFFIXES)}. Rename or convert it, or name its reader: "
+                "data.reader=jsonl, or a custom one."
+            )
+        return [Source(name=path.stem, location=str(path), reader=_SUFFIXES[path.suffix])]
     if _HUB_NAME.fullmatch(spec):
-        return [Source(name=spec, location=spec, on_hub=True)]
+        return [Source(name=spec, location=spec, reader="hub")]
     raise DataError(f"{spec}: no such file or folder. {_nearby(path)}".rstrip())
 
 
@@ -100,7 +153,7 @@ def _find_builtin(spec: str) -> Source:
         raise DataError(
             f"{spec}: the package has no such data. It has {', '.join(BUILTIN + other for other in known)}."
         )
-    return Source(name=name, location=str(path))
+    return Source(name=name, location=str(path), reader="jsonl")
 
 
 def _nearby(path: Path) -> str:
@@ -118,8 +171,9 @@ def _nearby(path: Path) -> str:
     return f"Nearest in {folder.resolve()}: {', '.join(near[:3])}."
 
 
-def _read_jsonl(source: Source) -> Iterator[Row]:
-    with open(source.location, encoding="utf-8") as file:
+def read_jsonl(location: str) -> Iterator[Row]:
+    """The reader `jsonl`: a file with one JSON object a line; rows stand at their lines."""
+    with open(location, encoding="utf-8") as file:
         index = 0
         lines = enumerate(file, start=1)
         while True:
@@ -128,53 +182,52 @@ def _read_jsonl(source: Source) -> Iterator[Row]:
             except StopIteration:
                 return
             except UnicodeDecodeError as error:
-                raise DataError(f"{source.location}: not UTF-8 text ({error}). Convert the file to UTF-8.") from error
+                raise DataError(f"{location}: not UTF-8 text ({error}). Convert the file to UTF-8.") from error
             if not line.strip():
                 continue
-            place = f"{source.location}, line {number}"
+            place = f"{location}, line {number}"
             try:
                 values = json.loads(line.rstrip())
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"{place}: not valid JSON ({error.msg} at column {error.colno}). Write one JSON object a line."
                 ) from error
-            yield _row(source, index, place, values)
+            yield Row(source=location, index=index, place=place, values=values)
             index += 1
 
 
-def _read_json(source: Source) -> Iterator[Row]:
+def read_json(location: str) -> Iterator[Any]:
+    """The reader `json`: a file with one list of rows."""
     try:
-        rows = json.loads(Path(source.location).read_text(encoding="utf-8"))
+        rows = json.loads(Path(location).read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise DataError(
-            f"{source.location}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno}). "
+            f"{location}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno}). "
             "For one JSON object a line, name the file .jsonl."
         ) from error
     if not isinstance(rows, list):
-        raise DataError(f"{source.location}: must be a list of rows; got {type(rows).__name__}. Use [ {{...}}, ... ].")
-    for index, values in enumerate(rows):
-        yield _row(source, index, f"{source.location}, row {index}", values)
+        raise DataError(f"{location}: must be a list of rows; got {type(rows).__name__}. Use [ {{...}}, ... ].")
+    yield from rows
 
 
-def _read_parquet(source: Source) -> Iterator[Row]:
+def read_parquet(location: str) -> Iterator[Any]:
+    """The reader `parquet`: one file, a row group at a time."""
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    index = 0
     try:
-        with pyarrow.parquet.ParquetFile(source.location) as file:
+        with pyarrow.parquet.ParquetFile(location) as file:
             for batch in file.iter_batches(batch_size=1024):
-                for values in batch.to_pylist():
-                    yield _row(source, index, f"{source.location}, row {index}", values)
-                    index += 1
+                yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
-        raise DataError(f"{source.location}: not a readable parquet file ({error}). Write it again.") from error
+        raise DataError(f"{location}: not a readable parquet file ({error}). Write it again.") from error
 
 
-def _read_hub(source: Source) -> Iterator[Row]:
+def read_hub(location: str) -> Iterator[Any]:
+    """The reader `hub`: one split of a data set, `owner/name:split` or `owner/name/config:split`."""
     import datasets
 
-    address, _, split = source.location.partition(":")
+    address, _, split = location.partition(":")
     owner, name, *config = address.split("/")
     try:
         rows = datasets.load_dataset(f"{owner}/{name}", *config, split=split)
@@ -182,15 +235,8 @@ def _read_hub(source: Source) -> Iterator[Row]:
         # Whatever the hub client raises (no network, no such repository, gated): one line a person can act on.
         first_line = (str(error).splitlines() or [""])[0]
         raise DataError(
-            f"{source.location}: the hub data set cannot be loaded ({type(error).__name__}: {first_line}). "
+            f"{location}: the hub data set cannot be loaded ({type(error).__name__}: {first_line}). "
             "Check the name, the split and the network (owner/name/config:split where it has several configurations), "
             "or download it and give its folder."
         ) from error
-    for index, values in enumerate(rows):
-        yield _row(source, index, f"{source.location}, row {index}", values)
-
-
-def _row(source: Source, index: int, place: str, values: object) -> Row:
-    if not isinstance(values, dict):
-        raise DataError(f"{place}: must be an object with a prompt; got {type(values).__name__}.")
-    return Row(source=source.name, index=index, place=place, values=values)
+    yield from rows

@@ -20,9 +20,10 @@ import numpy as np
 from skyrl_train.data import token_cache
 from skyrl_train.data.conversations import Content, PlainText, RowFormat, read_content
 from skyrl_train.data.loss_spans import LossOn, LossSpans, Rendered, trained_messages
-from skyrl_train.data.rows import Row, Source, find_sources, read_rows
+from skyrl_train.data.rows import BY_NAME, Row, Source, find_sources, read_rows
 from skyrl_train.data.token_store import ExampleSet, SourcePart, TokenStore, store_of
 from skyrl_train.errors import DataError
+from skyrl_train.registry import PartSpec
 
 OverLong = Literal["truncate", "drop", "error"]
 Progress = Callable[[str, int], None]
@@ -78,6 +79,7 @@ def load_examples(
     *,
     max_length: int,
     over_long: OverLong,
+    reader: PartSpec = BY_NAME,
     limit: int = 0,
     cache_folder: Path | None = None,
     on_progress: Progress | None = None,
@@ -87,6 +89,7 @@ def load_examples(
     Args:
         max_length: Tokens of an example.
         over_long: Cut a longer one, leave it out, or refuse it. Whatever is cut or left out is counted.
+        reader: How a source is read, as `data.reader`.
         limit: Read only so many rows, from the first source on; 0 is all.
         cache_folder: Of `token_cache`; None tokenises in memory.
 
@@ -95,7 +98,7 @@ def load_examples(
     """
     stores: list[tuple[str, TokenStore]] = []
     left = limit
-    for source in find_sources(list(specs)):
+    for source in find_sources(specs, reader):
         store = _tokenised(source, tokenizer, form, left, cache_folder, on_progress)
         stores.append((source.name, store))
         if limit and (left := left - store.num_examples) <= 0:
@@ -131,7 +134,7 @@ def cache_key(source: Source, tokenizer: Tokenizer, form: ExampleFormat, limit: 
     """Hash of the source's content, the tokenizer, the format, and the versions of the libraries that tokenise."""
     parts = [
         str(token_cache.FORMAT),
-        _digest_of_rows(source) if source.on_hub else _digest_of_file(Path(source.location)),
+        _digest_of_file(Path(source.location)) if source.is_file else _digest_of_rows(source, limit),
         _digest_of_tokenizer(tokenizer),
         json.dumps(asdict(form), sort_keys=True, default=str),
         str(limit),
@@ -314,9 +317,9 @@ def _digest_of_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _digest_of_rows(source: Source) -> str:
+def _digest_of_rows(source: Source, limit: int) -> str:
     digest = hashlib.sha256()
-    for row in read_rows(source):
+    for row in islice(read_rows(source), limit or None):
         digest.update(json.dumps(dict(row.values), sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()
 

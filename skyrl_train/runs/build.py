@@ -105,7 +105,7 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
         return []
     chat = ChatTokens(load_tokenizer(config.model))
     result = filter_by_length(
-        load_prompts(sources, limit=limit or None, row_format=config.data.row_format),
+        load_prompts(sources, limit=limit or None, reader=config.data.reader, row_format=config.data.row_format),
         lambda prompt: len(chat.data_prompt(prompt)),
         max_prompt_length=config.data.max_prompt_length,
         over_long=config.data.over_long,

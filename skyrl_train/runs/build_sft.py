@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.config.batch_rules import data_parallel_size
-from skyrl_train.config.sft import SFTConfig, learner_config
+from skyrl_train.config.sft import SFTConfig, SFTDataConfig, learner_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,12 +66,14 @@ def load_sft_data(config: SFTConfig, *, on_progress: Callable[[str, int], None])
     train = _load(config, config.data.train, config.data.max_train_rows, on_progress)
     notes += _notes("training", train, config)
     validation = {}
-    for spec, name in zip(config.data.validation, _set_names(config.data.validation)):
+    for spec, name in zip(config.data.validation, _set_names(config.data)):
         held_out = _load(config, (spec,), config.data.max_validation_rows, on_progress)
         notes += _notes(name, held_out, config)
         validation[name] = held_out.examples
     each = config.data.weights or (1.0,) * len(config.data.train)
-    weights = [weight for spec, weight in zip(config.data.train, each) for _ in find_sources([spec])]
+    weights = [
+        weight for spec, weight in zip(config.data.train, each) for _ in find_sources([spec], config.data.reader)
+    ]
     return SFTData(
         train=train.examples,
         weights=tuple(weights[: len(train.examples.parts)]),
@@ -101,21 +103,22 @@ def _load(config: SFTConfig, specs: tuple[str, ...], limit: int, on_progress: Ca
         ExampleFormat(rows=rows, loss_on=data.loss_on, template_kwargs=data.template_kwargs),
         max_length=data.max_length,
         over_long=data.over_long,
+        reader=data.reader,
         limit=limit,
         cache_folder=folder if data.cache else None,
         on_progress=on_progress,
     )
 
 
-def _set_names(specs: tuple[str, ...]) -> list[str]:
+def _set_names(data: SFTDataConfig) -> list[str]:
     """Short, and different: the file's own name where no other set has it."""
     from skyrl_train.data.rows import find_sources
 
     names = []
-    for spec in specs:
-        sources = find_sources([spec])
+    for spec in data.validation:
+        sources = find_sources([spec], data.reader)
         names.append(sources[0].name if len(sources) == 1 else Path(spec).name)
-    return [name if names.count(name) == 1 else spec for name, spec in zip(names, specs)]
+    return [name if names.count(name) == 1 else spec for name, spec in zip(names, data.validation)]
 
 
 def _notes(name: str, loaded: Loaded, config: SFTConfig) -> list[str]:

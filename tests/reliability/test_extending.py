@@ -23,7 +23,7 @@ EXPERIMENT = ("--config-dir", str(PLUGINS / "conf"), "+experiment=plugins")
 def run(output: Path, *arguments: str) -> list[dict[str, float]]:
     paths = (ROOT, ROOT / "examples")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    environ["PLUGINS_DATA"] = str(PLUGINS / "words.jsonl")
+    environ["PLUGINS_DATA"] = str(PLUGINS / "words.txt")
     finished = subprocess.run(
         [sys.executable, "-m", "skyrl_train.main", *arguments, f"hydra.run.dir={output}"],
         cwd=output.parent,

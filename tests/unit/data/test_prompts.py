@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.config.load import load_root
+from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import SFTConfig, validate_sft
+from skyrl_train.config.validate import validate_config
 from skyrl_train.data.prompts import PromptSource, filter_by_length, load_prompts
-from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.types import Prompt
 
 QUESTION = [{"role": "user", "content": "2+2?"}]
@@ -138,7 +142,7 @@ def test_two_rows_with_one_uid_are_both_named(tmp_path: Path) -> None:
         ),
         ({"prompt": [{"content": "2+2?"}]}, "line 2: message 0 of 'prompt' has no text under 'role'"),
         ({"prompt": "2+2?", "env_class": 3}, "line 2: 'env_class' must be a name; got 3."),
-        ([1, 2], "line 2: must be an object with a prompt; got list."),
+        ([1, 2], "line 2: must be an object of columns and values; got list."),
     ],
 )
 def test_a_row_that_is_not_a_prompt_is_named_with_what_it_has(tmp_path: Path, row: Any, message: str) -> None:
@@ -224,6 +228,63 @@ def prompts_of_lengths(*lengths: int) -> list[Prompt]:
 
 def count_characters(prompt: Prompt) -> int:
     return len(prompt.messages[0]["content"])
+
+
+def questions(location: str, *, count: int, broken: object = None) -> list[object]:
+    """A reader: `count` rows about its location, and perhaps one that is none."""
+    rows: list[object] = [{"prompt": f"{location} {number}?"} for number in range(count)]
+    return rows if broken is None else [*rows, broken]
+
+
+def test_a_custom_reader_is_given_each_entry_as_it_is_and_its_rows_are_told_by_number() -> None:
+    reader = {"_target_": f"{__name__}:questions", "count": 2}
+    prompts = load_prompts(["s3://one/a.csv", "two"], reader=reader)
+    assert [prompt.messages[0]["content"] for prompt in prompts][1:3] == ["s3://one/a.csv 1?", "two 0?"]
+    assert [prompt.uid for prompt in prompts] == ["a-0", "a-1", "two-0", "two-1"]
+    for broken, message in (
+        ("text", "two, row 2: must be an object of columns and values; got str"),
+        ({"word": "cat"}, "two, row 2: has no 'prompt'; it has word"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_prompts(["two"], reader={**reader, "broken": broken})
+    with pytest.raises(DataError, match=r"two, row 0: data.reader=.*:questions failed \(TypeError: .*'count'"):
+        load_prompts(["two"], reader=f"{__name__}:questions")
+
+
+def test_a_built_in_reader_reads_a_file_whatever_it_is_called(tmp_path: Path) -> None:
+    file = tmp_path / "rows.txt"
+    file.write_text('{"prompt": "2+2?"}\n\n[1]\n')
+    with pytest.raises(DataError, match=r"must end in .jsonl, .json, .parquet.* data.reader=jsonl"):
+        load_prompts([str(file)])
+    assert load_prompts([str(file)], reader="jsonl", limit=1)[0].uid == "rows-0"
+    with pytest.raises(DataError, match=r"rows.txt, line 3: must be an object"):
+        load_prompts([str(file)], reader={"_target_": "jsonl"})
+
+
+def test_a_custom_reader_may_leave_what_it_does_not_know_to_the_built_in_one(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('\n{"prompt": "2+2?"}\n{"prompt": 4}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl, line 3: 'prompt' must be"):
+        load_prompts([str(file)], reader="skyrl_train.data.rows:by_name", limit=2)
+
+
+def test_a_reader_is_checked_at_the_door_for_prompts_and_for_examples() -> None:
+    reader = {"_target_": f"{__name__}:questions", "cuont": 2}
+
+    def rl(reader: object) -> list[Violation]:
+        return validate_config(load_root({"data": {"reader": reader}}, Config))
+
+    def sft(reader: object) -> list[Violation]:
+        return validate_sft(load_root({"data": {"reader": reader}}, SFTConfig))
+
+    for violations in (rl, sft):
+        found = violations(reader)
+        assert [(each.field, each.remedy.split("?")[0]) for each in found] == [
+            ("data.reader.cuont", "did you mean 'count'"),
+            ("data.reader.count", f"write data.reader={{_target_: {__name__}:questions, count: ...}}"),
+        ]
+        (unknown,) = violations("jsnol")
+        assert "did you mean 'json" in unknown.remedy
 
 
 def test_over_long_prompts_are_dropped_and_counted() -> None:

@@ -151,6 +151,32 @@ def test_a_hub_data_set_is_tokenised_like_a_file_and_once_while_its_rows_stay_th
     assert tokenised == ["2 of owner/name:train", "3 of owner/name:train"]
 
 
+def numbers(location: str, *, first: int = 0) -> Iterator[dict[str, str]]:
+    """A reader of no file: as many rows as its location says."""
+    for number in range(first, int(location)):
+        if number == 7:
+            raise LookupError("seven is not there")
+        yield {"text": str(number)}
+
+
+def test_a_custom_reader_gives_examples_and_its_tokens_are_kept_by_their_rows(tmp_path: Path) -> None:
+    tokenised: list[int] = []
+    settings: dict[str, Any] = {
+        "cache_folder": tmp_path / "cache",
+        "on_progress": lambda name, rows: tokenised.append(rows),
+    }
+    reader = {"_target_": f"{__name__}:numbers", "first": 1}
+    for _ in range(2):
+        assert texts(load("3", "2", reader=reader, **settings)) == ["1</s>", "2</s>", "1</s>"]
+    assert tokenised == [2, 1]
+    assert texts(load("3", reader=f"{__name__}:numbers", **settings)) == ["0</s>", "1</s>", "2</s>"]
+    assert texts(load("9", reader=reader, limit=2, **settings)) == ["1</s>", "2</s>"], (
+        "and only what is asked for is read"
+    )
+    with pytest.raises(DataError, match=r"9, row 6: data.reader=.*numbers\(first=1\) failed \(LookupError: .*seven is"):
+        load("9", reader=reader, **settings)
+
+
 def test_the_key_changes_with_everything_that_tokens_depend_on(words: Path, tmp_path: Path) -> None:
     def key(path: Path = words, tokenizer: Any = TOKENIZER, form: ExampleFormat | None = None, limit: int = 0) -> str:
         return cache_key(find_sources([str(path)])[0], tokenizer, form or ExampleFormat(), limit)
