@@ -106,14 +106,16 @@ def _count_gpus() -> int:
 def measure(config: Config, *, syncs: int) -> list[dict[str, Any]]:
     """The records of so many syncs, in order."""
     from skyrl_train.batch.plan import plan_batches
-    from skyrl_train.cluster.build import Cluster
+    from skyrl_train.cluster.build import Cluster, cluster_settings
+    from skyrl_train.config.learners import run_models
 
     output = Path(config.output_dir)
     output.mkdir()
     with ExitStack() as stack:
-        cluster = Cluster(config, stack)
-        _, carrier = cluster.build_engine(stack)
-        policy = cluster.build_learners(plan_batches(config, num_train_prompts=64), stack).policy
+        cluster = Cluster(cluster_settings(config), stack)
+        _, carrier = cluster.build_engine(config, stack)
+        plan = plan_batches(config, num_train_prompts=64)
+        policy = cluster.build_learners(run_models(config, plan.schedule), stack).policy
         for version in range(syncs):
             carrier.sync(policy.weights(), version)
     lines = (output / "weight_sync.jsonl").read_text(encoding="utf-8").splitlines()

@@ -109,14 +109,37 @@ class Generator(Protocol):
     def close(self) -> None: ...
 
 
+class Scorer(Protocol):
+    """A model that is only scored, as the reference is: in one process, or a group of workers behind the same methods."""
+
+    def forward(self, batch: TrainingInputBatch) -> Tensor:
+        """`[num_tokens]`, aligned with `batch["input_ids"]`: log-probabilities at positions with `loss_mask`, 0 elsewhere.
+        On the CPU, without gradients."""
+        ...
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Replaces all parameters; `weights` as `Learner.weights` gives them. Raises ModelError where they do not fit."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """The model, for a checkpoint of a run in which it is given other weights."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Exact inverse of `save`. Raises CheckpointError."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Learner(Protocol):
-    """One model: the policy, the critic, or a reference (which is never updated).
+    """One model that is trained: the policy or the critic.
 
     In one process, or a group of data-parallel workers behind the same methods.
     """
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
-        """`[num_tokens]`, aligned with `batch["input_ids"]`: log-probabilities (policy, reference) or values (critic) at
+        """`[num_tokens]`, aligned with `batch["input_ids"]`: log-probabilities (policy) or values (critic) at
         positions with `loss_mask`, 0 elsewhere. On the CPU, without gradients."""
         ...
 
@@ -148,14 +171,6 @@ class Learner(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-class Reference(Learner, Protocol):
-    """A `Learner` that is only scored, and may be given the weights of another model of its shape."""
-
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Replaces all parameters; `weights` as `Learner.weights` gives them. Raises ModelError where they do not fit."""
-        ...
 
 
 class WeightTransport(Protocol):

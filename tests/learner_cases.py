@@ -10,10 +10,16 @@ from transformers import PreTrainedModel
 
 from skyrl_train.batch.jagged import offsets_of
 from skyrl_train.batch.microbatch import MicroBatchStrategy, make_micro_batch_strategy
+from skyrl_train.batch.plan import plan_batches
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.bundles import Role
+from skyrl_train.config.learners import LearnerSettings, learner_settings
 from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
+from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
+from skyrl_train.distributed.strategy import ModelStrategy
+from skyrl_train.learner.build import build_learner
+from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
@@ -185,3 +191,23 @@ def make_batch(
             uids=tuple(f"p{row // samples}" for row in range(rows)), global_step=1, weight_version=1
         ),
     )
+
+
+def settings_of(config: Config, role: Role, *, num_train_prompts: int = 64) -> LearnerSettings:
+    """What a run of `config` builds the role's model from."""
+    plan = plan_batches(config, num_train_prompts=num_train_prompts)
+    return learner_settings(config, role, plan.schedule(role))
+
+
+def policy_of(config: Config, *, role: Role = "policy", strategy: ModelStrategy | None = None) -> PolicyLearner:
+    """The policy of a run, or its reference, in this process."""
+    learner = build_learner(settings_of(config, role), strategy=strategy)
+    assert isinstance(learner, PolicyLearner)
+    return learner
+
+
+def critic_of(config: Config, *, strategy: ModelStrategy | None = None) -> CriticLearner:
+    """The critic of a run, in this process."""
+    learner = build_learner(settings_of(config, "critic"), strategy=strategy)
+    assert isinstance(learner, CriticLearner)
+    return learner

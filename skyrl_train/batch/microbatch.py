@@ -16,9 +16,9 @@ import numpy as np
 from skyrl_train.batch.documents import Admits
 from skyrl_train.batch.planner import CustomPlanner, Forward
 from skyrl_train.batch.token_budget import Rows, TokenBudget
+from skyrl_train.config.micro_batching import MicroBatchConfig
 from skyrl_train.config.parts import MICRO_BATCH_STRATEGIES
 from skyrl_train.config.rules import LayoutChoice, LayoutName
-from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import part_name
 
@@ -124,7 +124,7 @@ def fixed_rows(lengths: Rows, max_rows: int) -> list[Rows]:
     return np.array_split(order, -(-len(lengths) // max_rows))
 
 
-def fixed(trainer: TrainerConfig) -> MicroBatchStrategy:
+def fixed(trainer: MicroBatchConfig) -> MicroBatchStrategy:
     """At most `trainer.micro_train_batch_size_per_gpu` rows."""
     return ByLength(
         FixedRows(
@@ -135,12 +135,12 @@ def fixed(trainer: TrainerConfig) -> MicroBatchStrategy:
     )
 
 
-def token_budget(trainer: TrainerConfig) -> MicroBatchStrategy:
+def token_budget(trainer: MicroBatchConfig) -> MicroBatchStrategy:
     """At most `trainer.max_tokens_per_microbatch` computed positions."""
     return ByLength(_stated_budget(trainer), layout=trainer.layout)
 
 
-def _stated_budget(trainer: TrainerConfig) -> TokenBudget:
+def _stated_budget(trainer: MicroBatchConfig) -> TokenBudget:
     return TokenBudget(
         tokens_per_train_micro_batch=trainer.max_tokens_per_microbatch,
         tokens_per_forward_micro_batch=trainer.max_tokens_per_forward_microbatch,
@@ -148,7 +148,9 @@ def _stated_budget(trainer: TrainerConfig) -> TokenBudget:
     )
 
 
-def make_micro_batch_strategy(trainer_config: TrainerConfig, *, merge_turns: bool = False) -> ByLength | CustomPlanner:
+def make_micro_batch_strategy(
+    trainer_config: MicroBatchConfig, *, merge_turns: bool = False
+) -> ByLength | CustomPlanner:
     """The strategy that `trainer.micro_batching` names; a custom planner is run by `CustomPlanner`.
 
     With `merge_turns`, turns that extend one another count as the row that computes them, and stay with it.

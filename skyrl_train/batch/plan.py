@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl_train.config.batch_rules import Role
+from skyrl_train.config.learners import ScheduleLength
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
 from skyrl_train.errors import ConfigError
@@ -90,6 +91,15 @@ class BatchPlan:
         """The same of the critic."""
         documents = self.critic_total_documents
         return documents / self.docs_per_step if self.docs_per_step else self.critic_total_optimizer_steps
+
+    def schedule(self, role: str) -> ScheduleLength:
+        """What the learning rate of `policy` or `critic` is scheduled over; nothing for a model that is only scored."""
+        lengths = {
+            "policy": (self.schedule_steps, self.total_documents),
+            "critic": (self.critic_schedule_steps, self.critic_total_documents),
+        }
+        steps, documents = lengths.get(role, (0.0, 0))
+        return ScheduleLength(optimizer_steps=steps, documents=documents if self.docs_per_step else 0)
 
 
 def plan_batches(config: Config, *, num_train_prompts: int) -> BatchPlan:

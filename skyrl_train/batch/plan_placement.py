@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from skyrl_train.config.bundles import count_engines, gpus_needed, plan_layout, roles_of, takes_turns
+from skyrl_train.config.bundles import count_engines, gpus_needed, layout_of, takes_turns
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
 from skyrl_train.registry import part_name
@@ -78,7 +78,7 @@ def placement_lines(report: PlacementReport) -> Iterator[str]:
 
 
 def _groups(config: Config) -> Iterator[BundleGroup]:
-    layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config.generator, config.placement))
+    layout = layout_of(config)
     for name, bundles in layout.groups.items():
         nodes = {bundle.node for bundle in bundles if bundle.node is not None}
         yield BundleGroup(

@@ -21,7 +21,7 @@ from skyrl_train.config.bundles import gpus_needed
 from skyrl_train.config.placement import ROLES, PlacementConfig
 from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import AnyConfig, SFTConfig, learner_config
+from skyrl_train.config.sft import AnyConfig, SFTConfig, sft_layout
 from skyrl_train.config.validate import validate_config
 from skyrl_train.data.hub import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation
@@ -330,12 +330,16 @@ def _new_violations(placed: Config, before: Config) -> set[str]:
     return {each.field for each in validate_config(placed)} - {each.field for each in validate_config(before)}
 
 
+def _gpus_of_sft(config: SFTConfig) -> int:
+    return sft_layout(config).num_gpus if config.placement.backend == "ray" else int(config.platform.on_gpu)
+
+
 def room_violations(config: AnyConfig) -> Iterator[Violation]:
     """A placement, chosen or stated, that needs more GPUs than this machine has for a run of its own."""
     placement = config.placement
     if placement.auto or placement.ray_address or config.platform.name == "cpu":
         return
-    needed = gpus_needed(learner_config(config) if isinstance(config, SFTConfig) else config)
+    needed = _gpus_of_sft(config) if isinstance(config, SFTConfig) else gpus_needed(config)
     if needed == 1 and placement.backend == "inline":  # a matter of `platform.device`
         return
     devices = local_devices()

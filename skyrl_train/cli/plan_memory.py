@@ -13,9 +13,9 @@ from pathlib import Path
 
 from skyrl_train.batch.plan_memory import DeviceMemory, PassMemory
 from skyrl_train.config.algorithm import needs_reference
-from skyrl_train.config.bundles import takes_turns
+from skyrl_train.config.bundles import Role, takes_turns
+from skyrl_train.config.learners import LearnerSettings, learner_settings
 from skyrl_train.config.parts import OPTIMIZERS
-from skyrl_train.config.passes import sizes_micro_batches
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory import MemoryFacts, MemorySettings, Phase, resident_bytes
@@ -28,11 +28,11 @@ _CONTEXT_BYTES = 1_000_000_000
 
 def plan_memory(config: Config) -> DeviceMemory | None:
     """None where `plan.device_memory_gb` asks for nothing. Raises ModelError where a model's config cannot be had."""
-    stated = config.trainer.memory_budget_gb * (1 << 30) if sizes_micro_batches(config.trainer) else 0.0
+    stated = config.trainer.memory_budget_gb * (1 << 30) if config.trainer.sizes_itself else 0.0
     device_bytes = int(config.plan.device_memory_gb * 1e9 or stated)
     if not device_bytes:
         return None
-    facts, paths, effort = models_of(config), _paths(config), effort_of(config)
+    facts, paths, effort = models_of(config), _paths(config), effort_of(config.trainer)
     in_turns = takes_turns(config.placement, config.generator, config.platform)
     shared = {role: _sharing(config, role, facts) for role in facts}
     margin_bytes = int(device_bytes * config.trainer.memory_margin)
@@ -46,7 +46,9 @@ def plan_memory(config: Config) -> DeviceMemory | None:
         limit = device_bytes - margin_bytes - contexts - beside
         phases: tuple[Phase, ...] = ("scoring",) if role == "reference" else ("training", "scoring")
         others = sum(at_rest[other] for other in shared[role] if other != role)
-        planned = planned_passes(config, role, paths[role], each, effort)
+        planned = planned_passes(
+            _learner_at(config, role, paths[role]), config.generator.max_context_length, each, effort
+        )
         for phase in phases:
             predicted = _pass(config, role, phase, planned, limit)
             passes.append(_beside_measured(config, predicted, each, planned, 0 if in_turns else others))
@@ -118,13 +120,13 @@ def _expected_facts(config: Config, facts: MemoryFacts) -> dict[str, str]:
     }
 
 
-def models_of(config: Config) -> Mapping[str, MemoryFacts]:
+def models_of(config: Config) -> Mapping[Role, MemoryFacts]:
     """What a prediction needs of each model that the run holds. A reference that is the policy without its adapter is no
     model of its own."""
     from skyrl_train.learner.memory_trace import facts_at
 
     placement, paths = config.placement, _paths(config)
-    found = {
+    found: dict[Role, MemoryFacts] = {
         "policy": facts_at(
             paths["policy"], _settings(config, placement.policy_num_workers), revision=config.model.revision
         )
@@ -146,10 +148,16 @@ def models_of(config: Config) -> Mapping[str, MemoryFacts]:
     return found
 
 
-def _paths(config: Config) -> dict[str, str]:
+def _learner_at(config: Config, role: Role, path: str) -> LearnerSettings:
+    """What the run would build the model from, of the sizes of the one at `path`."""
+    settings = learner_settings(config, role)
+    return replace(settings, model=replace(settings.model, path=path))
+
+
+def _paths(config: Config) -> dict[Role, str]:
     """Where each model's config is."""
     policy = config.plan.architecture or config.model.path
-    stated = {"reference": config.reference.model.path, "critic": config.critic.model.path}
+    stated: dict[Role, str] = {"reference": config.reference.model.path, "critic": config.critic.model.path}
     return {"policy": policy, **{role: policy if path == "policy" else path for role, path in stated.items()}}
 
 
@@ -176,7 +184,7 @@ def _optimizer(spec: PartSpec) -> str:
     return "sgd" if OPTIMIZERS.name_of(spec) == "sgd" else "adamw"
 
 
-def _sharing(config: Config, role: str, facts: Mapping[str, MemoryFacts]) -> list[str]:
+def _sharing(config: Config, role: Role, facts: Mapping[Role, MemoryFacts]) -> list[Role]:
     """The models on the same device, `role` among them."""
     if config.placement.backend == "inline" or config.placement.colocate_all:
         return list(facts)

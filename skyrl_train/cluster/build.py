@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,9 +17,10 @@ from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.placement import Placement
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.transport import RayTransport
-from skyrl_train.config.algorithm import needs_reference
-from skyrl_train.config.bundles import Role, count_engines, num_cpus, plan_layout, roles_of, takes_turns
+from skyrl_train.config.bundles import Layout, Role, count_engines, layout_of, num_cpus, roles_of, takes_turns
 from skyrl_train.config.generation import ships_adapter
+from skyrl_train.config.learners import LearnerSettings, RunModels, learner_settings
+from skyrl_train.config.schema import ModelConfig, PlacementConfig
 from skyrl_train.learner.architectures import largest_parameter, weight_bytes
 from skyrl_train.learner.reference import BaseOfAdapter
 from skyrl_train.learner.turns import DeviceTurns
@@ -29,9 +30,8 @@ from skyrl_train.weight_sync.probe import WeightSyncProbe
 from skyrl_train.weight_sync.transport import SyncRecords
 
 if TYPE_CHECKING:
-    from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.schema import Config
-    from skyrl_train.interfaces import InferenceEngine, Reference, WeightTransport
+    from skyrl_train.interfaces import InferenceEngine, WeightTransport
     from skyrl_train.trainers.steps import Learners
     from skyrl_train.types import GenerationOutput, GenerationRequest
 
@@ -40,50 +40,65 @@ _SLOWEST_LOAD = 50e6
 """Bytes a second at which weights arrive at least: from a busy network file system, or from the hub."""
 
 
-def with_time_to_load(config: Config) -> Config:
-    """The config whose `start_timeout_s` has a second more for every 50 MB that its models and an engine read."""
-    policy = config.model.path
-    paths = [policy]
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """What a run reserves on Ray, and how long it waits for it."""
+
+    run_name: str
+    output_dir: Path
+    placement: PlacementConfig
+    layout: Layout
+    model: ModelConfig
+    """The policy's, whose largest parameter an engine is sent at once."""
+
+
+def cluster_settings(config: Config) -> ClusterSettings:
+    """Of reinforcement learning: models, and vLLM engines where `generator.backend` asks for some."""
+    models = [learner_settings(config, role).model for role in roles_of(config)]
     if count_engines(config.generator, config.placement):
-        paths.append(policy)
-    if "reference" in roles_of(config):
-        paths.append(policy if config.reference.model.path == "policy" else config.reference.model.path)
-    if config.critic.model.path:
-        paths.append(policy if config.critic.model.path == "policy" else config.critic.model.path)
-    num_bytes = sum(weight_bytes(path, revision=config.model.revision if path == policy else None) for path in paths)
-    timeout_s = config.placement.start_timeout_s + num_bytes / _SLOWEST_LOAD
-    return replace(config, placement=replace(config.placement, start_timeout_s=timeout_s))
+        models.append(config.model)
+    return ClusterSettings(
+        run_name=config.run_name,
+        output_dir=Path(config.output_dir),
+        placement=with_time_to_load(config.placement, models),
+        layout=layout_of(config),
+        model=config.model,
+    )
+
+
+def with_time_to_load(placement: PlacementConfig, models: Iterable[ModelConfig]) -> PlacementConfig:
+    """The placement whose `start_timeout_s` has a second more for every 50 MB of the `models` that the start reads."""
+    num_bytes = sum(weight_bytes(model.path, revision=model.revision) for model in models)
+    return replace(placement, start_timeout_s=placement.start_timeout_s + num_bytes / _SLOWEST_LOAD)
 
 
 class Cluster:
     """A session with room reserved in it. Everything in it ends when `stack` closes."""
 
-    def __init__(self, config: Config, stack: ExitStack) -> None:
-        self.config = config = with_time_to_load(config)
-        self._has_reference = needs_reference(config.trainer.algorithm)
-        self.roles = roles_of(config)
-        layout = plan_layout(config, roles=self.roles, num_engines=count_engines(config.generator, config.placement))
+    def __init__(self, settings: ClusterSettings, stack: ExitStack) -> None:
+        self.settings = settings
+        placement = settings.placement
         self.session = RaySession(
-            config.placement,
-            num_cpus=num_cpus(layout),
-            name=config.run_name,
+            placement,
+            num_cpus=num_cpus(settings.layout),
+            name=settings.run_name,
             largest_bucket_bytes=max(
-                BUCKET_BYTES, 4 * largest_parameter(config.model.path, revision=config.model.revision)
+                BUCKET_BYTES, 4 * largest_parameter(settings.model.path, revision=settings.model.revision)
             ),
         )
         stack.callback(self.session.close)
         self.placement = Placement(
-            layout,
-            timeout_s=config.placement.start_timeout_s,
-            wait_for_nodes_s=config.placement.wait_for_nodes_s if config.placement.ray_address else 0.0,
+            settings.layout,
+            timeout_s=placement.start_timeout_s,
+            wait_for_nodes_s=placement.wait_for_nodes_s if placement.ray_address else 0.0,
         )
         self._transport: RayTransport | None = None
         self._policy: RayLearner | None = None
         self._turns = DeviceTurns(None, shared=False, record_file=self._output("device_turns.jsonl"))
 
-    def build_engine(self, stack: ExitStack) -> tuple[InferenceEngine, WeightTransport]:
+    def build_engine(self, config: Config, stack: ExitStack) -> tuple[InferenceEngine, WeightTransport]:
         """vLLM engines and what feeds them. Returns while they load."""
-        config = self.config
+        config = replace(config, placement=self.settings.placement)
         fleet = EngineFleet(config, self.session, self.placement.slots("engine"))
         stack.callback(fleet.close)
         self._turns = DeviceTurns(
@@ -99,42 +114,41 @@ class Cluster:
             self._turns,
             SyncRecords(
                 self._output("weight_sync.jsonl"),
-                self._probe(fleet, self._turns),
+                self._probe(config, fleet, self._turns),
                 verify_each=config.generator.verify_weight_sync,
             ),
             adapter_only=ships_adapter(config.generator),
         )
         return pool, self._transport
 
-    def build_learners(self, plan: BatchPlan, stack: ExitStack) -> Learners:
+    def build_learners(self, models: RunModels, stack: ExitStack) -> Learners:
         """Starts all models together, then waits for each. Where they share the engines' devices they start one after the
         other, on devices that the engines have left."""
         from skyrl_train.trainers.steps import Learners
 
-        def start(role: Role) -> Callable[[], RayLearner]:
-            return start_learner(
-                self.config, plan, self.session, self.placement.slots(role), role=role, turns=self._turns
-            )
+        placement = self.settings.placement
+
+        def start(settings: LearnerSettings) -> Callable[[], RayLearner]:
+            slots = self.placement.slots(settings.role)
+            return start_learner(settings, placement, self.session, slots, turns=self._turns)
 
         learners: dict[Role, RayLearner] = {}
         self._turns.models()
-        if self.config.placement.colocate_all:
-            for role in self.roles:
-                learners[role] = start(role)()
+        if placement.colocate_all:
+            for each in models.learners:
+                learners[each.role] = start(each)()
         else:
-            waits = {role: start(role) for role in self.roles}
+            waits = {each.role: start(each) for each in models.learners}
             learners = {role: wait() for role, wait in waits.items()}
         for learner in learners.values():
             stack.callback(learner.close)
-        self._policy = learners["policy"]
+        policy = self._policy = learners["policy"]
         self._write_actors({role: learner.group.actors for role, learner in learners.items()})
-        reference: Reference | None = learners.get("reference")
-        if self._has_reference and reference is None:
-            reference = BaseOfAdapter(learners["policy"])
-        return Learners(policy=learners["policy"], reference=reference, critic=learners.get("critic"))
+        base = BaseOfAdapter(policy.forward_base) if models.base_is_reference else None
+        return Learners(policy=policy, reference=base or learners.get("reference"), critic=learners.get("critic"))
 
     def _output(self, name: str) -> Path:
-        return Path(self.config.output_dir) / name
+        return self.settings.output_dir / name
 
     def _write_actors(self, groups: Mapping[str, tuple[RemoteActor, ...]]) -> None:
         """`actors.json`: where each process is, for whoever looks after the run."""
@@ -147,7 +161,7 @@ class Cluster:
         }
         self._output("actors.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
-    def _probe(self, fleet: EngineFleet, turns: DeviceTurns) -> WeightSyncProbe:
+    def _probe(self, config: Config, fleet: EngineFleet, turns: DeviceTurns) -> WeightSyncProbe:
         """Of all engines that live, together."""
 
         def ask(request: GenerationRequest) -> list[tuple[str, GenerationOutput]]:
@@ -158,6 +172,6 @@ class Cluster:
         return WeightSyncProbe(
             ask=ask,
             policy=lambda: self._policy,
-            config=self.config,
-            vocabulary=len(load_tokenizer(self.config.model)),
+            config=config,
+            vocabulary=len(load_tokenizer(config.model)),
         )

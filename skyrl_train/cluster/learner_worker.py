@@ -19,9 +19,7 @@ from skyrl_train.weight_sync.buckets import unpack_bucket
 if TYPE_CHECKING:
     import torch
 
-    from skyrl_train.batch.plan import BatchPlan
-    from skyrl_train.config.bundles import Role
-    from skyrl_train.config.schema import Config
+    from skyrl_train.config.learners import LearnerSettings
     from skyrl_train.distributed.process_group import Rendezvous
     from skyrl_train.distributed.strategy import ModelStrategy
     from skyrl_train.learner.policy import PolicyLearner
@@ -44,10 +42,10 @@ def answering(method: Callable[..., Any]) -> Callable[..., Answer]:
 class LearnerWorker:
     """A rank of the policy, of the reference or of the critic."""
 
-    def __init__(self, config: Config, plan: BatchPlan, role: Role, *, secrets: Mapping[str, str]) -> None:
+    def __init__(self, settings: LearnerSettings, *, secrets: Mapping[str, str]) -> None:
         """`secrets`: environment variables that Ray must not see."""
         os.environ.update(secrets)
-        self._config, self._plan, self._role = config, plan, role
+        self._settings, self._role = settings, settings.role
 
     def ping(self) -> bool:
         """A sign of life; runs beside whatever else runs."""
@@ -71,22 +69,17 @@ class LearnerWorker:
         import torch
 
         from skyrl_train.distributed.process_group import join
-        from skyrl_train.learner.critic import CriticLearner, build_critic_learner
-        from skyrl_train.learner.policy import build_policy_learner
+        from skyrl_train.learner.build import build_learner
         from skyrl_train.model.numerics import set_numerics
         from skyrl_train.weight_sync.sender import WeightSender
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        set_numerics(deterministic=self._config.deterministic)
-        device = torch.device("cuda:0" if self._config.platform.name == "gpu" else "cpu")
-        if self._config.strategy.name != "single":
+        set_numerics(deterministic=self._settings.deterministic)
+        device = torch.device("cuda:0" if self._settings.platform.name == "gpu" else "cpu")
+        if self._settings.strategy.name != "single":
             join(rendezvous, device)
-        strategy = _strategy(self._config, device)
-        self._learner: PolicyLearner | CriticLearner
-        if self._role == "critic":
-            self._learner = build_critic_learner(self._config, self._plan, strategy=strategy)
-        else:
-            self._learner = build_policy_learner(self._config, self._plan, role=self._role, strategy=strategy)
+        strategy = _strategy(self._settings, device)
+        self._learner = build_learner(self._settings, strategy=strategy)
         engine = self._learner.engine
         self._sender = WeightSender(
             engine.model, strategy, device, require_there=lambda: engine.residence.require(optimizer=False)
@@ -164,23 +157,24 @@ class LearnerWorker:
         return self._learner
 
 
-def _strategy(config: Config, device: torch.device) -> ModelStrategy:
+def _strategy(settings: LearnerSettings, device: torch.device) -> ModelStrategy:
     import torch
 
     from skyrl_train.distributed.sequence_parallel import SequenceGroup
     from skyrl_train.distributed.strategy import Replicated, Sharded, SingleProcess
 
-    if config.strategy.name == "single":
+    chosen = settings.strategy
+    if chosen.name == "single":
         return SingleProcess()
-    size = config.strategy.sequence_parallel_size
-    group = SequenceGroup(size, timeout_s=config.placement.call_timeout_s) if size > 1 else None
-    if config.strategy.name == "ddp":
+    size = chosen.sequence_parallel_size
+    group = SequenceGroup(size, timeout_s=settings.collective_timeout_s) if size > 1 else None
+    if chosen.name == "ddp":
         return Replicated(group)
-    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32
     return Sharded(
         device=device,
         dtype=dtype,
-        cpu_offload=config.strategy.cpu_offload,
-        gradient_sync=config.strategy.gradient_sync,
+        cpu_offload=chosen.cpu_offload,
+        gradient_sync=chosen.gradient_sync,
         group=group,
     )

@@ -30,7 +30,8 @@ from skyrl_train.cluster.workers import (
     planned_buckets,
 )
 from skyrl_train.config.batch_rules import data_parallel_size
-from skyrl_train.config.bundles import Role
+from skyrl_train.config.learners import LearnerSettings
+from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.distributed.process_group import Rendezvous
 from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.learner.turns import DeviceTurns
@@ -38,8 +39,6 @@ from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
 from skyrl_train.weight_sync.buckets import pack_bucket
 
 if TYPE_CHECKING:
-    from skyrl_train.batch.plan import BatchPlan
-    from skyrl_train.config.schema import Config
     from skyrl_train.learner.sizing import SizingLimits, SizingReport
 
 
@@ -151,19 +150,19 @@ class RayLearner:
 
 
 def start_learner(
-    config: Config,
-    plan: BatchPlan,
+    settings: LearnerSettings,
+    placement: PlacementConfig,
     session: RaySession,
     slots: Sequence[Slot],
     *,
-    role: Role,
     turns: DeviceTurns | None = None,
 ) -> Callable[[], RayLearner]:
     """Starts one actor per slot, and returns at once; what is returned waits until all ranks have loaded the model.
 
     Raises DeadlineError naming the rank that does not come up, ActorError, or what loading raises.
     """
-    env = session.runtime_env(config.platform.num_threads)
+    role = settings.role
+    env = session.runtime_env(settings.platform.num_threads)
     secrets = forwarded_environment(secret=True)
     actors = [
         RemoteActor(
@@ -174,40 +173,39 @@ def start_learner(
                 runtime_env=env,
                 **slot.options,
             )
-            .remote(config, plan, role, secrets=secrets),
+            .remote(settings, secrets=secrets),
             role=f"{role} worker",
             rank=rank,
             log_folder=session.log_folder,
         )
         for rank, slot in enumerate(slots)
     ]
-    group = WorkerGroup(config.placement, role, actors)
+    group = WorkerGroup(placement, role, actors)
 
     def wait() -> RayLearner:
         try:
             for actor, identity in zip(actors, group.call("identify", "start")):
                 actor.identity = identity
-            layout = group.call("start", "start", each=_rendezvous(config, group, session))[0]
+            layout = group.call("start", "start", each=_rendezvous(group, session, settings.collective_timeout_s))[0]
         except BaseException:
             with suppress(SkyrlTrainError):
                 group.close()
             raise
-        merge_turns = config.generator.merge_stepwise == "auto"
-        together = computed_together(layout, merge_turns=merge_turns)
+        together = computed_together(layout, merge_turns=settings.merge_turns)
         if turns is not None:
             turns.add(group)
         return RayLearner(
             group,
             turns=turns,
             together=together,
-            sequence_parallel_size=config.strategy.sequence_parallel_size,
+            sequence_parallel_size=settings.strategy.sequence_parallel_size,
         )
 
     return wait
 
 
-def _rendezvous(config: Config, group: WorkerGroup, session: RaySession) -> list[Rendezvous]:
+def _rendezvous(group: WorkerGroup, session: RaySession, timeout_s: float) -> list[Rendezvous]:
     # A file in the session's folder is removed with it; a cluster that was joined has none on this machine.
     folder = session.folder or Path(tempfile.gettempdir())
-    place = meeting_point(group.actors[0], group.actors, folder=folder, timeout_s=config.placement.call_timeout_s)
+    place = meeting_point(group.actors[0], group.actors, folder=folder, timeout_s=timeout_s)
     return [place.rendezvous(rank, len(group.actors)) for rank in range(len(group.actors))]

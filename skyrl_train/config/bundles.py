@@ -46,6 +46,11 @@ class Layout:
     """Bundles, from its seat on, on whose devices one engine computes: more than one where it shares them with ranks."""
 
     @property
+    def num_gpus(self) -> int:
+        """All that are reserved; 0 on a CPU."""
+        return int(sum(bundle.gpus for bundles in self.groups.values() for bundle in bundles))
+
+    @property
     def nodes(self) -> tuple[Bundle, ...]:
         """What must be free on nodes that differ, for the bundles that are bound to one."""
         bound = [bundle for bundles in self.groups.values() for bundle in bundles if bundle.node is not None]
@@ -59,7 +64,9 @@ class Layout:
         )
 
 
-def plan_layout(config: Config, *, roles: Sequence[str], num_engines: int) -> Layout:
+def plan_layout(
+    placement: PlacementConfig, *, roles: Sequence[str], gpu: bool, num_engines: int = 0, devices_per_engine: int = 1
+) -> Layout:
     """One bundle per rank of the models in `roles` (`policy`, `reference`, `critic`). With `colocate_all` all models and
     engines share bundles; with `colocate_policy_ref` policy and reference do; else each role has devices of its own.
 
@@ -67,7 +74,6 @@ def plan_layout(config: Config, *, roles: Sequence[str], num_engines: int) -> La
     Engines for which `inference_num_nodes` asks have nodes on which nothing else is. An engine of several devices that it
     shares with nobody has them in one bundle; else it lies on the bundles of consecutive ranks.
     """
-    placement, gpu = config.placement, config.platform.name == "gpu"
     sizes = {role: getattr(placement, f"{_SETTINGS[role]}_num_workers") for role in roles}
     if num_engines:
         sizes["engine"] = num_engines
@@ -75,7 +81,6 @@ def plan_layout(config: Config, *, roles: Sequence[str], num_engines: int) -> La
     for role, count in sizes.items():
         members.setdefault("shared" if role in _sharing(placement) else role, {})[role] = count
     num_model_nodes = max((_nodes_of(placement, group) for group in members if group != "engine"), default=0)
-    devices_per_engine = config.generator.vllm.devices_per_engine
     span = devices_per_engine if "engine" in _sharing(placement) else 1
     groups, seats = {}, {}
     for group, roles_in_group in members.items():
@@ -152,17 +157,23 @@ def num_cpus(layout: Layout) -> int:
     return int(sum(bundle.cpus for bundles in layout.groups.values() for bundle in bundles))
 
 
+def layout_of(config: Config) -> Layout:
+    """What a run of reinforcement learning reserves on Ray."""
+    return plan_layout(
+        config.placement,
+        roles=roles_of(config),
+        gpu=config.platform.name == "gpu",
+        num_engines=count_engines(config.generator, config.placement),
+        devices_per_engine=config.generator.vllm.devices_per_engine,
+    )
+
+
 def gpus_needed(config: Config) -> int:
-    """GPUs that the run takes; 0 on a CPU."""
-    if config.placement.backend != "ray":
-        on_gpu = config.platform.name == "gpu" and config.platform.device.startswith("cuda")
-        return (
-            max(1, config.generator.vllm.devices_per_engine * count_engines(config.generator, config.placement))
-            if on_gpu
-            else 0
-        )
-    layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config.generator, config.placement))
-    return int(sum(bundle.gpus for bundles in layout.groups.values() for bundle in bundles))
+    """GPUs that a run of reinforcement learning takes; 0 on a CPU."""
+    if config.placement.backend == "ray":
+        return layout_of(config).num_gpus
+    engines = count_engines(config.generator, config.placement)
+    return max(1, config.generator.vllm.devices_per_engine * engines) if config.platform.on_gpu else 0
 
 
 def missing_room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str | None:

@@ -95,8 +95,8 @@ MICRO_BATCH_STRATEGIES = Seam(
     given=("rows",),
     readable=frozenset({"memory_budget"}),
 )
-"""`(RowFacts) -> list[Forward]` for custom ones; see `batch/planner.py`. Bundled ones are called with the `TrainerConfig`,
-where their settings are."""
+"""`(RowFacts) -> list[Forward]` for custom ones; see `batch/planner.py`. Bundled ones are called with the
+`MicroBatchConfig`, where their settings are."""
 
 DATA_READERS = Seam(
     "data.reader",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from skyrl_train.config.algorithm import estimator_reads, loss_reads, reads_whole_step
-from skyrl_train.config.parts import MICRO_BATCH_STRATEGIES
-from skyrl_train.config.schema import Config, LoopConfig, TrainerConfig
+from skyrl_train.config.schema import Config, TrainerConfig
 
 
 def needs_old_logprobs(trainer: TrainerConfig) -> bool:
@@ -23,13 +22,6 @@ def needs_old_logprobs(trainer: TrainerConfig) -> bool:
         return False
     one_step = trainer.policy_mini_batch_size == trainer.train_batch_size and trainer.update_epochs_per_batch == 1
     return not one_step or trainer.docs_per_step > 0
-
-
-def sizes_micro_batches(trainer: LoopConfig) -> bool:
-    """Whether models are probed for the memory that their passes take: for `auto`, and for a custom planner that reads
-    `memory_budget`."""
-    reads = MICRO_BATCH_STRATEGIES.reads(trainer.micro_batching)
-    return trainer.micro_batching == "auto" or "memory_budget" in reads.columns
 
 
 def reference_is_base(config: Config) -> bool:

@@ -22,6 +22,11 @@ class PlatformConfig:
     num_threads: PositiveInt = 1
     """torch threads per process. One is fastest on small shared machines: idle threads spin on busy cores."""
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether models of this process compute on a GPU."""
+        return self.name == "gpu" and self.device.startswith("cuda")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyConfig:

@@ -14,13 +14,13 @@ from typing import Annotated, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.micro_batching import MicroBatchConfig
 from skyrl_train.config.parts import (
     BATCH_RULES,
     CALLBACKS,
     DATA_READERS,
     ENVIRONMENTS,
     METRICS,
-    MICRO_BATCH_STRATEGIES,
     OPTIMIZERS,
     PROMPT_ORDERS,
     ROW_FORMATS,
@@ -37,7 +37,6 @@ from skyrl_train.config.rules import (
     Forks,
     Fraction,
     Free,
-    LayoutChoice,
     LayoutOnly,
     NonNegativeFloat,
     NonNegativeInt,
@@ -204,37 +203,9 @@ class ReferenceConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopConfig:
+class LoopConfig(MicroBatchConfig):
     """What `trainer` means alike in reinforcement learning and in supervised training; defaults may differ."""
 
-    layout: CutsRows[LayoutChoice] = "padded"
-    """What one forward computes: rows side by side, back to back, or each shared prefix once; auto predicts the
-    cheapest for each step. Changes speed and memory, never the gradient."""
-    micro_batching: CutsRows[Annotated[PartSpec, MICRO_BATCH_STRATEGIES]] = "fixed"
-    """How rows are cut into forwards: `fixed` rows, `token_budget`, `auto` (sizes itself), or a custom planner, which sizes
-    itself too where it declares that it reads `memory_budget`."""
-    micro_train_batch_size_per_gpu: CutsRows[PositiveInt] = 32
-    """Rows per forward and backward on one rank (fixed)."""
-    micro_forward_batch_size_per_gpu: LayoutOnly[PositiveInt] = 64
-    """Rows per forward-only pass on one rank (fixed)."""
-    max_tokens_per_microbatch: CutsRows[PositiveInt] = 8192
-    """Hard cap on computed token positions of a forward and backward on one rank (token_budget, packed rows of
-    supervised training)."""
-    max_tokens_per_forward_microbatch: LayoutOnly[PositiveInt] = 16384
-    """The same for forward-only passes."""
-    memory_budget_gb: LayoutOnly[NonNegativeFloat] = 0.0
-    """GiB that the models of one process may hold (auto). 0: what the CUDA device has free. Must be given on a CPU,
-    where tensors are counted; on CUDA a cap, for a device that others use too."""
-    memory_margin: LayoutOnly[Annotated[float, Range(0.0, 0.5)]] = 0.05
-    """Share by which a micro-batch may need more than was measured at the start (auto)."""
-    memory_probe: LayoutOnly[Literal["measure", "trace", "xla", "both"]] = "measure"
-    """Where micro-batches that size themselves (auto) know their memory from. measure: forwards and backwards of growing
-    size at the start. trace: torch's own graph of the real step, on tensors without memory; nothing is run. xla:
-    what XLA plans for a model of the same sizes in JAX (extra `jax`); nothing is run. both: measured, beginning at what
-    was traced, and the difference is told. A plan reads it too: measure is counted there at once; trace and both are
-    traced, and xla compiled, which takes up to minutes."""
-    memory_retries: LayoutOnly[NonNegativeInt] = 3
-    """How often one mini-batch is cut smaller and computed anew where memory runs out nevertheless (auto)."""
     eval_before_train: Free[bool] = True
     """Evaluate once before the first step, so that curves start at the starting point."""
     eval_interval: Free[NonNegativeInt] = 10

@@ -7,14 +7,16 @@ defaults that differ.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.batch_rules import data_parallel_size
+from skyrl_train.config.bundles import Layout, plan_layout
 from skyrl_train.config.fields import Rule
-from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
+from skyrl_train.config.generation import SamplingConfig
+from skyrl_train.config.learners import LearnerSettings, ScheduleLength, micro_batch_settings
 from skyrl_train.config.parts import DATA_READERS, MICRO_BATCH_STRATEGIES
 from skyrl_train.config.placement import PlacementConfig, StrategyConfig
 from skyrl_train.config.rules import (
@@ -29,7 +31,7 @@ from skyrl_train.config.rules import (
     Range,
     Seconds,
 )
-from skyrl_train.config.schema import Config, LoopConfig, OptimizerConfig, PolicyConfig, RunConfig, TrainerConfig
+from skyrl_train.config.schema import Config, LoopConfig, OptimizerConfig, RunConfig
 from skyrl_train.config.validate import SHARED_RULES, part_violations, run_rules, steps_at_micro_batches
 from skyrl_train.config.validate_models import betas_violations
 from skyrl_train.errors import Violation
@@ -142,30 +144,30 @@ AnyConfig = Config | SFTConfig
 """The root of either kind of run."""
 
 
-def learner_config(config: SFTConfig, *, total_steps: int = 0) -> Config:
-    """What a learner of this run is built from: reinforcement learning's configuration with the loss `cross_entropy`.
-
-    Each example is a prompt with one sample, and each training batch one optimizer step.
-    """
-    trainer = config.trainer
-    of_run = {shared.name: getattr(config, shared.name) for shared in fields(RunConfig)}
-    of_loop = {shared.name: getattr(trainer, shared.name) for shared in fields(LoopConfig)}
-    return Config(
-        **of_run,
-        generator=GeneratorConfig(n_samples_per_prompt=1, merge_stepwise="off"),
-        trainer=TrainerConfig(
-            total_steps=total_steps,
-            train_batch_size=trainer.batch_size,
-            policy_mini_batch_size=trainer.batch_size,
-            critic_mini_batch_size=trainer.batch_size,
-            batch_validation="relaxed",
-            policy=PolicyConfig(optimizer=trainer.optimizer),
-            algorithm=AlgorithmConfig(
-                advantage_estimator="reinforce++", policy_loss="cross_entropy", loss_reduction="token_mean"
-            ),
-            **of_loop,
-        ),
+def sft_learner_settings(config: SFTConfig, *, total_steps: int = 0) -> LearnerSettings:
+    """What the model is built from: a policy with the loss `cross_entropy`, for so many optimizer steps."""
+    return LearnerSettings(
+        role="policy",
+        model=config.model,
+        policy_model=config.model,
+        optimizer=config.trainer.optimizer,
+        schedule=ScheduleLength(optimizer_steps=total_steps),
+        micro_batching=micro_batch_settings(config.trainer),
+        merge_turns=False,
+        algorithm=AlgorithmConfig(policy_loss="cross_entropy", loss_reduction="token_mean"),
+        temperature=1.0,
+        on_policy=True,
+        strategy=config.strategy,
+        collective_timeout_s=config.placement.call_timeout_s,
+        platform=config.platform,
+        deterministic=config.deterministic,
+        seed=config.seed,
     )
+
+
+def sft_layout(config: SFTConfig) -> Layout:
+    """What a supervised run reserves on Ray."""
+    return plan_layout(config.placement, roles=("policy",), gpu=config.platform.name == "gpu")
 
 
 def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Violation]:

@@ -20,7 +20,6 @@ from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
 from skyrl_train.config.fields import Rule, is_refused, parts_of, recorded
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import BATCH_RULES
-from skyrl_train.config.passes import sizes_micro_batches
 from skyrl_train.config.placement import PlatformConfig, StrategyConfig
 from skyrl_train.config.schema import Config, DataConfig, LoopConfig, TrainerConfig
 from skyrl_train.config.validate_engines import ENGINE_RULES
@@ -235,7 +234,7 @@ def _micro_batching(trainer: TrainerConfig) -> Iterator[Violation]:
 
 
 def _memory_budget(trainer: LoopConfig, platform: PlatformConfig) -> Iterator[Violation]:
-    if not sizes_micro_batches(trainer) and trainer.memory_budget_gb:
+    if not trainer.sizes_itself and trainer.memory_budget_gb:
         yield Violation.of(
             "trainer.memory_budget_gb",
             trainer.memory_budget_gb,
@@ -243,7 +242,7 @@ def _memory_budget(trainer: LoopConfig, platform: PlatformConfig) -> Iterator[Vi
             'add trainer.micro_batching=auto (a custom planner declares @reads("memory_budget")), or drop '
             "trainer.memory_budget_gb",
         )
-    elif sizes_micro_batches(trainer) and platform.name == "cpu" and not trainer.memory_budget_gb:
+    elif trainer.sizes_itself and platform.name == "cpu" and not trainer.memory_budget_gb:
         yield Violation.of(
             "trainer.memory_budget_gb",
             trainer.memory_budget_gb,
@@ -255,7 +254,7 @@ def _memory_budget(trainer: LoopConfig, platform: PlatformConfig) -> Iterator[Vi
 
 def _memory_probe(trainer: LoopConfig, strategy: StrategyConfig) -> Iterator[Violation]:
     field, probe = "trainer.memory_probe", trainer.memory_probe
-    if not sizes_micro_batches(trainer) or probe == "measure":
+    if not trainer.sizes_itself or probe == "measure":
         return
     if probe == "xla" and find_spec("jax") is None:
         yield Violation.of(

@@ -16,7 +16,6 @@ from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.batch_repairs import find_repairs
 from skyrl_train.config.batch_rules import Problem, Sizes, problems
 from skyrl_train.config.fields import is_refused, recorded
-from skyrl_train.config.passes import sizes_micro_batches
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import run_rules
 from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
@@ -229,7 +228,7 @@ def is_strict(config: Config) -> bool:
         and not config.generator.is_step_wise
         and trainer.docs_per_step == 0
         and trainer.micro_batching != "token_budget"
-        and not sizes_micro_batches(trainer)
+        and not trainer.sizes_itself
     )
 
 

@@ -1,4 +1,4 @@
-"""The engine of one model of a run: loaded or awaited, adapted, compiled, and spread over ranks."""
+"""The learner of one model of a run: loaded or awaited, adapted, compiled, and spread over ranks."""
 
 from __future__ import annotations
 
@@ -9,66 +9,120 @@ from typing import TYPE_CHECKING
 import torch
 
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
+from skyrl_train.config.learners import LearnerSettings
+from skyrl_train.config.schema import ModelConfig
 from skyrl_train.distributed.strategy import SingleProcess
+from skyrl_train.errors import ModelError
+from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.model.causal_lm import empty_causal_lm, load_causal_lm, load_tokenizer
 from skyrl_train.model.compiled import compile_layers
 from skyrl_train.model.layouts import supported_layout
+from skyrl_train.model.lora import add_adapter
+from skyrl_train.model.value_model import HEAD, empty_value_model, load_value_model
+from skyrl_train.seeding import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from skyrl_train.batch.plan import BatchPlan
-    from skyrl_train.config.schema import Config
     from skyrl_train.distributed.strategy import ModelStrategy
 
 
-def build_engine(
-    config: Config,
-    plan: BatchPlan,
-    *,
-    name: str,
-    model: ModelConfig,
-    load: Callable[[ModelConfig, str], PreTrainedModel],
-    empty: Callable[[ModelConfig], PreTrainedModel],
-    adapt: Callable[[PreTrainedModel], None] | None,
-    optimizer: OptimizerConfig | None,
-    total_optimizer_steps: int,
-    total_documents: int,
-    strategy: ModelStrategy | None,
-) -> ModelEngine:
-    """The engine for this process, or this process's part of it where a `strategy` is given.
+def build_learner(settings: LearnerSettings, *, strategy: ModelStrategy | None = None) -> PolicyLearner | CriticLearner:
+    """Load the model and make the learner for this process, or this process's part of it where a `strategy` is given.
 
-    `load` reads weights to a device; `empty` makes the model without memory, for ranks that receive their shards from
-    rank 0; `adapt` adds an adapter; `total_documents` count where steps are closed by documents.
     Raises ModelError, ConfigError.
     """
-    spread = strategy or SingleProcess()
-    if spread.rank and spread.sharded:
-        loaded, layout = empty(model), config.trainer.layout
+    if settings.role == "critic":
+        engine = build_engine(settings, load=load_value_model, empty=empty_value_model, strategy=strategy)
     else:
-        loaded = load(model, "cpu" if spread.sharded else config.platform.device)
+        _require_same_tokenizer(settings.model, settings.policy_model)
+        engine = build_engine(settings, load=load_causal_lm, empty=empty_causal_lm, strategy=strategy)
+    return learner_of(engine, settings)
+
+
+def build_policy(settings: LearnerSettings, *, strategy: ModelStrategy | None = None) -> PolicyLearner:
+    """`build_learner` of settings whose role is `policy` or `reference`."""
+    learner = build_learner(settings, strategy=strategy)
+    assert isinstance(learner, PolicyLearner)
+    return learner
+
+
+def learner_of(engine: ModelEngine, settings: LearnerSettings) -> PolicyLearner | CriticLearner:
+    """Return what computes the role's scores and losses with the model of `engine`."""
+    if settings.role == "critic":
+        return CriticLearner(engine, model=settings.policy_model, algorithm=settings.algorithm)
+    return PolicyLearner(
+        engine,
+        model=settings.model,
+        algorithm=settings.algorithm,
+        temperature=settings.temperature,
+        on_policy=settings.on_policy,
+    )
+
+
+def build_engine(
+    settings: LearnerSettings,
+    *,
+    load: Callable[[ModelConfig, str], PreTrainedModel],
+    empty: Callable[[ModelConfig], PreTrainedModel],
+    strategy: ModelStrategy | None = None,
+) -> ModelEngine:
+    """Return the engine for this process, or this process's part of it where a `strategy` is given.
+
+    `load` reads weights to a device; `empty` makes the model without memory, for ranks that receive their shards from
+    rank 0. Raises ModelError, ConfigError.
+    """
+    spread, model = strategy or SingleProcess(), settings.model
+    batching = settings.micro_batching
+    if spread.rank and spread.sharded:
+        loaded, layout = empty(model), batching.layout
+    else:
+        loaded = load(model, "cpu" if spread.sharded else settings.platform.device)
         layout = supported_layout(
             loaded,
-            config.trainer.layout,
+            batching.layout,
             name=model.path,
-            sequence_parallel_size=config.strategy.sequence_parallel_size,
+            sequence_parallel_size=settings.strategy.sequence_parallel_size,
         )
-    if adapt is not None:
-        adapt(loaded)
+    if model.lora.rank:
+        adapt(loaded, settings)
     if model.compile:
         compile_layers(loaded, name=model.path)
-    trainer = replace(config.trainer, layout=spread.of_rank_0(layout))
-    merge_turns = config.generator.merge_stepwise == "auto"
+    batching = replace(batching, layout=spread.of_rank_0(layout))
     return ModelEngine(
         loaded,
         strategy=spread,
-        name=name,
-        micro_batching=make_micro_batch_strategy(trainer, merge_turns=merge_turns),
-        layout=trainer.layout,
-        merge_turns=merge_turns,
-        dtype=torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32,
-        optimizer=optimizer,
-        total_optimizer_steps=total_documents / plan.docs_per_step if plan.docs_per_step else total_optimizer_steps,
-        total_documents=total_documents if plan.docs_per_step else 0,
+        name=settings.role,
+        micro_batching=make_micro_batch_strategy(batching, merge_turns=settings.merge_turns),
+        layout=batching.layout,
+        merge_turns=settings.merge_turns,
+        dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32,
+        optimizer=settings.optimizer,
+        total_optimizer_steps=settings.schedule.optimizer_steps,
+        total_documents=settings.schedule.documents,
     )
+
+
+def adapt(loaded: PreTrainedModel, settings: LearnerSettings) -> None:
+    """Add the role's adapter; that of a critic leaves the value head to be trained whole."""
+    if settings.role == "critic":
+        seed, head = derive_seed(settings.seed, "critic"), HEAD
+    else:
+        seed, head = settings.seed, ""
+    add_adapter(loaded, lora=settings.model.lora, seed=seed, head=head)
+
+
+def _require_same_tokenizer(model: ModelConfig, policy: ModelConfig) -> None:
+    """Raises ModelError where a reference of its own gives the policy's token ids another meaning."""
+    if (model.path, model.tokenizer_path, model.revision) == (policy.path, policy.tokenizer_path, policy.revision):
+        return
+    own, expected = load_tokenizer(model).get_vocab(), load_tokenizer(policy).get_vocab()
+    if own != expected:
+        differing = sorted(set(own.items()) ^ set(expected.items()))
+        raise ModelError(
+            f"reference.model.path {model.path!r}: its tokenizer is not that of {policy.path!r} ({len(own)} and "
+            f"{len(expected)} entries, {differing[0][0]!r} differs), so it cannot score the policy's tokens. "
+            "Give a model of the same family"
+        )

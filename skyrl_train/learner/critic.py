@@ -5,9 +5,7 @@ loss = sum over tokens of loss_weight * max((V - R)^2, (clip(V, V_old - c, V_old
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -22,19 +20,11 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.parts import CRITIC_LOSSES
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
-from skyrl_train.learner.build import build_engine
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.held import HoldsModel
-from skyrl_train.model.causal_lm import load_tokenizer, model_at
-from skyrl_train.model.lora import add_adapter
-from skyrl_train.model.value_model import HEAD, empty_value_model, load_value_model, token_values
-from skyrl_train.seeding import derive_seed
+from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.model.value_model import token_values
 from skyrl_train.telemetry.metrics import Mean, StepMetrics, later
-
-if TYPE_CHECKING:
-    from skyrl_train.batch.plan import BatchPlan
-    from skyrl_train.config.schema import Config
-    from skyrl_train.distributed.strategy import ModelStrategy
 
 
 class CriticLearner(HoldsModel):
@@ -89,25 +79,3 @@ class CriticLearner(HoldsModel):
         num_tokens = layout.scored.num_loss_tokens if layout.scored is not None else int(mask.sum())
         share = num_tokens / max(1, denominators.num_tokens)
         return loss, {"loss/value": Mean(later(loss), share), **output.metrics}
-
-
-def build_critic_learner(config: Config, plan: BatchPlan, *, strategy: ModelStrategy | None = None) -> CriticLearner:
-    """Loads `critic.model.path` and makes the learner for this process, or this process's part of it where a `strategy`
-    is given. Raises ModelError, ConfigError."""
-    model_config = model_at(config.critic.model.path, config.model)
-    adapter = config.critic.model.lora
-    add = partial(add_adapter, lora=adapter, seed=derive_seed(config.seed, "critic"), head=HEAD)
-    engine = build_engine(
-        config,
-        plan,
-        name="critic",
-        model=model_config,
-        load=load_value_model,
-        empty=empty_value_model,
-        adapt=add if adapter.rank else None,
-        optimizer=config.critic.optimizer,
-        total_optimizer_steps=plan.critic_total_optimizer_steps,
-        total_documents=plan.critic_total_documents,
-        strategy=strategy,
-    )
-    return CriticLearner(engine, model=config.model, algorithm=config.trainer.algorithm)

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from skyrl_train.batch.memory_batches import OneForward
 from skyrl_train.batch.memory_model import MemoryProbe, fit_memory_model, near_the_limit, probes_at_the_limit
-from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.errors import ModelError
 from skyrl_train.learner.compiled_probe import CompiledModel
 from skyrl_train.learner.memory import (
@@ -33,7 +32,8 @@ from skyrl_train.learner.memory import (
 )
 
 if TYPE_CHECKING:
-    from skyrl_train.config.schema import Config
+    from skyrl_train.config.learners import LearnerSettings
+    from skyrl_train.config.micro_batching import MicroBatchConfig
     from skyrl_train.learner.probe import Probed
 
 _MOST_POSITIONS = 1 << 18
@@ -150,9 +150,12 @@ class ProbedPasses:
         return self.known[key]
 
 
-def planned_passes(config: Config, role: str, path: str, facts: MemoryFacts, effort: Effort) -> PlannedPasses:
-    """Of the model at `path`, as `trainer.memory_probe` says. Raises ModelError, SkyrlTrainError."""
-    source, longest = config.trainer.memory_probe, config.generator.max_context_length
+def planned_passes(settings: LearnerSettings, longest: int, facts: MemoryFacts, effort: Effort) -> PlannedPasses:
+    """Of one model and rows of at most `longest` tokens, as `trainer.memory_probe` says.
+
+    Raises ModelError, SkyrlTrainError.
+    """
+    source = settings.micro_batching.memory_probe
     if source == "measure":
         return CountedPasses(facts=facts, longest=longest)
     if source == "xla":
@@ -167,20 +170,20 @@ def planned_passes(config: Config, role: str, path: str, facts: MemoryFacts, eff
     from skyrl_train.learner.probe import lengths_to_probe
 
     with effort.taking_time():
-        probe = _traced(facts, _learner_without_weights(config, role, path, facts))
+        probe = _traced(facts, _learner_without_weights(settings, facts))
     return ProbedPasses(
         facts=facts,
         longest=longest,
         lengths=lengths_to_probe(longest)[::2],  # a length in between is foretold by the other two
-        padded={"padded": (True,), "auto": (True, False)}.get(config.trainer.layout, (False,)),
+        padded={"padded": (True,), "auto": (True, False)}.get(settings.micro_batching.layout, (False,)),
         effort=effort,
         probe=probe,
     )
 
 
-def effort_of(config: Config) -> Effort:
+def effort_of(micro_batching: MicroBatchConfig) -> Effort:
     """Of a plan that has not begun."""
-    return Effort(how="compiled by XLA" if config.trainer.memory_probe == "xla" else "traced")
+    return Effort(how="compiled by XLA" if micro_batching.memory_probe == "xla" else "traced")
 
 
 def _beside_micro_batch(facts: MemoryFacts, *, training: bool) -> int:
@@ -220,47 +223,37 @@ def _traced(facts: MemoryFacts, learner: Probed) -> Callable[[Phase, int, int], 
     return probe
 
 
-def _learner_without_weights(config: Config, role: str, path: str, facts: MemoryFacts) -> Probed:
+def _learner_without_weights(settings: LearnerSettings, facts: MemoryFacts) -> Probed:
     """The learner that a run makes, of a model on the meta device and with none of its ranks. Raises ModelError."""
     import torch
 
     from skyrl_train.distributed.strategy import SingleProcess
     from skyrl_train.learner.architectures import meta_model, read_config
-    from skyrl_train.learner.critic import CriticLearner
+    from skyrl_train.learner.build import adapt, learner_of
     from skyrl_train.learner.engine import ModelEngine
-    from skyrl_train.learner.policy import PolicyLearner
     from skyrl_train.model.causal_lm import place_model
-    from skyrl_train.model.lora import add_adapter
-    from skyrl_train.model.value_model import HEAD, replace_head
+    from skyrl_train.model.value_model import replace_head
 
-    model = meta_model(read_config(path, revision=config.model.revision), name=path, attention=config.model.attention)
-    if role == "critic":
-        replace_head(model, config.model)
-    place_model(model, config.model, "meta")
+    config = settings.model
+    model = meta_model(
+        read_config(config.path, revision=settings.policy_model.revision), name=config.path, attention=config.attention
+    )
+    if settings.role == "critic":
+        replace_head(model, config)
+    place_model(model, config, "meta")
     model.train()
-    settings, adapter = facts.settings, config.critic.model.lora if role == "critic" else config.model.lora
-    if settings.lora_rank:
-        add_adapter(model, lora=adapter, seed=config.seed, head=HEAD if role == "critic" else "")
+    if config.lora.rank:
+        adapt(model, settings)
     strategy = SingleProcess()
-    strategy.sharded, strategy.num_ranks = settings.strategy == "fsdp2", settings.num_ranks
-    optimizer = config.critic.optimizer if role == "critic" else config.trainer.policy.optimizer
+    strategy.sharded, strategy.num_ranks = facts.settings.strategy == "fsdp2", facts.settings.num_ranks
     engine = ModelEngine(
         model,
-        name=role,
+        name=settings.role,
         micro_batching=OneForward(),
-        dtype=torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32,
-        optimizer=None if role == "reference" else optimizer,
+        dtype=torch.bfloat16 if facts.settings.dtype == "bfloat16" else torch.float32,
+        optimizer=settings.optimizer,
         strategy=strategy,
-        layout=config.trainer.layout,
-        merge_turns=config.generator.merge_stepwise == "auto",
+        layout=settings.micro_batching.layout,
+        merge_turns=settings.merge_turns,
     )
-    algorithm = config.trainer.algorithm
-    if role == "critic":
-        return CriticLearner(engine, model=config.model, algorithm=algorithm)
-    return PolicyLearner(
-        engine,
-        model=config.model,
-        algorithm=algorithm,
-        temperature=config.generator.sampling.temperature,
-        on_policy=not needs_old_logprobs(config.trainer),
-    )
+    return learner_of(engine, settings)

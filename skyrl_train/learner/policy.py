@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -26,29 +24,15 @@ from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.parts import POLICY_LOSSES
-from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
-from skyrl_train.learner.build import build_engine
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.held import HoldsModel
 from skyrl_train.learner.state import take_weights
-from skyrl_train.model.causal_lm import (
-    empty_causal_lm,
-    load_causal_lm,
-    load_tokenizer,
-    model_at,
-    output_head,
-    quiet_transformers,
-)
+from skyrl_train.model.causal_lm import load_tokenizer, output_head, quiet_transformers
 from skyrl_train.model.logprobs import LossOfTokens, OfDistribution, TokenScores, score_tokens, sum_of_squares
-from skyrl_train.model.lora import adapter_off, adapter_tensors, add_adapter, write_adapter
+from skyrl_train.model.lora import adapter_off, adapter_tensors, write_adapter
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics, later
-
-if TYPE_CHECKING:
-    from skyrl_train.batch.plan import BatchPlan
-    from skyrl_train.config.schema import Config
-    from skyrl_train.distributed.strategy import ModelStrategy
 
 
 class PolicyLearner(HoldsModel):
@@ -302,55 +286,4 @@ def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig, *, o
         raise BatchError(
             f"the mini-batch has no column {missing!r}, and its loss reads other rows than those at hand: complete it with"
             " step_columns.with_step_columns before it is split"
-        )
-
-
-def build_policy_learner(
-    config: Config,
-    plan: BatchPlan,
-    *,
-    role: Literal["policy", "reference"],
-    strategy: ModelStrategy | None = None,
-) -> PolicyLearner:
-    """Loads the model and makes the learner for this process, or this process's part of it where a `strategy` is given.
-
-    Raises ModelError, ConfigError.
-    """
-    model_config = config.model if role == "policy" else model_at(config.reference.model.path, config.model)
-    _require_same_tokenizer(model_config, config.model)
-    is_policy = role == "policy"
-    adapter = config.model.lora
-    engine = build_engine(
-        config,
-        plan,
-        name=role,
-        model=model_config,
-        load=load_causal_lm,
-        empty=empty_causal_lm,
-        adapt=partial(add_adapter, lora=adapter, seed=config.seed) if is_policy and adapter.rank else None,
-        optimizer=config.trainer.policy.optimizer if is_policy else None,
-        total_optimizer_steps=plan.total_optimizer_steps,
-        total_documents=plan.total_documents,
-        strategy=strategy,
-    )
-    return PolicyLearner(
-        engine,
-        model=model_config,
-        algorithm=config.trainer.algorithm,
-        temperature=config.generator.sampling.temperature,
-        on_policy=not needs_old_logprobs(config.trainer),
-    )
-
-
-def _require_same_tokenizer(model: ModelConfig, policy: ModelConfig) -> None:
-    """Raises ModelError where a reference of its own gives the policy's token ids another meaning."""
-    if model == policy:
-        return
-    own, expected = load_tokenizer(model).get_vocab(), load_tokenizer(policy).get_vocab()
-    if own != expected:
-        differing = sorted(set(own.items()) ^ set(expected.items()))
-        raise ModelError(
-            f"reference.model.path {model.path!r}: its tokenizer is not that of {policy.path!r} ({len(own)} and "
-            f"{len(expected)} entries, {differing[0][0]!r} differs), so it cannot score the policy's tokens. "
-            "Give a model of the same family"
         )

@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +33,6 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _HEAD_TOLERANCE = 1e-3
 
 logger = logging.getLogger(__name__)
-
-
-def model_at(path: str, policy: ModelConfig) -> ModelConfig:
-    """The policy's model where `path` is `policy`, else the one at `path`, loaded in the same way."""
-    return policy if path == "policy" else replace(policy, path=path, tokenizer_path=None, revision=None)
 
 
 def resolve_model_path(path: str, revision: str | None = None) -> Path:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.cluster.build import Cluster
+    from skyrl_train.config.learners import RunModels
     from skyrl_train.config.schema import Config
     from skyrl_train.config.sft import AnyConfig
     from skyrl_train.interfaces import Generator, InferenceEngine, WeightTransport
@@ -178,7 +178,7 @@ def _build_engine(
 ) -> tuple[InferenceEngine, WeightTransport]:
     """Where tokens come from, and how it gets new weights."""
     if config.generator.backend == "vllm" and host is not None:
-        return host.build_engine(stack)
+        return host.build_engine(config, stack)
     if config.generator.backend == "http":
         return _build_http_engine(config, stack)
     from skyrl_train.config.parts import ENGINES
@@ -212,25 +212,23 @@ def build_host(config: Config, stack: ExitStack) -> Cluster | InlineVLLM | None:
     """What owns processes beside this one: Ray, where `placement.backend=ray`, or vLLM's without it; None where there are
     none. `stack` ends them."""
     if config.placement.backend == "ray":
-        from skyrl_train.cluster.build import Cluster
+        from skyrl_train.cluster.build import Cluster, cluster_settings
 
-        return Cluster(config, stack)
+        return Cluster(cluster_settings(config), stack)
     if config.generator.backend == "vllm":
         from skyrl_train.runs.build_inline import InlineVLLM
 
-        return InlineVLLM(config)
+        return InlineVLLM()
     return None
 
 
-def build_learners(
-    config: Config, plan: BatchPlan, stack: ExitStack, host: Cluster | InlineVLLM | None = None
-) -> Learners:
-    """The policy, a reference where the algorithm needs one, and a critic where `critic.model.path` names one."""
+def build_learners(models: RunModels, stack: ExitStack, host: Cluster | InlineVLLM | None = None) -> Learners:
+    """The models of a run, where `host` has its processes. `stack` closes them."""
     if host is not None:
-        return host.build_learners(plan, stack)
+        return host.build_learners(models, stack)
     from skyrl_train.runs.build_inline import build_inline_learners
 
-    return build_inline_learners(config, plan, stack)
+    return build_inline_learners(models, stack)
 
 
 def build_evaluator(

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
-from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import takes_turns
 from skyrl_train.config.generation import ships_adapter
 
@@ -16,26 +15,24 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from skyrl_train.batch.plan import BatchPlan
+    from skyrl_train.config.bundles import Role
+    from skyrl_train.config.learners import RunModels
     from skyrl_train.config.schema import Config
-    from skyrl_train.interfaces import InferenceEngine, Reference, WeightTransport
+    from skyrl_train.interfaces import InferenceEngine, WeightTransport
     from skyrl_train.learner.critic import CriticLearner
     from skyrl_train.learner.policy import PolicyLearner
     from skyrl_train.learner.turns import DeviceTurns, LearnerInTurn
     from skyrl_train.trainers.steps import Learners
 
-AnyLearner = TypeVar("AnyLearner", bound="PolicyLearner | CriticLearner")
-
 
 class InlineVLLM:
     """An engine and models on this machine, in turns where they share a GPU. Everything ends when `stack` closes."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self) -> None:
         self._turns: DeviceTurns | None = None
         self._policy: PolicyLearner | LearnerInTurn | None = None
 
-    def build_engine(self, stack: ExitStack) -> tuple[InferenceEngine, WeightTransport]:
+    def build_engine(self, config: Config, stack: ExitStack) -> tuple[InferenceEngine, WeightTransport]:
         """The engine, which has loaded the model, and what feeds it. Raises EngineError."""
         import torch
 
@@ -47,7 +44,7 @@ class InlineVLLM:
         from skyrl_train.weight_sync.probe import WeightSyncProbe
         from skyrl_train.weight_sync.transport import SyncRecords
 
-        config, folder = self._config, Path(self._config.output_dir)
+        folder = Path(config.output_dir)
         engine = VLLMEngine(engine_settings(config))
         stack.callback(engine.close)
         watched = WatchedEngine(
@@ -79,9 +76,9 @@ class InlineVLLM:
         self._turns = turns if takes_turns(config.placement, config.generator, config.platform) else None
         return inline, transport
 
-    def build_learners(self, plan: BatchPlan, stack: ExitStack) -> Learners:
+    def build_learners(self, models: RunModels, stack: ExitStack) -> Learners:
         """The models, on a device that the engine has left where they share one."""
-        learners = build_inline_learners(self._config, plan, stack, turns=self._turns)
+        learners = build_inline_learners(models, stack, turns=self._turns)
         self._policy = cast("PolicyLearner | LearnerInTurn", learners.policy)
         return learners
 
@@ -90,27 +87,20 @@ class InlineVLLM:
         return weights if self._policy is None else self._policy.adapter_weights()
 
 
-def build_inline_learners(
-    config: Config, plan: BatchPlan, stack: ExitStack, *, turns: DeviceTurns | None = None
-) -> Learners:
-    """The policy, a reference where the algorithm needs one, and a critic where `critic.model.path` names one, in this
-    process. `turns`: where they share their device with an engine, and with each other."""
-    from skyrl_train.learner.critic import build_critic_learner
-    from skyrl_train.learner.policy import build_policy_learner
-    from skyrl_train.learner.reference import BaseOfAdapter, build_reference
+def build_inline_learners(models: RunModels, stack: ExitStack, *, turns: DeviceTurns | None = None) -> Learners:
+    """The models of a run, in this process. `turns`: where they share their device with an engine, and each other."""
+    from skyrl_train.learner.build import build_learner
+    from skyrl_train.learner.reference import BaseOfAdapter
     from skyrl_train.learner.turns import LearnerInTurn
     from skyrl_train.trainers.steps import Learners
 
-    def placed(learner: AnyLearner) -> AnyLearner | LearnerInTurn:
-        stack.callback(learner.close)
-        return learner if turns is None else LearnerInTurn(learner, turns)
-
     if turns is not None:
         turns.models()
-    policy = placed(build_policy_learner(config, plan, role="policy"))
-    reference: Reference | None = None
-    if needs_reference(config.trainer.algorithm):
-        built = build_reference(config, plan, policy)
-        reference = built if isinstance(built, BaseOfAdapter) else placed(built)
-    critic = placed(build_critic_learner(config, plan)) if config.critic.model.path else None
-    return Learners(policy=policy, reference=reference, critic=critic)
+    built: dict[Role, PolicyLearner | CriticLearner | LearnerInTurn] = {}
+    for settings in models.learners:
+        learner = build_learner(settings)
+        stack.callback(learner.close)
+        built[settings.role] = learner if turns is None else LearnerInTurn(learner, turns)
+    policy, reference = cast("PolicyLearner", built["policy"]), cast("PolicyLearner | None", built.get("reference"))
+    base = BaseOfAdapter(policy.forward_base) if models.base_is_reference else None
+    return Learners(policy=policy, reference=base or reference, critic=built.get("critic"))

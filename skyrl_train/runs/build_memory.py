@@ -9,27 +9,24 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config.passes import sizes_micro_batches
-
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from skyrl_train.config.schema import Config
+    from skyrl_train.config.micro_batching import MicroBatchConfig
     from skyrl_train.learner.sizing import SizingReport
 
 _GIB = 1 << 30
 
 
 def size_micro_batches(
-    config: Config, learners: Sequence[Any], file: Path, *, longest: int, max_rows: int
+    trainer: MicroBatchConfig, learners: Sequence[Any], file: Path, *, longest: int, max_rows: int
 ) -> list[str]:
     """Sizes the micro-batches of `learners` (those of this process, or on Ray) and writes `file`; a line for each to
     print. Nothing where micro-batches are of stated sizes.
 
     `longest`: tokens of the longest legal row. `max_rows`: of the largest pass. Raises MemoryLimitError.
     """
-    trainer = config.trainer
-    if not sizes_micro_batches(trainer):
+    if not trainer.sizes_itself:
         return []
     from skyrl_train.learner.sizing import SizingLimits, size_all
 

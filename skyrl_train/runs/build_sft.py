@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.config.batch_rules import data_parallel_size
-from skyrl_train.config.sft import SFTConfig, SFTDataConfig, learner_config
+from skyrl_train.config.learners import RunModels
+from skyrl_train.config.sft import SFTConfig, SFTDataConfig, sft_layout, sft_learner_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from skyrl_train.cluster.build import Cluster
     from skyrl_train.data.collate import Collator
     from skyrl_train.data.feed import BatchFeed
     from skyrl_train.data.sft import Loaded
@@ -181,7 +183,7 @@ def _closing(config: SFTConfig) -> Closing:
         return by_documents(
             trainer.docs_per_step,
             num_ranks=_num_shares(config),
-            admits=training_limit(make_micro_batch_strategy(learner_config(config).trainer)),
+            admits=training_limit(make_micro_batch_strategy(trainer)),
             exact=trainer.docs_per_step_exact,
         )
     return by_tokens(trainer.tokens_per_step) if trainer.tokens_per_step else by_rows(trainer.batch_size)
@@ -217,12 +219,26 @@ def _num_shares(config: SFTConfig) -> int:
 
 def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:
     """The model that learns, in this process or on Ray. `stack` closes it."""
-    from skyrl_train.batch.plan import plan_batches
-    from skyrl_train.runs.build import build_host, build_learners
+    from skyrl_train.runs.build import build_learners
 
-    own = learner_config(config, total_steps=plan.total_steps)
-    batch_plan = plan_batches(own, num_train_prompts=max(plan.num_examples, own.trainer.train_batch_size))
-    return build_learners(own, batch_plan, stack, build_host(own, stack)).policy
+    models = RunModels(learners=(sft_learner_settings(config, total_steps=plan.total_steps),))
+    return build_learners(models, stack, _cluster(config, stack)).policy
+
+
+def _cluster(config: SFTConfig, stack: ExitStack) -> Cluster | None:
+    """None without Ray."""
+    if config.placement.backend != "ray":
+        return None
+    from skyrl_train.cluster.build import Cluster, ClusterSettings, with_time_to_load
+
+    settings = ClusterSettings(
+        run_name=config.run_name,
+        output_dir=Path(config.output_dir),
+        placement=with_time_to_load(config.placement, [config.model]),
+        layout=sft_layout(config),
+        model=config.model,
+    )
+    return Cluster(settings, stack)
 
 
 def build_sft_evaluator(config: SFTConfig, data: SFTData) -> SFTEvaluator | None:

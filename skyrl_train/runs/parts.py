@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.sft import AnyConfig
-    from skyrl_train.interfaces import CheckpointStore, Learner
+    from skyrl_train.interfaces import CheckpointStore, Learner, Scorer
     from skyrl_train.runs.build_sft import SFTPlan
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
@@ -103,7 +103,7 @@ def build_loop(
     console: RunConsole,
     stack: ExitStack,
     *,
-    models: Mapping[str, Learner],
+    models: Mapping[str, Learner | Scorer],
     data: DataFingerprint,
     start: Start,
     total_steps: int,

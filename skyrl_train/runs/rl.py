@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.batch_rules import data_parallel_size
+from skyrl_train.config.learners import run_models
 from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
@@ -81,7 +82,7 @@ def _train(
 
     host = build_host(config, stack)
     rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress, host=host)
-    learners = build_learners(config, plan, stack, host)
+    learners = build_learners(run_models(config, plan.schedule), stack, host)
     _size_micro_batches(config, plan, learners, folder, console)
     loop = build_loop(
         config,
@@ -147,7 +148,7 @@ def _size_micro_batches(
 
     turns = config.generator.max_turns if config.generator.is_step_wise else 1
     lines = size_micro_batches(
-        config,
+        config.trainer,
         [each for each in (learners.policy, learners.reference, learners.critic) if each is not None],
         folder.memory_file,
         longest=config.generator.max_context_length,

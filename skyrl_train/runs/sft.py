@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from skyrl_train.cli.auto_placement import place
-from skyrl_train.config.sft import SFTConfig, learner_config, validate_sft
+from skyrl_train.config.sft import SFTConfig, validate_sft
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import part_name
 from skyrl_train.runs.build import prepare_process
@@ -88,7 +88,7 @@ def _train(
     keeps_best = config.trainer.keep_best or config.trainer.export == "best"
     policy = build_policy(config, plan, stack)
     lines = size_micro_batches(
-        learner_config(config),
+        config.trainer,
         [policy],
         folder.memory_file,
         # packed rows are filled before the budget is known

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from skyrl_train.errors import NonFiniteError, StopRequested
-from skyrl_train.interfaces import CheckpointStore, Learner
+from skyrl_train.interfaces import CheckpointStore, Learner, Scorer
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.tracker import Tracker
@@ -64,7 +64,7 @@ class TrainingLoop:
         self,
         *,
         settings: LoopSettings,
-        models: Mapping[str, Learner],
+        models: Mapping[str, Learner | Scorer],
         data: DataFingerprint,
         start: Start,
         checkpoints: CheckpointStore,

@@ -30,7 +30,7 @@ from typing import Protocol
 
 from skyrl_train.algorithms.kl_controller import KLControllerState, next_state
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.interfaces import Generator, Learner, WeightTransport
+from skyrl_train.interfaces import Generator, Learner, Scorer, WeightTransport
 from skyrl_train.telemetry.metrics import to_values
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.evaluate import EvaluationResult, Evaluator
@@ -227,10 +227,12 @@ class PPOTrainer:
                 self.rollout_log.flush()
 
 
-def checkpointed_models(learners: steps.Learners, start: Start, *, ref_update_interval: int) -> dict[str, Learner]:
+def checkpointed_models(
+    learners: steps.Learners, start: Start, *, ref_update_interval: int
+) -> dict[str, Learner | Scorer]:
     """The models that a checkpoint holds, by the names of their folders: a reference that stays what it was at the start
     is not among them. One that moved before the run was forked is, though it moves no more."""
-    models: dict[str, Learner] = {"policy": learners.policy}
+    models: dict[str, Learner | Scorer] = {"policy": learners.policy}
     if learners.critic is not None:
         models["critic"] = learners.critic
     if learners.reference is not None and (ref_update_interval > 0 or start.holds_reference):

@@ -38,7 +38,7 @@ from skyrl_train.config.generation import SamplingConfig
 from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError, NonFiniteError
-from skyrl_train.interfaces import Generator, Learner, Reference, ScoresDistributions, WeightTransport
+from skyrl_train.interfaces import Generator, Learner, Scorer, ScoresDistributions, WeightTransport
 from skyrl_train.telemetry.metrics import Mean, StepMetrics, merge_metrics
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
@@ -85,7 +85,7 @@ class Learners:
     """The models of a run."""
 
     policy: Learner
-    reference: Reference | None
+    reference: Scorer | None
     """Only scored; see `config.algorithm.needs_reference`."""
     critic: Learner | None
     """Only where the advantage estimator needs values."""

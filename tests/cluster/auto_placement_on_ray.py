@@ -26,17 +26,17 @@ from skyrl_train.cli.auto_placement import place
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Placement
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.bundles import count_engines, plan_layout, roles_of
+from skyrl_train.config.bundles import layout_of
 from skyrl_train.config.schema import Config, PlacementConfig
 from skyrl_train.errors import SkyrlTrainError
 from tests.auto_placement_cases import COUNTS, gpu_config
 from tests.cluster.several_nodes import Probe
-from tests.cluster.test_learners import make_config, make_plan, three_steps, weights_of
+from tests.cluster.test_learners import make_config, three_steps, weights_of
+from tests.learner_cases import settings_of
 
 
 def reserved(config: Config) -> Placement:
-    layout = plan_layout(config, roles=roles_of(config), num_engines=count_engines(config.generator, config.placement))
-    return Placement(layout, timeout_s=config.placement.start_timeout_s)
+    return Placement(layout_of(config), timeout_s=config.placement.start_timeout_s)
 
 
 def devices(placement: Placement, role: str) -> list[str]:
@@ -52,7 +52,7 @@ def trained(session: RaySession, placement: Placement, folder: Path, num_ranks: 
     """The sum of all weights after three steps of FSDP2 ranks in the policy's bundles."""
     config = make_config(folder, strategy="fsdp2")
     config = replace(config, placement=replace(config.placement, policy_num_workers=num_ranks))
-    learner = start_learner(config, make_plan(config), session, placement.slots("policy"), role="policy")()
+    learner = start_learner(settings_of(config, "policy"), config.placement, session, placement.slots("policy"))()
     three_steps(learner)
     total = sum(float(tensor.double().abs().sum()) for tensor in weights_of(learner).values())
     learner.close()

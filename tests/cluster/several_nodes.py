@@ -24,10 +24,10 @@ from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Placement, Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.config.bundles import plan_layout
-from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, PlacementConfig, PlatformConfig
+from skyrl_train.config.schema import PlacementConfig
 from skyrl_train.errors import SkyrlTrainError
-from tests.cluster.test_learners import make_config, make_plan, three_steps, weights_of
+from tests.cluster.test_learners import make_config, three_steps, weights_of
+from tests.learner_cases import settings_of
 
 NUM_NODES, NUM_CPUS, NUM_GPUS = 3, 10, 4
 Seats = dict[str, list[str]]
@@ -53,14 +53,14 @@ class Probe:
 def reserved(
     address: str, *, engines: int = 0, tensor_parallel: int = 1, timeout_s: float = 60.0, **settings: Any
 ) -> Placement:
-    config = Config(
-        platform=PlatformConfig(name="gpu"),
-        placement=PlacementConfig(backend="ray", ray_address=address, **settings),
-        generator=GeneratorConfig(
-            backend="vllm", vllm=VLLMConfig(num_engines=max(1, engines), tensor_parallel_size=tensor_parallel)
-        ),
+    layout = plan_layout(
+        PlacementConfig(backend="ray", ray_address=address, **settings),
+        roles=("policy", "reference"),
+        gpu=True,
+        num_engines=engines,
+        devices_per_engine=tensor_parallel,
     )
-    return Placement(plan_layout(config, roles=("policy", "reference"), num_engines=engines), timeout_s=timeout_s)
+    return Placement(layout, timeout_s=timeout_s)
 
 
 def nodes(address: str, **settings: Any) -> Seats:
@@ -133,9 +133,9 @@ def trained(session: RaySession, address: str, folder: Path) -> float:
     config = replace(
         config, placement=replace(config.placement, ray_address=address, policy_num_workers=2, policy_num_nodes=2)
     )
-    placement = Placement(plan_layout(config, roles=("policy",), num_engines=0), timeout_s=30.0)
+    placement = Placement(plan_layout(config.placement, roles=("policy",), gpu=False), timeout_s=30.0)
     slots: list[Slot] = placement.slots("policy")
-    learner = start_learner(config, make_plan(config), session, slots, role="policy")()
+    learner = start_learner(settings_of(config, "policy"), config.placement, session, slots)()
     three_steps(learner)
     total = sum(float(tensor.double().abs().sum()) for tensor in weights_of(learner).values())
     learner.close()

@@ -14,9 +14,9 @@ import pytest
 from skyrl_train.cli.auto_placement import place
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.vllm_settings import engine_settings
-from skyrl_train.learner.policy import build_policy_learner
 from tests.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
-from tests.cluster.test_learners import make_config, make_plan, three_steps, weights_of
+from tests.cluster.test_learners import make_config, three_steps, weights_of
+from tests.learner_cases import policy_of
 
 pytestmark = pytest.mark.cluster
 
@@ -48,7 +48,7 @@ def test_each_gpu_of_the_cluster_has_a_rank_and_an_engine(found: dict[int, Any],
 @pytest.mark.parametrize("count", COUNTS)
 def test_the_tiny_model_trains_in_the_same_bundles(found: dict[int, Any], count: int, model_folder: Path) -> None:
     config = make_config(model_folder)
-    alone = build_policy_learner(config, make_plan(config), role="policy")
+    alone = policy_of(config)
     three_steps(alone)
     total = sum(float(tensor.double().abs().sum()) for tensor in weights_of(alone).values())
     assert found[count]["trained"] == pytest.approx(total, rel=1e-6)

@@ -14,19 +14,16 @@ from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.schema import CriticConfig, CriticModelConfig, LoraConfig, OptimizerConfig
 from skyrl_train.errors import ModelError
 from skyrl_train.interfaces import Learner
-from skyrl_train.learner.critic import build_critic_learner
-from skyrl_train.learner.policy import build_policy_learner
 from tests.cluster.test_learners import (
     LENGTHS,
     SLOT,
     make_config,
-    make_plan,
     ray_learner,
     relative_difference,
     three_steps,
     weights_of,
 )
-from tests.learner_cases import make_batch
+from tests.learner_cases import critic_of, make_batch, policy_of, settings_of
 
 pytestmark = pytest.mark.cluster
 
@@ -48,10 +45,10 @@ def train_critic(learner: Learner) -> list[float]:
 def test_a_sharded_critic_gives_the_weights_and_values_of_one_process(session: RaySession, model_folder: Path) -> None:
     critic = CriticConfig(model=CriticModelConfig(path="policy"), optimizer=OptimizerConfig(lr=1e-2))
     alone_config = replace(make_config(model_folder), critic=critic)
-    alone = build_critic_learner(alone_config, make_plan(alone_config))
+    alone = critic_of(alone_config)
     losses, batch = train_critic(alone), make_batch(LENGTHS)
     config = replace(make_config(model_folder, strategy="fsdp2"), critic=critic)
-    learner = start_learner(config, make_plan(config), session, [SLOT] * 2, role="critic")()
+    learner = start_learner(settings_of(config, "critic"), config.placement, session, [SLOT] * 2)()
     try:
         assert train_critic(learner) == pytest.approx(losses, rel=1e-5)
         assert relative_difference(weights_of(learner), weights_of(alone)) < 1e-5
@@ -62,7 +59,7 @@ def test_a_sharded_critic_gives_the_weights_and_values_of_one_process(session: R
 
 def test_a_reference_group_takes_the_weights_of_the_policys(session: RaySession, model_folder: Path) -> None:
     config, batch = make_config(model_folder, strategy="fsdp2"), make_batch(LENGTHS)
-    reference = start_learner(config, make_plan(config), session, [SLOT], role="reference")()
+    reference = start_learner(settings_of(config, "reference"), config.placement, session, [SLOT])()
     try:
         with ray_learner(session, config, 2) as policy:
             three_steps(policy)
@@ -70,7 +67,7 @@ def test_a_reference_group_takes_the_weights_of_the_policys(session: RaySession,
             reference.load_weights(policy.weights())
             assert torch.allclose(reference.forward(batch), policy.forward(batch), atol=1e-5)
         single = make_config(model_folder)
-        alone = build_policy_learner(single, make_plan(single), role="policy")
+        alone = policy_of(single)
         reference.load_weights(alone.weights())
         assert torch.allclose(reference.forward(batch), alone.forward(batch), atol=1e-5)
         with pytest.raises(ModelError, match="parameters got 0"):
@@ -87,7 +84,7 @@ def test_the_policys_ranks_score_for_the_reference_with_the_adapter_off(
     config, batch = make_config(model_folder, strategy=strategy), make_batch(LENGTHS)
     config = replace(config, model=replace(config.model, lora=LoraConfig(rank=4)))
     single = replace(make_config(model_folder), model=config.model)
-    alone = build_policy_learner(single, make_plan(single), role="policy")
+    alone = policy_of(single)
     before = alone.forward(batch)
     three_steps(alone)
     with ray_learner(session, config, 2) as policy:

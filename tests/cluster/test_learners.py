@@ -31,8 +31,7 @@ from skyrl_train.config.schema import (
 )
 from skyrl_train.errors import ActorError, DeadlineError, NonFiniteError
 from skyrl_train.interfaces import Learner
-from skyrl_train.learner.policy import build_policy_learner
-from tests.learner_cases import make_batch
+from tests.learner_cases import make_batch, policy_of, settings_of
 
 pytestmark = pytest.mark.cluster
 
@@ -105,7 +104,7 @@ def require_refusal_of_non_finite_losses(learner: Learner) -> None:
 
 @contextmanager
 def ray_learner(session: RaySession, config: Config, num_ranks: int) -> Iterator[RayLearner]:
-    learner = start_learner(config, make_plan(config), session, [SLOT] * num_ranks, role="policy")()
+    learner = start_learner(settings_of(config, "policy"), config.placement, session, [SLOT] * num_ranks)()
     try:
         yield learner
     finally:
@@ -126,7 +125,7 @@ def scores_of(learner: Learner) -> dict[str, Tensor]:
 def inline(model_folder: Path) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Gradient norms and weights after three steps in this process, and the scores of tokens before them."""
     config = make_config(model_folder)
-    learner = build_policy_learner(config, make_plan(config), role="policy")
+    learner = policy_of(config)
     scores = scores_of(learner)
     return three_steps(learner), weights_of(learner), scores
 
@@ -169,7 +168,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_in_this_process(
         other.optim_step()
         return relative_difference(weights_of(other), expected)
 
-    alone = build_policy_learner(config, make_plan(config), role="policy")
+    alone = policy_of(config)
     assert goes_on(alone, tmp_path / "two") < 1e-6
     with ray_learner(session, config, 1) as learner:
         learner.load(tmp_path / "two")
@@ -180,9 +179,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_in_this_process(
     with ray_learner(session, config, 2) as learner:
         assert goes_on(learner, tmp_path / "one") < 1e-6
         assert goes_on(learner, tmp_path / "whole") < 1e-6
-    exported = build_policy_learner(
-        replace(config, model=ModelConfig(path=str(tmp_path / "export"))), make_plan(config), role="policy"
-    )
+    exported = policy_of(replace(config, model=ModelConfig(path=str(tmp_path / "export"))))
     assert relative_difference(weights_of(exported), expected) == 0.0
     assert '"Qwen2ForCausalLM"' in (tmp_path / "export" / "config.json").read_text(encoding="utf-8")
 

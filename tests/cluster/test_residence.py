@@ -23,13 +23,12 @@ from skyrl_train.config.schema import (
 )
 from skyrl_train.distributed.strategy import Sharded
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.learner.critic import CriticLearner, build_critic_learner
-from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
+from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model import causal_lm, value_model
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.cluster.test_learners import make_config, make_plan, mini_batch, relative_difference, weights_of
+from tests.cluster.test_learners import make_config, mini_batch, relative_difference, weights_of
 from tests.gloo_ranks import on_ranks
-from tests.learner_cases import make_batch, save_tiny_model
+from tests.learner_cases import critic_of, make_batch, policy_of, save_tiny_model
 
 pytestmark = pytest.mark.cluster
 
@@ -72,7 +71,7 @@ def run_rank(rank: int, folder: Path) -> dict[str, tuple[dict[str, Tensor], Tens
     for name, config, between in variants(folder):
         dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
         spread = Sharded(device=CPU, dtype=dtype, cpu_offload=config.strategy.cpu_offload)
-        learner = build_policy_learner(config, make_plan(config), role="policy", strategy=spread)
+        learner = policy_of(config, strategy=spread)
         assert learner.engine.passes.device == CPU
 
         def shard_of(seed: int) -> object:
@@ -96,11 +95,7 @@ def build_on_rank(rank: int, folder: Path) -> dict[str, dict[str, Tensor]]:
     found = {}
     for role in ("policy", "critic"):
         spread = Sharded(device=CPU, dtype=torch.float32, cpu_offload=False)
-        learner: PolicyLearner | CriticLearner
-        if role == "critic":
-            learner = build_critic_learner(config, make_plan(config), strategy=spread)
-        else:
-            learner = build_policy_learner(config, make_plan(config), role="policy", strategy=spread)
+        learner = critic_of(config, strategy=spread) if role == "critic" else policy_of(config, strategy=spread)
         found[role] = dict(learner.weights())
     return found
 
@@ -123,7 +118,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[st
     found: dict[str, tuple[dict[str, Tensor], Tensor]] = on_ranks(run_rank, folder)[0]
     for name, config, _ in variants(folder):
         if name in ("plain", "bfloat16"):
-            alone = build_policy_learner(config, make_plan(config), role="policy")
+            alone = policy_of(config)
             found[f"one process, {config.model.dtype}"] = train(alone, mini_batch, stay)
     return found
 
@@ -173,7 +168,7 @@ def test_a_model_in_the_host_refuses_to_be_used(tmp_path: Path) -> None:
         placement=PlacementConfig(),
         platform=PlatformConfig(),
     )
-    learner = build_policy_learner(config, make_plan(config), role="policy")
+    learner = policy_of(config)
     learner.engine.residence.offload()
     for use in (
         lambda: learner.forward(make_batch(LENGTHS)),

@@ -12,11 +12,9 @@ from torch import Tensor
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ModelError
-from skyrl_train.learner.policy import build_policy_learner
 from tests.cluster.test_learners import (
     LENGTHS,
     make_config,
-    make_plan,
     mini_batch,
     ray_learner,
     relative_difference,
@@ -26,7 +24,7 @@ from tests.cluster.test_learners import (
 )
 from tests.command_runs import RAY, exported, records, run_command
 from tests.command_runs import relative_difference as distance_of_files
-from tests.learner_cases import make_batch
+from tests.learner_cases import make_batch, policy_of
 
 pytestmark = pytest.mark.cluster
 
@@ -45,7 +43,7 @@ def shared_config(model_folder: Path, *, strategy: str = "fsdp2", size: int = 2,
 def inline(model_folder: Path) -> tuple[list[float], dict[str, Tensor], Tensor]:
     """Gradient norms and weights after three steps in this process, and the log-probabilities before them."""
     config = make_config(model_folder)
-    learner = build_policy_learner(config, make_plan(config), role="policy")
+    learner = policy_of(config)
     scores = learner.forward(make_batch(LENGTHS))
     return three_steps(learner), weights_of(learner), scores
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.learner.policy import build_policy_learner
 from tests.cluster.several_nodes import VARIABLES
-from tests.cluster.test_learners import make_config, make_plan, three_steps, weights_of
+from tests.cluster.test_learners import make_config, three_steps, weights_of
+from tests.learner_cases import policy_of
 
 pytestmark = pytest.mark.cluster
 
@@ -77,7 +77,7 @@ def test_actors_on_a_joined_cluster_get_the_commands_variables_and_no_log_its_se
 
 def test_two_ranks_on_two_nodes_train_as_one_process_does(found: dict[str, Any], model_folder: Path) -> None:
     config = make_config(model_folder)
-    alone = build_policy_learner(config, make_plan(config), role="policy")
+    alone = policy_of(config)
     three_steps(alone)
     total = sum(float(tensor.double().abs().sum()) for tensor in weights_of(alone).values())
     assert found["trained"] == pytest.approx(total, rel=1e-6)

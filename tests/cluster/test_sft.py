@@ -11,16 +11,15 @@ import pytest
 from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.plan import plan_batches
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.schema import Config, LoraConfig, ModelConfig, OptimizerConfig, StrategyConfig
-from skyrl_train.config.sft import SFTConfig, learner_config
+from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig, StrategyConfig
+from skyrl_train.config.sft import SFTConfig, sft_learner_settings
 from skyrl_train.data.collate import PackedDataCollator
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.interfaces import Learner
-from skyrl_train.learner.policy import build_policy_learner
+from skyrl_train.learner.build import build_learner
 from tests.learner_cases import VOCABULARY
 
 pytestmark = pytest.mark.cluster
@@ -29,12 +28,12 @@ LENGTHS = (9, 4, 12, 7, 5, 16, 8)
 SLOT = Slot(options={"num_cpus": 1})
 
 
-def make_config(model_folder: Path, strategy: str, lora: LoraConfig) -> Config:
+def make_config(model_folder: Path, strategy: str, lora: LoraConfig) -> SFTConfig:
     sft = SFTConfig(model=ModelConfig(path=str(model_folder), lora=lora), strategy=StrategyConfig(name=strategy))  # type: ignore[arg-type]
     optimizer = OptimizerConfig(lr=1e-2, max_grad_norm=0.5)
     trainer = replace(sft.trainer, layout="packed", max_tokens_per_microbatch=24, optimizer=optimizer, batch_size=7)
     placement = replace(sft.placement, backend="ray", policy_num_workers=2, start_timeout_s=180.0, call_timeout_s=120.0)
-    return learner_config(replace(sft, trainer=trainer, placement=placement), total_steps=3)
+    return replace(sft, trainer=trainer, placement=placement)
 
 
 def mini_batches() -> list[MiniBatch]:
@@ -60,9 +59,9 @@ def test_two_ranks_train_as_one_process_does(
     session: RaySession, model_folder: Path, strategy: str, lora: LoraConfig
 ) -> None:
     config = make_config(model_folder, strategy, lora)
-    plan = plan_batches(config, num_train_prompts=7)
-    expected, expected_losses = train(build_policy_learner(config, plan, role="policy"))
-    learner = start_learner(config, plan, session, [SLOT, SLOT], role="policy")()
+    settings = sft_learner_settings(config, total_steps=3)
+    expected, expected_losses = train(build_learner(settings))
+    learner = start_learner(settings, config.placement, session, [SLOT, SLOT])()
     try:
         found, losses = train(learner)
     finally:

@@ -10,17 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.batch.plan import plan_batches
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, StrategyConfig
 from skyrl_train.interfaces import Learner
-from skyrl_train.learner.policy import build_policy_learner
 from skyrl_train.runs.build_memory import read_reports, size_micro_batches
 from tests.layout_cases import close
-from tests.learner_cases import make_batch
+from tests.learner_cases import make_batch, policy_of, settings_of
 
 pytestmark = pytest.mark.cluster
 
@@ -52,17 +50,16 @@ def test_two_ranks_find_one_budget_and_train_as_one_process_does(
     session: RaySession, model_folder: Path, tmp_path: Path, strategy: str
 ) -> None:
     config, file = make_config(model_folder, strategy), tmp_path / "memory.json"
-    plan = plan_batches(config, num_train_prompts=1024)
-    alone = build_policy_learner(replace(config, strategy=StrategyConfig()), plan, role="policy")
-    learner = start_learner(config, plan, session, [SLOT, SLOT], role="policy")()
+    alone = policy_of(replace(config, strategy=StrategyConfig()))
+    learner = start_learner(settings_of(config, "policy"), config.placement, session, [SLOT, SLOT])()
     try:
-        (line,) = size_micro_batches(config, [learner], file, longest=16, max_rows=48)
+        (line,) = size_micro_batches(config.trainer, [learner], file, longest=16, max_rows=48)
         first, second = read_reports(file)["policy"]
         assert "probes" in line
         assert first.budgets == second.budgets
         assert first.training is not None
         assert 16 <= first.training.tokens < sum(LENGTHS) // 2
-        (line,) = size_micro_batches(config, [learner], file, longest=16, max_rows=48)
+        (line,) = size_micro_batches(config.trainer, [learner], file, longest=16, max_rows=48)
         assert "of the run that is resumed" in line
         loss, redone = step(learner)
         found = {name: tensor.clone() for name, tensor in learner.weights()}

@@ -18,12 +18,11 @@ from tests.cluster.test_learners import (
     LENGTHS,
     SLOT,
     make_config,
-    make_plan,
     mini_batch,
     relative_difference,
     weights_of,
 )
-from tests.learner_cases import make_batch
+from tests.learner_cases import make_batch, settings_of
 from tests.unit.cluster.test_engine_turns import FakeFleet
 
 pytestmark = pytest.mark.cluster
@@ -43,7 +42,7 @@ class Colocated:
 def apart(session: RaySession, model_folder: Path) -> list[tuple[Tensor, dict[str, Tensor]]]:
     """Scores before and weights after each of two steps, of a policy that has its devices for itself."""
     config = make_config(model_folder, strategy="fsdp2")
-    learner = start_learner(config, make_plan(config), session, [SLOT] * 2, role="policy")()
+    learner = start_learner(settings_of(config, "policy"), config.placement, session, [SLOT] * 2)()
     found = [step(learner, seed) for seed in range(2)]
     learner.close()
     return found
@@ -60,8 +59,8 @@ def colocated(
     turns = DeviceTurns(FakeFleet([]), shared=True, record_file=record)
     turns.models()
     config = make_config(model_folder, strategy="fsdp2")
-    policy = start_learner(config, make_plan(config), session, [SLOT] * 2, role="policy", turns=turns)()
-    reference = start_learner(config, make_plan(config), session, [SLOT], role="reference", turns=turns)()
+    policy = start_learner(settings_of(config, "policy"), config.placement, session, [SLOT] * 2, turns=turns)()
+    reference = start_learner(settings_of(config, "reference"), config.placement, session, [SLOT], turns=turns)()
     yield Colocated(policy=policy, reference=reference, turns=turns, record=record)
     policy.close()
     reference.close()

@@ -28,9 +28,10 @@ from skyrl_train.model.lora import adapter_tensors, add_adapter, merged_weights
 from skyrl_train.types import GenerationOutput
 from skyrl_train.weight_sync.buckets import in_buckets
 from skyrl_train.weight_sync.transport import SyncRecords
-from tests.cluster.test_learners import SLOT, make_config, make_plan, mini_batch
+from tests.cluster.test_learners import SLOT, make_config, mini_batch
 from tests.cluster.test_vllm_engine import LONG_PROMPT, expected_logprobs, largest_difference, request, sync
 from tests.cluster.test_weight_transports import probe_of
+from tests.learner_cases import settings_of
 
 pytestmark = pytest.mark.cluster
 
@@ -110,7 +111,7 @@ def test_two_sharded_ranks_sync_their_adapter_alone(session: RaySession, tmp_pat
     )
     fleet = EngineFleet(config, session, [SLOT])
     turns = DeviceTurns(fleet, shared=False, record_file=tmp_path / "turns.jsonl")
-    learner = start_learner(config, make_plan(config), session, [SLOT] * 2, role="policy", turns=turns)()
+    learner = start_learner(settings_of(config, "policy"), config.placement, session, [SLOT] * 2, turns=turns)()
     try:
         pool = EnginePool(fleet, turns, silence_timeout_s=60.0)
         for version, carrier in enumerate(("shared_memory", "broadcast", "cuda_ipc"), start=1):

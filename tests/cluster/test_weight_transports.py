@@ -28,7 +28,8 @@ from skyrl_train.types import GenerationRequest, SamplingParams
 from skyrl_train.weight_sync.buckets import Receiver
 from skyrl_train.weight_sync.probe import WeightSyncProbe
 from skyrl_train.weight_sync.transport import SyncRecords
-from tests.cluster.test_learners import SLOT, make_config, make_plan, mini_batch
+from tests.cluster.test_learners import SLOT, make_config, mini_batch
+from tests.learner_cases import settings_of
 
 pytestmark = pytest.mark.cluster
 
@@ -79,7 +80,7 @@ def started(session: RaySession, folder: Path, vllm: VLLMConfig) -> Iterator[Clu
     )
     fleet = EngineFleet(config, session, [SLOT] * count_engines(config.generator, config.placement))
     turns = DeviceTurns(fleet, shared=False, record_file=folder / "turns.jsonl")
-    learner = start_learner(config, make_plan(config), session, [SLOT] * 2, role="policy", turns=turns)()
+    learner = start_learner(settings_of(config, "policy"), config.placement, session, [SLOT] * 2, turns=turns)()
     fleet.wait_ready()
     yield Cluster(config=config, session=session, fleet=fleet, learner=learner, turns=turns, folder=folder)
     learner.close()

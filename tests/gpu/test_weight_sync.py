@@ -148,7 +148,8 @@ def test_engines_that_share_the_devices_compute_with_what_was_sent(tmp_path: Pat
     if torch.cuda.device_count() < tensor_parallel:
         pytest.skip(f"needs {tensor_parallel} GPUs")
     from skyrl_train.batch.plan import plan_batches
-    from skyrl_train.cluster.build import Cluster
+    from skyrl_train.cluster.build import Cluster, cluster_settings
+    from skyrl_train.config.learners import run_models
 
     config = Config(
         output_dir=str(tmp_path),
@@ -167,9 +168,10 @@ def test_engines_that_share_the_devices_compute_with_what_was_sent(tmp_path: Pat
     )
     free = []
     with ExitStack() as stack:
-        cluster = Cluster(config, stack)
-        _, carrier = cluster.build_engine(stack)
-        policy = cluster.build_learners(plan_batches(config, num_train_prompts=64), stack).policy
+        cluster = Cluster(cluster_settings(config), stack)
+        _, carrier = cluster.build_engine(config, stack)
+        plan = plan_batches(config, num_train_prompts=64)
+        policy = cluster.build_learners(run_models(config, plan.schedule), stack).policy
         for version in range(5):
             carrier.sync(policy.weights(), version)
             free.append(torch.cuda.mem_get_info(0)[0])

@@ -16,7 +16,7 @@ from skyrl_train.cli.preflight import preflight
 from skyrl_train.config.fields import walk
 from skyrl_train.config.load import read_root
 from skyrl_train.config.paths import conf_dir
-from skyrl_train.config.sft import SFTConfig, learner_config, validate_sft
+from skyrl_train.config.sft import SFTConfig, sft_learner_settings, validate_sft
 
 FILES = sorted([*conf_dir().glob("sft_*/*.yaml"), *conf_dir().glob("experiment/sft_*.yaml")])
 PLATFORMS = ("cpu", "gpu")
@@ -68,13 +68,14 @@ def test_the_cpu_platform_trains_the_bundled_model_on_the_bundled_problems() -> 
 
 
 def test_a_learner_is_configured_for_plain_likelihood_in_one_step_a_batch() -> None:
-    config = learner_config(sft("+experiment=sft_gsm8k", "sft_platform=cpu"), total_steps=7)
-    assert config.trainer.algorithm.policy_loss == "cross_entropy"
-    assert config.trainer.algorithm.loss_reduction == "token_mean"
-    assert config.trainer.total_steps == 7
-    assert config.trainer.train_batch_size == config.trainer.policy_mini_batch_size
-    assert config.trainer.policy.optimizer.lr == 1e-3
-    assert config.generator.sampling.temperature == 1.0
+    settings = sft_learner_settings(sft("+experiment=sft_gsm8k", "sft_platform=cpu"), total_steps=7)
+    assert settings.algorithm.policy_loss == "cross_entropy"
+    assert settings.algorithm.loss_reduction == "token_mean"
+    assert settings.schedule.optimizer_steps == 7
+    assert settings.on_policy
+    assert settings.optimizer is not None
+    assert settings.optimizer.lr == 1e-3
+    assert settings.temperature == 1.0
 
 
 @pytest.mark.parametrize(

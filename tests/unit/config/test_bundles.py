@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.cluster.build import with_time_to_load
+from skyrl_train.cluster.build import cluster_settings
 from skyrl_train.config.bundles import Bundle, Layout, count_engines, missing_room, plan_layout
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig, PlatformConfig
+from skyrl_train.config.schema import Config, ModelConfig, PlacementConfig
 
 ALL = ("policy", "reference", "critic")
 
 
 def layout(placement: PlacementConfig, *, engines: int = 0, tensor_parallel: int = 1, platform: str = "gpu") -> Layout:
-    config = Config(
-        platform=PlatformConfig(name=platform),  # type: ignore[arg-type]
-        placement=placement,
-        generator=GeneratorConfig(vllm=VLLMConfig(tensor_parallel_size=tensor_parallel)),
+    return plan_layout(
+        placement, roles=ALL, gpu=platform == "gpu", num_engines=engines, devices_per_engine=tensor_parallel
     )
-    return plan_layout(config, roles=ALL, num_engines=engines)
 
 
 def test_ranks_whose_nodes_are_not_stated_go_wherever_there_is_room() -> None:
@@ -134,4 +131,4 @@ def test_large_models_have_longer_to_load() -> None:
         generator=GeneratorConfig(backend="vllm"),
     )
     # 15.2 GB, read by the policy and by the engine
-    assert with_time_to_load(config).placement.start_timeout_s == pytest.approx(300 + 2 * 15.23e9 / 50e6, abs=1)
+    assert cluster_settings(config).placement.start_timeout_s == pytest.approx(300 + 2 * 15.23e9 / 50e6, abs=1)

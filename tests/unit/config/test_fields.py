@@ -7,7 +7,7 @@ import pytest
 from skyrl_train.config.fields import SchemaField, defaults, is_refused, nearest, recorded, suggest, walk
 from skyrl_train.config.rules import Free, LayoutOnly, PositiveInt, Resume
 from skyrl_train.config.schema import Config, LoopConfig, RunConfig, TrainerConfig
-from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, learner_config
+from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, sft_learner_settings
 
 
 def unclassified(schema: type) -> list[SchemaField]:
@@ -107,8 +107,8 @@ def test_supervised_training_shares_the_settings_that_are_declared_once() -> Non
     own = {field.name for field in dataclasses.fields(SFTTrainerConfig)} & twice
     assert own == {"docs_per_step", "docs_per_step_exact", "eval_batch_size"}, "what they count differs"
     config = SFTConfig(seed=7, trainer=SFTTrainerConfig(memory_retries=5, layout="packed"))
-    learner = learner_config(config)
-    assert (learner.seed, learner.trainer.memory_retries, learner.trainer.layout) == (7, 5, "packed")
+    learner = sft_learner_settings(config)
+    assert (learner.seed, learner.micro_batching.memory_retries, learner.micro_batching.layout) == (7, 5, "packed")
 
 
 def test_what_is_read_of_a_section_is_recorded_by_properties_too() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from skyrl_train.batch.memory_batches import BudgetedPlanner, MemoryAwareBatchIterator, TokenBudgets
-from skyrl_train.batch.plan import plan_batches
 from skyrl_train.batch.planner import Forward, RowFacts
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
@@ -22,7 +21,7 @@ from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.registry import PartSpec, reads
 from skyrl_train.runs.build_memory import size_micro_batches
 from tests.layout_cases import close, flat_gradient
-from tests.learner_cases import make_batch, make_double, save_tiny_model
+from tests.learner_cases import make_batch, make_double, save_tiny_model, settings_of
 from tests.memory_cases import FailingMeter
 
 LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11, 13, 9, 15, 6]
@@ -79,19 +78,8 @@ def learner_of(config: Config) -> PolicyLearner:
         make_double(loaded)
         return loaded
 
-    engine = build_engine(
-        config,
-        plan_batches(config, num_train_prompts=64),
-        name="policy",
-        model=config.model,
-        load=load,
-        empty=lambda model: load(model, "meta"),
-        adapt=None,
-        optimizer=config.trainer.policy.optimizer,
-        total_optimizer_steps=10,
-        total_documents=0,
-        strategy=None,
-    )
+    settings = settings_of(config, "policy")
+    engine = build_engine(settings, load=load, empty=lambda model: load(model, "meta"))
     return PolicyLearner(engine, model=config.model, algorithm=config.trainer.algorithm, temperature=1.0)
 
 
@@ -103,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(config: Config, file: Path) -> tuple[PolicyLearner, TokenBudgets]:
     """A learner whose micro-batches were sized as at the beginning of a run."""
     learner = learner_of(config)
-    (line,) = size_micro_batches(config, [learner], file, longest=32, max_rows=64)
+    (line,) = size_micro_batches(config.trainer, [learner], file, longest=32, max_rows=64)
     assert "probes" in line
     batches = learner.engine.passes.micro_batching
     assert isinstance(batches, MemoryAwareBatchIterator)
@@ -182,7 +170,7 @@ def test_a_planner_that_reads_no_memory_budget_is_not_probed_and_told_the_stated
     stated = {"max_tokens_per_microbatch": 77, "max_tokens_per_forward_microbatch": 99}
     config = config_of(folder, "test_custom_planner:one_by_one", gib=0.0, **stated)
     learner = learner_of(config)
-    assert size_micro_batches(config, [learner], tmp_path / "memory.json", longest=32, max_rows=64) == []
+    assert size_micro_batches(config.trainer, [learner], tmp_path / "memory.json", longest=32, max_rows=64) == []
     assert not (tmp_path / "memory.json").exists()
     batch = make_batch(LENGTHS)
     CALLS.clear()

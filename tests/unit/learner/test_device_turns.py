@@ -69,5 +69,5 @@ def test_the_base_of_an_adapter_takes_the_policys_turn(tmp_path: Path) -> None:
     policy = LearnerInTurn(learner, turns)
     with pytest.raises(SkyrlTrainError, match="in the host's memory"):
         learner.forward(make_batch(LENGTHS))
-    found = BaseOfAdapter(policy).forward(make_batch(LENGTHS))
+    found = BaseOfAdapter(policy.forward_base).forward(make_batch(LENGTHS))
     assert torch.equal(found, learner.forward(make_batch(LENGTHS)))

@@ -8,17 +8,15 @@ from shutil import copyfile
 
 import pytest
 
-from skyrl_train.batch.plan import plan_batches
 from skyrl_train.cli.plan_memory import models_of
+from skyrl_train.config.bundles import Role
 from skyrl_train.config.schema import Config, CriticConfig, LoraConfig
 from skyrl_train.errors import ModelError
-from skyrl_train.learner.critic import build_critic_learner
 from skyrl_train.learner.memory_meter import CountingMeter
 from skyrl_train.learner.planned_passes import Effort, PlannedPasses, planned_passes
-from skyrl_train.learner.policy import build_policy_learner
 from skyrl_train.learner.probe import Prober
 from skyrl_train.learner.sizing import hold_everything
-from tests.learner_cases import save_tiny_model
+from tests.learner_cases import critic_of, policy_of, save_tiny_model, settings_of
 
 LONGEST, ROWS = 24, 40
 BASE = Config()
@@ -66,19 +64,18 @@ def config_at(folder: Path, config: Config) -> Config:
     )
 
 
-def passes(config: Config, bare: Path, role: str, source: str) -> PlannedPasses:
+def passes(config: Config, bare: Path, role: Role, source: str) -> PlannedPasses:
     config = config_at(bare, config)
     own = replace(config, trainer=replace(config.trainer, memory_probe=source))  # type: ignore[arg-type]
-    return planned_passes(own, role, str(bare), models_of(own)[role], Effort(how="traced"))
+    settings = settings_of(own, role)
+    settings = replace(settings, model=replace(settings.model, path=str(bare)))
+    return planned_passes(settings, LONGEST, models_of(own)[role], Effort(how="traced"))
 
 
 @pytest.mark.parametrize(("name", "role"), [*((name, "policy") for name in ALONE), ("padded", "critic")])
-def test_a_plan_traces_what_the_run_takes(folder: Path, bare: Path, name: str, role: str) -> None:
+def test_a_plan_traces_what_the_run_takes(folder: Path, bare: Path, name: str, role: Role) -> None:
     config = config_at(folder, ALONE[name])
-    plan = plan_batches(config, num_train_prompts=64)
-    learner = (
-        build_critic_learner(config, plan) if role == "critic" else build_policy_learner(config, plan, role="policy")
-    )
+    learner = critic_of(config) if role == "critic" else policy_of(config)
     meter = CountingMeter(1 << 40)
     hold_everything(learner.engine, meter)
     prober, traced = Prober(learner=learner, meter=meter), passes(config, bare, role, "trace")

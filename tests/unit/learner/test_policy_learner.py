@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.plan import plan_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, ReferenceConfig, ReferenceModelConfig
 from skyrl_train.errors import BatchError, ModelError, NonFiniteError, SkyrlTrainError
-from skyrl_train.learner.policy import PolicyLearner, build_policy_learner
+from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.telemetry.metrics import to_values
-from tests.learner_cases import make_batch, make_double, make_learner, save_tiny_model
+from tests.learner_cases import make_batch, make_double, make_learner, policy_of, save_tiny_model
 
 LENGTHS = [5, 9, 7, 12]
 
@@ -295,7 +294,7 @@ def test_bfloat16_keeps_float32_weights_and_comes_near(folder: Path) -> None:
 
 
 def built(config: Config, role: Literal["policy", "reference"]) -> PolicyLearner:
-    return build_policy_learner(config, plan_batches(config, num_train_prompts=32), role=role)
+    return policy_of(config, role=role)
 
 
 def test_a_reference_of_its_own_scores_and_may_become_the_policy(folder: Path, tmp_path: Path) -> None:
