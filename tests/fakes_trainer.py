@@ -389,7 +389,7 @@ class FakeRun:
             settings=ppo_settings(config),
             prompts=PromptSource(
                 self.prompts, batch_size=config.trainer.train_batch_size, shuffle=True, seed=config.seed
-            ),
+            ).batch,
             generator=self.generator,
             learners=learners,
             transport=self.engine,

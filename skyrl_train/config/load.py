@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
 from skyrl_train.config.fields import fact, hints, is_optional, remedy_for_unknown, section_of
-from skyrl_train.config.rules import Range
+from skyrl_train.config.rules import Range, StandsFor
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import TARGET, PartSpec, Seam, did_you_mean
@@ -114,6 +114,12 @@ class Conversion:
             except _Refused as refused:
                 remedy = refused.remedy or f"try {path}={as_typed(getattr(schema(), name))}"
                 self._refuse(path, refused.rule, node[name], remedy)
+        for name, annotation in types_of.items():
+            alias = fact(annotation, StandsFor)
+            if alias and values.get(name):
+                default = getattr(schema(), alias.setting)
+                if values.get(alias.setting, default) == default:
+                    values[alias.setting] = alias.value
         return schema(**values)
 
     def unknown_key(self, path: str, value: Any) -> None:

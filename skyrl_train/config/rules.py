@@ -51,6 +51,14 @@ class ReadWith:
     """Relative to the section."""
 
 
+@dataclass(frozen=True)
+class StandsFor:
+    """On a setting of a section: true means that `setting` of the section, where it has its default, is `value`."""
+
+    setting: str
+    value: str
+
+
 Free = Annotated[T, Resume.FREE]
 LayoutOnly = Annotated[T, Resume.LAYOUT]
 Forks = Annotated[T, Resume.FORKS]

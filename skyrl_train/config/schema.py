@@ -45,6 +45,7 @@ from skyrl_train.config.rules import (
     Range,
     ReadWith,
     Seconds,
+    StandsFor,
 )
 from skyrl_train.registry import PartSpec
 
@@ -241,7 +242,7 @@ class TrainerConfig(LoopConfig):
     """Prompts per optimizer step of the critic; must divide `train_batch_size`."""
     update_epochs_per_batch: Forks[PositiveInt] = 1
     """Passes over each training batch."""
-    auto_micro_batch_size: CutsRows[bool] = False
+    auto_micro_batch_size: CutsRows[Annotated[bool, StandsFor("micro_batching", "auto")]] = False
     """The same as `micro_batching=auto`: no size is stated, each model runs the largest micro-batches that fit."""
     docs_per_step: Forks[NonNegativeInt] = 0
     """Close an optimizer step at so many rollouts instead of at a fixed number of prompts; 0 is off."""
@@ -261,11 +262,6 @@ class TrainerConfig(LoopConfig):
     """Write every trajectory to `rollouts/` as JSON lines."""
     export_hf: Free[bool] = True
     """Write the final policy in Hugging Face format to `export/`."""
-
-    def __post_init__(self) -> None:
-        """Every reader of `micro_batching` sees what the alias says; another choice beside it is a violation."""
-        if self.auto_micro_batch_size and self.micro_batching == "fixed":
-            object.__setattr__(self, "micro_batching", "auto")
 
 
 @dataclass(frozen=True, kw_only=True)

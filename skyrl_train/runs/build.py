@@ -30,10 +30,9 @@ if TYPE_CHECKING:
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.runs.build_inline import InlineVLLM
     from skyrl_train.trainers.evaluate import Evaluator
-    from skyrl_train.trainers.ppo import PromptBatches
     from skyrl_train.trainers.rollout_sink import RolloutLog
     from skyrl_train.trainers.state import DataFingerprint
-    from skyrl_train.trainers.steps import Learners
+    from skyrl_train.trainers.steps import Learners, PromptBatches
     from skyrl_train.types import Prompt
 
 
@@ -88,7 +87,7 @@ def load_data(config: Config) -> Data:
     return Data(
         train=PromptSource(
             train, config.trainer.train_batch_size, config.data.shuffle, config.seed, order=config.data.order
-        ),
+        ).batch,
         fingerprint=DataFingerprint.of(train),
         num_train=len(train),
         validation=tuple(validation),
@@ -139,7 +138,7 @@ def _replayed_data(config: Config) -> Data:
     )
     prompts = recording.prompts
     return Data(
-        train=recording,
+        train=recording.batch,
         fingerprint=DataFingerprint.of(prompts),
         num_train=len(prompts),
         validation=(),

@@ -273,7 +273,7 @@ def build_samples(config: SFTConfig, data: SFTData, folder: RunFolder, stack: Ex
         data.validation,
         engine=engine,
         transport=InlineTransport(engine),
-        tokenizer=tokenizer,
+        decode=lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False)),
         sampling=sampling_params(trainer.eval_sampling),
         num_samples=trainer.eval_samples,
         seed=config.seed,

@@ -77,7 +77,7 @@ def begin(
 
     Raises what `find_start` raises.
     """
-    from skyrl_train.telemetry.redact import redact
+    from skyrl_train.telemetry.files import redact
     from skyrl_train.trainers.changes import resume_settings
     from skyrl_train.trainers.resume import find_start, prepare_run_folder
 
@@ -149,8 +149,8 @@ def build_trackers(
 
     Raises SkyrlTrainError where a tracker that was asked for cannot start: better now than after an hour.
     """
+    from skyrl_train.telemetry.files import redact
     from skyrl_train.telemetry.metrics_log import MetricsLog
-    from skyrl_train.telemetry.redact import redact
     from skyrl_train.telemetry.tracker import ConsoleTracker, TensorboardTracker, Tracker, Trackers
 
     views: dict[str, Tracker] = {}

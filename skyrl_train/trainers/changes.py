@@ -23,7 +23,7 @@ from skyrl_train.config.rules import ForksWhere, Interchangeable, Resume
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import Violation
-from skyrl_train.telemetry.redact import redact
+from skyrl_train.telemetry.files import redact
 from skyrl_train.trainers.state import plain
 
 Flat = Mapping[str, Any]

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from skyrl_train.algorithms.kl_controller import KLControllerState, next_state
 from skyrl_train.batch.training_batch import TrainingInputBatch
@@ -43,6 +42,7 @@ from skyrl_train.trainers.evaluation_report import (
 from skyrl_train.trainers.loop import TrainingLoop, export_whole, is_due
 from skyrl_train.trainers.observers import StepFacts
 from skyrl_train.trainers.resume import Start
+from skyrl_train.trainers.rollout_sink import RolloutLog
 from skyrl_train.trainers.state import LoopState
 from skyrl_train.trainers.step_metrics import (
     batch_metrics,
@@ -51,22 +51,7 @@ from skyrl_train.trainers.step_metrics import (
     speed_metrics,
     step_totals,
 )
-from skyrl_train.trainers.steps import PromptBatches
 from skyrl_train.types import RolloutBatch
-
-__all__ = ["PPOTrainer", "PromptBatches", "RolloutSink", "TrainingResult"]
-
-
-class RolloutSink(Protocol):
-    """Where rollouts are kept."""
-
-    def write(self, rollouts: RolloutBatch, batch: TrainingInputBatch, *, step: int) -> None:
-        """May return before they are on disk."""
-        ...
-
-    def flush(self) -> None:
-        """Returns when all of them are on disk; raises what went wrong."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +71,12 @@ class PPOTrainer:
         *,
         loop: TrainingLoop,
         settings: steps.PPOSettings,
-        prompts: PromptBatches,
+        prompts: steps.PromptBatches,
         generator: Generator,
         learners: steps.Learners,
         transport: WeightTransport,
         evaluator: Evaluator | None,
-        rollout_log: RolloutSink | None,
+        rollout_log: RolloutLog | None,
     ) -> None:
         """`evaluator` and `rollout_log` are None where evaluation and rollout dumps are off."""
         self.loop, self.settings, self.prompts, self.generator = loop, settings, prompts, generator

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal
 
-from skyrl_train.data.feed import SFTBatch
+from skyrl_train.data.feed import BatchFeed, SFTBatch
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import CheckpointStore, Learner
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics, to_values
@@ -27,20 +27,6 @@ from skyrl_train.trainers.state import LoopState, Totals
 
 TRAIN_LOSS = "train/loss"
 """Mean negative log-probability of the step's trained tokens, before the update."""
-
-
-class Feed(Protocol):
-    """Batches in order; `data/feed.py: BatchFeed`."""
-
-    def seek(self, position: int) -> None:
-        """Where the next batch begins."""
-        ...
-
-    def get(self, step: int) -> SFTBatch: ...
-
-    def prefetch(self, step: int) -> None:
-        """May start to make the batch of `step`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +58,7 @@ class SFTTrainer:
         *,
         loop: TrainingLoop,
         settings: SFTSettings,
-        feed: Feed,
+        feed: BatchFeed,
         policy: Learner,
         evaluator: SFTEvaluator | None,
         samples: SampleWriter | None,

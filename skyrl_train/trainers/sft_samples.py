@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,12 +17,6 @@ from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
-
-
-class Decodes(Protocol):
-    """What is used of a tokenizer."""
-
-    def decode(self, token_ids: list[int], **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,17 +49,18 @@ class SampleWriter:
         *,
         engine: InferenceEngine,
         transport: WeightTransport,
-        tokenizer: Decodes,
+        decode: Callable[[Sequence[int]], str],
         sampling: SamplingParams,
         num_samples: int,
         seed: int,
         timeout_s: float,
         folder: Path,
     ) -> None:
-        """`num_samples` of each set; fewer where a set has fewer examples with a prompt."""
+        """`decode` gives the text of token ids, special ones included. `num_samples` of each set are answered; fewer where
+        a set has fewer examples with a prompt."""
         self._engine = engine
         self._transport = transport
-        self._tokenizer = tokenizer
+        self._decode = decode
         self._sampling = sampling
         self._seed = seed
         self._timeout_s = timeout_s
@@ -112,14 +106,11 @@ class SampleWriter:
         return Sample(
             set=question.set,
             example=question.example,
-            prompt=self._text(question.prompt_ids),
-            answer=self._text(output.token_ids),
-            expected=self._text(question.expected_ids),
+            prompt=self._decode(question.prompt_ids),
+            answer=self._decode(output.token_ids),
+            expected=self._decode(question.expected_ids),
             stop_reason=output.stop_reason.value,
         )
-
-    def _text(self, token_ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
 
 def _questions(name: str, examples: ExampleSet, count: int) -> list[_Question]:

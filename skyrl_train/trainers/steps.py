@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -46,12 +46,8 @@ Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
 
-class PromptBatches(Protocol):
-    """Training prompts, batch by batch; `data/prompts.py: PromptSource`."""
-
-    def batch(self, position: int) -> list[Prompt]:
-        """The batch after `position` batches: a function of the position alone."""
-        ...
+PromptBatches = Callable[[int], Sequence[Prompt]]
+"""The training prompts after so many batches: a function of that position alone (`data/prompts.py: PromptSource.batch`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +119,7 @@ def generate(
     parts: list[RolloutBatch] = []
     while True:
         part = generator.generate(
-            prompts.batch(position + len(parts)),
+            prompts(position + len(parts)),
             n_samples_per_prompt=settings.n_samples_per_prompt,
             sampling=settings.sampling,
             global_step=step,

@@ -139,7 +139,7 @@ def outcome(start: Callable[[AnyConfig], Start], config: AnyConfig) -> Start | C
 
 
 def differing(one: AnyConfig, other: AnyConfig) -> set[str]:
-    """Names of the settings that differ; an alias (`trainer.auto_micro_batch_size`) moves what it stands for, too."""
+    """Names of the settings that differ."""
     old, new = flat_config(one), flat_config(other)
     return {name for name in {*old, *new} if old.get(name) != new.get(name)}
 

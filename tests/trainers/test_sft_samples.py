@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,8 @@ class EchoEngine:
         """Nothing is held."""
 
 
-class Words:
-    def decode(self, token_ids: list[int], **_: Any) -> str:
-        return " ".join(map(str, token_ids))
+def in_words(token_ids: Sequence[int]) -> str:
+    return " ".join(map(str, token_ids))
 
 
 def writer(folder: Path, engine: EchoEngine, **changes: Any) -> SampleWriter:
@@ -61,7 +60,7 @@ def writer(folder: Path, engine: EchoEngine, **changes: Any) -> SampleWriter:
         sets,
         engine=engine,
         transport=engine,
-        tokenizer=Words(),
+        decode=in_words,
         sampling=SamplingParams(temperature=0.0),
         folder=folder,
         **settings,

@@ -62,6 +62,13 @@ def test_what_was_refused_carries_its_default() -> None:
     assert loaded.refused == {"seed"}
 
 
+def test_an_alias_becomes_what_it_stands_for_unless_another_choice_stands_beside_it() -> None:
+    trainer = load_config({"trainer": {"auto_micro_batch_size": True, "micro_batching": "fixed"}}).trainer
+    assert trainer.micro_batching == "auto"
+    trainer = load_config({"trainer": {"auto_micro_batch_size": True, "micro_batching": "token_budget"}}).trainer
+    assert trainer.micro_batching == "token_budget"
+
+
 def test_the_result_cannot_be_changed() -> None:
     with pytest.raises(AttributeError):
         load_config({}).seed = 3  # type: ignore[misc]

@@ -47,7 +47,6 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"trainer__algorithm__policy_loss": "no_such_module:loss"}, "trainer.algorithm.policy_loss"),
     ({"trainer__micro_batching": "fixd"}, "trainer.micro_batching"),
     ({"trainer__micro_batching": "auto"}, "trainer.memory_budget_gb"),
-    ({"trainer__auto_micro_batch_size": True}, "trainer.memory_budget_gb"),
     ({"trainer__memory_budget_gb": 1.0}, "trainer.memory_budget_gb"),
     (
         {

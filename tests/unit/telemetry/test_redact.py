@@ -2,7 +2,7 @@ import pytest
 
 from skyrl_train.config.fields import walk
 from skyrl_train.config.schema import Config
-from skyrl_train.telemetry.redact import is_secret_name, redact
+from skyrl_train.telemetry.files import is_secret_name, redact
 
 
 @pytest.mark.parametrize(
