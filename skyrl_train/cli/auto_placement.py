@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import overload
 
-from skyrl_train.cli.plan_memory import plan_memory
 from skyrl_train.config.bundles import gpus_needed
 from skyrl_train.config.placement import ROLES, PlacementConfig
 from skyrl_train.config.platform import Devices, local_devices
@@ -27,6 +26,7 @@ from skyrl_train.data.hub import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation
 from skyrl_train.learner.architectures import model_facts
 from skyrl_train.learner.memory_facts import GATED, ModelFacts
+from skyrl_train.plan.dry_run import plan_memory
 
 ASSUMED_MEMORY_GB = 80.0
 """Of a GPU that does not say how much it has."""

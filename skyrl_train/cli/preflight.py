@@ -29,6 +29,7 @@ from skyrl_train.cli.composition import Composer
 from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, register_resolvers
 from skyrl_train.cli.roots import RL_ROOT, Root, root_of
 from skyrl_train.config.paths import conf_dir
+from skyrl_train.config.validate import near_path
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 
 
@@ -58,14 +59,19 @@ def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: 
 def check(flags: argparse.Namespace, *, config_name: str, rules: bool, root: Root = RL_ROOT) -> None:
     """Raises ConfigError with all problems of the parsed arguments."""
     register_resolvers()
-    with _config_loader(flags.config_dir) as loader:
+    with config_loader(flags.config_dir) as loader:
         search_path = [text for text in flags.overrides if text.lstrip("+~").startswith("hydra.searchpath=")]
         composer = Composer(loader, config_name, search_path)
         line = CommandLine(composer, multirun=flags.multirun, rules=rules, root=root)
         names_only = flags.cfg is not None or flags.info is not None
-        violations = line.violations(flags.overrides, names_only=names_only)
+        violations = [*_folder_violations(flags.config_dir), *line.violations(flags.overrides, names_only=names_only)]
     if violations:
         raise ConfigError(violations)
+
+
+def _folder_violations(config_dir: str | None) -> Iterator[Violation]:
+    if config_dir is not None and not Path(config_dir).is_dir():
+        yield Violation.of("--config-dir", config_dir, "must be an existing folder", near_path(config_dir))
 
 
 def parse_flags(argv: Sequence[str]) -> argparse.Namespace | None:
@@ -96,7 +102,7 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace | None:
 
 
 @contextmanager
-def _config_loader(config_dir: str | None) -> Iterator[ConfigLoader]:
+def config_loader(config_dir: str | None) -> Iterator[ConfigLoader]:
     """Hydra's loader over our `conf/` and the user's `--config-dir`, as `hydra.main` would build it."""
     setbase(HYDRA_VERSION_BASE)
     search_path = create_config_search_path(str(conf_dir()))

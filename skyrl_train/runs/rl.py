@@ -199,7 +199,8 @@ def evaluate(config: Config) -> None:
 
 
 def _first_lines(config: Config) -> list[str]:
-    from skyrl_train.batch.plan_placement import placement_lines, placement_report
+    from skyrl_train.plan.device_report import placement_lines
+    from skyrl_train.plan.dry_run import placement_report
 
     devices = local_devices() if config.platform.name == "gpu" and not config.placement.ray_address else Devices()
     placement = placement_lines(placement_report(config, devices)) if config.platform.name == "gpu" else ()

@@ -187,7 +187,7 @@ def test_all_violations_are_raised_at_once():
 
 
 def test_a_plan_is_made_without_torch():
-    modules = "batch.plan, skyrl_train.batch.plan_report, skyrl_train.batch.microbatch, skyrl_train.batch.schedule"
+    modules = "batch.plan, skyrl_train.plan.report, skyrl_train.batch.microbatch, skyrl_train.batch.schedule"
     code = f"import sys, skyrl_train.{modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -12,13 +12,15 @@ from skyrl_train.batch.assemble import assemble
 from skyrl_train.batch.layout import LAYOUTS, shared_layout
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.plan import plan_batches
-from skyrl_train.batch.plan_estimate import RowLengths, assumed_lengths, estimate_passes, recorded_lengths
-from skyrl_train.batch.plan_notes import percent, plan_notes
-from skyrl_train.batch.plan_report import TOKEN_BYTES, make_plan_report, render_text, to_json
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_train.config.validate_batch import validate_batch_sizes
 from skyrl_train.errors import Violation
+from skyrl_train.plan import estimate as plan_estimate
+from skyrl_train.plan.dry_run import make_plan_report
+from skyrl_train.plan.estimate import RowLengths, recorded_lengths
+from skyrl_train.plan.notes import percent, plan_notes
+from skyrl_train.plan.report import TOKEN_BYTES, render_text, to_json
 from skyrl_train.runs.rl import assembly_settings
 
 ROWS = ("per_trajectory", "per_turn")
@@ -30,7 +32,24 @@ def of_lengths(*lengths):
 
 def notes_of(config, prompts):
     plan = plan_batches(config, num_train_prompts=prompts)
-    return [str(note) for note in plan_notes(config, plan, num_train_prompts=prompts)]
+    notes = plan_notes(
+        plan,
+        trainer=config.trainer,
+        generator=config.generator,
+        critic_optimizer=config.critic.optimizer,
+        num_train_prompts=prompts,
+    )
+    return [str(note) for note in notes]
+
+
+def assumed_lengths(config):
+    longest = config.data.max_prompt_length
+    return plan_estimate.assumed_lengths(config.generator, seed=config.seed, max_prompt_length=longest)
+
+
+def estimate_passes(config, plan, lengths):
+    trainer, generator = config.trainer, config.generator
+    return plan_estimate.estimate_passes(plan, lengths, trainer=trainer, generator=generator, seed=config.seed)
 
 
 def test_recorded_lengths_have_a_row_per_trajectory_or_per_turn():

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.cli.auto_placement import find_devices, place, room_violations
+from skyrl_train.cli.plan import main as plan_main
 from skyrl_train.config.bundles import gpus_needed
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config, PlacementConfig
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError
-from skyrl_train.plan import main as plan_main
 from tests.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
 
 FITS = {("0.5B", count) for count in COUNTS} | {("7B", 2), ("7B", 4), ("7B", 8)}

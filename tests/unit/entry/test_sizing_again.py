@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.plan_memory import memory_lines
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.cli.plan_memory import plan_memory
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, OptimizerConfig
 from skyrl_train.learner.policy import PolicyLearner
@@ -19,6 +17,8 @@ from skyrl_train.learner.probe import Prober
 from skyrl_train.learner.reference import BaseOfAdapter
 from skyrl_train.learner.sizing import SizingLimits, SizingReport, make_meter
 from skyrl_train.learner.sizing import size_micro_batches as size_alone
+from skyrl_train.plan.device_report import memory_lines
+from skyrl_train.plan.dry_run import plan_memory
 from skyrl_train.runs.build_memory import read_reports, size_micro_batches
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, make_learner, policy_of, save_tiny_model

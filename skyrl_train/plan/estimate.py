@@ -16,7 +16,8 @@ from skyrl_train.batch.plan_forwards import pass_of_rank
 from skyrl_train.batch.prefix_tree import common_prefix
 from skyrl_train.batch.sharing import CommonPrefixes, Together, computed_together, grouped
 from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over
-from skyrl_train.config.schema import Config
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import RolloutBatch, Trajectory
 
@@ -139,15 +140,14 @@ def _recorded_rows(trajectory: Trajectory) -> tuple[Rows, Rows]:
     return np.array([len(row) for row in rows], dtype=np.int64), np.array(shared, dtype=np.int64)
 
 
-def assumed_lengths(config: Config) -> RowLengths:
+def assumed_lengths(generator: GeneratorConfig, *, seed: int, max_prompt_length: int) -> RowLengths:
     """A long-tailed guess for a run that has not been made: prompts of half to all of `max_prompt_length`, responses
     log-normal around a third of `max_generate_length` (sigma 0.9) and cut there, observations an eighth of it, one to
     `max_turns` turns with equal chances, everything cut at `max_context_length`. The samples of a prompt share it, and
     each turn extends the one before.
     """
-    generator = config.generator
     samples = generator.n_samples_per_prompt
-    rng = np.random.default_rng(derive_seed(config.seed, "assumed_lengths"))
+    rng = np.random.default_rng(derive_seed(seed, "assumed_lengths"))
     longest = generator.sampling.max_generate_length
     trajectories: list[Rows] = []
     shared: list[Rows] = []
@@ -155,7 +155,7 @@ def assumed_lengths(config: Config) -> RowLengths:
     for number in range(ASSUMED_TRAJECTORIES):
         turns = int(rng.integers(1, generator.max_turns + 1))
         if number % samples == 0:
-            prompt = int(rng.integers(max(1, config.data.max_prompt_length // 2), config.data.max_prompt_length + 1))
+            prompt = int(rng.integers(max(1, max_prompt_length // 2), max_prompt_length + 1))
         responses = np.clip(longest / 3 * np.exp(0.9 * rng.standard_normal(turns)), 1, longest).astype(np.int64)
         observed = rng.integers(1, max(2, longest // 4), turns)
         ends = np.minimum(prompt + np.cumsum(responses + observed) - observed, generator.max_context_length)
@@ -163,9 +163,7 @@ def assumed_lengths(config: Config) -> RowLengths:
         rows = ends[:within] if generator.is_step_wise else ends[within - 1 : within]
         trajectories.append(rows)
         shared.append(np.concatenate([[min(prompt, int(rows[0]))], rows[:-1]]))
-    share = (
-        f"up to {config.data.max_prompt_length} prompt and {longest} response tokens, 1 to {generator.max_turns} turns"
-    )
+    share = f"up to {max_prompt_length} prompt and {longest} response tokens, 1 to {generator.max_turns} turns"
     numbers = range(0, ASSUMED_TRAJECTORIES, samples)
     return RowLengths(
         trajectories=tuple(trajectories),
@@ -175,20 +173,30 @@ def assumed_lengths(config: Config) -> RowLengths:
     )
 
 
-def estimate_pass(config: Config, learner: LearnerPlan, lengths: RowLengths, *, training: bool) -> PassEstimate:
+def estimate_passes(
+    plan: BatchPlan, lengths: RowLengths, *, trainer: TrainerConfig, generator: GeneratorConfig, seed: int
+) -> list[PassEstimate]:
+    """One optimizer step of each model that learns, and one scoring by the reference."""
+    return [_estimate_pass(learner, lengths, trainer, generator, seed) for learner in plan.learners]
+
+
+def _estimate_pass(
+    learner: LearnerPlan, lengths: RowLengths, trainer: TrainerConfig, generator: GeneratorConfig, seed: int
+) -> PassEstimate:
     """Deals and cuts one pass over trajectories drawn from `lengths` (with a derived seed)."""
-    trainer, ranks = config.trainer, learner.data_parallel_size
-    merge_turns = config.generator.merge_stepwise == "auto"
-    rng = np.random.default_rng(derive_seed(config.seed, "estimate", ranks))
+    ranks, training = learner.data_parallel_size, learner.role != "reference"
+    merge_turns = generator.merge_stepwise == "auto"
+    rng = np.random.default_rng(derive_seed(seed, "estimate", ranks))
     common = lengths.draw(
         rng,
         num_trajectories=learner.sequences_per_pass,
-        samples=config.generator.n_samples_per_prompt,
+        samples=generator.n_samples_per_prompt,
         together=computed_together(trainer.layout, merge_turns=merge_turns),
     )
     dealt, loads = deal(common, ranks, CostModel())
     passes = [pass_of_rank(trainer, common, places, merge_turns=merge_turns, training=training) for places in dealt]
     cap = trainer.max_tokens_per_microbatch if training else trainer.max_tokens_per_forward_microbatch
+    limit = trainer.micro_train_batch_size_per_gpu if training else trainer.micro_forward_batch_size_per_gpu
     return PassEstimate(
         role=learner.role,
         training=training,
@@ -202,18 +210,8 @@ def estimate_pass(config: Config, learner: LearnerPlan, lengths: RowLengths, *, 
         largest_micro_batch_tokens=max(max(each.positions) for each in passes),
         load_max_over_mean=float(loads.max() / loads.mean()),
         rows_over_cap=rows_over(common.lengths, cap) if trainer.micro_batching == "token_budget" else 0,
-        first_come_padding=_first_come_padding(common.lengths, _fixed_limit(config, training=training)),
+        first_come_padding=_first_come_padding(common.lengths, limit),
     )
-
-
-def estimate_passes(config: Config, plan: BatchPlan, lengths: RowLengths) -> list[PassEstimate]:
-    """One optimizer step of each model that learns, and one scoring by the reference."""
-    return [estimate_pass(config, learner, lengths, training=learner.role != "reference") for learner in plan.learners]
-
-
-def _fixed_limit(config: Config, *, training: bool) -> int:
-    trainer = config.trainer
-    return trainer.micro_train_batch_size_per_gpu if training else trainer.micro_forward_batch_size_per_gpu
 
 
 def _first_come_padding(rows: Rows, limit: int) -> float:

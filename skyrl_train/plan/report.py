@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from math import ceil
 
-from skyrl_train.batch.plan import BatchPlan, ceil_div, plan_batches, span
-from skyrl_train.batch.plan_estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
-from skyrl_train.batch.plan_memory import DeviceMemory, gigabytes, memory_lines
-from skyrl_train.batch.plan_notes import PlanNote, estimate_notes, percent, plan_notes
-from skyrl_train.batch.plan_placement import PlacementReport, placement_lines
+from skyrl_train.batch.plan import BatchPlan, ceil_div, span
 from skyrl_train.batch.schedule import learning_rate
-from skyrl_train.config.algorithm import needs_reference
-from skyrl_train.config.schema import Config, OptimizerConfig
-from skyrl_train.config.validate_batch import validate_batch_sizes
+from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
 from skyrl_train.errors import Violation
+from skyrl_train.plan.device_report import DeviceMemory, PlacementReport, gigabytes, memory_lines, placement_lines
+from skyrl_train.plan.estimate import PassEstimate, RowLengths
+from skyrl_train.plan.notes import PlanNote, percent
 from skyrl_train.registry import part_name
 
 TOKEN_BYTES = {
@@ -76,61 +73,6 @@ class PlanReport:
     """None where none could be chosen."""
 
 
-def make_plan_report(
-    config: Config,
-    *,
-    num_train_prompts: int,
-    lengths: RowLengths | None = None,
-    num_parameters: int | None = None,
-    violations: Sequence[Violation] = (),
-    memory: DeviceMemory | None = None,
-    placement: PlacementReport | None = None,
-) -> PlanReport:
-    """The report of a run over `num_train_prompts` prompts; never raises for sizes that do not fit together.
-
-    Args:
-        lengths: recorded row lengths; without them a long-tailed guess is used and said to be one.
-        num_parameters: of the policy, where known: adds the sizes of weights and optimizer state.
-        violations: of other rules, to be shown with those of the batch sizes.
-        memory: what passes hold on a device, where that is asked for.
-        placement: which devices the run reserves, where that is known.
-    """
-    found = [*violations]
-    known = {(violation.field, violation.rule) for violation in violations}
-    sizes = validate_batch_sizes(config, num_train_prompts=num_train_prompts)
-    found += [violation for violation in sizes if (violation.field, violation.rule) not in known]
-    if found:
-        return PlanReport(
-            plan=None,
-            num_train_prompts=num_train_prompts,
-            micro_batching=_micro_batching(config),
-            lengths_source="",
-            estimates=(),
-            learning_rates=(),
-            storage=(),
-            violations=tuple(found),
-            notes=(),
-            memory=memory,
-            placement=placement,
-        )
-    plan = plan_batches(config, num_train_prompts=num_train_prompts)
-    lengths = lengths or assumed_lengths(config)
-    estimates = estimate_passes(config, plan, lengths)
-    return PlanReport(
-        plan=plan,
-        num_train_prompts=num_train_prompts,
-        micro_batching=_micro_batching(config),
-        lengths_source=lengths.source,
-        estimates=tuple(estimates),
-        learning_rates=tuple(_rates(config, plan)),
-        storage=tuple(_storage(config, plan, lengths, num_parameters)),
-        violations=(),
-        notes=(*plan_notes(config, plan, num_train_prompts=num_train_prompts), *estimate_notes(estimates)),
-        memory=memory,
-        placement=placement,
-    )
-
-
 def to_json(report: PlanReport) -> str:
     """The report as JSON, keys as the dataclasses name them."""
     data = asdict(report)
@@ -172,8 +114,8 @@ def _memory_title(memory: DeviceMemory) -> str:
     )
 
 
-def _micro_batching(config: Config) -> str:
-    trainer = config.trainer
+def micro_batching_text(trainer: TrainerConfig) -> str:
+    """What bounds a micro-batch, in words."""
     if trainer.micro_batching == "fixed":
         rows, forward = trainer.micro_train_batch_size_per_gpu, trainer.micro_forward_batch_size_per_gpu
         return f"fixed: {rows} rows in training, {forward} in scoring"
@@ -236,13 +178,9 @@ def _estimate_lines(report: PlanReport) -> Iterator[str]:
         )
 
 
-def _rates(config: Config, plan: BatchPlan) -> Iterator[RatePoint]:
-    yield from _role_rates("policy", config.trainer.policy.optimizer, plan.schedule_steps)
-    yield from _role_rates("critic", config.critic.optimizer, plan.critic_schedule_steps)
-
-
-def _role_rates(role: str, optimizer: OptimizerConfig, total: float) -> Iterator[RatePoint]:
-    """First step, end of warm-up, quarters, last step; steps of the target's size where documents close them."""
+def rate_points(role: str, optimizer: OptimizerConfig, total: float) -> Iterator[RatePoint]:
+    """The learning rate at the first step, the end of the warm-up, the quarters and the last step; steps have the target's
+    size where documents close them."""
     last = ceil(total) - 1
     quarters = [int(total * quarter // 4) for quarter in range(5)]
     for step in sorted({0, optimizer.warmup_steps - 1, *quarters, last}):
@@ -250,10 +188,24 @@ def _role_rates(role: str, optimizer: OptimizerConfig, total: float) -> Iterator
             yield RatePoint(role=role, step=step, rate=learning_rate(step, optimizer, total))
 
 
-def _storage(config: Config, plan: BatchPlan, lengths: RowLengths, num_parameters: int | None) -> Iterator[Storage]:
+def storage_items(
+    trainer: TrainerConfig,
+    plan: BatchPlan,
+    lengths: RowLengths,
+    *,
+    num_parameters: int | None,
+    bytes_per_weight: int,
+    shards_policy: bool,
+) -> Iterator[Storage]:
+    """What a training batch keeps and moves, and, where the number of the policy's parameters is known, what those do.
+
+    Args:
+        bytes_per_weight: Of the weights that go to the inference engine.
+        shards_policy: Whether each rank keeps a part of the policy alone.
+    """
     tokens_per_sample = float(lengths.all_rows.sum()) / len(lengths.trajectories)
     tokens = round(plan.num_samples_per_batch * tokens_per_sample)
-    models = needs_reference(config.trainer.algorithm) + bool(config.critic.model.path)
+    models = len(plan.learners) - 1
     per_token = sum(TOKEN_BYTES.values()) + SCORE_BYTES * models
     yield Storage(
         what="training batch on the controller", kind="kept", num_bytes=tokens * per_token, when=f"{tokens:,} tokens"
@@ -269,11 +221,13 @@ def _storage(config: Config, plan: BatchPlan, lengths: RowLengths, num_parameter
         when="every batch",
     )
     if num_parameters is not None:
-        width = 2 if config.model.dtype == "bfloat16" else 4
-        shards = policy.num_ranks if config.strategy.name == "fsdp2" else 1
-        state = num_parameters * (4 if config.trainer.policy.optimizer.name == "sgd" else 12)
+        shards = policy.num_ranks if shards_policy else 1
+        state = num_parameters * (4 if trainer.policy.optimizer.name == "sgd" else 12)
         yield Storage(
-            what="weights to the inference engine", kind="moved", num_bytes=num_parameters * width, when="every batch"
+            what="weights to the inference engine",
+            kind="moved",
+            num_bytes=num_parameters * bytes_per_weight,
+            when="every batch",
         )
         yield Storage(
             what="policy's weights, gradients and optimizer state on each rank",
@@ -281,7 +235,7 @@ def _storage(config: Config, plan: BatchPlan, lengths: RowLengths, num_parameter
             num_bytes=ceil_div(state + 4 * num_parameters, shards),
             when="all the time; activations come on top",
         )
-        kept = config.trainer.max_ckpts_to_keep
+        kept = trainer.max_ckpts_to_keep
         yield Storage(what="checkpoints of the policy", kind="kept", num_bytes=kept * state, when=f"{kept} on disk")
 
 

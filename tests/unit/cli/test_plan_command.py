@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.plan import count_parameters, main
+from skyrl_train.cli.plan import count_parameters, main
 
 EXPERIMENT = ("+experiment=gsm8k_multiturn", "platform=cpu")
 
@@ -57,7 +57,7 @@ def test_parameters_are_counted_from_the_files_headers() -> None:
 
 def test_neither_torch_nor_ray_is_imported() -> None:
     code = (
-        "import sys\nfrom skyrl_train.plan import main\n"
+        "import sys\nfrom skyrl_train.cli.plan import main\n"
         f"main({list(EXPERIMENT)!r})\n"
         "sys.exit(3 if {'torch', 'ray', 'transformers'} & set(sys.modules) else 0)"
     )

@@ -1,4 +1,6 @@
-"""Memory in a plan: from a config to what each model's passes hold on one device. Reads configs of models, no weights.
+"""From a configuration to everything that a dry run shows: batch plan, devices, and what each model's passes hold on one.
+
+Reads configs of models, no weights.
 
 Imports no torch for the families whose memory is counted; others are traced, which takes seconds, and so does a step
 that is traced or compiled where `trainer.memory_probe` asks for it.
@@ -7,23 +9,156 @@ that is traced or compiled where `trainer.memory_probe` asks for it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from skyrl_train.batch.plan_memory import DeviceMemory, PassMemory
+from skyrl_train.batch.plan import plan_batches
 from skyrl_train.config.algorithm import needs_reference
-from skyrl_train.config.bundles import Role, takes_turns
+from skyrl_train.config.bundles import Layout, Role, count_engines, gpus_needed, layout_of, takes_turns
 from skyrl_train.config.learners import LearnerSettings, learner_settings
 from skyrl_train.config.parts import OPTIMIZERS
+from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import MemoryLimitError
+from skyrl_train.config.validate_batch import validate_batch_sizes
+from skyrl_train.errors import MemoryLimitError, Violation
 from skyrl_train.learner.memory import MemoryFacts, MemorySettings, Phase, resident_bytes
 from skyrl_train.learner.planned_passes import PlannedPasses, effort_of, planned_passes
-from skyrl_train.registry import PartSpec
+from skyrl_train.plan.device_report import BundleGroup, DeviceMemory, PassMemory, PlacementReport
+from skyrl_train.plan.estimate import RowLengths, assumed_lengths, estimate_passes
+from skyrl_train.plan.notes import estimate_notes, plan_notes
+from skyrl_train.plan.report import PlanReport, micro_batching_text, rate_points, storage_items
+from skyrl_train.registry import PartSpec, part_name
 
 _CONTEXT_BYTES = 1_000_000_000
 """Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
+
+
+def make_plan_report(
+    config: Config,
+    *,
+    num_train_prompts: int,
+    lengths: RowLengths | None = None,
+    num_parameters: int | None = None,
+    violations: Sequence[Violation] = (),
+    memory: DeviceMemory | None = None,
+    placement: PlacementReport | None = None,
+) -> PlanReport:
+    """The report of a run over `num_train_prompts` prompts; never raises for sizes that do not fit together.
+
+    Args:
+        lengths: recorded row lengths; without them a long-tailed guess is used and said to be one.
+        num_parameters: of the policy, where known: adds the sizes of weights and optimizer state.
+        violations: of other rules, to be shown with those of the batch sizes.
+        memory: what passes hold on a device, where that is asked for.
+        placement: which devices the run reserves, where that is known.
+    """
+    found = [*violations]
+    known = {(violation.field, violation.rule) for violation in violations}
+    sizes = validate_batch_sizes(config, num_train_prompts=num_train_prompts)
+    found += [violation for violation in sizes if (violation.field, violation.rule) not in known]
+    if found:
+        return PlanReport(
+            plan=None,
+            num_train_prompts=num_train_prompts,
+            micro_batching=micro_batching_text(config.trainer),
+            lengths_source="",
+            estimates=(),
+            learning_rates=(),
+            storage=(),
+            violations=tuple(found),
+            notes=(),
+            memory=memory,
+            placement=placement,
+        )
+    plan = plan_batches(config, num_train_prompts=num_train_prompts)
+    lengths = lengths or assumed_lengths(
+        config.generator, seed=config.seed, max_prompt_length=config.data.max_prompt_length
+    )
+    estimates = estimate_passes(plan, lengths, trainer=config.trainer, generator=config.generator, seed=config.seed)
+    return PlanReport(
+        plan=plan,
+        num_train_prompts=num_train_prompts,
+        micro_batching=micro_batching_text(config.trainer),
+        lengths_source=lengths.source,
+        estimates=tuple(estimates),
+        learning_rates=(
+            *rate_points("policy", config.trainer.policy.optimizer, plan.schedule_steps),
+            *rate_points("critic", config.critic.optimizer, plan.critic_schedule_steps),
+        ),
+        storage=tuple(
+            storage_items(
+                config.trainer,
+                plan,
+                lengths,
+                num_parameters=num_parameters,
+                bytes_per_weight=2 if config.model.dtype == "bfloat16" else 4,
+                shards_policy=config.strategy.name == "fsdp2",
+            )
+        ),
+        violations=(),
+        notes=(
+            *plan_notes(
+                plan,
+                trainer=config.trainer,
+                generator=config.generator,
+                critic_optimizer=config.critic.optimizer,
+                num_train_prompts=num_train_prompts,
+            ),
+            *estimate_notes(estimates),
+        ),
+        memory=memory,
+        placement=placement,
+    )
+
+
+def placement_report(config: Config, devices: Devices) -> PlacementReport:
+    """The report of a config whose placement is stated, or has been chosen. `devices`: those that were found."""
+    trainer, placement = config.trainer, config.placement
+    return PlacementReport(
+        backend=placement.backend,
+        strategy=config.strategy.name,
+        gpus_needed=gpus_needed(config),
+        gpus_found=devices.num_gpus,
+        found_in=devices.source,
+        in_turns=takes_turns(placement, config.generator, config.platform),
+        groups=tuple(_groups(layout_of(config))) if placement.backend == "ray" else (),
+        engines=_engines(config),
+        training=f"layout {trainer.layout}, micro-batches {part_name(trainer.micro_batching)}",
+    )
+
+
+def _groups(layout: Layout) -> Iterator[BundleGroup]:
+    for name, bundles in layout.groups.items():
+        nodes = {bundle.node for bundle in bundles if bundle.node is not None}
+        yield BundleGroup(
+            name=name,
+            num_bundles=len(bundles),
+            gpus_per_bundle=int(max(bundle.gpus for bundle in bundles)),
+            num_nodes=len(nodes),
+            slots=tuple((role, len(places)) for role, (group, places) in layout.seats.items() if group == name),
+        )
+
+
+def _engines(config: Config) -> str:
+    generator = config.generator
+    if generator.backend != "vllm":
+        return f"generator={part_name(generator.backend)}"
+    vllm, gpu = generator.vllm, config.platform.name == "gpu"
+    count = count_engines(config.generator, config.placement)
+    parts = [
+        f"{count} vLLM engine{'s' * (count != 1)}"
+        + (f" of {vllm.devices_per_engine} GPU{'s' * (vllm.devices_per_engine != 1)}" if gpu else ""),
+        f"CUDA graphs {'off' if vllm.enforce_eager else 'on'}" if gpu else "",
+        f"prefix caching {'on' if vllm.prefix_caching else 'off'}",
+        "chunked prefill on" if gpu else "",
+        f"{vllm.gpu_memory_utilization:.0%} of a GPU's memory" if gpu else "",
+        "its core in a process of its own" if config.placement.backend == "inline" else "",
+        "in turns with the models"
+        if config.placement.backend == "inline" and takes_turns(config.placement, config.generator, config.platform)
+        else "",
+    ]
+    return ", ".join(part for part in parts if part)
 
 
 def plan_memory(config: Config) -> DeviceMemory | None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from skyrl_train.batch.plan import BatchPlan, LearnerPlan, ceil_div, samples_per_batch, span
-from skyrl_train.batch.plan_estimate import PassEstimate
-from skyrl_train.config.batch_rules import data_parallel_size
-from skyrl_train.config.schema import Config, OptimizerConfig
+from skyrl_train.batch.plan import BatchPlan, LearnerPlan, ceil_div, span
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
+from skyrl_train.plan.estimate import PassEstimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,17 +25,23 @@ class PlanNote:
         return f"{self.field}: {self.fact}; {self.cost}"
 
 
-def plan_notes(config: Config, plan: BatchPlan, *, num_train_prompts: int) -> list[PlanNote]:
+def plan_notes(
+    plan: BatchPlan,
+    *,
+    trainer: TrainerConfig,
+    generator: GeneratorConfig,
+    critic_optimizer: OptimizerConfig,
+    num_train_prompts: int,
+) -> list[PlanNote]:
     """What follows from the sizes alone."""
-    notes = [*_data_notes(config, plan, num_train_prompts), *_document_notes(config, plan)]
+    notes = [*_data_notes(plan, num_train_prompts), *_document_notes(plan)]
     for learner in plan.learners:
-        notes += [*_rank_notes(config, learner), *_micro_batch_notes(config, learner)]
-    notes += [
-        *_cap_notes(config),
-        *_schedule_notes("trainer.policy", config.trainer.policy.optimizer, plan.schedule_steps),
-    ]
+        notes += _rank_notes(learner, step_wise=generator.is_step_wise)
+        notes += _micro_batch_notes(learner, trainer.micro_train_batch_size_per_gpu)
+    notes += _cap_notes(trainer, generator.max_context_length)
+    notes += _schedule_notes("trainer.policy", trainer.policy.optimizer, plan.schedule_steps)
     if plan.critic_total_optimizer_steps:
-        notes += _schedule_notes("critic", config.critic.optimizer, plan.critic_schedule_steps)
+        notes += _schedule_notes("critic", critic_optimizer, plan.critic_schedule_steps)
     return notes
 
 
@@ -62,8 +68,8 @@ def percent(share: float | Fraction) -> str:
     return f"{value:.0f} %" if value >= 9.5 or value == 0 else f"{value:.1f} %"
 
 
-def _data_notes(config: Config, plan: BatchPlan, num_train_prompts: int) -> Iterator[PlanNote]:
-    rest = num_train_prompts % config.trainer.train_batch_size
+def _data_notes(plan: BatchPlan, num_train_prompts: int) -> Iterator[PlanNote]:
+    rest = num_train_prompts % plan.num_prompts_per_batch
     if rest:
         yield PlanNote(
             field="trainer.train_batch_size",
@@ -72,8 +78,8 @@ def _data_notes(config: Config, plan: BatchPlan, num_train_prompts: int) -> Iter
         )
 
 
-def _document_notes(config: Config, plan: BatchPlan) -> Iterator[PlanNote]:
-    target, samples = config.trainer.docs_per_step, samples_per_batch(config)
+def _document_notes(plan: BatchPlan) -> Iterator[PlanNote]:
+    target, samples = plan.docs_per_step, plan.num_samples_per_batch
     fewest, most = plan.num_samples_per_step, plan.most_samples_per_step
     if not target:
         return
@@ -93,7 +99,7 @@ def _document_notes(config: Config, plan: BatchPlan) -> Iterator[PlanNote]:
             "learning rate",
         )
     if most > target:
-        ranks = data_parallel_size(config.placement.policy_num_workers, config.strategy.sequence_parallel_size)
+        ranks = plan.learners[0].data_parallel_size
         yield PlanNote(
             field="trainer.docs_per_step_exact",
             fact=f"a step overshoots its {target} documents by {span(fewest - target, most - target)}: it closes after a "
@@ -103,11 +109,11 @@ def _document_notes(config: Config, plan: BatchPlan) -> Iterator[PlanNote]:
         )
 
 
-def _rank_notes(config: Config, learner: LearnerPlan) -> Iterator[PlanNote]:
+def _rank_notes(learner: LearnerPlan, *, step_wise: bool) -> Iterator[PlanNote]:
     ranks, workers = learner.data_parallel_size, f"placement.{_workers(learner)}"
     if ranks == 1:
         return
-    if config.generator.is_step_wise:
+    if step_wise:
         worst = Fraction(ranks - 1, learner.sequences_per_pass + ranks - 1)
         yield PlanNote(
             field=workers,
@@ -124,11 +130,10 @@ def _rank_notes(config: Config, learner: LearnerPlan) -> Iterator[PlanNote]:
         )
 
 
-def _micro_batch_notes(config: Config, learner: LearnerPlan) -> Iterator[PlanNote]:
-    trainer, rows = config.trainer, learner.rows_per_rank
+def _micro_batch_notes(learner: LearnerPlan, size: int) -> Iterator[PlanNote]:
+    rows = learner.rows_per_rank
     if learner.train_micro_batches is None:
         return
-    size = trainer.micro_train_batch_size_per_gpu
     if size > rows:
         yield PlanNote(
             field="trainer.micro_train_batch_size_per_gpu",
@@ -145,8 +150,7 @@ def _micro_batch_notes(config: Config, learner: LearnerPlan) -> Iterator[PlanNot
         )
 
 
-def _cap_notes(config: Config) -> Iterator[PlanNote]:
-    trainer, longest = config.trainer, config.generator.max_context_length
+def _cap_notes(trainer: TrainerConfig, longest: int) -> Iterator[PlanNote]:
     if trainer.micro_batching != "token_budget":
         return
     for field in ("max_tokens_per_microbatch", "max_tokens_per_forward_microbatch"):

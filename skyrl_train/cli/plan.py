@@ -16,17 +16,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hydra import compose, initialize_config_dir
+from hydra.types import RunMode
 
-from skyrl_train.batch.plan_estimate import RowLengths, recorded_lengths
-from skyrl_train.batch.plan_memory import DeviceMemory
-from skyrl_train.batch.plan_placement import PlacementReport, placement_report
-from skyrl_train.batch.plan_report import make_plan_report, render_text, to_json
-from skyrl_train.cli import HYDRA_VERSION_BASE, preflight, register_resolvers
+from skyrl_train.cli import preflight
 from skyrl_train.cli.auto_placement import ASSUMED_MEMORY_GB, can_predict, find_devices, place
-from skyrl_train.cli.composition import load_node
-from skyrl_train.cli.plan_memory import plan_memory
-from skyrl_train.config.paths import conf_dir
+from skyrl_train.cli.composition import as_in_a_run, load_node
+from skyrl_train.cli.preflight import config_loader
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
@@ -34,6 +29,10 @@ from skyrl_train.data.hub import is_cached
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, SkyrlTrainError
+from skyrl_train.plan.device_report import DeviceMemory, PlacementReport
+from skyrl_train.plan.dry_run import make_plan_report, placement_report, plan_memory
+from skyrl_train.plan.estimate import RowLengths, recorded_lengths
+from skyrl_train.plan.report import render_text, to_json
 from skyrl_train.telemetry.rollout_log import read_rollouts
 
 CONFIG_NAME = "config"
@@ -43,20 +42,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script `skyrl-plan`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="skyrl-plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--format", choices=("text", "json"), default="text")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder with config groups of your own")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for skyrl_train.main")
     args = parser.parse_args(argv)
-    register_resolvers()
-    preflight(list(args.overrides), config_name=CONFIG_NAME, rules=False)
+    folder = ["--config-dir", args.config_dir] if args.config_dir else []
+    preflight([*args.overrides, *folder], config_name=CONFIG_NAME, rules=False)
     try:
-        return _print_plan(_compose(args.overrides), as_json=args.format == "json")
+        return _print_plan(_compose(args.overrides, args.config_dir), as_json=args.format == "json")
     except SkyrlTrainError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
 
 
-def _compose(overrides: Sequence[str]) -> Config:
-    with initialize_config_dir(str(conf_dir()), version_base=HYDRA_VERSION_BASE):
-        return load_node(compose(CONFIG_NAME, overrides=list(overrides)), Config)
+def _compose(overrides: Sequence[str], config_dir: str | None) -> Config:
+    with config_loader(config_dir) as loader:
+        node = loader.load_configuration(CONFIG_NAME, list(overrides), RunMode.RUN)
+        with as_in_a_run(node, 0, multirun=False):
+            return load_node(node, Config)
 
 
 def _print_plan(config: Config, *, as_json: bool) -> int:
@@ -131,6 +133,8 @@ def count_train_prompts(config: Config) -> tuple[int, str]:
             data.train, limit=data.max_train_prompts or None, reader=data.reader, row_format=data.row_format
         )
         return len(prompts), ""
+    except ConfigError:  # of the part that reads rows, which is told with all else that is wrong
+        return config.trainer.train_batch_size, ""
     except DataError as error:
         assumed = config.trainer.train_batch_size * max(config.trainer.total_steps, 1)
         return assumed, f"{error} Planning with {assumed} prompts; plan.num_train_prompts=N states how many there are."
@@ -138,7 +142,7 @@ def count_train_prompts(config: Config) -> tuple[int, str]:
 
 def count_parameters(path: str) -> int | None:
     """Of a model folder, read from the headers of its safetensors files; None where there are none on this machine."""
-    folder = Path(__file__).parent / "assets" / path.removeprefix("builtin:") if ":" in path else Path(path)
+    folder = Path(__file__).parents[1] / "assets" / path.removeprefix("builtin:") if ":" in path else Path(path)
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     return sum(_parameters_in(file) for file in files) or None
 

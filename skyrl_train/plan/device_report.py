@@ -1,4 +1,4 @@
-"""Memory as a plan shows it: what each pass holds on one rank's device, by kind, and the budget that fits. No torch."""
+"""Devices as a plan shows them: GPUs needed and found, who shares which, what each pass holds on one. No torch."""
 
 from __future__ import annotations
 
@@ -117,3 +117,52 @@ def memory_lines(memory: DeviceMemory) -> Iterator[str]:
 def gigabytes(count: int) -> str:
     """Of 10^9 bytes."""
     return f"{count / 1e9:.3g} GB"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleGroup:
+    """Devices that are reserved together, and what computes on them."""
+
+    name: str
+    num_bundles: int
+    gpus_per_bundle: int
+    num_nodes: int
+    """Nodes that it is bound to; 0 is wherever there is room."""
+    slots: tuple[tuple[str, int], ...]
+    """Role to the number of its ranks or engines in the group."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementReport:
+    """What a run reserves, beside what there is."""
+
+    backend: str
+    strategy: str
+    gpus_needed: int
+    gpus_found: int
+    found_in: str
+    """Where the GPUs that were found were looked for; empty where they were not."""
+    in_turns: bool
+    """Whether models and engines share devices in turns."""
+    groups: tuple[BundleGroup, ...]
+    """None without Ray."""
+    engines: str
+    """What makes rollouts, in words."""
+    training: str
+    """Layout and micro-batches, in words."""
+
+
+def placement_lines(report: PlacementReport) -> Iterator[str]:
+    """For a terminal."""
+    if report.gpus_needed or report.gpus_found:
+        found = f", {report.gpus_found} found ({report.found_in})" if report.found_in else ""
+        yield f"{'GPUs':<10} {report.gpus_needed} needed{found}"
+    yield f"{'backend':<10} {report.backend}, strategy {report.strategy}"
+    for group in report.groups:
+        each = f"{group.gpus_per_bundle} GPU{'s' * (group.gpus_per_bundle != 1)}" if group.gpus_per_bundle else "1 CPU"
+        where = f" on {group.num_nodes} node{'s' * (group.num_nodes != 1)}" if group.num_nodes else ""
+        slots = ", ".join(f"{count} {role}" for role, count in group.slots)
+        turns = ", in turns" if report.in_turns else ""
+        yield f"{group.name:<10} {group.num_bundles} bundle{'s' * (group.num_bundles != 1)} of {each}{where}: {slots}{turns}"
+    yield f"{'rollouts':<10} {report.engines}"
+    yield f"{'training':<10} {report.training}"
