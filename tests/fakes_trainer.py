@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.plan import BatchPlan, plan_batches
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import Config
 from skyrl_train.data.prompts import PromptSource
 from skyrl_train.distributed.checkpoint import latest_checkpoint, verify, write_checkpoint
 from skyrl_train.errors import NonFiniteError
+from skyrl_train.plan.batch_plan import BatchPlan, plan_batches
 from skyrl_train.runs.parts import build_loop
 from skyrl_train.runs.rl import ppo_settings
 from skyrl_train.seeding import derive_seed

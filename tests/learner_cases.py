@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 
 from skyrl_train.batch.jagged import offsets_of
 from skyrl_train.batch.microbatch import MicroBatchStrategy, make_micro_batch_strategy
-from skyrl_train.batch.plan import plan_batches
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.bundles import Role
@@ -24,6 +23,7 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.model.compiled import compile_layers
+from skyrl_train.plan.batch_plan import plan_batches
 
 VOCABULARY = 50
 

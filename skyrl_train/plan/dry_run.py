@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from skyrl_train.batch.plan import plan_batches
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import Layout, Role, count_engines, gpus_needed, layout_of, takes_turns
 from skyrl_train.config.learners import LearnerSettings, learner_settings
@@ -24,6 +23,7 @@ from skyrl_train.config.validate_batch import validate_batch_sizes
 from skyrl_train.errors import MemoryLimitError, Violation
 from skyrl_train.learner.memory import MemoryFacts, MemorySettings, Phase, resident_bytes
 from skyrl_train.learner.planned_passes import PlannedPasses, effort_of, planned_passes
+from skyrl_train.plan.batch_plan import plan_batches
 from skyrl_train.plan.device_report import BundleGroup, DeviceMemory, PassMemory, PlacementReport
 from skyrl_train.plan.estimate import RowLengths, assumed_lengths, estimate_passes
 from skyrl_train.plan.notes import estimate_notes, plan_notes

@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 
 from skyrl_train.batch.balance import CostModel
 from skyrl_train.batch.deal_groups import deal
-from skyrl_train.batch.plan import BatchPlan, LearnerPlan, ceil_div
 from skyrl_train.batch.plan_forwards import pass_of_rank
 from skyrl_train.batch.prefix_tree import common_prefix
 from skyrl_train.batch.sharing import CommonPrefixes, Together, computed_together, grouped
 from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import TrainerConfig
+from skyrl_train.plan.batch_plan import BatchPlan, LearnerPlan, ceil_div
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import RolloutBatch, Trajectory
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from skyrl_train.batch.plan import BatchPlan, LearnerPlan, ceil_div, span
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
+from skyrl_train.plan.batch_plan import BatchPlan, LearnerPlan, ceil_div, span
 from skyrl_train.plan.estimate import PassEstimate
 
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import ExitStack
 
-    from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.config.sft import AnyConfig
     from skyrl_train.interfaces import CheckpointStore, Learner, Scorer
+    from skyrl_train.plan.batch_plan import BatchPlan
     from skyrl_train.runs.build_sft import SFTPlan
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder

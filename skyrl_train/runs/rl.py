@@ -28,8 +28,8 @@ from skyrl_train.runs.parts import begin, build_loop, first_lines, open_folder, 
 
 if TYPE_CHECKING:
     from skyrl_train.batch.assemble import AssemblySettings
-    from skyrl_train.batch.plan import BatchPlan
     from skyrl_train.interfaces import CheckpointStore
+    from skyrl_train.plan.batch_plan import BatchPlan
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.ppo import TrainingResult
@@ -47,8 +47,8 @@ def train(config: Config) -> None:
     if violations := validate_config(config):
         raise ConfigError(violations)
     prepare_process(config)
-    from skyrl_train.batch.plan import plan_batches
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
+    from skyrl_train.plan.batch_plan import plan_batches
     from skyrl_train.telemetry.console import RunConsole
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
@@ -215,7 +215,7 @@ def _first_lines(config: Config) -> list[str]:
 
 def _optimizer_steps(plan: BatchPlan) -> str:
     """Announced as a range where steps are closed by documents, whose number in a step depends on the micro-batches."""
-    from skyrl_train.batch.plan import span
+    from skyrl_train.plan.batch_plan import span
 
     each = f"{plan.num_prompts_per_step} prompts each"
     if plan.docs_per_step:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
-from skyrl_train.batch.plan import BatchPlan, plan_batches
 from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession
@@ -31,6 +30,7 @@ from skyrl_train.config.schema import (
 )
 from skyrl_train.errors import ActorError, DeadlineError, NonFiniteError
 from skyrl_train.interfaces import Learner
+from skyrl_train.plan.batch_plan import BatchPlan, plan_batches
 from tests.learner_cases import make_batch, policy_of, settings_of
 
 pytestmark = pytest.mark.cluster

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.batch.assemble import assemble
-from skyrl_train.batch.plan import ceil_div, plan_batches
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
+from skyrl_train.plan.batch_plan import ceil_div, plan_batches
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers.step_metrics import document_metrics
 
@@ -187,7 +187,7 @@ def test_all_violations_are_raised_at_once():
 
 
 def test_a_plan_is_made_without_torch():
-    modules = "batch.plan, skyrl_train.plan.report, skyrl_train.batch.microbatch, skyrl_train.batch.schedule"
+    modules = "plan.batch_plan, skyrl_train.plan.report, skyrl_train.batch.microbatch, skyrl_train.batch.schedule"
     code = f"import sys, skyrl_train.{modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -11,12 +11,12 @@ from skyrl_train.batch import training_batch
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.batch.layout import LAYOUTS, shared_layout
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
-from skyrl_train.batch.plan import plan_batches
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_train.config.validate_batch import validate_batch_sizes
 from skyrl_train.errors import Violation
 from skyrl_train.plan import estimate as plan_estimate
+from skyrl_train.plan.batch_plan import plan_batches
 from skyrl_train.plan.dry_run import make_plan_report
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
 from skyrl_train.plan.notes import percent, plan_notes
