@@ -2,7 +2,7 @@
 
     command line --preflight--> every problem with it at once, before torch is imported
                  --Hydra-->     one composed config, one run folder
-                 --run-->       plan, parts (runs/build.py), training (trainers/ppo.py)
+                 --run-->       data, plan, parts (runs/rl.py), training (trainers/ppo.py)
 
 Exit status: 0 done; 2 something the user can mend; 130 or 143 stopped by Ctrl-C or SIGTERM with a checkpoint written.
 """

@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def _generate(node: DictConfig) -> None:
-    from skyrl_train.runs.rl import evaluate
+    from skyrl_train.runs.evaluation import evaluate
 
     with exit_on_known_errors(node):
         evaluate(load_node(node, Config))

@@ -2,7 +2,7 @@
 
     command line --preflight--> every problem with it at once, before torch is imported
                  --Hydra-->     one composed config (conf/sft.yaml), one run folder
-                 --run-->       plan, parts (runs/build_sft.py), training (trainers/sft.py)
+                 --run-->       data, plan, parts (runs/sft.py), training (trainers/sft.py)
 
 Exit status as of `main.py`.
 """

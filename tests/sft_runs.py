@@ -24,8 +24,9 @@ from skyrl_train.data.feed import BatchFeed, SFTBatch
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import Learner
-from skyrl_train.runs.build_sft import SFTData, build_feed, build_sft_evaluator, plan_sft
-from skyrl_train.runs.parts import build_loop
+from skyrl_train.runs.common import build_loop
+from skyrl_train.runs.sft import build_sft_evaluator
+from skyrl_train.runs.sft_data import SFTData, build_feed, plan_sft
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder

@@ -1,8 +1,10 @@
-"""One run from a validated config: plan, parts, training, and what the user reads at its beginning and its end."""
+"""One run of reinforcement learning from a validated config: data, plan, parts, training."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from skyrl_train.cli.auto_placement import place
@@ -12,29 +14,44 @@ from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.registry import PartSpec, part_name
-from skyrl_train.runs.build import (
-    Data,
-    build_evaluator,
-    build_host,
-    build_learners,
-    build_rollouts,
-    load_checkpoint_weights,
-    load_data,
+from skyrl_train.registry import PartSpec, part_name, split_spec
+from skyrl_train.runs.build import build_evaluator, build_host, build_learners, build_rollouts
+from skyrl_train.runs.common import (
+    begin,
+    build_loop,
+    first_lines,
+    open_folder,
     prepare_process,
-    replay_violation,
+    say_goodbye,
+    size_micro_batches,
 )
-from skyrl_train.runs.parts import begin, build_loop, first_lines, open_folder, say_goodbye
 
 if TYPE_CHECKING:
     from skyrl_train.batch.assemble import AssemblySettings
     from skyrl_train.interfaces import CheckpointStore
     from skyrl_train.plan.batch_plan import BatchPlan
+    from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.ppo import TrainingResult
     from skyrl_train.trainers.resume import Start
-    from skyrl_train.trainers.steps import Learners, PPOSettings
+    from skyrl_train.trainers.state import DataFingerprint
+    from skyrl_train.trainers.steps import Learners, PPOSettings, PromptBatches
+    from skyrl_train.types import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Prompts, after those that are too long were left out."""
+
+    train: PromptBatches
+    fingerprint: DataFingerprint
+    num_train: int
+    validation: tuple[Prompt, ...]
+    notes: tuple[str, ...]
+    """What was left out, one line each."""
+    recording: ReplayGenerator | None = None
+    """Recorded rollouts in place of an engine; `train` is then what it answers."""
 
 
 def train(config: Config) -> None:
@@ -53,7 +70,7 @@ def train(config: Config) -> None:
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
     folder = open_folder(config)
-    console.header(f"skyrl_train: {config.run_name}", _first_lines(config))
+    console.header(f"skyrl_train: {config.run_name}", describe(config))
     data = load_data(config)
     plan = plan_batches(config, num_train_prompts=data.num_train)
     console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
@@ -81,7 +98,7 @@ def _train(
     from skyrl_train.trainers.rollout_sink import RolloutLog
 
     host = build_host(config, stack)
-    rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress, host=host)
+    rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
     learners = build_learners(run_models(config, plan.schedule), stack, host)
     _size_micro_batches(config, plan, learners, folder, console)
     loop = build_loop(
@@ -107,7 +124,7 @@ def _train(
         generator=rollouts.generator,
         learners=learners,
         transport=rollouts.transport,
-        evaluator=build_evaluator(config, data, rollouts.generator, rollout_log),
+        evaluator=build_evaluator(config, data.validation, rollouts.generator, rollout_log),
         rollout_log=rollout_log,
     )
     return trainer.train()
@@ -144,8 +161,6 @@ def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> Assemb
 def _size_micro_batches(
     config: Config, plan: BatchPlan, learners: Learners, folder: RunFolder, console: RunConsole
 ) -> None:
-    from skyrl_train.runs.build_memory import size_micro_batches
-
     turns = config.generator.max_turns if config.generator.is_step_wise else 1
     lines = size_micro_batches(
         config.trainer,
@@ -158,47 +173,8 @@ def _size_micro_batches(
         console.header("memory", lines)
 
 
-def evaluate(config: Config) -> None:
-    """One evaluation on `data.validation` with the weights of `model.path`, or of the checkpoint `trainer.resume_path`.
-
-    Writes `evaluation.json` and, with `trainer.dump_rollouts`, `rollouts/`. Raises SkyrlTrainError.
-    """
-    config = place(config, training=False)
-    if violations := validate_config(config):
-        raise ConfigError(violations)
-    prepare_process(config)
-    from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.trainers.evaluation_report import evaluation_line, figures_table, write_evaluation
-    from skyrl_train.trainers.rollout_sink import RolloutLog
-
-    console = RunConsole()
-    folder = open_folder(config)
-    console.header(
-        f"skyrl_train: evaluation of {config.trainer.resume_path or config.model.path}", _first_lines(config)
-    )
-    data = load_data(config)
-    if not data.validation:
-        raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
-    with folder.held(), ExitStack() as stack:
-        host = build_host(config, stack)
-        rollouts = build_rollouts(config, data, stack, on_progress=console.on_progress, host=host)
-        step = load_checkpoint_weights(config, rollouts.transport)
-        rollout_log = RolloutLog(folder.rollouts) if config.trainer.dump_rollouts else None
-        evaluator = build_evaluator(config, data, rollouts.generator, rollout_log)
-        if evaluator is None:
-            raise ConfigError([replay_violation()])
-        with console.phase("evaluate"):
-            result = evaluator.evaluate(step)
-        if rollout_log is not None:
-            rollout_log.flush()
-            rollout_log.close()
-        write_evaluation(folder.evaluation_file, result)
-    console.note(evaluation_line(result))
-    console.show(figures_table(result))
-    console.note(f"written: {folder.evaluation_file}, {folder.rollouts}")
-
-
-def _first_lines(config: Config) -> list[str]:
+def describe(config: Config) -> list[str]:
+    """The first lines of a run: where it runs, what it trains, what acts and what generates."""
     from skyrl_train.plan.device_report import placement_lines
     from skyrl_train.plan.dry_run import placement_report
 
@@ -239,3 +215,78 @@ def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
         f"algorithm {part_name(trainer.algorithm.advantage_estimator)}, loss {part_name(trainer.algorithm.policy_loss)}, "
         f"reduction {part_name(trainer.algorithm.loss_reduction)}, lr {trainer.policy.optimizer.lr:g}",
     ]
+
+
+def load_data(config: Config) -> Data:
+    """Reads, checks and measures all prompts. Raises DataError, ModelError (the tokenizer), ConfigError."""
+    from skyrl_train.data.prompts import PromptSource
+    from skyrl_train.trainers.state import DataFingerprint
+
+    if config.generator.backend == "replay":
+        return _replayed_data(config)
+    notes: list[str] = []
+    train = _prompts(config, config.data.train, config.data.max_train_prompts, "train", notes)
+    if not train:
+        raise DataError(f"data.train={list(config.data.train)} has no prompts")
+    validation = _prompts(config, config.data.validation, config.data.max_validation_prompts, "validation", notes)
+    return Data(
+        train=PromptSource(
+            train, config.trainer.train_batch_size, config.data.shuffle, config.seed, order=config.data.order
+        ).batch,
+        fingerprint=DataFingerprint.of(train),
+        num_train=len(train),
+        validation=tuple(validation),
+        notes=tuple(notes),
+    )
+
+
+def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, notes: list[str]) -> list[Prompt]:
+    from skyrl_train.data.prompts import filter_by_length, load_prompts
+    from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.rollout.chat_tokens import ChatTokens
+
+    if not sources:
+        return []
+    chat = ChatTokens(load_tokenizer(config.model))
+    result = filter_by_length(
+        load_prompts(sources, limit=limit or None, reader=config.data.reader, row_format=config.data.row_format),
+        lambda prompt: len(chat.data_prompt(prompt)),
+        max_prompt_length=config.data.max_prompt_length,
+        over_long=config.data.over_long,
+    )
+    own = config.environment.env_class
+    named = None if own is None else split_spec(own)[0]
+    num_others = sum(prompt.env_class not in (None, named) for prompt in result.prompts)
+    if named is not None and num_others:
+        notes.append(
+            f"{num_others} {name} rows name another env_class; environment.env_class={named} judges them all "
+            "(environment=by_row takes their own)"
+        )
+    if result.num_dropped:
+        notes.append(
+            f"{result.num_dropped} {name} prompts have more than data.max_prompt_length="
+            f"{config.data.max_prompt_length} tokens and are left out (the longest has {result.longest})"
+        )
+    return result.prompts
+
+
+def _replayed_data(config: Config) -> Data:
+    """The recording supplies the prompts of each step. Raises DataError, ConfigError."""
+    from skyrl_train.rollout.replay import ReplayGenerator
+    from skyrl_train.trainers.state import DataFingerprint
+
+    recording = ReplayGenerator(config.generator.replay_path)
+    recording.check(
+        train_batch_size=config.trainer.train_batch_size,
+        n_samples_per_prompt=config.generator.n_samples_per_prompt,
+        total_steps=config.trainer.total_steps,
+    )
+    prompts = recording.prompts
+    return Data(
+        train=recording.batch,
+        fingerprint=DataFingerprint.of(prompts),
+        num_train=len(prompts),
+        validation=(),
+        notes=(f"rollouts are replayed from {config.generator.replay_path}; nothing is generated or evaluated",),
+        recording=recording,
+    )

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.cli.auto_placement import place
-from skyrl_train.config.sft import SFTConfig, validate_sft
+from skyrl_train.config.learners import RunModels
+from skyrl_train.config.sft import SFTConfig, sft_layout, sft_learner_settings, validate_sft
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import part_name
-from skyrl_train.runs.build import prepare_process
-from skyrl_train.runs.build_memory import size_micro_batches
-from skyrl_train.runs.build_sft import (
-    SFTData,
-    SFTPlan,
-    build_feed,
-    build_policy,
-    build_samples,
-    build_sft_evaluator,
-    load_sft_data,
-    plan_sft,
+from skyrl_train.runs.build import build_learners
+from skyrl_train.runs.common import (
+    begin,
+    build_loop,
+    first_lines,
+    open_folder,
+    prepare_process,
+    say_goodbye,
+    size_micro_batches,
 )
-from skyrl_train.runs.parts import begin, build_loop, first_lines, open_folder, say_goodbye
+from skyrl_train.runs.sft_data import SFTData, SFTPlan, build_feed, load_sft_data, plan_sft
 
 if TYPE_CHECKING:
+    from skyrl_train.cluster.build import Cluster
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
+    from skyrl_train.interfaces import Learner
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.resume import Start
     from skyrl_train.trainers.sft import SFTResult
+    from skyrl_train.trainers.sft_evaluate import SFTEvaluator
+    from skyrl_train.trainers.sft_samples import SampleWriter
 
 _ROWS_BETWEEN_NOTES = 512 * 40
 
@@ -147,3 +151,66 @@ def _plan_lines(config: SFTConfig, plan: SFTPlan, data: SFTData) -> list[str]:
         + (f", evaluated {every}" if held_out else "")
         + f"; {part_name(trainer.optimizer.schedule)} learning rate {trainer.optimizer.lr:g}",
     ]
+
+
+def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:
+    """The model that learns, in this process or on Ray. `stack` closes it."""
+    models = RunModels(learners=(sft_learner_settings(config, total_steps=plan.total_steps),))
+    return build_learners(models, stack, _cluster(config, stack)).policy
+
+
+def _cluster(config: SFTConfig, stack: ExitStack) -> Cluster | None:
+    """None without Ray."""
+    if config.placement.backend != "ray":
+        return None
+    from skyrl_train.cluster.build import Cluster, ClusterSettings, with_time_to_load
+
+    settings = ClusterSettings(
+        run_name=config.run_name,
+        output_dir=Path(config.output_dir),
+        placement=with_time_to_load(config.placement, [config.model]),
+        layout=sft_layout(config),
+        model=config.model,
+    )
+    return Cluster(settings, stack)
+
+
+def build_sft_evaluator(config: SFTConfig, data: SFTData) -> SFTEvaluator | None:
+    """None where there are no held-out examples."""
+    from skyrl_train.trainers.sft_evaluate import SFTEvaluator
+
+    if not data.validation:
+        return None
+    return SFTEvaluator(
+        data.validation, batch_size=config.trainer.eval_batch_size, is_async=config.trainer.async_batch_collation
+    )
+
+
+def build_samples(config: SFTConfig, data: SFTData, folder: RunFolder, stack: ExitStack) -> SampleWriter | None:
+    """An engine of its own with a second copy of the model; None where no samples are asked for."""
+    from skyrl_train.trainers.sft_samples import SampleWriter
+    from skyrl_train.trainers.steps import sampling_params
+
+    trainer = config.trainer
+    if not trainer.eval_samples or not data.validation:
+        return None
+    from skyrl_train.inference.hf import HFEngine
+    from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
+    from skyrl_train.weight_sync.transport import InlineTransport
+
+    tokenizer = load_tokenizer(config.model)
+    engine = HFEngine(
+        load_causal_lm(config.model, config.platform.device), tokenizer, max_batch_size=trainer.eval_batch_size
+    )
+    stack.callback(engine.close)
+    return SampleWriter(
+        data.validation,
+        engine=engine,
+        transport=InlineTransport(engine),
+        decode=lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False)),
+        sampling=sampling_params(trainer.eval_sampling),
+        num_samples=trainer.eval_samples,
+        seed=config.seed,
+        timeout_s=trainer.eval_sample_timeout_s,
+        folder=folder.samples,
+    )

@@ -16,7 +16,7 @@ from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, StrategyConfig
 from skyrl_train.interfaces import Learner
-from skyrl_train.runs.build_memory import read_reports, size_micro_batches
+from skyrl_train.runs.common import read_reports, size_micro_batches
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, policy_of, settings_of
 

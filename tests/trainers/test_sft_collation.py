@@ -15,7 +15,7 @@ from skyrl_train.data.async_collator import AsyncBatchCollator
 from skyrl_train.data.collate import DefaultCollator, PackedDataCollator
 from skyrl_train.data.feed import BatchFeed
 from skyrl_train.data.token_store import Ints
-from skyrl_train.runs.build_sft import build_stream
+from skyrl_train.runs.sft_data import build_stream
 from tests.sft_runs import RecordingLearner, make_config, make_data, raise_at, sft_run, workers
 
 LAYOUTS = ("padded", "packed")

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import Config, PlatformConfig
-from skyrl_train.runs.parts import first_lines, resume_promise
+from skyrl_train.runs.common import first_lines, resume_promise
 
 GPU = PlatformConfig(name="gpu", device="cuda:0")
 ENGINE_SEEDS = GeneratorConfig(backend="vllm", seeds="engine")

@@ -19,7 +19,7 @@ from skyrl_train.learner.sizing import SizingLimits, SizingReport, make_meter
 from skyrl_train.learner.sizing import size_micro_batches as size_alone
 from skyrl_train.plan.device_report import memory_lines
 from skyrl_train.plan.dry_run import plan_memory
-from skyrl_train.runs.build_memory import read_reports, size_micro_batches
+from skyrl_train.runs.common import read_reports, size_micro_batches
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, make_learner, policy_of, save_tiny_model
 from tests.memory_cases import FailingMeter, size_itself

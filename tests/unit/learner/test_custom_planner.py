@@ -19,7 +19,7 @@ from skyrl_train.learner.build import build_engine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.registry import PartSpec, reads
-from skyrl_train.runs.build_memory import size_micro_batches
+from skyrl_train.runs.common import size_micro_batches
 from tests.layout_cases import close, flat_gradient
 from tests.learner_cases import make_batch, make_double, save_tiny_model, settings_of
 from tests.memory_cases import FailingMeter

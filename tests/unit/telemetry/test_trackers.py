@@ -7,7 +7,7 @@ import pytest
 
 from skyrl_train.config.schema import Config, ConsoleConfig, TensorboardConfig, TrackerConfig, WandbConfig
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.runs.parts import build_trackers
+from skyrl_train.runs.common import build_trackers
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.run_folder import RunFolder

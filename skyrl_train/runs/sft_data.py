@@ -1,7 +1,4 @@
-"""The parts of a supervised run, from a validated `SFTConfig`. Learners are those of `build.py`.
-
-As there, everything heavy is imported inside the functions.
-"""
+"""The data of a supervised run, from a validated `SFTConfig`: examples, the steps that they fill, and their batches."""
 
 from __future__ import annotations
 
@@ -11,22 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.config.batch_rules import data_parallel_size
-from skyrl_train.config.learners import RunModels
-from skyrl_train.config.sft import SFTConfig, SFTDataConfig, sft_layout, sft_learner_settings
+from skyrl_train.config.sft import SFTConfig, SFTDataConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from skyrl_train.cluster.build import Cluster
     from skyrl_train.data.collate import Collator
     from skyrl_train.data.feed import BatchFeed
     from skyrl_train.data.sft import Loaded
     from skyrl_train.data.step_stream import Closing, StepStream
     from skyrl_train.data.token_store import ExampleSet
-    from skyrl_train.interfaces import Learner
-    from skyrl_train.telemetry.run_folder import RunFolder
-    from skyrl_train.trainers.sft_evaluate import SFTEvaluator
-    from skyrl_train.trainers.sft_samples import SampleWriter
     from skyrl_train.trainers.state import DataFingerprint
 
 
@@ -215,68 +206,3 @@ def _collator(config: SFTConfig, data: SFTData) -> Collator:
 
 def _num_shares(config: SFTConfig) -> int:
     return data_parallel_size(config.placement.policy_num_workers, config.strategy.sequence_parallel_size)
-
-
-def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:
-    """The model that learns, in this process or on Ray. `stack` closes it."""
-    from skyrl_train.runs.build import build_learners
-
-    models = RunModels(learners=(sft_learner_settings(config, total_steps=plan.total_steps),))
-    return build_learners(models, stack, _cluster(config, stack)).policy
-
-
-def _cluster(config: SFTConfig, stack: ExitStack) -> Cluster | None:
-    """None without Ray."""
-    if config.placement.backend != "ray":
-        return None
-    from skyrl_train.cluster.build import Cluster, ClusterSettings, with_time_to_load
-
-    settings = ClusterSettings(
-        run_name=config.run_name,
-        output_dir=Path(config.output_dir),
-        placement=with_time_to_load(config.placement, [config.model]),
-        layout=sft_layout(config),
-        model=config.model,
-    )
-    return Cluster(settings, stack)
-
-
-def build_sft_evaluator(config: SFTConfig, data: SFTData) -> SFTEvaluator | None:
-    """None where there are no held-out examples."""
-    from skyrl_train.trainers.sft_evaluate import SFTEvaluator
-
-    if not data.validation:
-        return None
-    return SFTEvaluator(
-        data.validation, batch_size=config.trainer.eval_batch_size, is_async=config.trainer.async_batch_collation
-    )
-
-
-def build_samples(config: SFTConfig, data: SFTData, folder: RunFolder, stack: ExitStack) -> SampleWriter | None:
-    """An engine of its own with a second copy of the model; None where no samples are asked for."""
-    from skyrl_train.trainers.sft_samples import SampleWriter
-    from skyrl_train.trainers.steps import sampling_params
-
-    trainer = config.trainer
-    if not trainer.eval_samples or not data.validation:
-        return None
-    from skyrl_train.inference.hf import HFEngine
-    from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
-    from skyrl_train.weight_sync.transport import InlineTransport
-
-    tokenizer = load_tokenizer(config.model)
-    engine = HFEngine(
-        load_causal_lm(config.model, config.platform.device), tokenizer, max_batch_size=trainer.eval_batch_size
-    )
-    stack.callback(engine.close)
-    return SampleWriter(
-        data.validation,
-        engine=engine,
-        transport=InlineTransport(engine),
-        decode=lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False)),
-        sampling=sampling_params(trainer.eval_sampling),
-        num_samples=trainer.eval_samples,
-        seed=config.seed,
-        timeout_s=trainer.eval_sample_timeout_s,
-        folder=folder.samples,
-    )

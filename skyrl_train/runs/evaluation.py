@@ -1,0 +1,90 @@
+"""One evaluation of a model, or of a checkpoint, on held-out prompts; nothing is trained."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_train.cli.auto_placement import place
+from skyrl_train.config.generation import ships_adapter
+from skyrl_train.config.validate import validate_config
+from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.runs.build import build_evaluator, build_host, build_rollouts
+from skyrl_train.runs.common import open_folder, prepare_process
+from skyrl_train.runs.rl import describe, load_data
+
+if TYPE_CHECKING:
+    from skyrl_train.config.schema import Config
+    from skyrl_train.interfaces import WeightTransport
+
+
+def evaluate(config: Config) -> None:
+    """One evaluation on `data.validation` with the weights of `model.path`, or of the checkpoint `trainer.resume_path`.
+
+    Writes `evaluation.json` and, with `trainer.dump_rollouts`, `rollouts/`. Raises SkyrlTrainError.
+    """
+    config = place(config, training=False)
+    if violations := validate_config(config):
+        raise ConfigError(violations)
+    prepare_process(config)
+    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.trainers.evaluation_report import evaluation_line, figures_table, write_evaluation
+    from skyrl_train.trainers.rollout_sink import RolloutLog
+
+    console = RunConsole()
+    folder = open_folder(config)
+    console.header(f"skyrl_train: evaluation of {config.trainer.resume_path or config.model.path}", describe(config))
+    data = load_data(config)
+    if not data.validation:
+        raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
+    with folder.held(), ExitStack() as stack:
+        host = build_host(config, stack)
+        rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
+        step = _load_checkpoint_weights(config, rollouts.transport)
+        rollout_log = RolloutLog(folder.rollouts) if config.trainer.dump_rollouts else None
+        evaluator = build_evaluator(config, data.validation, rollouts.generator, rollout_log)
+        if evaluator is None:
+            raise ConfigError(
+                [
+                    Violation(
+                        field="generator.backend",
+                        rule="must generate, to evaluate",
+                        value="'replay'",
+                        remedy="Use generator=hf or generator=vllm",
+                    )
+                ]
+            )
+        with console.phase("evaluate"):
+            result = evaluator.evaluate(step)
+        if rollout_log is not None:
+            rollout_log.flush()
+            rollout_log.close()
+        write_evaluation(folder.evaluation_file, result)
+    console.note(evaluation_line(result))
+    console.show(figures_table(result))
+    console.note(f"written: {folder.evaluation_file}, {folder.rollouts}")
+
+
+def _load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
+    """Gives the engine the policy of the checkpoint `trainer.resume_path` and returns its step; 0 where none is stated.
+
+    Raises CheckpointError where there is no whole checkpoint.
+    """
+    if config.trainer.resume_mode not in ("from_path", "fork"):
+        return 0
+    from skyrl_train.distributed.checkpoint import checkpoint_step
+    from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
+    from skyrl_train.learner.state import read_model
+
+    checkpoint = FolderCheckpointStore(Path(config.trainer.resume_path), keep=1).find(Path(config.trainer.resume_path))
+    step = checkpoint_step(checkpoint)
+    weights = iter(read_model(checkpoint / "policy").items())
+    if config.model.lora.rank:
+        from skyrl_train.model.lora import adapter_tensors, base_with_adapter, merged_weights
+
+        model = base_with_adapter(config.model, dict(weights))
+        adapter = ((name, parameter.detach()) for name, parameter in adapter_tensors(model).items())
+        weights = adapter if ships_adapter(config.generator) else merged_weights(model, lambda tensor: tensor)
+    transport.sync(weights, step)
+    return step
