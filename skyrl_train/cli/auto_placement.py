@@ -155,7 +155,7 @@ def _supervised(config: SFTConfig, devices: Devices) -> SFTConfig:
     nodes, per_node = _even_nodes(devices)
     if nodes * per_node == 1 and not config.placement.ray_address:
         return replace(config, placement=_chosen(config.placement, backend="inline"))
-    strategy = replace(config.strategy, name="fsdp2") if config.strategy.name == "single" else config.strategy
+    strategy = replace(config.strategy, name="fsdp2") if config.strategy.kind == "single" else config.strategy
     placement = _chosen(config.placement, policy_num_nodes=nodes, policy_num_gpus_per_node=per_node)
     return replace(config, placement=placement, strategy=strategy)
 
@@ -253,7 +253,7 @@ class _Choice:
         sync."""
         if not self.training:
             return True
-        ranks = config.placement.policy_num_workers if config.strategy.name == "fsdp2" else 1
+        ranks = config.placement.policy_num_workers if config.strategy.kind == "fsdp2" else 1
         parameters = 0 if config.strategy.cpu_offload else 4 * facts.parameters / ranks
         needed = parameters + self._engine_weights(config, facts) / size + _BUCKET_BYTES + _ENGINE_OVERHEAD_BYTES
         return needed <= self.memory_bytes

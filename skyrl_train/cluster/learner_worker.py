@@ -17,11 +17,8 @@ from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.weight_sync.buckets import unpack_bucket
 
 if TYPE_CHECKING:
-    import torch
-
     from skyrl_train.config.learners import LearnerSettings
     from skyrl_train.distributed.process_group import Rendezvous
-    from skyrl_train.distributed.strategy import ModelStrategy
     from skyrl_train.learner.policy import PolicyLearner
     from skyrl_train.learner.sizing import SizingLimits, SizingReport
 
@@ -69,16 +66,16 @@ class LearnerWorker:
         import torch
 
         from skyrl_train.distributed.process_group import join
-        from skyrl_train.learner.build import build_learner
+        from skyrl_train.learner.build import build_learner, build_strategy
         from skyrl_train.model.numerics import set_numerics
         from skyrl_train.weight_sync.sender import WeightSender
 
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         set_numerics(deterministic=self._settings.deterministic)
         device = torch.device("cuda:0" if self._settings.platform.name == "gpu" else "cpu")
-        if self._settings.strategy.name != "single":
+        if self._settings.strategy.kind != "single":
             join(rendezvous, device)
-        strategy = _strategy(self._settings, device)
+        strategy = build_strategy(self._settings, device, num_ranks=rendezvous.num_ranks)
         self._learner = build_learner(self._settings, strategy=strategy)
         engine = self._learner.engine
         self._sender = WeightSender(
@@ -155,26 +152,3 @@ class LearnerWorker:
         if not isinstance(self._learner, PolicyLearner):
             raise SkyrlTrainError(f"the {self._role} model has no log-probabilities")
         return self._learner
-
-
-def _strategy(settings: LearnerSettings, device: torch.device) -> ModelStrategy:
-    import torch
-
-    from skyrl_train.distributed.sequence_parallel import SequenceGroup
-    from skyrl_train.distributed.strategy import Replicated, Sharded, SingleProcess
-
-    chosen = settings.strategy
-    if chosen.name == "single":
-        return SingleProcess()
-    size = chosen.sequence_parallel_size
-    group = SequenceGroup(size, timeout_s=settings.collective_timeout_s) if size > 1 else None
-    if chosen.name == "ddp":
-        return Replicated(group)
-    dtype = torch.bfloat16 if settings.model.dtype == "bfloat16" else torch.float32
-    return Sharded(
-        device=device,
-        dtype=dtype,
-        cpu_offload=chosen.cpu_offload,
-        gradient_sync=chosen.gradient_sync,
-        group=group,
-    )

@@ -161,6 +161,24 @@ CRITIC_LOSSES = Seam(
 )
 """`(ValueLossInputs, AlgorithmConfig) -> PolicyLossOutput`."""
 
+STRATEGIES = Seam(
+    "strategy.name",
+    {
+        "single": Builtin("skyrl_train.distributed.strategy:single"),
+        "ddp": Builtin("skyrl_train.distributed.strategy:ddp"),
+        "fsdp2": Builtin("skyrl_train.distributed.strategy:fsdp2"),
+    },
+    given=("ranks",),
+)
+"""`(RankSettings) -> ModelStrategy`, on each rank; see `distributed/strategy.py`."""
+
+MODEL_LOADERS = Seam(
+    "model.loader",
+    {"transformers": Builtin("skyrl_train.model.causal_lm:from_pretrained")},
+    given=("folder", "dtype", "model"),
+)
+"""`(folder, dtype, ModelConfig) -> (causal language model on the CPU, names of parameters that its weights lack)`."""
+
 OPTIMIZERS = Seam(
     "optimizer.name",
     {"adamw": Builtin("skyrl_train.learner.optimizer:adamw"), "sgd": Builtin("skyrl_train.learner.optimizer:sgd")},

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from skyrl_train.config.parts import STRATEGIES
 from skyrl_train.config.rules import CutsRows, Free, LayoutOnly, NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds
+from skyrl_train.registry import PartSpec
 
 ROLES = ("policy", "critic", "ref")
 """First part of the names of a model's settings."""
@@ -32,8 +34,8 @@ class PlatformConfig:
 class StrategyConfig:
     """`strategy=single|ddp|fsdp2`: how one model is spread over ranks."""
 
-    name: Literal["single", "ddp", "fsdp2"] = "single"
-    """single: one process. ddp: a replica per rank. fsdp2: sharded over ranks."""
+    name: Annotated[PartSpec, STRATEGIES] = "single"
+    """single: one process. ddp: a replica per rank. fsdp2: sharded over ranks. Or a custom one, of one process or many."""
     sequence_parallel_size: CutsRows[PositiveInt] = 1
     """So many ranks compute each micro-batch together, each a part of its positions: for long rows. Must divide the
     ranks and the attention heads of every model; a micro-batch's caps hold for all of them together."""
@@ -43,6 +45,16 @@ class StrategyConfig:
     """When ranks sum gradients (fsdp2). step: with an optimizer step's last micro-batch; until then each rank keeps the
     gradient of the whole model, 4 bytes a trained parameter. micro_batch: with each, which keeps shards alone. auto: step
     where whole gradients take at most a tenth of the device's memory."""
+
+    @property
+    def kind(self) -> str:
+        """The built-in strategy that is chosen, whichever way its name is written; the target of a custom one."""
+        return STRATEGIES.name_of(self.name)
+
+    @property
+    def is_custom(self) -> bool:
+        """Whether it is none of the built-in ones, so that nothing is known of how it spreads a model."""
+        return self.kind not in STRATEGIES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from skyrl_train.config.parts import (
     DATA_READERS,
     ENVIRONMENTS,
     METRICS,
+    MODEL_LOADERS,
     OPTIMIZERS,
     PROMPT_ORDERS,
     ROW_FORMATS,
@@ -84,6 +85,8 @@ class ModelConfig:
     """Compile the decoder layers with torch.compile: one graph for all sizes; takes a while at the first forward."""
     trust_remote_code: Free[bool] = False
     """Run Python code that comes with the model. Off: such a model is refused."""
+    loader: Forks[Annotated[PartSpec, MODEL_LOADERS]] = "transformers"
+    """What reads the weights of every model that is trained, scored, or generates in this process."""
     lora: Annotated[LoraConfig, ReadWith("rank")] = field(default_factory=LoraConfig)
     """Train an adapter."""
 

@@ -204,11 +204,11 @@ def near_path(path: str) -> str:
 
 
 def _strategy(strategy: StrategyConfig) -> Iterator[Violation]:
-    if strategy.cpu_offload and strategy.name != "fsdp2":
+    if strategy.cpu_offload and strategy.kind != "fsdp2" and not strategy.is_custom:
         yield Violation.of(
             "strategy.cpu_offload",
             strategy.cpu_offload,
-            f"needs strategy=fsdp2 and does nothing with {strategy.name}",
+            f"needs strategy=fsdp2 and does nothing with {strategy.kind}",
             "add strategy=fsdp2, or drop strategy.cpu_offload",
         )
 

@@ -16,7 +16,7 @@ from skyrl_train.errors import Violation
 
 
 def _single_process(placement: PlacementConfig, strategy: StrategyConfig) -> Iterator[Violation]:
-    if placement.backend == "ray" and strategy.name == "single" and placement.policy_num_workers > 1:
+    if placement.backend == "ray" and strategy.kind == "single" and placement.policy_num_workers > 1:
         yield Violation(
             field="placement.policy_num_workers",
             rule="must be 1 with strategy=single, which is one process",
@@ -37,7 +37,7 @@ def _inline_workers(placement: PlacementConfig, role: str) -> Iterator[Violation
 
 
 def _inline_strategy(placement: PlacementConfig, strategy: StrategyConfig) -> Iterator[Violation]:
-    if placement.backend == "inline" and strategy.name != "single":
+    if placement.backend == "inline" and strategy.kind in ("ddp", "fsdp2"):
         yield Violation(
             field="strategy.name",
             rule="must be single with placement.backend=inline, which is one process",
@@ -253,7 +253,7 @@ def _sequence_parallel(strategy: StrategyConfig, model: ModelConfig) -> Iterator
     size = strategy.sequence_parallel_size
     if size == 1:
         return
-    if strategy.name == "single":
+    if strategy.kind == "single":
         yield Violation(
             field=_SEQUENCE_PARALLEL,
             rule="must be 1 with strategy=single, which is one process",

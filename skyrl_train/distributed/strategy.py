@@ -14,17 +14,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from skyrl_train.batch.layout import PositionGroup
+from skyrl_train.config.parts import STRATEGIES
 from skyrl_train.config.passes import sums_once_a_step
+from skyrl_train.config.placement import StrategyConfig
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.together import Together
-from skyrl_train.errors import RankOutOfMemory
+from skyrl_train.errors import ConfigError, RankOutOfMemory, Violation
+from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,138 +40,100 @@ _BUCKET_BYTES = 64 * 2**20
 """Gradients that are summed in one collective."""
 
 
-class ModelStrategy(Protocol):
-    """What differs between one process and many. Methods that talk to other ranks are called by all, in step."""
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """What a strategy is made from, in each process, after its ranks have joined the default process group."""
 
-    rank: int
     num_ranks: int
-    sharded: bool
+    """1 in one process without a process group, too."""
+    device: torch.device
+    """Where passes are computed."""
+    dtype: torch.dtype
+    """That of forward passes; parameters are float32."""
+    cpu_offload: bool = False
+    """`strategy.cpu_offload`."""
+    gradient_sync: GradientSync = "auto"
+    """`strategy.gradient_sync`."""
+    group: SequenceGroup | None = None
+    """The ranks that this one computes each micro-batch with (`strategy.sequence_parallel_size`); None: it does so alone."""
+
+
+class ModelStrategy:
+    """What one process alone does. Strategies of many ranks, bundled or custom, override what they do otherwise.
+
+    Methods that talk to other ranks are called by all, in step.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+    sharded: bool = False
     """Whether parameters are DTensors of which each rank holds a part."""
-    device: torch.device | None
+    device: torch.device | None = None
     """Where passes are computed; None is where the parameters are."""
-    group: PositionGroup | None
+    group: PositionGroup | None = None
     """The ranks that this one computes each micro-batch with; None: it does so alone."""
-    keeps_whole_gradients: bool
+    keeps_whole_gradients: bool = False
     """Whether parameters are sharded, but their gradients are kept whole until the last micro-batch of a step."""
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Spreads the model, before an optimizer is made for it."""
-        ...
 
     def agree(self, count: int) -> int:
-        """The largest `count` of all ranks."""
-        ...
+        """Return the largest `count` of all ranks."""
+        return count
 
-    def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:
+    def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: ARG002
         """Runs a forward computation that reads parameters of `model` beside calling it."""
-        ...
+        return function()
 
     def begin_backward(self, model: PreTrainedModel, *, is_last: bool) -> None:
         """Called before each forward whose backward pass follows; the last one of a mini-batch is told. All ranks have
         equally many."""
-        ...
 
-    def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:
+    def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:  # noqa: ARG002
         """Gives each of `parameters` a gradient of zeros, in the form in which it is kept between micro-batches."""
-        ...
+        _zero_gradients(parameters)
 
-    def whole_gradients(self, model: PreTrainedModel) -> Iterable[Tensor]:
-        """What is kept outside of `parameter.grad`: gradients of sharded parameters that are not summed yet."""
-        ...
+    def whole_gradients(self, model: PreTrainedModel) -> Iterable[Tensor]:  # noqa: ARG002
+        """Return what is kept outside of `parameter.grad`: gradients of sharded parameters that are not summed yet."""
+        return ()
 
-    def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
+    def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
         """Runs passes of `model` of which all ranks finish theirs, or none. See `distributed/together.py`.
 
         Raises RankOutOfMemory on all ranks where memory runs out on one; the model is ready for another pass then.
         """
-        ...
-
-    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sums over ranks what the backward pass has not summed."""
-        ...
-
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Norm of the whole model's gradient: a plain scalar, the same on each rank."""
-        ...
-
-    def first_reason(self, reason: str) -> str:
-        """The lowest rank's reason that is not empty."""
-        ...
-
-    def full(self, tensor: Tensor) -> Tensor:
-        """The whole tensor, gathered from its shards."""
-        ...
-
-    def of_rank_0(self, value: T) -> T:
-        """What rank 0 gave."""
-        ...
-
-
-class SingleProcess:
-    """One rank."""
-
-    rank = 0
-    num_ranks = 1
-    sharded = False
-    device: torch.device | None = None
-    group: PositionGroup | None = None
-    keeps_whole_gradients = False
-
-    def prepare(self, model: PreTrainedModel) -> None:
-        """Nothing to do."""
-
-    def agree(self, count: int) -> int:
-        """As it is."""
-        return count
-
-    def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: ARG002
-        """As it is."""
-        return function()
-
-    def begin_backward(self, model: PreTrainedModel, *, is_last: bool) -> None:
-        """Nothing to do."""
-
-    def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:  # noqa: ARG002
-        """In `parameter.grad`."""
-        _zero_gradients(parameters)
-
-    def whole_gradients(self, model: PreTrainedModel) -> Iterable[Tensor]:  # noqa: ARG002
-        """None."""
-        return ()
-
-    def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
-        """Alone."""
         return Together(lambda code: code).run(work)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Nothing to do."""
+        """Sums over ranks what the backward pass has not summed."""
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The L2 norm over all gradients."""
+        """Return the L2 norm of the whole model's gradient: a plain scalar, the same on each rank."""
         return torch.nn.utils.get_total_norm(gradients)
 
     def first_reason(self, reason: str) -> str:
-        """As it is."""
+        """Return the lowest rank's reason that is not empty."""
         return reason
 
-    def of_rank_0(self, value: T) -> T:
-        """As it is."""
-        return value
-
     def full(self, tensor: Tensor) -> Tensor:
-        """As it is."""
+        """Return the whole tensor, gathered from its shards."""
         return tensor
 
+    def of_rank_0(self, value: T) -> T:
+        """Return what rank 0 gave."""
+        return value
 
-class Replicated:
+
+class SingleProcess(ModelStrategy):
+    """`single`: one process."""
+
+
+class Replicated(ModelStrategy):
     """`ddp`: a replica per rank of the default process group."""
 
-    sharded = False
-    device: torch.device | None = None
-    keeps_whole_gradients = False
-
     def __init__(self, group: SequenceGroup | None = None) -> None:
-        self.group: PositionGroup | None = group
+        self.group = group
         self._together = _together(group)
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
@@ -182,21 +148,6 @@ class Replicated:
         """The largest of all ranks."""
         return _largest(count)
 
-    def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:  # noqa: ARG002
-        """As it is: replicas are whole."""
-        return function()
-
-    def begin_backward(self, model: PreTrainedModel, *, is_last: bool) -> None:
-        """Nothing to do: `reduce_gradients` sums them, once a step."""
-
-    def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:  # noqa: ARG002
-        """In `parameter.grad`."""
-        _zero_gradients(parameters)
-
-    def whole_gradients(self, model: PreTrainedModel) -> Iterable[Tensor]:  # noqa: ARG002
-        """None: `parameter.grad` is whole."""
-        return ()
-
     def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
         """Ranks meet at the end, and before each collective of ranks that share forwards: else replicas do not talk."""
         return self._together.run(work)
@@ -210,24 +161,16 @@ class Replicated:
             for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket])):
                 gradient.copy_(part.view_as(gradient))
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The L2 norm over all gradients, which are the same on each rank."""
-        return torch.nn.utils.get_total_norm(gradients)
-
     def first_reason(self, reason: str) -> str:
         """The lowest rank's."""
         return _first_reason(reason, self.num_ranks)
-
-    def full(self, tensor: Tensor) -> Tensor:
-        """As it is: replicas are whole."""
-        return tensor
 
     def of_rank_0(self, value: T) -> T:
         """Rank 0's."""
         return _of_rank_0(value)
 
 
-class Sharded:
+class Sharded(ModelStrategy):
     """`fsdp2`: `fully_shard` on each decoder layer and on the model, over the default process group."""
 
     sharded = True
@@ -242,10 +185,10 @@ class Sharded:
         group: SequenceGroup | None = None,
     ) -> None:
         """`dtype` is that of forward passes; `gradient_sync` is `strategy.gradient_sync`."""
-        self.group: PositionGroup | None = group
+        self.group = group
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
-        self.device: torch.device | None = device
+        self.device = device
         self._device = device
         self._dtype = dtype
         self._cpu_offload = cpu_offload
@@ -326,6 +269,37 @@ class Sharded:
     def of_rank_0(self, value: T) -> T:
         """Rank 0's."""
         return _of_rank_0(value)
+
+
+def single(ranks: RankSettings) -> ModelStrategy:  # noqa: ARG001
+    """One process: nothing is spread."""
+    return SingleProcess()
+
+
+def ddp(ranks: RankSettings) -> ModelStrategy:
+    """A replica per rank; gradients are summed once per optimizer step."""
+    return Replicated(ranks.group)
+
+
+def fsdp2(ranks: RankSettings) -> ModelStrategy:
+    """Parameters, gradients and optimizer state sharded over the ranks."""
+    return Sharded(
+        device=ranks.device,
+        dtype=ranks.dtype,
+        cpu_offload=ranks.cpu_offload,
+        gradient_sync=ranks.gradient_sync,
+        group=ranks.group,
+    )
+
+
+def make_strategy(config: StrategyConfig, ranks: RankSettings) -> ModelStrategy:
+    """Return what `strategy.name` chooses. Raises ConfigError where a custom part makes something else."""
+    made = STRATEGIES.resolve(config.name)(ranks)
+    if not isinstance(made, ModelStrategy):
+        rule, remedy = "must make a ModelStrategy", "Subclass skyrl_train.distributed.strategy.ModelStrategy"
+        value = f"{type(made).__name__} from {part_name(config.name)}"
+        raise ConfigError([Violation(field=STRATEGIES.setting, rule=rule, value=value, remedy=remedy)])
+    return made
 
 
 def _zero_gradients(parameters: Iterable[nn.Parameter]) -> None:

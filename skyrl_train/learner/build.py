@@ -11,7 +11,8 @@ import torch
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.config.learners import LearnerSettings
 from skyrl_train.config.schema import ModelConfig
-from skyrl_train.distributed.strategy import SingleProcess
+from skyrl_train.distributed.sequence_parallel import SequenceGroup
+from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, SingleProcess, make_strategy
 from skyrl_train.errors import ModelError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
@@ -25,8 +26,6 @@ from skyrl_train.seeding import derive_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from skyrl_train.distributed.strategy import ModelStrategy
 
 
 def build_learner(settings: LearnerSettings, *, strategy: ModelStrategy | None = None) -> PolicyLearner | CriticLearner:
@@ -42,11 +41,22 @@ def build_learner(settings: LearnerSettings, *, strategy: ModelStrategy | None =
     return learner_of(engine, settings)
 
 
-def build_policy(settings: LearnerSettings, *, strategy: ModelStrategy | None = None) -> PolicyLearner:
-    """`build_learner` of settings whose role is `policy` or `reference`."""
-    learner = build_learner(settings, strategy=strategy)
-    assert isinstance(learner, PolicyLearner)
-    return learner
+def build_strategy(settings: LearnerSettings, device: torch.device, *, num_ranks: int = 1) -> ModelStrategy:
+    """Return what spreads the model over its ranks, on each of them after they have joined the default process group.
+
+    Raises ConfigError where a custom part makes something else.
+    """
+    chosen = settings.strategy
+    size = chosen.sequence_parallel_size
+    ranks = RankSettings(
+        num_ranks=num_ranks,
+        device=device,
+        dtype=_compute_dtype(settings.model),
+        cpu_offload=chosen.cpu_offload,
+        gradient_sync=chosen.gradient_sync,
+        group=SequenceGroup(size, timeout_s=settings.collective_timeout_s) if size > 1 else None,
+    )
+    return make_strategy(chosen, ranks)
 
 
 def learner_of(engine: ModelEngine, settings: LearnerSettings) -> PolicyLearner | CriticLearner:
@@ -98,11 +108,15 @@ def build_engine(
         micro_batching=make_micro_batch_strategy(batching, merge_turns=settings.merge_turns),
         layout=batching.layout,
         merge_turns=settings.merge_turns,
-        dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32,
+        dtype=_compute_dtype(model),
         optimizer=settings.optimizer,
         total_optimizer_steps=settings.schedule.optimizer_steps,
         total_documents=settings.schedule.documents,
     )
+
+
+def _compute_dtype(model: ModelConfig) -> torch.dtype:
+    return torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
 
 
 def adapt(loaded: PreTrainedModel, settings: LearnerSettings) -> None:

@@ -12,15 +12,17 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 import skyrl_train.assets
+from skyrl_train.config.parts import MODEL_LOADERS
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import ModelError
 from skyrl_train.model.logprobs import OutputHead, token_scores
+from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -112,32 +114,65 @@ def load_causal_lm(model: ModelConfig, device: torch.device | str) -> PreTrained
 
 
 def read_causal_lm(model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
-    """The model on the CPU in float32, and the parameters that its weights lack, sorted. Raises ModelError."""
-    from transformers import AutoModelForCausalLM
+    """Return the model as `model.loader` reads it, on the CPU in float32, and the parameters that its weights lack.
 
+    Raises ModelError where the loader fails, or gives something else.
+    """
     folder = resolve_model_path(model.path, model.revision)
     _require_files(model.path, folder)
+    load = MODEL_LOADERS.resolve(model.loader)
     try:
-        with quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                dtype=torch.float32,
-                attn_implementation="sdpa" if model.attention == "auto" else model.attention,
-                trust_remote_code=model.trust_remote_code,
-                use_safetensors=True,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+        loaded = load(folder, torch.float32, model)
     except Exception as error:
         raise ModelError(f"model path {model.path!r}: {folder} cannot be loaded: {_reason(error)}") from error
-    causal_lm: PreTrainedModel
-    causal_lm, report = loaded
-    return causal_lm, sorted(report["missing_keys"])
+    return _checked(loaded, model)
+
+
+def from_pretrained(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
+    """`transformers`: the model of the class that its config.json names, and the parameters that its weights lack."""
+    from transformers import AutoModelForCausalLM
+
+    with quiet_transformers():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            dtype=dtype,
+            attn_implementation="sdpa" if model.attention == "auto" else model.attention,
+            trust_remote_code=model.trust_remote_code,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    return loaded[0], sorted(loaded[1]["missing_keys"])
+
+
+def _checked(loaded: object, model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
+    """Raises ModelError for what no learner can take from a loader."""
+    from transformers import PreTrainedModel
+
+    problem = ""
+    if not isinstance(loaded, tuple) or len(loaded) != 2:
+        problem = f"gave {type(loaded).__name__}, not (model, names of parameters that its weights lack)"
+    elif not isinstance(loaded[0], PreTrainedModel):
+        problem = f"gave {type(loaded[0]).__name__} in place of a transformers.PreTrainedModel"
+    else:
+        others = {str(each.dtype) for each in loaded[0].parameters() if each.dtype != torch.float32}
+        if others:
+            problem = f"gave parameters of type {', '.join(sorted(others))}; its second argument asks for torch.float32"
+    if problem:
+        raise ModelError(f"model.loader {part_name(model.loader)} {problem}")
+    causal_lm, missing = cast("tuple[PreTrainedModel, Sequence[str]]", loaded)
+    return causal_lm, sorted(missing)
 
 
 def empty_causal_lm(model: ModelConfig) -> PreTrainedModel:
     """A model of the same form on the CPU, for a rank that will receive its part of the weights: memory for them is
-    reserved but never touched, so that it costs nothing. Raises ModelError."""
+    reserved but never touched, so that it costs nothing. A custom loader's form is known only after it has loaded. Raises
+    ModelError."""
+    if MODEL_LOADERS.name_of(model.loader) not in MODEL_LOADERS:
+        formed, _ = read_causal_lm(model)
+        place_model(formed, model, "cpu")
+        formed.train()
+        return formed
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 

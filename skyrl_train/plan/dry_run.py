@@ -93,7 +93,7 @@ def make_plan_report(
                 lengths,
                 num_parameters=num_parameters,
                 bytes_per_weight=2 if config.model.dtype == "bfloat16" else 4,
-                shards_policy=config.strategy.name == "fsdp2",
+                shards_policy=config.strategy.kind == "fsdp2",
             )
         ),
         violations=(),
@@ -117,7 +117,7 @@ def placement_report(config: Config, devices: Devices) -> PlacementReport:
     trainer, placement = config.trainer, config.placement
     return PlacementReport(
         backend=placement.backend,
-        strategy=config.strategy.name,
+        strategy=part_name(config.strategy.name),
         gpus_needed=gpus_needed(config),
         gpus_found=devices.num_gpus,
         found_in=devices.source,
@@ -298,7 +298,9 @@ def _paths(config: Config) -> dict[Role, str]:
 
 def _settings(config: Config, num_ranks: int, **others: object) -> MemorySettings:
     values: dict[str, object] = {
-        "strategy": config.strategy.name,
+        "strategy": "ddp"
+        if config.strategy.is_custom
+        else config.strategy.kind,  # whole on each rank, as far as is known
         "num_ranks": num_ranks,
         "cpu_offload": config.strategy.cpu_offload,
         "gradient_sync": config.strategy.gradient_sync,

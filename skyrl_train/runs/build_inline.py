@@ -89,7 +89,9 @@ class InlineVLLM:
 
 def build_inline_learners(models: RunModels, stack: ExitStack, *, turns: DeviceTurns | None = None) -> Learners:
     """The models of a run, in this process. `turns`: where they share their device with an engine, and each other."""
-    from skyrl_train.learner.build import build_learner
+    import torch
+
+    from skyrl_train.learner.build import build_learner, build_strategy
     from skyrl_train.learner.reference import BaseOfAdapter
     from skyrl_train.learner.turns import LearnerInTurn
     from skyrl_train.trainers.steps import Learners
@@ -98,7 +100,7 @@ def build_inline_learners(models: RunModels, stack: ExitStack, *, turns: DeviceT
         turns.models()
     built: dict[Role, PolicyLearner | CriticLearner | LearnerInTurn] = {}
     for settings in models.learners:
-        learner = build_learner(settings)
+        learner = build_learner(settings, strategy=build_strategy(settings, torch.device(settings.platform.device)))
         stack.callback(learner.close)
         built[settings.role] = learner if turns is None else LearnerInTurn(learner, turns)
     policy, reference = cast("PolicyLearner", built["policy"]), cast("PolicyLearner | None", built.get("reference"))

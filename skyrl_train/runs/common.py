@@ -55,7 +55,7 @@ def first_lines(config: AnyConfig, *own: str) -> list[str]:
     why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
     return [
         f"platform    {config.platform.name} ({why})",
-        f"placement   {config.placement.backend}, strategy {config.strategy.name}",
+        f"placement   {config.placement.backend}, strategy {part_name(config.strategy.name)}",
         f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
         f"data        {', '.join(config.data.train)}",
         *own,

@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.distributed.strategy import Replicated
+from skyrl_train.config.schema import Config, PlacementConfig, StrategyConfig
+from skyrl_train.config.validate import validate_config
+from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, Replicated, SingleProcess, make_strategy
+from skyrl_train.errors import ConfigError
 from tests.gloo_ranks import on_ranks
 
 
@@ -28,3 +31,37 @@ def test_replicas_add_their_gradients_and_do_not_average_them(tmp_path: Path, mo
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for gradients in on_ranks(reduce_own, tmp_path):
         assert [gradient.tolist() for gradient in gradients] == [[[0, 3, 6], [9, 12, 15]]] * 3
+
+
+class Lone(SingleProcess):
+    def __init__(self, ranks: RankSettings, *, name: str = "") -> None:
+        self.settings, self.name = ranks, name
+
+
+def none(ranks: RankSettings) -> None:
+    return None
+
+
+ALONE = RankSettings(num_ranks=1, device=torch.device("cpu"), dtype=torch.bfloat16)
+
+
+def test_a_custom_strategy_is_told_of_its_ranks_and_given_its_arguments() -> None:
+    made = make_strategy(StrategyConfig(name={"_target_": "test_strategy:Lone", "name": "x"}), ALONE)
+    assert isinstance(made, ModelStrategy)
+    assert vars(made) == {"settings": ALONE, "name": "x"}
+
+
+def test_what_is_no_strategy_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.name: must make a ModelStrategy; got NoneType"):
+        make_strategy(StrategyConfig(name="test_strategy:none"), ALONE)
+
+
+def test_a_custom_strategy_may_be_of_one_process_or_of_many_and_its_arguments_are_checked() -> None:
+    custom = StrategyConfig(name={"_target_": "test_strategy:Lone", "name": "x"}, cpu_offload=True)
+    many = PlacementConfig(backend="ray", policy_num_workers=2)
+    for placement in (PlacementConfig(), many):
+        assert validate_config(Config(strategy=custom, placement=placement)) == []
+    misspelt = StrategyConfig(name={"_target_": "test_strategy:Lone", "nam": "x"})
+    (violation,) = validate_config(Config(strategy=misspelt))
+    assert "strategy.name.nam: is no argument of test_strategy:Lone" in str(violation)
+    assert "Did you mean 'name'?" in str(violation)

@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import ModelError
 from skyrl_train.model.causal_lm import (
     check_head,
+    empty_causal_lm,
+    from_pretrained,
     last_hidden_state,
     load_causal_lm,
     load_tokenizer,
     output_head,
     resolve_model_path,
 )
+from skyrl_train.model.value_model import load_value_model
 from tests.learner_cases import save_tiny_model
 
 
@@ -230,3 +234,56 @@ def test_a_broken_tokenizer_is_refused(copy: Path) -> None:
     (copy / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"holds no usable tokenizer"):
         load_tokenizer(ModelConfig(path=str(copy)))
+
+
+def halved(
+    folder: Path, dtype: torch.dtype, model: ModelConfig, *, share: float = 0.5
+) -> tuple[PreTrainedModel, list[str]]:
+    loaded, missing = from_pretrained(folder, dtype, model)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.mul_(share)
+    return loaded, missing
+
+
+def half_precision(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
+    return from_pretrained(folder, torch.bfloat16, model)
+
+
+def model_alone(folder: Path, dtype: torch.dtype, model: ModelConfig) -> PreTrainedModel:
+    return from_pretrained(folder, dtype, model)[0]
+
+
+def no_model(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tuple[object, list[str]]:
+    return folder, []
+
+
+def lacking(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
+    return from_pretrained(folder, dtype, model)[0], ["model.norm.weight"]
+
+
+def unreadable(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
+    raise OSError(f"{folder} is encrypted")
+
+
+def test_a_custom_loader_reads_the_weights_of_whatever_is_loaded(folder: Path) -> None:
+    plain = load_causal_lm(ModelConfig(path=str(folder)), "cpu")
+    model = ModelConfig(path=str(folder), loader={"_target_": "test_causal_lm:halved", "share": 0.25})
+    for found in (load_causal_lm(model, "cpu"), empty_causal_lm(model), load_value_model(model, "cpu")):
+        name = "model.norm.weight"
+        assert torch.equal(found.get_parameter(name), 0.25 * plain.get_parameter(name))
+
+
+@pytest.mark.parametrize(
+    ("loader", "told"),
+    [
+        ("half_precision", "gave parameters of type torch.bfloat16; its second argument asks for torch.float32"),
+        ("model_alone", "gave Qwen2ForCausalLM, not \\(model, names of parameters"),
+        ("no_model", "gave PosixPath in place of a transformers.PreTrainedModel"),
+        ("lacking", "lack 1 parameters, e.g. model.norm.weight"),
+        ("unreadable", "cannot be loaded: OSError: .* is encrypted"),
+    ],
+)
+def test_what_a_custom_loader_may_not_give_is_refused(folder: Path, loader: str, told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        load_causal_lm(ModelConfig(path=str(folder), loader=f"test_causal_lm:{loader}"), "cpu")
