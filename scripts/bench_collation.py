@@ -60,9 +60,9 @@ class DearCollator:
         self._spend = spend
         self._extra_s = extra_s
 
-    def __call__(self, indices: Ints, *, step: int) -> MiniBatch:
+    def __call__(self, indices: Ints, step: int) -> MiniBatch:
         self._spend(self._extra_s)
-        return self._collate(indices, step=step)
+        return self._collate(indices, step)
 
 
 def compute_for(seconds: float) -> None:
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     plain = PackedDataCollator(examples, max_tokens_per_row=4096)
     begun = time.perf_counter()
     for step in range(10):
-        plain(np.arange(step * EXAMPLES_PER_STEP, (step + 1) * EXAMPLES_PER_STEP), step=step)
+        plain(np.arange(step * EXAMPLES_PER_STEP, (step + 1) * EXAMPLES_PER_STEP), step)
     own_s = (time.perf_counter() - begun) / 10
     print(
         f"train step {args.step_ms:.0f} ms; collating {EXAMPLES_PER_STEP} examples takes {own_s * 1000:.2f} ms by itself"

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -30,6 +30,20 @@ TokenIds: TypeAlias = NDArray[np.int32]
 
 ChatMessage = Mapping[str, Any]
 """One chat message, `{"role": "user", "content": "..."}` (further keys, such as tool calls, are kept)."""
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    chat_template: Any
+    eos_token_id: Any
+    pad_token_id: Any
+
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+
+    def __call__(self, text: Any, **kwargs: Any) -> Any: ...
 
 
 class StopReason(str, Enum):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.algorithms.sequence_losses import SEQUENCE_STATISTICS
 from skyrl_train.config.algorithm import AlgorithmConfig
 
 
@@ -247,7 +246,7 @@ LOSS_ORACLES: dict[str, LossOracle] = {
 def loss_error(name: str, seed: int, config: AlgorithmConfig) -> float:
     """Largest difference between loss, or gradient, and the oracle over one random input."""
     inputs = random_loss_inputs(seed)
-    whole = config.sequence_unit == "trajectory" and name in SEQUENCE_STATISTICS
+    whole = config.sequence_unit == "trajectory" and name in ("gspo", "gmpo", "vespo")
     turns = rows_in(inputs) if whole else turns_in(inputs)
     losses = POLICY_LOSSES[name](inputs, config).token_losses
     (gradient,) = torch.autograd.grad(losses.sum(), inputs.logprobs)

@@ -13,6 +13,7 @@ from skyrl_train.algorithms.checks import check_advantage_output, needed, requir
 from skyrl_train.algorithms.inputs import AdvantageInputs
 from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.batch.jagged import token_positions
+from skyrl_train.batch.minibatch import tokens_with_loss
 from skyrl_train.batch.reduce import whiten
 from skyrl_train.batch.training_batch import TrainingInputBatch, component_column
 from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads, starts_at_rollout
@@ -51,8 +52,7 @@ def estimate_advantages(
     if bool(found.to_whiten.any()):
         to_whiten = torch.zeros_like(batch["loss_mask"])
         to_whiten[kept] = found.to_whiten
-        trained = batch["loss_mask"] & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
-        advantages = torch.where(to_whiten, whiten(advantages, trained), advantages)
+        advantages = torch.where(to_whiten, whiten(advantages, tokens_with_loss(batch)), advantages)
     return batch.with_columns(advantages=advantages, returns=returns)
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from skyrl_train.algorithms.checks import needed
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from skyrl_train.algorithms.off_policy import off_policy_weights
-from skyrl_train.algorithms.ratios import Turns, rows_of, turns_of
-from skyrl_train.algorithms.rejection import rejected_negatives
+from skyrl_train.algorithms.ratios import Turns, masked, rows_of, turns_of
 from skyrl_train.batch.reduce import require_float
 from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.parts import POLICY_LOSSES
@@ -85,3 +84,16 @@ def sequence_weights(
         share = Mean(float(left_out.sum()), float(inputs.loss_mask.sum()))
         metrics["off_policy/negatives_left_out_fraction"] = share
     return weights.detach(), metrics
+
+
+@torch.no_grad()
+def rejected_negatives(inputs: PolicyLossInputs, sequences: Turns, largest: float) -> Tensor:
+    """`[rows, len]` bool: tokens with a negative advantage in sequences the policy has moved away from.
+
+    Away: the mean over the sequence of `rollout_logprob - logprob` is above `largest`; without the engine's
+    log-probabilities those of before the update stand for them. Off-policy sequence masking of DeepSeek-V3.2,
+    arXiv:2512.02556, section 3.1: a bad sample that the policy would hardly draw any more teaches nothing.
+    """
+    base = inputs.old_logprobs if inputs.rollout_logprobs is None else inputs.rollout_logprobs
+    divergence = sequences.mean(masked(base - inputs.logprobs.detach(), inputs.loss_mask))
+    return (masked(inputs.advantages, inputs.loss_mask) < 0) & (divergence > largest)

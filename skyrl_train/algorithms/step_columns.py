@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.losses import POLICY_LOSSES, sequence_weights
+from skyrl_train.algorithms.losses import sequence_weights
 from skyrl_train.algorithms.ratios import Turns, sequences_of_flat
-from skyrl_train.algorithms.sequence_losses import SEQUENCE_STATISTICS
+from skyrl_train.algorithms.sequence_losses import statistic_of
+from skyrl_train.batch.minibatch import tokens_with_loss
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, reads_whole_step
 from skyrl_train.telemetry.metrics import Mean, Metric, StepMetrics
@@ -37,25 +38,23 @@ def with_step_columns(
     """
     columns: dict[str, Tensor] = {}
     metrics: dict[str, Metric] = {}
-    reads_trajectories, weighs = _reads_split_trajectories(batch, config), _weighs_step(batch, config)
+    statistic = statistic_of(config) if _reads_split_trajectories(batch, config) else None
+    weighs = _weighs_step(batch, config)
     current: Tensor | None = None
     has_old = config.use_rollout_logprobs or "old_logprobs" in batch
-    if (reads_trajectories and has_old) or (weighs and config.off_policy.negative_kl_max > 0):
+    if (statistic is not None and has_old) or (weighs and config.off_policy.negative_kl_max > 0):
         current = score("logprobs", batch)
-    if reads_trajectories:
+    if statistic is not None:
         columns["sequence_log_ratio"] = torch.zeros(batch.num_tokens, dtype=torch.float64)
         if current is not None and has_old:
             inputs = _flat_inputs(batch, config, current)
-            found = SEQUENCE_STATISTICS[POLICY_LOSSES.name_of(config.policy_loss)](
-                inputs, trajectories_of(batch), config
-            )
-            columns["sequence_log_ratio"] = found.squeeze(0)
+            columns["sequence_log_ratio"] = statistic(inputs, trajectories_of(batch), config).squeeze(0)
     if weighs:
         sequences = trajectories_of(batch) if config.sequence_unit == "trajectory" else _turns_of(batch)
         weights, metrics = sequence_weights(_flat_inputs(batch, config, current), sequences, config)
         columns["policy_weights"] = weights.squeeze(0)
     if config.entropy_quantile > 0:
-        kept, share = high_entropy(score("entropy", batch), trained_tokens(batch), config.entropy_quantile)
+        kept, share = high_entropy(score("entropy", batch), tokens_with_loss(batch), config.entropy_quantile)
         columns["policy_weights"] = torch.where(kept, columns["policy_weights"], 0.0)
         metrics |= share
     return (batch.with_columns(**columns), metrics) if columns else (batch, metrics)
@@ -96,16 +95,11 @@ def missing_step_column(batch: TrainingInputBatch, config: AlgorithmConfig) -> s
 def trajectories_of(batch: TrainingInputBatch) -> Turns:
     """The trained tokens of each trajectory as one sequence, `[1, num_tokens]`."""
     owner = torch.repeat_interleave(batch["trajectory_index"].long(), batch.lengths)
-    return sequences_of_flat(trained_tokens(batch), owner)
-
-
-def trained_tokens(batch: TrainingInputBatch) -> Tensor:
-    """`[num_tokens]` bool: tokens with loss of rows that are not padding."""
-    return batch["loss_mask"] & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
+    return sequences_of_flat(tokens_with_loss(batch), owner)
 
 
 def _reads_split_trajectories(batch: TrainingInputBatch, config: AlgorithmConfig) -> bool:
-    reads = config.sequence_unit == "trajectory" and POLICY_LOSSES.name_of(config.policy_loss) in SEQUENCE_STATISTICS
+    reads = config.sequence_unit == "trajectory" and statistic_of(config) is not None
     return reads and has_split_trajectories(batch)
 
 
@@ -118,7 +112,7 @@ def _weighs_step(batch: TrainingInputBatch, config: AlgorithmConfig) -> bool:
 
 def _turns_of(batch: TrainingInputBatch) -> Turns:
     """The turns of all rows, `[1, num_tokens]`."""
-    mask = trained_tokens(batch)
+    mask = tokens_with_loss(batch)
     starts = mask.clone()
     starts[1:] &= ~mask[:-1]
     first = batch.row_offsets[:-1]
@@ -141,6 +135,6 @@ def _flat_inputs(batch: TrainingInputBatch, config: AlgorithmConfig, current: Te
         logprobs=now.double().unsqueeze(0),
         old_logprobs=column(old, now),
         advantages=column("advantages", nothing),
-        loss_mask=trained_tokens(batch).unsqueeze(0),
+        loss_mask=tokens_with_loss(batch).unsqueeze(0),
         rollout_logprobs=rollout,
     )

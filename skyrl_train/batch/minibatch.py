@@ -92,10 +92,8 @@ def close_mini_batch(
     Raises ConfigError for an unknown reduction, BatchError for a missing column and for weights that are none.
     """
     reduction: Callable[[RowCounts], Tensor] = LOSS_REDUCTIONS.resolve(loss_reduction)
-    trained = batch["loss_mask"]
-    if bool(batch["is_padding"].any()):
-        trained = trained & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
-    row_tokens = _trained_tokens(batch, trained)
+    trained = tokens_with_loss(batch)
+    row_tokens = _count_by_row(batch, trained)
     counts = _count(batch, row_tokens, max_sequence_length_for_norm)
     weights = torch.zeros(batch.num_tokens, dtype=torch.float64, device=trained.device)
     if counts.denominators.num_tokens:
@@ -141,8 +139,20 @@ def mini_batches(
         )
 
 
-def _trained_tokens(batch: TrainingInputBatch, trained: Tensor) -> Tensor:
-    """int64 `[num_rows]`."""
+def tokens_with_loss(batch: TrainingInputBatch) -> Tensor:
+    """Return `[num_tokens]` bool: the tokens with `loss_mask` of rows that are not padding."""
+    if not bool(batch["is_padding"].any()):
+        return batch["loss_mask"]
+    return batch["loss_mask"] & ~torch.repeat_interleave(batch["is_padding"], batch.lengths)
+
+
+def rows_with_loss(batch: TrainingInputBatch) -> Tensor:
+    """Return int64 `[rows with loss]`: the numbers of rows that are not padding and have at least one token with loss."""
+    return _count_by_row(batch, tokens_with_loss(batch)).nonzero().squeeze(1)
+
+
+def _count_by_row(batch: TrainingInputBatch, trained: Tensor) -> Tensor:
+    """Return int64 `[num_rows]`: how many of a row's tokens `trained` `[num_tokens]` marks."""
     before = torch.zeros(batch.num_tokens + 1, dtype=torch.int64, device=trained.device)
     torch.cumsum(trained, dim=0, out=before[1:])
     return before[batch.row_offsets].diff()

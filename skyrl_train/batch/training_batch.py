@@ -65,7 +65,7 @@ SCHEMA: dict[str, ColumnSpec] = {
 }
 """Token columns (position t belongs to token t of `input_ids`), then row columns.
 
-`loss_mask`: the policy sampled this token and is trained on it. `response_mask`: the policy sampled this token, trained
+`loss_mask`: the policy sampled this token and is trained on it. `response_mask`: the token is of a turn's response, trained
 or not; absent where that is `loss_mask`. `rewards`: a turn's reward sits on its last response token. `loss_weights`: set
 when a mini-batch is closed; so are those of `algorithms/step_columns.py`. `position_ids`: where rows were packed of several
 sequences, the position within each; absent where a row is one sequence. `trajectory_index`: unique in the batch; the

@@ -105,7 +105,7 @@ DATA_READERS = Seam(
         "jsonl": Builtin("skyrl_train.data.rows:read_jsonl"),
         "json": Builtin("skyrl_train.data.rows:read_json"),
         "parquet": Builtin("skyrl_train.data.rows:read_parquet"),
-        "hub": Builtin("skyrl_train.data.rows:read_hub"),
+        "hub": Builtin("skyrl_train.data.hub:read_hub"),
     },
     given=("location",),
 )

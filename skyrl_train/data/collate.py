@@ -7,7 +7,7 @@ have the same loss and the same gradient.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -22,10 +22,8 @@ LOSS_REDUCTION = "token_mean"
 """Every trained token of the step weighs the same, wherever it is computed."""
 
 
-class Collator(Protocol):
-    """Makes mini-batches. A pure function of the examples and the step, so that any thread may call it."""
-
-    def __call__(self, indices: Ints, *, step: int) -> MiniBatch: ...
+Collator = Callable[[Ints, int], MiniBatch]
+"""`(indices of examples, step) -> their mini-batch`: a pure function of both, so that any thread may call it."""
 
 
 class DefaultCollator:
@@ -36,7 +34,7 @@ class DefaultCollator:
         self._examples = examples
         self._align = align
 
-    def __call__(self, indices: Ints, *, step: int) -> MiniBatch:
+    def __call__(self, indices: Ints, step: int) -> MiniBatch:
         """The closed mini-batch of the examples `indices`."""
         closed = close_examples(self._examples, indices, step=step)
         return MiniBatch(batch=align_rows(closed.batch, self._align), denominators=closed.denominators)
@@ -57,7 +55,7 @@ class PackedDataCollator:
         self._align = align
         self._num_ranks = num_ranks
 
-    def __call__(self, indices: Ints, *, step: int) -> MiniBatch:
+    def __call__(self, indices: Ints, step: int) -> MiniBatch:
         """The closed mini-batch of the examples `indices`. Raises BatchError for one that does not fit a row."""
         closed = close_examples(self._examples, indices, step=step)
         bins = plan_packing(

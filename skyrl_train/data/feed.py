@@ -105,7 +105,7 @@ class BatchFeed:
     def _batch(self, step: int, found: StepExamples) -> SFTBatch:
         return SFTBatch(
             step=step,
-            mini_batch=self._collate(found.indices, step=step),
+            mini_batch=self._collate(found.indices, step),
             num_examples=len(found.indices),
             num_tokens=int(self._examples.lengths[found.indices].sum()),
             position=found.stop,

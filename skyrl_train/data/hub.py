@@ -1,4 +1,4 @@
-"""Whether the hub of Hugging Face can be had, and what is here already: known in seconds, before anything waits for it."""
+"""The hub of Hugging Face: whether it can be had and what is here already, known in seconds; and rows read from it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import os
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
+
+from skyrl_train.errors import DataError
 
 _TIMEOUT_S = 2.0
 
@@ -70,3 +73,22 @@ def fetch_config(name: str, *, revision: str | None = None) -> bool:
     except (OSError, ValueError, huggingface_hub.errors.EntryNotFoundError):  # of its own errors most are OSErrors
         return False
     return True
+
+
+def read_hub(location: str) -> Iterator[Any]:
+    """The reader `hub`: one split of a data set, `owner/name:split` or `owner/name/config:split`."""
+    import datasets
+
+    address, _, split = location.partition(":")
+    owner, name, *config = address.split("/")
+    try:
+        rows = datasets.load_dataset(f"{owner}/{name}", *config, split=split)
+    except Exception as error:
+        # Whatever the hub client raises (no network, no such repository, gated): one line a person can act on.
+        first_line = (str(error).splitlines() or [""])[0]
+        raise DataError(
+            f"{location}: the hub data set cannot be loaded ({type(error).__name__}: {first_line}). "
+            "Check the name, the split and the network (owner/name/config:split where it has several configurations), "
+            "or download it and give its folder."
+        ) from error
+    yield from rows

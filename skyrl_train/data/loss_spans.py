@@ -14,22 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from skyrl_train.data.conversations import Conversation
 from skyrl_train.errors import DataError
-from skyrl_train.types import ChatMessage
+from skyrl_train.types import ChatMessage, Tokenizer
 
 LossOn = Literal["last", "all"]
 Span = tuple[int, int]
 
 _STAND_IN = "zqx7STANDIN7xqz"
-
-
-class ChatTemplate(Protocol):
-    """What is used of a tokenizer here."""
-
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +51,7 @@ def trained_messages(conversation: Conversation, loss_on: LossOn, place: str) ->
 class LossSpans:
     """Renders conversations with one tokenizer's template and finds what the assistant wrote."""
 
-    def __init__(self, tokenizer: ChatTemplate, template_kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]) -> None:
         """`template_kwargs` are handed to the template. Raises DataError where it cannot render a conversation."""
         self._tokenizer = tokenizer
         self._kwargs = dict(template_kwargs)

@@ -221,22 +221,3 @@ def read_parquet(location: str) -> Iterator[Any]:
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise DataError(f"{location}: not a readable parquet file ({error}). Write it again.") from error
-
-
-def read_hub(location: str) -> Iterator[Any]:
-    """The reader `hub`: one split of a data set, `owner/name:split` or `owner/name/config:split`."""
-    import datasets
-
-    address, _, split = location.partition(":")
-    owner, name, *config = address.split("/")
-    try:
-        rows = datasets.load_dataset(f"{owner}/{name}", *config, split=split)
-    except Exception as error:
-        # Whatever the hub client raises (no network, no such repository, gated): one line a person can act on.
-        first_line = (str(error).splitlines() or [""])[0]
-        raise DataError(
-            f"{location}: the hub data set cannot be loaded ({type(error).__name__}: {first_line}). "
-            "Check the name, the split and the network (owner/name/config:split where it has several configurations), "
-            "or download it and give its folder."
-        ) from error
-    yield from rows

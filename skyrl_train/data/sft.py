@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from skyrl_train.data.rows import BY_NAME, Row, Source, find_sources, read_rows
 from skyrl_train.data.token_store import ExampleSet, SourcePart, TokenStore, store_of
 from skyrl_train.errors import DataError
 from skyrl_train.registry import PartSpec
+from skyrl_train.types import Tokenizer
 
 OverLong = Literal["truncate", "drop", "error"]
 Progress = Callable[[str, int], None]
@@ -32,17 +33,6 @@ Progress = Callable[[str, int], None]
 _ROWS_AT_ONCE = 512
 """Rows that the tokenizer gets together: it works on them in parallel."""
 _READ_BYTES = 1 << 20
-
-
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    chat_template: Any
-    eos_token_id: Any
-
-    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
-
-    def __call__(self, text: list[str], **kwargs: Any) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)

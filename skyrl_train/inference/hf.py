@@ -14,7 +14,6 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,16 +23,7 @@ from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.decode import Decoder, Response
 from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.types import GenerationOutput, GenerationRequest
-
-
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    eos_token_id: Any
-    pad_token_id: Any
-
-    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
+from skyrl_train.types import GenerationOutput, GenerationRequest, Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 from skyrl_train.batch.layout import Layout, make_layout
 from skyrl_train.batch.merge import merge_counts
 from skyrl_train.batch.microbatch import MicroBatchStrategy, layout_of, micro_batches
+from skyrl_train.batch.minibatch import rows_with_loss
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.distributed.strategy import ModelStrategy
@@ -228,14 +229,6 @@ def _require_vocabulary(batch: TrainingInputBatch, vocabulary: int) -> None:
             f"token id {int(ids[token])} in a row of {batch.metadata.uids[row]!r}, but the model's vocabulary has "
             f"{vocabulary} entries. Were these rollouts made with another tokenizer?"
         )
-
-
-def rows_with_loss(batch: TrainingInputBatch) -> Tensor:
-    """Indices of rows that are not padding and have at least one loss token."""
-    counts = torch.zeros(batch.num_tokens + 1, dtype=torch.int64)
-    torch.cumsum(batch["loss_mask"], dim=0, out=counts[1:])
-    per_row = counts[batch.row_offsets[1:]] - counts[batch.row_offsets[:-1]]
-    return ((per_row > 0) & ~batch["is_padding"]).nonzero().squeeze(1)
 
 
 def _token_indices(batch: TrainingInputBatch, rows: Tensor) -> Tensor:

@@ -14,22 +14,13 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from skyrl_train.errors import DataError
-from skyrl_train.rollout.failures import Broken, describe
-from skyrl_train.types import ChatMessage, FailureKind, Prompt, TokenIds, token_ids
-
-
-class ChatTokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-
-    def decode(self, token_ids: Any, **kwargs: Any) -> Any: ...
-
+from skyrl_train.rollout.env_runner import Broken, describe
+from skyrl_train.types import ChatMessage, FailureKind, Prompt, TokenIds, Tokenizer, token_ids
 
 _QUESTION = "1"
 _ANSWERS = (("2", "3"), ("b", "c"), ("yes", "no"))
@@ -40,7 +31,7 @@ _PROBE: tuple[ChatMessage, ...] = ({"role": "user", "content": "1"},)
 class ChatTokens:
     """The conversation's side of a tokenizer. Raises DataError where the tokenizer has no usable chat template."""
 
-    def __init__(self, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         try:
             self._short, self._base, self._after_answer = self._look_at_template()

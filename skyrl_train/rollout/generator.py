@@ -8,12 +8,14 @@ that generates in waves sees the same batches on every run.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import AGENT_LOOPS
@@ -22,14 +24,18 @@ from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.registry import split_spec
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
-from skyrl_train.rollout.chat_tokens import ChatTokenizer, ChatTokens, with_context
+from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
 from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner
 from skyrl_train.rollout.environments import check_environment, make_environment
-from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.seeding import derive_seed
-from skyrl_train.types import FailureKind, Prompt, RolloutBatch, SamplingParams, Trajectory, token_ids
+from skyrl_train.types import FailureKind, Prompt, RolloutBatch, SamplingParams, Tokenizer, Trajectory, token_ids
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CANCEL_TIMEOUT_S = 10.0
+_SIGNAL_POLL_S = 0.5
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (trajectories done, trajectories in all), from the generator's thread."""
@@ -46,7 +52,7 @@ class RolloutGenerator:
     def __init__(
         self,
         engine: InferenceEngine,
-        tokenizer: ChatTokenizer,
+        tokenizer: Tokenizer,
         generator: GeneratorConfig,
         environment: EnvironmentConfig,
         seed: int,
@@ -208,3 +214,54 @@ class RolloutGenerator:
             + "\n".join(lines)
             + "\nMend the cause, or raise environment.max_failed_fraction to carry on without them."
         )
+
+
+class LoopThread:
+    """Runs coroutines to their end on one loop that lives as long as this object.
+
+    Works whether or not the caller's thread runs a loop itself (a notebook, an async test), and what an engine bound to
+    the loop (a connection pool, say) stays usable between calls.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The coroutine's result, or its exception.
+
+        Where this thread is interrupted (Ctrl-C), the coroutine is cancelled and awaited first, so that nothing of it
+        runs on.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            # In slices: a signal that another thread happens to receive does not wake this one.
+            while not concurrent.futures.wait([future], timeout=_SIGNAL_POLL_S).done:
+                continue
+            return future.result()
+        except BaseException:
+            if not future.done():
+                future.cancel()
+                with contextlib.suppress(BaseException):
+                    self._settle()
+            raise
+
+    def close(self) -> None:
+        """Stops the loop. Idempotent."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CANCEL_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+    def _settle(self) -> None:
+        """Waits until the cancelled coroutine has cleaned up after itself."""
+        done: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(self._others_ended(), self._loop)
+        done.result(_CANCEL_TIMEOUT_S)
+
+    async def _others_ended(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=_CANCEL_TIMEOUT_S)

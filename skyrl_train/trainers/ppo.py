@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from skyrl_train.algorithms.kl_controller import KLControllerState, next_state
+from skyrl_train.algorithms.controllers import KLControllerState, next_state
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.interfaces import Generator, Learner, Scorer, WeightTransport
 from skyrl_train.telemetry.metrics import to_values

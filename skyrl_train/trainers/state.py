@@ -16,8 +16,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.algorithms.entropy_controller import EntropyControllerState, initial_entropy_state
-from skyrl_train.algorithms.kl_controller import KLControllerState, initial_state
+from skyrl_train.algorithms.controllers import (
+    EntropyControllerState,
+    KLControllerState,
+    initial_entropy_state,
+    initial_state,
+)
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import CheckpointError
 from skyrl_train.telemetry.files import write_json

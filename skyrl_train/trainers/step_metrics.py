@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from skyrl_train.algorithms.controllers import mean_token_kl
 from skyrl_train.algorithms.critic_losses import explained_variance
-from skyrl_train.algorithms.kl_controller import mean_token_kl
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.trainers.evaluate import groups_of, response_length

@@ -12,16 +12,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynamically
-from skyrl_train.algorithms.entropy_controller import (
+from skyrl_train.algorithms.baseline_advantages import with_greedy_rewards, with_reward_columns
+from skyrl_train.algorithms.controllers import (
     EntropyControllerState,
     initial_entropy_state,
     next_entropy_state,
 )
+from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynamically
 from skyrl_train.algorithms.estimate import estimate_advantages
-from skyrl_train.algorithms.filters import mask_rows, shape_rewards
-from skyrl_train.algorithms.resampling import with_sample_counts
-from skyrl_train.algorithms.reward_columns import with_greedy_rewards, with_reward_columns
+from skyrl_train.algorithms.filters import mask_rows, shape_rewards, with_sample_counts
 from skyrl_train.algorithms.self_distillation import teacher_logprobs
 from skyrl_train.algorithms.step_columns import with_step_columns
 from skyrl_train.batch import assemble as assembly

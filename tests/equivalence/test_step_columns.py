@@ -20,14 +20,18 @@ from layouts import (
     fixed_rollouts,
     learner_gradient,
 )
-from torch import nn
+from torch import Tensor, nn
 
+from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
+from skyrl_train.algorithms.ratios import Turns, masked
+from skyrl_train.algorithms.sequence_losses import gspo, reads_sequences, statistic_of
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.registry import reads
 from tests.learner_cases import make_double, make_learner, save_tiny_model
 
 TRAJECTORY = AlgorithmConfig(sequence_unit="trajectory", loss_reduction="sequence_mean", eps_clip_high=0.4)
@@ -70,6 +74,28 @@ def test_a_trajectory_in_several_rows_has_the_gradient_of_one_row(model: nn.Modu
     on_policy = learner_gradient(model, step, fixed_rollouts(), regime="shared")
     for layout in SEVERAL_ROWS:
         assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout, "own"), on_policy)
+
+
+def mean_log_ratio(inputs: PolicyLossInputs, sequences: Turns, config: AlgorithmConfig) -> Tensor:
+    return sequences.mean(masked(inputs.logprobs.detach() - inputs.old_logprobs, inputs.loss_mask))
+
+
+@reads("advantages", "old_logprobs")
+@reads_sequences(mean_log_ratio)
+def custom_gspo(inputs: PolicyLossInputs, config: AlgorithmConfig, *, bound: float) -> PolicyLossOutput:
+    """A custom loss of whole sequences, clipped at another bound than the configured one."""
+    return gspo(inputs, replace(config, eps_clip_low=bound, eps_clip_high=bound))
+
+
+def test_a_custom_loss_declares_what_it_reads_of_its_sequence(model: nn.Module) -> None:
+    custom = {"_target_": f"{__name__}:custom_gspo", "bound": 0.4}
+    bundled = replace(TRAJECTORY, policy_loss="gspo", eps_clip_low=0.4)
+    assert statistic_of(replace(TRAJECTORY, policy_loss="regular")) is None
+    assert statistic_of(replace(TRAJECTORY, policy_loss=custom)) is mean_log_ratio
+    expected = learner_gradient(model, Step(algorithm=bundled), fixed_rollouts())
+    for layout in (Layout(), *SEVERAL_ROWS[:2]):
+        step = Step(algorithm=replace(TRAJECTORY, policy_loss=custom))
+        assert_same_gradient(learner_gradient(model, step, fixed_rollouts(), layout), expected)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "prefix_shared"])

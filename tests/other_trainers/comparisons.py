@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
+from skyrl_train.algorithms.filters import with_sample_counts
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.kl import KL_ESTIMATORS, token_kl, unbiased_kl
 from skyrl_train.algorithms.losses import policy_loss
-from skyrl_train.algorithms.off_policy import off_policy_weights
+from skyrl_train.algorithms.off_policy import off_policy_weights, rejected
 from skyrl_train.algorithms.ratios import rows_of
-from skyrl_train.algorithms.rejection import rejected
-from skyrl_train.algorithms.resampling import with_sample_counts
 from skyrl_train.algorithms.step_columns import high_entropy
 from skyrl_train.batch.reduce import masked_mean, whiten
 from skyrl_train.config.algorithm import REJECTION_CRITERIA, AlgorithmConfig, FilterConfig, OffPolicyConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.algorithms.entropy_controller import EntropyControllerState
+from skyrl_train.algorithms.controllers import EntropyControllerState
 from skyrl_train.errors import CheckpointError, ConfigError, SkyrlTrainError, StopRequested
 from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.trainers.evaluation_report import read_evaluations

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from skyrl_train.algorithms.kl_controller import KLControllerState
+from skyrl_train.algorithms.controllers import KLControllerState
 from skyrl_train.config.fields import SchemaField, fact, is_optional, strip, walk
 from skyrl_train.config.rules import Range
 from skyrl_train.config.schema import Config, LoraConfig

@@ -51,9 +51,9 @@ class Places:
         self.ahead: dict[int, bool] = {}
         collate = DefaultCollator.__call__
 
-        def remembering(collator: DefaultCollator, indices: Ints, *, step: int) -> Any:
+        def remembering(collator: DefaultCollator, indices: Ints, step: int) -> Any:
             self.ahead[step] = threading.current_thread() is not threading.main_thread()
-            return collate(collator, indices, step=step)
+            return collate(collator, indices, step)
 
         monkeypatch.setattr(DefaultCollator, "__call__", remembering)
 
@@ -138,11 +138,11 @@ class SlowCollator:
         self.go = threading.Event()
         self.started = threading.Event()
 
-    def __call__(self, indices: Ints, *, step: int) -> Any:
+    def __call__(self, indices: Ints, step: int) -> Any:
         if threading.current_thread() is not threading.main_thread():
             self.started.set()
             assert self.go.wait(10)
-        return DefaultCollator(make_data().train)(indices, step=step)
+        return DefaultCollator(make_data().train)(indices, step)
 
 
 def slow_feed(tmp_path: Path) -> tuple[BatchFeed, SlowCollator]:
@@ -192,10 +192,10 @@ def test_a_failing_train_step_and_a_failing_worker_raise_the_steps_error_and_lea
 ) -> None:
     collate = DefaultCollator.__call__
 
-    def failing(collator: DefaultCollator, indices: Ints, *, step: int) -> Any:
+    def failing(collator: DefaultCollator, indices: Ints, step: int) -> Any:
         if step == 2:
             raise worker_error
-        return collate(collator, indices, step=step)
+        return collate(collator, indices, step)
 
     monkeypatch.setattr(DefaultCollator, "__call__", failing)
     run = sft_run(tmp_path, learner=RecordingLearner(on_update=raise_at(1, ArithmeticError("train step"))))
@@ -209,10 +209,10 @@ def test_a_worker_that_fails_alone_is_heard_at_the_step_that_needs_its_batch(
 ) -> None:
     collate = DefaultCollator.__call__
 
-    def failing(collator: DefaultCollator, indices: Ints, *, step: int) -> Any:
+    def failing(collator: DefaultCollator, indices: Ints, step: int) -> Any:
         if step == 2:
             raise ValueError("row 3 is broken")
-        return collate(collator, indices, step=step)
+        return collate(collator, indices, step)
 
     monkeypatch.setattr(DefaultCollator, "__call__", failing)
     run = sft_run(tmp_path)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.algorithms.entropy_controller import (
+from skyrl_train.algorithms.controllers import (
     EntropyControllerState,
     initial_entropy_state,
     next_entropy_state,

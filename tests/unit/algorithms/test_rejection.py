@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.losses import policy_loss
-from skyrl_train.algorithms.off_policy import off_policy_weights
+from skyrl_train.algorithms.off_policy import off_policy_weights, rejected
 from skyrl_train.algorithms.ratios import masked, rows_of, turns_of
-from skyrl_train.algorithms.rejection import rejected
 from skyrl_train.algorithms.step_columns import high_entropy
 from skyrl_train.config.algorithm import REJECTION_CRITERIA, AlgorithmConfig, OffPolicyConfig
 from skyrl_train.config.algorithm_rules import ALGORITHM_RULES

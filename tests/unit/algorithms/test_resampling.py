@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from skyrl_train.algorithms.resampling import sampling_weights, with_sample_counts
+from skyrl_train.algorithms.filters import sampling_weights, with_sample_counts
 from skyrl_train.batch.minibatch import LOSS_REDUCTIONS, close_mini_batch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import FilterConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.algorithms.reward_columns import with_greedy_rewards, with_reward_columns
+from skyrl_train.algorithms.baseline_advantages import with_greedy_rewards, with_reward_columns
 from skyrl_train.batch.training_batch import component_column
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError

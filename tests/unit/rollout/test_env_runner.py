@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner, StepResult, check_step
-from skyrl_train.rollout.failures import Broken
+from skyrl_train.rollout.env_runner import Broken, EnvironmentSession, EnvRunner, StepResult, check_step
 from skyrl_train.types import FailureKind
 from tests.fakes import FakeEnvironment, done_with, go_on_with
 
@@ -113,7 +112,7 @@ def test_a_hung_environment_does_not_keep_the_interpreter_alive() -> None:
     code = """
 import asyncio, time
 from skyrl_train.rollout.env_runner import EnvRunner
-from skyrl_train.rollout.failures import Broken
+from skyrl_train.rollout.env_runner import Broken
 async def main():
     try:
         await EnvRunner(max_workers=1, timeout_s=0.1).call(lambda: time.sleep(1000), what="step")
