@@ -33,7 +33,7 @@ from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.trainers.changes import resume_settings
+from skyrl_train.trainers.changes import flat_config, resume_settings
 from skyrl_train.trainers.evaluate import Evaluator
 from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult, checkpointed_models
 from skyrl_train.trainers.resume import Start, find_start, prepare_run_folder
@@ -374,6 +374,8 @@ class FakeRun:
         interval = config.trainer.algorithm.ref_update_interval
         loop = build_loop(
             config,
+            config.trainer,
+            flat_config(config),
             self.folder,
             self.console,
             stack,

@@ -25,13 +25,13 @@ from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import Learner
 from skyrl_train.runs.common import build_loop
-from skyrl_train.runs.sft import build_sft_evaluator
+from skyrl_train.runs.sft import build_sft_evaluator, step_settings
 from skyrl_train.runs.sft_data import SFTData, build_feed, plan_sft
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers import sft
-from skyrl_train.trainers.changes import resume_settings
+from skyrl_train.trainers.changes import flat_config, resume_settings
 from skyrl_train.trainers.resume import find_start, prepare_run_folder
 from skyrl_train.trainers.sft import SFTResult, SFTSettings, SFTTrainer
 from skyrl_train.trainers.state import DataFingerprint
@@ -189,7 +189,7 @@ class FakeSFTRun:
 
     @property
     def total_steps(self) -> int:
-        return plan_sft(self.config, self.data).total_steps
+        return plan_sft(step_settings(self.config), self.data).total_steps
 
     def run(self) -> SFTResult | None:
         """None where the run in the folder is complete."""
@@ -208,10 +208,12 @@ class FakeSFTRun:
         prepare_run_folder(self.folder, start, write_config=lambda path: path.write_text("seed: 0\n"), plan={})
         trainer = self.config.trainer
         with ExitStack() as stack:
-            feed = build_feed(self.config, self.data, stack)
+            feed = build_feed(step_settings(self.config), self.data, stack)
             self.on_feed(feed)
             loop = build_loop(
                 self.config,
+                trainer,
+                flat_config(self.config),
                 self.folder,
                 console,
                 stack,

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 from skyrl_train.cli.composition import write_yaml
 from skyrl_train.config.parts import TRACKERS
 from skyrl_train.config.platform import detect_platform
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import LoopConfig, RunConfig
 from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from skyrl_train.config.micro_batching import MicroBatchConfig
-    from skyrl_train.config.sft import AnyConfig
     from skyrl_train.interfaces import CheckpointStore, Learner, Scorer
     from skyrl_train.learner.sizing import SizingReport
     from skyrl_train.plan.batch_plan import BatchPlan
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.telemetry.tracker import Trackers
+    from skyrl_train.trainers.changes import ResumeSettings
     from skyrl_train.trainers.loop import TrainingLoop
     from skyrl_train.trainers.resume import Start
     from skyrl_train.trainers.state import DataFingerprint
@@ -39,34 +39,37 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 
 
-def open_folder(config: AnyConfig) -> RunFolder:
-    """`config.output_dir`, which exists from here on. Raises SkyrlTrainError where it cannot be made."""
+def open_folder(output_dir: str) -> RunFolder:
+    """Return the run's folder, which exists from here on. Raises SkyrlTrainError where it cannot be made."""
     from skyrl_train.telemetry.run_folder import RunFolder
 
-    folder = RunFolder(Path(config.output_dir))
+    folder = RunFolder(Path(output_dir))
     folder.create()
     return folder
 
 
-def first_lines(config: AnyConfig, *own: str) -> list[str]:
-    """What a user wants to know before anything happens: where it runs, what it trains, `own`, where it writes."""
+def first_lines(config: RunConfig, *own: str, data: Sequence[str], promise: str) -> list[str]:
+    """What a user wants to know before anything happens: where it runs, what it trains on which `data`, lines of its
+    `own`, where it writes. `promise` is what `resume_promise` says."""
     detected = detect_platform()
-    promise = resume_promise(config)
     why = detected.reason if detected.name == config.platform.name else "chosen on the command line"
     return [
         f"platform    {config.platform.name} ({why})",
         f"placement   {config.placement.backend}, strategy {part_name(config.strategy.name)}",
         f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
-        f"data        {', '.join(config.data.train)}",
+        f"data        {', '.join(data)}",
         *own,
         *([] if promise == "identical" else [f"resume      {promise}"]),
         f"output      {config.output_dir}",
     ]
 
 
-def resume_promise(config: AnyConfig) -> str:
-    """What a resumed run has in common with one that was not interrupted; also kept in `plan.json`."""
-    if isinstance(config, Config) and config.generator.seeds == "engine":
+def resume_promise(config: RunConfig, *, engine_seeds: bool = False) -> str:
+    """What a resumed run has in common with one that was not interrupted; also kept in `plan.json`.
+
+    `engine_seeds`: the engine draws samples with a seed of its own.
+    """
+    if engine_seeds:
         return "not identical: samples are left to the engine's own seed (generator.seeds=engine)"
     if config.platform.name == "cpu":
         return "identical"
@@ -76,23 +79,24 @@ def resume_promise(config: AnyConfig) -> str:
 
 
 def begin(
-    config: AnyConfig,
+    config: RunConfig,
+    resume: ResumeSettings,
     folder: RunFolder,
     console: RunConsole,
     checkpoints: CheckpointStore,
     *,
     data: DataFingerprint,
     plan: BatchPlan | SFTPlan,
+    promise: str,
 ) -> Start | None:
     """Decides where the run starts and prepares its folder for that; None where it is complete.
 
     Raises what `find_start` raises.
     """
     from skyrl_train.telemetry.files import redact
-    from skyrl_train.trainers.changes import resume_settings
     from skyrl_train.trainers.resume import find_start, prepare_run_folder
 
-    start = find_start(resume_settings(config), folder, checkpoints, data=data, total_steps=plan.total_steps)
+    start = find_start(resume, folder, checkpoints, data=data, total_steps=plan.total_steps)
     for note in start.notes:
         console.note(note)
     if start.complete:
@@ -101,7 +105,7 @@ def begin(
         folder,
         start,
         write_config=lambda path: write_yaml(redact(dataclasses.asdict(config)), path),
-        plan={**dataclasses.asdict(plan), "resume": resume_promise(config)},
+        plan={**dataclasses.asdict(plan), "resume": promise},
     )
     for note in notes:
         console.note(note)
@@ -109,7 +113,9 @@ def begin(
 
 
 def build_loop(
-    config: AnyConfig,
+    config: RunConfig,
+    trainer: LoopConfig,
+    recorded: Mapping[str, Any],
     folder: RunFolder,
     console: RunConsole,
     stack: ExitStack,
@@ -123,13 +129,12 @@ def build_loop(
 ) -> TrainingLoop:
     """The skeleton of the run's loop, with its trackers, which `stack` closes, and its observers.
 
-    `draw` draws the learning curve; the rest is as `TrainingLoop` takes it.
+    `recorded`: every setting by its dotted name, for checkpoints (`trainers/changes.py: flat_config`). `draw` draws the
+    learning curve; the rest is as `TrainingLoop` takes it.
     """
-    from skyrl_train.trainers.changes import flat_config
     from skyrl_train.trainers.loop import LoopSettings, TrainingLoop
     from skyrl_train.trainers.observers import Observers
 
-    trainer = config.trainer
     trackers = build_trackers(config, folder, console=console, start_step=start.global_step, total_steps=total_steps)
     stack.callback(trackers.close)
     return TrainingLoop(
@@ -139,7 +144,7 @@ def build_loop(
             eval_before_train=trainer.eval_before_train,
             eval_interval=trainer.eval_interval,
             ckpt_interval=trainer.ckpt_interval,
-            config=flat_config(config),
+            config=recorded,
         ),
         models=models,
         data=data,
@@ -154,7 +159,7 @@ def build_loop(
 
 
 def build_trackers(
-    config: AnyConfig, folder: RunFolder, *, console: RunConsole, start_step: int, total_steps: int
+    config: RunConfig, folder: RunFolder, *, console: RunConsole, start_step: int, total_steps: int
 ) -> Trackers:
     """The trackers of `config.tracker`, ready to go on after `start_step`.
 
@@ -195,7 +200,7 @@ def say_goodbye(
     )
 
 
-def prepare_process(config: AnyConfig) -> None:
+def prepare_process(config: RunConfig) -> None:
     """Settles threads and kernels; call before anything computes. Idle OpenMP threads spin on busy cores and make all of it
     several times slower."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.platform.num_threads))

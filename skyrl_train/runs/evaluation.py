@@ -33,7 +33,7 @@ def evaluate(config: Config) -> None:
     from skyrl_train.trainers.rollout_sink import RolloutLog
 
     console = RunConsole()
-    folder = open_folder(config)
+    folder = open_folder(config.output_dir)
     console.header(f"skyrl_train: evaluation of {config.trainer.resume_path or config.model.path}", describe(config))
     data = load_data(config)
     if not data.validation:

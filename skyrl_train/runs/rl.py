@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.batch_rules import data_parallel_size
@@ -22,6 +22,7 @@ from skyrl_train.runs.common import (
     first_lines,
     open_folder,
     prepare_process,
+    resume_promise,
     say_goodbye,
     size_micro_batches,
 )
@@ -67,24 +68,36 @@ def train(config: Config) -> None:
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
     from skyrl_train.plan.batch_plan import plan_batches
     from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.trainers.changes import resume_settings
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
-    folder = open_folder(config)
+    folder = open_folder(config.output_dir)
     console.header(f"skyrl_train: {config.run_name}", describe(config))
     data = load_data(config)
     plan = plan_batches(config, num_train_prompts=data.num_train)
     console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
     checkpoints = FolderCheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
     with folder.held(), ExitStack() as stack:
-        start = begin(config, folder, console, checkpoints, data=data.fingerprint, plan=plan)
+        resume = resume_settings(config)
+        start = begin(
+            config,
+            resume,
+            folder,
+            console,
+            checkpoints,
+            data=data.fingerprint,
+            plan=plan,
+            promise=_promise(config),
+        )
         if start is None:
             return
-        result = _train(config, plan, data, folder, console, start, checkpoints, stack)
+        result = _train(config, resume.settings, plan, data, folder, console, start, checkpoints, stack)
     say_goodbye(console, folder, step=result.global_step, is_exported=config.trainer.export_hf)
 
 
 def _train(
     config: Config,
+    recorded: Mapping[str, Any],
     plan: BatchPlan,
     data: Data,
     folder: RunFolder,
@@ -103,6 +116,8 @@ def _train(
     _size_micro_batches(config, plan, learners, folder, console)
     loop = build_loop(
         config,
+        config.trainer,
+        recorded,
         folder,
         console,
         stack,
@@ -186,7 +201,13 @@ def describe(config: Config) -> list[str]:
         *(f"{name:<11} {rest.strip()}" for name, _, rest in (line.partition(" ") for line in placement)),
         f"environment {environment}, up to {generator.max_turns} turns",
         f"engine      {part_name(generator.backend)}, {generator.sampling.max_generate_length} new tokens a turn",
+        data=config.data.train,
+        promise=_promise(config),
     )
+
+
+def _promise(config: Config) -> str:
+    return resume_promise(config, engine_seeds=config.generator.seeds == "engine")
 
 
 def _optimizer_steps(plan: BatchPlan) -> str:

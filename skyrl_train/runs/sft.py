@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyrl_train.cli.auto_placement import place
+from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.learners import RunModels
 from skyrl_train.config.sft import SFTConfig, sft_layout, sft_learner_settings, validate_sft
 from skyrl_train.errors import ConfigError
@@ -18,10 +20,11 @@ from skyrl_train.runs.common import (
     first_lines,
     open_folder,
     prepare_process,
+    resume_promise,
     say_goodbye,
     size_micro_batches,
 )
-from skyrl_train.runs.sft_data import SFTData, SFTPlan, build_feed, load_sft_data, plan_sft
+from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_feed, load_sft_data, plan_sft
 
 if TYPE_CHECKING:
     from skyrl_train.cluster.build import Cluster
@@ -49,22 +52,27 @@ def train(config: SFTConfig) -> SFTResult | None:
     prepare_process(config)
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
     from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.trainers.changes import resume_settings
     from skyrl_train.trainers.sft_samples import cut_samples_after
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
-    folder = open_folder(config)
+    folder = open_folder(config.output_dir)
+    promise = resume_promise(config)
     held_out = f"held out    {', '.join(config.data.validation) or 'none'}"
-    console.header(f"skyrl_train: {config.run_name}", first_lines(config, held_out))
-    data = load_sft_data(config, on_progress=lambda name, rows: _say_tokenised(console, name, rows))
-    plan = plan_sft(config, data)
+    console.header(
+        f"skyrl_train: {config.run_name}", first_lines(config, held_out, data=config.data.train, promise=promise)
+    )
+    data = load_sft_data(config.data, config.model, on_progress=lambda name, rows: _say_tokenised(console, name, rows))
+    plan = plan_sft(step_settings(config), data)
     console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
     checkpoints = FolderCheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
     with folder.held(), ExitStack() as stack:
-        start = begin(config, folder, console, checkpoints, data=data.fingerprint, plan=plan)
+        resume = resume_settings(config)
+        start = begin(config, resume, folder, console, checkpoints, data=data.fingerprint, plan=plan, promise=promise)
         if start is None:
             return None
         cut_samples_after(folder.samples, start.global_step)
-        result = _train(config, plan, data, folder, console, start, checkpoints, stack)
+        result = _train(config, resume.settings, plan, data, folder, console, start, checkpoints, stack)
     say_goodbye(
         console,
         folder,
@@ -77,6 +85,7 @@ def train(config: SFTConfig) -> SFTResult | None:
 
 def _train(
     config: SFTConfig,
+    recorded: Mapping[str, Any],
     plan: SFTPlan,
     data: SFTData,
     folder: RunFolder,
@@ -105,6 +114,8 @@ def _train(
         console.header("memory", lines)
     loop = build_loop(
         config,
+        config.trainer,
+        recorded,
         folder,
         console,
         stack,
@@ -122,7 +133,7 @@ def _train(
             early_stopping_min_delta=config.trainer.early_stopping_min_delta,
             export=config.trainer.export,
         ),
-        feed=build_feed(config, data, stack),
+        feed=build_feed(step_settings(config), data, stack),
         policy=policy,
         evaluator=build_sft_evaluator(config, data),
         samples=build_samples(config, data, folder, stack),
@@ -151,6 +162,12 @@ def _plan_lines(config: SFTConfig, plan: SFTPlan, data: SFTData) -> list[str]:
         + (f", evaluated {every}" if held_out else "")
         + f"; {part_name(trainer.optimizer.schedule)} learning rate {trainer.optimizer.lr:g}",
     ]
+
+
+def step_settings(config: SFTConfig) -> StepSettings:
+    """What steps are made of, as `config` says."""
+    num_shares = data_parallel_size(config.placement.policy_num_workers, config.strategy.sequence_parallel_size)
+    return StepSettings(data=config.data, trainer=config.trainer, seed=config.seed, num_shares=num_shares)
 
 
 def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:

@@ -1,4 +1,4 @@
-"""The data of a supervised run, from a validated `SFTConfig`: examples, the steps that they fill, and their batches."""
+"""The data of a supervised run, examples, the steps that they fill, and their batches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from skyrl_train.config.batch_rules import data_parallel_size
-from skyrl_train.config.sft import SFTConfig, SFTDataConfig
+from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.sft import SFTDataConfig, SFTTrainerConfig
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,23 +50,32 @@ class SFTPlan:
     """What makes one."""
 
 
-def load_sft_data(config: SFTConfig, *, on_progress: Callable[[str, int], None]) -> SFTData:
+@dataclass(frozen=True, kw_only=True)
+class StepSettings:
+    """What the steps of a supervised run are made of."""
+
+    data: SFTDataConfig
+    trainer: SFTTrainerConfig
+    seed: int
+    num_shares: int
+    """Data-parallel ranks."""
+
+
+def load_sft_data(config: SFTDataConfig, model: ModelConfig, *, on_progress: Callable[[str, int], None]) -> SFTData:
     """Reads, tokenises and measures all examples. Raises DataError, ModelError (the tokenizer), ConfigError."""
     from skyrl_train.data.rows import find_sources
     from skyrl_train.trainers.state import DataFingerprint
 
     notes: list[str] = []
-    train = _load(config, config.data.train, config.data.max_train_rows, on_progress)
+    train = _load(config, model, config.train, config.max_train_rows, on_progress)
     notes += _notes("training", train, config)
     validation = {}
-    for spec, name in zip(config.data.validation, _set_names(config.data)):
-        held_out = _load(config, (spec,), config.data.max_validation_rows, on_progress)
+    for spec, name in zip(config.validation, _set_names(config)):
+        held_out = _load(config, model, (spec,), config.max_validation_rows, on_progress)
         notes += _notes(name, held_out, config)
         validation[name] = held_out.examples
-    each = config.data.weights or (1.0,) * len(config.data.train)
-    weights = [
-        weight for spec, weight in zip(config.data.train, each) for _ in find_sources([spec], config.data.reader)
-    ]
+    each = config.weights or (1.0,) * len(config.train)
+    weights = [weight for spec, weight in zip(config.train, each) for _ in find_sources([spec], config.reader)]
     return SFTData(
         train=train.examples,
         weights=tuple(weights[: len(train.examples.parts)]),
@@ -76,13 +85,18 @@ def load_sft_data(config: SFTConfig, *, on_progress: Callable[[str, int], None])
     )
 
 
-def _load(config: SFTConfig, specs: tuple[str, ...], limit: int, on_progress: Callable[[str, int], None]) -> Loaded:
+def _load(
+    data: SFTDataConfig,
+    model: ModelConfig,
+    specs: tuple[str, ...],
+    limit: int,
+    on_progress: Callable[[str, int], None],
+) -> Loaded:
     from skyrl_train.data.conversations import RowFormat
     from skyrl_train.data.sft import ExampleFormat, load_examples
     from skyrl_train.data.token_cache import default_folder
     from skyrl_train.model.causal_lm import load_tokenizer
 
-    data = config.data
     rows = RowFormat(
         format=data.format,
         prompt_column=data.prompt_column,
@@ -92,7 +106,7 @@ def _load(config: SFTConfig, specs: tuple[str, ...], limit: int, on_progress: Ca
     folder = Path(data.cache_dir).expanduser() if data.cache_dir else default_folder()
     return load_examples(
         specs,
-        load_tokenizer(config.model),
+        load_tokenizer(model),
         ExampleFormat(rows=rows, loss_on=data.loss_on, template_kwargs=data.template_kwargs),
         max_length=data.max_length,
         over_long=data.over_long,
@@ -114,8 +128,8 @@ def _set_names(data: SFTDataConfig) -> list[str]:
     return [name if names.count(name) == 1 else spec for name, spec in zip(names, data.validation)]
 
 
-def _notes(name: str, loaded: Loaded, config: SFTConfig) -> list[str]:
-    limit = config.data.max_length
+def _notes(name: str, loaded: Loaded, config: SFTDataConfig) -> list[str]:
+    limit = config.max_length
     notes = []
     if loaded.num_truncated:
         notes.append(
@@ -134,21 +148,20 @@ def _notes(name: str, loaded: Loaded, config: SFTConfig) -> list[str]:
     return notes
 
 
-def plan_sft(config: SFTConfig, data: SFTData) -> SFTPlan:
+def plan_sft(settings: StepSettings, data: SFTData) -> SFTPlan:
     """Counts steps, exactly, by going through the epochs' orders. Raises ConfigError where nothing fills a step."""
-    trainer = config.trainer
-    stream = build_stream(config, data)
+    trainer = settings.trainer
+    stream = build_stream(settings, data)
     return SFTPlan(
         num_examples=len(data.train),
         num_examples_per_epoch=stream.num_examples_per_epoch,
         num_tokens=int(data.train.lengths.sum()),
         total_steps=trainer.num_steps or stream.count_steps(trainer.num_epochs),
-        step=_what_makes_a_step(config),
+        step=_what_makes_a_step(settings.trainer),
     )
 
 
-def _what_makes_a_step(config: SFTConfig) -> str:
-    trainer = config.trainer
+def _what_makes_a_step(trainer: SFTTrainerConfig) -> str:
     if trainer.docs_per_step:
         return f"{'exactly' if trainer.docs_per_step_exact else 'at least'} {trainer.docs_per_step} examples"
     if trainer.tokens_per_step:
@@ -156,53 +169,52 @@ def _what_makes_a_step(config: SFTConfig) -> str:
     return f"{trainer.batch_size} examples"
 
 
-def build_stream(config: SFTConfig, data: SFTData) -> StepStream:
+def build_stream(settings: StepSettings, data: SFTData) -> StepStream:
     """The endless stream of examples, cut into steps."""
     from skyrl_train.data.epoch_order import EpochOrder
     from skyrl_train.data.step_stream import StepStream
 
-    order = EpochOrder(data.train.source_sizes, weights=data.weights, shuffle=config.data.shuffle, seed=config.seed)
-    return StepStream(data.train.lengths, order, _closing(config), config.data.incomplete_step)
+    order = EpochOrder(data.train.source_sizes, weights=data.weights, shuffle=settings.data.shuffle, seed=settings.seed)
+    return StepStream(data.train.lengths, order, _closing(settings), settings.data.incomplete_step)
 
 
-def _closing(config: SFTConfig) -> Closing:
+def _closing(settings: StepSettings) -> Closing:
     from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
     from skyrl_train.data.step_stream import by_documents, by_rows, by_tokens
 
-    trainer = config.trainer
+    trainer = settings.trainer
     if trainer.docs_per_step:
         return by_documents(
             trainer.docs_per_step,
-            num_ranks=_num_shares(config),
+            num_ranks=settings.num_shares,
             admits=training_limit(make_micro_batch_strategy(trainer)),
             exact=trainer.docs_per_step_exact,
         )
     return by_tokens(trainer.tokens_per_step) if trainer.tokens_per_step else by_rows(trainer.batch_size)
 
 
-def build_feed(config: SFTConfig, data: SFTData, stack: ExitStack) -> BatchFeed:
+def build_feed(settings: StepSettings, data: SFTData, stack: ExitStack) -> BatchFeed:
     """The batches. `stack` ends the thread that makes them ahead."""
     from skyrl_train.data.feed import BatchFeed
 
     feed = BatchFeed(
-        build_stream(config, data), data.train, _collator(config, data), is_async=config.trainer.async_batch_collation
+        build_stream(settings, data),
+        data.train,
+        _collator(settings, data),
+        is_async=settings.trainer.async_batch_collation,
     )
     return stack.enter_context(feed)
 
 
-def _collator(config: SFTConfig, data: SFTData) -> Collator:
+def _collator(settings: StepSettings, data: SFTData) -> Collator:
     from skyrl_train.data.collate import DefaultCollator, PackedDataCollator
 
-    trainer = config.trainer
+    trainer = settings.trainer
     if trainer.layout == "packed":
         return PackedDataCollator(
             data.train,
             max_tokens_per_row=trainer.max_tokens_per_microbatch,
             align=trainer.pad_to_multiple_of,
-            num_ranks=_num_shares(config),
+            num_ranks=settings.num_shares,
         )
     return DefaultCollator(data.train, align=trainer.pad_to_multiple_of)
-
-
-def _num_shares(config: SFTConfig) -> int:
-    return data_parallel_size(config.placement.policy_num_workers, config.strategy.sequence_parallel_size)

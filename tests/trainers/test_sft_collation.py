@@ -15,6 +15,7 @@ from skyrl_train.data.async_collator import AsyncBatchCollator
 from skyrl_train.data.collate import DefaultCollator, PackedDataCollator
 from skyrl_train.data.feed import BatchFeed
 from skyrl_train.data.token_store import Ints
+from skyrl_train.runs.sft import step_settings
 from skyrl_train.runs.sft_data import build_stream
 from tests.sft_runs import RecordingLearner, make_config, make_data, raise_at, sft_run, workers
 
@@ -148,7 +149,7 @@ class SlowCollator:
 def slow_feed(tmp_path: Path) -> tuple[BatchFeed, SlowCollator]:
     data, collator = make_data(), SlowCollator()
     config = make_config(tmp_path, incomplete_step="keep")
-    return BatchFeed(build_stream(config, data), data.train, collator, is_async=True), collator
+    return BatchFeed(build_stream(step_settings(config), data), data.train, collator, is_async=True), collator
 
 
 def test_going_elsewhere_drains_what_is_in_flight_before_the_order_changes(tmp_path: Path) -> None:
