@@ -107,7 +107,7 @@ def measure(config: Config, *, syncs: int) -> list[dict[str, Any]]:
     """The records of so many syncs, in order."""
     from skyrl_train.cluster.build import Cluster, cluster_settings
     from skyrl_train.config.learners import run_models
-    from skyrl_train.plan.batch_plan import plan_batches
+    from skyrl_train.plan.dry_run import plan_batches
 
     output = Path(config.output_dir)
     output.mkdir()

@@ -45,9 +45,9 @@ from skyrl_train.batch.stage import StagedBatch, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
 from skyrl_train.cli.composition import load_node
+from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.algorithm import needs_critic, needs_reference
-from skyrl_train.config.passes import needs_old_logprobs
-from skyrl_train.config.paths import conf_dir
+from skyrl_train.config.learners import needs_old_logprobs
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.distributed.process_group import Rendezvous, join, leave

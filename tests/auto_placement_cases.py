@@ -14,7 +14,7 @@ from hydra import compose, initialize_config_dir
 import skyrl_train.assets
 from skyrl_train.cli import register_resolvers
 from skyrl_train.cli.composition import load_node
-from skyrl_train.config.paths import conf_dir
+from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
 

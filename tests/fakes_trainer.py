@@ -26,7 +26,8 @@ from skyrl_train.config.schema import Config
 from skyrl_train.data.prompts import PromptSource
 from skyrl_train.distributed.checkpoint import latest_checkpoint, verify, write_checkpoint
 from skyrl_train.errors import NonFiniteError
-from skyrl_train.plan.batch_plan import BatchPlan, plan_batches
+from skyrl_train.plan.batch_plan import BatchPlan
+from skyrl_train.plan.dry_run import plan_batches
 from skyrl_train.runs.common import build_loop
 from skyrl_train.runs.rl import ppo_settings
 from skyrl_train.seeding import derive_seed

@@ -23,7 +23,7 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.model.compiled import compile_layers
-from skyrl_train.plan.batch_plan import plan_batches
+from skyrl_train.plan.dry_run import plan_batches
 
 VOCABULARY = 50
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import overload
 
-from skyrl_train.config.bundles import gpus_needed
+from skyrl_train.config.learners import gpus_needed
 from skyrl_train.config.placement import ROLES, PlacementConfig
 from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.schema import Config
@@ -352,3 +352,35 @@ def room_violations(config: AnyConfig) -> Iterator[Violation]:
             if devices.num_gpus
             else "try platform=cpu, or placement.ray_address=auto on a node of a cluster",
         )
+
+
+def place_for_plan(config: Config) -> tuple[Config, Devices, list[str]]:
+    """The config with its placement chosen, the devices that were found, and notes on what had to be assumed.
+
+    Raises ConfigError where no placement can be chosen.
+    """
+    notes: list[str] = []
+    if config.platform.name == "cpu":
+        return place(config), Devices(), notes
+    auto, stated_gb = config.placement.auto, config.placement.gpu_memory_gb or config.plan.device_memory_gb
+    devices = replace(found := find_devices(config.placement), memory_gb=stated_gb or found.memory_gb)
+    if auto:
+        if not devices.num_gpus:
+            notes.append(
+                f"{devices.source}. Planning for one GPU; placement.num_gpus=N placement.num_nodes=M state how many"
+            )
+            devices = replace(devices, gpus_per_node=(1,))
+        if not devices.memory_gb:
+            notes.append(
+                f"Planning for GPUs of {ASSUMED_MEMORY_GB:g} GB; placement.gpu_memory_gb=G states what they have"
+            )
+            devices = replace(devices, memory_gb=ASSUMED_MEMORY_GB)
+        if not can_predict(config):
+            notes.append(
+                f"The memory of {config.model.path} is not predicted here, so that engines have one GPU each unless "
+                "generator.vllm.tensor_parallel_size says more; plan.architecture names a model of the same sizes"
+            )
+    config = place(config, devices)
+    if auto and can_predict(config):
+        config = replace(config, plan=replace(config.plan, device_memory_gb=devices.memory_gb))
+    return config, found, notes

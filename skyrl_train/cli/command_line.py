@@ -1,23 +1,71 @@
-"""One command line's overrides, checked in three stages: names, composition, values."""
+"""One command line's overrides, checked in three stages: names, composition, and values with what their root demands."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
-from skyrl_train.cli.auto_placement import place
-from skyrl_train.cli.composition import Composer, as_in_a_run, plain_values
-from skyrl_train.cli.machine import machine_violations
-from skyrl_train.cli.overrides import alternatives, choices_of, is_hydra, reason, text_of, value_of
-from skyrl_train.cli.roots import RL_ROOT, Root
-from skyrl_train.config.fields import nearest, remedy_for_unknown, walk
+from skyrl_train.cli.auto_placement import place, room_violations
+from skyrl_train.cli.composition import (
+    Composer,
+    alternatives,
+    as_in_a_run,
+    choices_of,
+    is_hydra,
+    plain_values,
+    reason,
+    text_of,
+    value_of,
+)
+from skyrl_train.cli.machine import MACHINE_RULES, RL_MACHINE_RULES
+from skyrl_train.config.fields import Rule, is_refused, nearest, remedy_for_unknown, walk
 from skyrl_train.config.load import Loaded, read_root
-from skyrl_train.config.sft import AnyConfig
+from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import AnyConfig, SFTConfig, validate_sft
+from skyrl_train.config.validate import run_rules, validate_config
+from skyrl_train.config.validate_batch import with_sound_sizes
 from skyrl_train.errors import ConfigError, Violation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Root:
+    """One kind of run."""
+
+    schema: type[AnyConfig]
+    platform_group: str
+    """The group that chooses the platform."""
+    machine_rules: tuple[Rule, ...]
+    trains: bool = True
+    """Whether models are trained, or only generate."""
+
+    def violations(self, config: AnyConfig, *, refused: Collection[str]) -> list[Violation]:
+        """Rules between fields."""
+        if isinstance(config, SFTConfig):
+            return validate_sft(config, refused=refused)
+        return validate_config(config, refused=refused)
+
+    def of_settings(
+        self, violations: Iterable[Violation], config: AnyConfig, *, refused: Collection[str]
+    ) -> list[Violation]:
+        """What is wrong with single settings, with remedies that go with the others."""
+        if isinstance(config, SFTConfig):
+            return list(violations)
+        return with_sound_sizes(violations, config, refused=refused)
+
+
+RL_ROOT = Root(schema=Config, platform_group="platform", machine_rules=RL_MACHINE_RULES)
+SFT_ROOT = Root(schema=SFTConfig, platform_group="sft_platform", machine_rules=MACHINE_RULES)
+
+
+def root_of(config_name: str) -> Root:
+    """By the name of an entry point's root config."""
+    return SFT_ROOT if config_name == "sft" else RL_ROOT
+
 
 MAX_VARIANTS = 64
 """Values of a sweep that are checked beforehand; Hydra starts the others unchecked and they refuse by themselves."""
@@ -157,7 +205,8 @@ class CommandLine:
             refused = refused | {"placement"}
         found = [*self._root.of_settings(loaded.violations, config, refused=refused), *found]
         found += self._root.violations(config, refused=refused)
-        return [*found, *machine_violations(config, refused=refused)]
+        found += run_rules(config, self._root.machine_rules, refused)
+        return found if is_refused("placement", refused) else [*found, *room_violations(config)]
 
     def _check_folders(self, folders: Sequence[str | None]) -> None:
         if len(folders) > 1 and len(set(folders)) < len(folders) and None not in folders:

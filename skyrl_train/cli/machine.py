@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from skyrl_train.cli.auto_placement import room_violations
+from skyrl_train.config.fields import Rule
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.placement import PlacementConfig, PlatformConfig
 from skyrl_train.config.platform import detect_platform
-from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import AnyConfig
+from skyrl_train.config.schema import DataConfig, EnvironmentConfig, ModelConfig
+from skyrl_train.config.sft import SFTDataConfig
 from skyrl_train.config.validate import near_path
 from skyrl_train.data.hub import endpoint, is_cached, is_reachable
 from skyrl_train.data.rows import find_sources
@@ -21,38 +24,30 @@ from skyrl_train.rollout.environments import environment_violations
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 
-def machine_violations(config: AnyConfig, *, refused: Collection[str] = ()) -> list[Violation]:
-    """What this machine lacks for the config; fields in `refused` are not looked at."""
-    found = [*_folder(config), *_data(config), *_models(config), *_device(config)]
-    if isinstance(config, Config):
-        found += [*_environment(config), *_engine(config)]
-    return [violation for violation in found if violation.field not in refused]
-
-
-def _folder(config: AnyConfig) -> Iterator[Violation]:
-    folder = Path(config.output_dir).expanduser().absolute()
+def _folder(output_dir: str) -> Iterator[Violation]:
+    folder = Path(output_dir).expanduser().absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield Violation(
             field="output_dir",
             rule="must be a folder that can be written to",
-            value=repr(config.output_dir),
+            value=repr(output_dir),
             remedy=f"{existing} {'is not writable' if existing.is_dir() else 'is a file'}: set output_dir=FOLDER",
         )
 
 
-def _data(config: AnyConfig) -> Iterator[Violation]:
-    for field, specs in (("data.train", config.data.train), ("data.validation", config.data.validation)):
-        for spec in specs:
-            try:
-                sources = find_sources([spec], config.data.reader)
-                if any(source.on_hub for source in sources):
-                    yield from _of_hub(field, spec)
-            except DataError as error:
-                remedy = str(error).removeprefix(f"{spec}: ")
-                if Path(spec).parent.name == "gsm8k":
-                    remedy += " scripts/prepare_gsm8k.py makes the GSM8K files; SKYRL_TRAIN_DATA says where they are."
-                yield Violation(field=field, rule="must be data that can be found", value=repr(spec), remedy=remedy)
+def _data(data: DataConfig | SFTDataConfig, name: str) -> Iterator[Violation]:
+    field = f"data.{name}"
+    for spec in getattr(data, name):
+        try:
+            sources = find_sources([spec], data.reader)
+            if any(source.on_hub for source in sources):
+                yield from _of_hub(field, spec)
+        except DataError as error:
+            remedy = str(error).removeprefix(f"{spec}: ")
+            if Path(spec).parent.name == "gsm8k":
+                remedy += " scripts/prepare_gsm8k.py makes the GSM8K files; SKYRL_TRAIN_DATA says where they are."
+            yield Violation(field=field, rule="must be data that can be found", value=repr(spec), remedy=remedy)
 
 
 def _of_hub(field: str, spec: str) -> Iterator[Violation]:
@@ -73,12 +68,10 @@ def _of_hub(field: str, spec: str) -> Iterator[Violation]:
     )
 
 
-def _models(config: AnyConfig) -> Iterator[Violation]:
-    for field, path in (("model.path", config.model.path), ("model.tokenizer_path", config.model.tokenizer_path)):
-        problem = _model_problem(path) if path else None
-        if problem is not None:
-            rule, remedy = problem
-            yield Violation(field=field, rule=rule, value=repr(path), remedy=remedy)
+def _models(model: ModelConfig, name: str) -> Iterator[Violation]:
+    path = getattr(model, name)
+    if path and (problem := _model_problem(path)) is not None:
+        yield Violation.of(f"model.{name}", path, *problem)
 
 
 def _model_problem(path: str) -> tuple[str, str] | None:
@@ -102,31 +95,41 @@ def _model_problem(path: str) -> tuple[str, str] | None:
     return None
 
 
-def _environment(config: Config) -> Iterator[Violation]:
-    if config.environment.env_class is not None:
-        yield from environment_violations(config.environment.env_class)
+def _environment(environment: EnvironmentConfig) -> Iterator[Violation]:
+    if environment.env_class is not None:
+        yield from environment_violations(environment.env_class)
 
 
-def _engine(config: Config) -> Iterator[Violation]:
+def _engine(generator: GeneratorConfig, placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Violation]:
     """vLLM, where this process starts it; on Ray its nodes have it."""
-    inline = config.placement.backend == "inline" and not config.placement.auto
-    if inline and config.generator.backend == "vllm" and find_spec("vllm") is None:
-        extra = "cpu" if config.platform.name == "cpu" else "vllm"
+    inline = placement.backend == "inline" and not placement.auto
+    if inline and generator.backend == "vllm" and find_spec("vllm") is None:
+        extra = "cpu" if platform.name == "cpu" else "vllm"
         yield Violation(
             field="generator.backend",
             rule="needs vLLM, which is not installed here",
-            value=repr(config.generator.backend),
+            value=repr(generator.backend),
             remedy=f"install the extra `{extra}` as docs/distributed.md says, or add generator=hf",
         )
 
 
-def _device(config: AnyConfig) -> Iterator[Violation]:
-    yield from room_violations(config)
+def _device(placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Violation]:
     machine = detect_platform()
-    if config.placement.backend == "inline" and config.platform.device.startswith("cuda") and machine.name == "cpu":
+    if placement.backend == "inline" and platform.device.startswith("cuda") and machine.name == "cpu":
         yield Violation(
             field="platform.device",
             rule=f"cannot be used here: {machine.reason}",
-            value=repr(config.platform.device),
+            value=repr(platform.device),
             remedy="try platform=cpu",
         )
+
+
+MACHINE_RULES: tuple[Rule, ...] = (
+    _folder,
+    *(partial(_data, name=name) for name in ("train", "validation")),
+    *(partial(_models, name=name) for name in ("path", "tokenizer_path")),
+    _device,
+)
+"""What any kind of run needs of this machine."""
+RL_MACHINE_RULES: tuple[Rule, ...] = (*MACHINE_RULES, _environment, _engine)
+"""What reinforcement learning needs of it."""

@@ -13,23 +13,20 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from hydra.types import RunMode
 
 from skyrl_train.cli import preflight
-from skyrl_train.cli.auto_placement import ASSUMED_MEMORY_GB, can_predict, find_devices, place
+from skyrl_train.cli.auto_placement import place_for_plan
 from skyrl_train.cli.composition import as_in_a_run, load_node
 from skyrl_train.cli.preflight import config_loader
-from skyrl_train.config.platform import Devices
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import Config, DataConfig, PlanConfig, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.data.hub import is_cached
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, SkyrlTrainError
-from skyrl_train.plan.device_report import DeviceMemory, PlacementReport
 from skyrl_train.plan.dry_run import make_plan_report, placement_report, plan_memory
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
 from skyrl_train.plan.report import render_text, to_json
@@ -48,10 +45,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = ["--config-dir", args.config_dir] if args.config_dir else []
     preflight([*args.overrides, *folder], config_name=CONFIG_NAME, rules=False)
     try:
-        return _print_plan(_compose(args.overrides, args.config_dir), as_json=args.format == "json")
+        config = _compose(args.overrides, args.config_dir)
+        num_train_prompts, note = count_train_prompts(config.data, config.plan, assumed=config.trainer)
+        notes = [note] if note else []
+        placement, memory = None, None
+        try:
+            config, found, assumed = place_for_plan(config)
+            notes += assumed
+            placement, memory = placement_report(config, found), plan_memory(config)
+            violations = [*validate_config(config), *(memory.violations() if memory else ())]
+        except ConfigError as error:  # no placement can be chosen: the rules are those of all else
+            violations = [*error.violations, *validate_config(config, refused=["placement"])]
+        report = make_plan_report(
+            config,
+            num_train_prompts=num_train_prompts,
+            lengths=_lengths(config.plan.lengths, step_wise=config.generator.is_step_wise),
+            num_parameters=count_parameters(config.model.path),
+            violations=violations,
+            memory=memory,
+            placement=placement,
+        )
     except SkyrlTrainError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 2
+    text = "\n".join([*(f"note: {each}" for each in notes), render_text(report)])
+    sys.stdout.write((to_json(report) if args.format == "json" else text).rstrip("\n") + "\n")
+    return 2 if report.violations else 0
 
 
 def _compose(overrides: Sequence[str], config_dir: str | None) -> Config:
@@ -61,83 +80,25 @@ def _compose(overrides: Sequence[str], config_dir: str | None) -> Config:
             return load_node(node, Config)
 
 
-def _print_plan(config: Config, *, as_json: bool) -> int:
-    num_train_prompts, note = count_train_prompts(config)
-    notes = [note] if note else []
-    placement, memory = None, None
-    try:
-        config, placement, memory, more = _placed(config)
-        notes += more
-        violations = [*validate_config(config), *(memory.violations() if memory else ())]
-    except ConfigError as error:  # no placement can be chosen: the rules are those of all else
-        violations = [*error.violations, *validate_config(config, refused=["placement"])]
-    report = make_plan_report(
-        config,
-        num_train_prompts=num_train_prompts,
-        lengths=_lengths(config),
-        num_parameters=count_parameters(config.model.path),
-        violations=violations,
-        memory=memory,
-        placement=placement,
-    )
-    text = to_json(report) if as_json else "\n".join([*(f"note: {each}" for each in notes), render_text(report)])
-    sys.stdout.write(text.rstrip("\n") + "\n")
-    return 2 if report.violations else 0
-
-
-def _placed(config: Config) -> tuple[Config, PlacementReport, DeviceMemory | None, list[str]]:
-    """The config with its placement chosen, what it reserves, what passes hold, and notes on what had to be assumed.
-
-    Raises ConfigError where no placement can be chosen.
-    """
-    notes: list[str] = []
-    if config.platform.name == "cpu":
-        config = place(config)
-        return config, placement_report(config, Devices()), plan_memory(config), notes
-    auto, stated_gb = config.placement.auto, config.placement.gpu_memory_gb or config.plan.device_memory_gb
-    devices = replace(found := find_devices(config.placement), memory_gb=stated_gb or found.memory_gb)
-    if auto:
-        if not devices.num_gpus:
-            notes.append(
-                f"{devices.source}. Planning for one GPU; placement.num_gpus=N placement.num_nodes=M state how many"
-            )
-            devices = replace(devices, gpus_per_node=(1,))
-        if not devices.memory_gb:
-            notes.append(
-                f"Planning for GPUs of {ASSUMED_MEMORY_GB:g} GB; placement.gpu_memory_gb=G states what they have"
-            )
-            devices = replace(devices, memory_gb=ASSUMED_MEMORY_GB)
-        if not can_predict(config):
-            notes.append(
-                f"The memory of {config.model.path} is not predicted here, so that engines have one GPU each unless "
-                "generator.vllm.tensor_parallel_size says more; plan.architecture names a model of the same sizes"
-            )
-    config = place(config, devices)
-    if auto and can_predict(config):
-        config = replace(config, plan=replace(config.plan, device_memory_gb=devices.memory_gb))
-    return config, placement_report(config, found), plan_memory(config), notes
-
-
-def count_train_prompts(config: Config) -> tuple[int, str]:
+def count_train_prompts(data: DataConfig, plan: PlanConfig, *, assumed: TrainerConfig) -> tuple[int, str]:
     """Training prompts, and a note where they had to be assumed because the data is not on this machine."""
-    if config.plan.num_train_prompts:
-        return config.plan.num_train_prompts, ""
+    if plan.num_train_prompts:
+        return plan.num_train_prompts, ""
     try:
-        for source in find_sources(config.data.train, config.data.reader):
+        for source in find_sources(data.train, data.reader):
             if source.on_hub and not is_cached(
                 "/".join(source.location.partition(":")[0].split("/")[:2]), dataset=True
             ):
                 raise DataError(f"{source.location} is fetched from the hub when the run begins.")
-        data = config.data
         prompts = load_prompts(
             data.train, limit=data.max_train_prompts or None, reader=data.reader, row_format=data.row_format
         )
         return len(prompts), ""
     except ConfigError:  # of the part that reads rows, which is told with all else that is wrong
-        return config.trainer.train_batch_size, ""
+        return assumed.train_batch_size, ""
     except DataError as error:
-        assumed = config.trainer.train_batch_size * max(config.trainer.total_steps, 1)
-        return assumed, f"{error} Planning with {assumed} prompts; plan.num_train_prompts=N states how many there are."
+        count = assumed.train_batch_size * max(assumed.total_steps, 1)
+        return count, f"{error} Planning with {count} prompts; plan.num_train_prompts=N states how many there are."
 
 
 def count_parameters(path: str) -> int | None:
@@ -154,15 +115,14 @@ def _parameters_in(file: Path) -> int:
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
-def _lengths(config: Config) -> RowLengths | None:
+def _lengths(recorded: str, *, step_wise: bool) -> RowLengths | None:
     """Of the rollouts in `plan.lengths`, a file or a folder of them. Raises DataError."""
-    if not config.plan.lengths:
+    if not recorded:
         return None
-    path = Path(config.plan.lengths)
+    path = Path(recorded)
     files = sorted(path.glob("train_step_*.jsonl")) if path.is_dir() else [path]
     batches = [batch for file in files for batch in read_rollouts(file).values()]
     try:
-        step_wise = config.generator.is_step_wise
         return recorded_lengths(batches, step_wise=step_wise, source=str(path))
     except ValueError as error:
         raise DataError(str(error)) from error

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import hydra
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path, get_args_parser
@@ -23,14 +24,25 @@ from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from hydra.version import setbase
+from omegaconf import DictConfig
 
-from skyrl_train.cli.command_line import CommandLine
+from skyrl_train.cli.command_line import RL_ROOT, CommandLine, Root, root_of
 from skyrl_train.cli.composition import Composer
-from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, register_resolvers
-from skyrl_train.cli.roots import RL_ROOT, Root, root_of
-from skyrl_train.config.paths import conf_dir
+from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, conf_dir, register_resolvers
 from skyrl_train.config.validate import near_path
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
+
+
+def start(task: Callable[[DictConfig], None], *, config_name: str, trains: bool = True) -> None:
+    """Runs `task` under Hydra on the root config `config_name`, with the arguments of this process.
+
+    Hydra names the job after the module of `task`; the command that resumes a run does too. Raises SystemExit(2) for
+    problems with the arguments, before torch is imported. `trains`: whether models are trained, so that room for that is
+    needed.
+    """
+    register_resolvers()
+    preflight(sys.argv[1:], config_name=config_name, trains=trains)
+    hydra.main(version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name=config_name)(task)()
 
 
 def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: bool = True) -> None:

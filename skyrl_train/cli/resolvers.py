@@ -1,4 +1,4 @@
-"""What `conf/` needs in order to compose: the schema as its base, and resolvers for platform and folders."""
+"""What `conf/` needs in order to compose: where it is, the schema as its base, and resolvers for platform and folders."""
 
 from __future__ import annotations
 
@@ -15,12 +15,39 @@ from skyrl_train.config.fields import defaults
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
+from skyrl_train.errors import ConfigError, Violation
 
 HYDRA_VERSION_BASE = "1.3"
 """For `hydra.main(version_base=...)` and the compose API."""
 
 _STARTED = time.strftime("%Y-%m-%d_%H%M%S")
 """When this process started: part of the default run folder, the same however often it is asked for."""
+
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def conf_dir(package: Path = _PACKAGE) -> Path:
+    """Return the folder of Hydra's groups (`conf/`), absolute.
+
+    Inside the package comes first: beside an installed package there may be a `conf` of someone else.
+
+    Raises:
+        ConfigError: when neither place has it, which means a broken installation.
+    """
+    for folder in (package / "conf", package.parent / "conf"):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(
+        [
+            Violation(
+                field="conf",
+                rule="must lie inside the package or, in a checkout, beside it",
+                value=f"neither {package / 'conf'} nor {package.parent / 'conf'}",
+                remedy="install skyrl_train again, or run from a complete clone",
+            )
+        ]
+    )
 
 
 def register_resolvers() -> None:

@@ -17,9 +17,9 @@ from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.placement import Placement
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.cluster.transport import RayTransport
-from skyrl_train.config.bundles import Layout, Role, count_engines, layout_of, num_cpus, roles_of, takes_turns
+from skyrl_train.config.bundles import Layout, Role, count_engines, num_cpus, takes_turns
 from skyrl_train.config.generation import ships_adapter
-from skyrl_train.config.learners import LearnerSettings, RunModels, learner_settings
+from skyrl_train.config.learners import LearnerSettings, RunModels, layout_of, learner_settings, roles_of
 from skyrl_train.config.schema import ModelConfig, PlacementConfig
 from skyrl_train.learner.architectures import largest_parameter, weight_bytes
 from skyrl_train.learner.reference import BaseOfAdapter

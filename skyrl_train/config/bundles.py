@@ -9,11 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.passes import reference_is_base
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig
-from skyrl_train.config.schema import Config
 
 Role = Literal["policy", "reference", "critic"]
 _SETTINGS = {"policy": "policy", "reference": "ref", "critic": "critic"}
@@ -129,16 +126,6 @@ def _spread(count: int, nodes: int, per_node: int) -> Iterable[int]:
         yield node * per_node + place
 
 
-def roles_of(config: Config) -> tuple[Role, ...]:
-    """The models that the run holds: `policy`, and `reference` and `critic` where there are such."""
-    has_reference = needs_reference(config.trainer.algorithm) and not reference_is_base(config)
-    return (
-        "policy",
-        *(("reference",) if has_reference else ()),
-        *(("critic",) if config.critic.model.path else ()),
-    )
-
-
 def count_engines(generator: GeneratorConfig, placement: PlacementConfig) -> int:
     """Engines that the run starts on devices that it reserves; 0 for every other generator."""
     return generator.vllm.count(placement) if generator.backend == "vllm" else 0
@@ -155,25 +142,6 @@ def takes_turns(placement: PlacementConfig, generator: GeneratorConfig, platform
 def num_cpus(layout: Layout) -> int:
     """CPUs that a session of one machine must offer for the layout."""
     return int(sum(bundle.cpus for bundles in layout.groups.values() for bundle in bundles))
-
-
-def layout_of(config: Config) -> Layout:
-    """What a run of reinforcement learning reserves on Ray."""
-    return plan_layout(
-        config.placement,
-        roles=roles_of(config),
-        gpu=config.platform.name == "gpu",
-        num_engines=count_engines(config.generator, config.placement),
-        devices_per_engine=config.generator.vllm.devices_per_engine,
-    )
-
-
-def gpus_needed(config: Config) -> int:
-    """GPUs that a run of reinforcement learning takes; 0 on a CPU."""
-    if config.placement.backend == "ray":
-        return layout_of(config).num_gpus
-    engines = count_engines(config.generator, config.placement)
-    return max(1, config.generator.vllm.devices_per_engine * engines) if config.platform.on_gpu else 0
 
 
 def missing_room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str | None:

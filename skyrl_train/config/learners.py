@@ -1,4 +1,4 @@
-"""What one model of a run is built from: small settings, made from either kind of configuration.
+"""Which models a run holds and where, and what one of them is built from: small settings, of either kind of run.
 
     Config     --learner_settings-->                    LearnerSettings of the policy, the reference or the critic
     SFTConfig  --config/sft.py: sft_learner_settings--> LearnerSettings of the policy
@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from skyrl_train.config.algorithm import AlgorithmConfig, needs_reference
-from skyrl_train.config.bundles import Role, roles_of
+from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads, loss_reads, needs_reference, reads_whole_step
+from skyrl_train.config.bundles import Layout, Role, count_engines, plan_layout
 from skyrl_train.config.micro_batching import MicroBatchConfig
-from skyrl_train.config.passes import needs_old_logprobs, reference_is_base
 from skyrl_train.config.placement import PlatformConfig, StrategyConfig
-from skyrl_train.config.schema import Config, LoopConfig, LoraConfig, ModelConfig, OptimizerConfig
+from skyrl_train.config.schema import Config, LoopConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +113,57 @@ def model_at(path: str, policy: ModelConfig) -> ModelConfig:
 def micro_batch_settings(trainer: LoopConfig) -> MicroBatchConfig:
     """The part of `trainer` that a learner sees."""
     return MicroBatchConfig(**{each.name: getattr(trainer, each.name) for each in fields(MicroBatchConfig)})
+
+
+def roles_of(config: Config) -> tuple[Role, ...]:
+    """The models that the run holds: `policy`, and `reference` and `critic` where there are such."""
+    has_reference = needs_reference(config.trainer.algorithm) and not reference_is_base(config)
+    return (
+        "policy",
+        *(("reference",) if has_reference else ()),
+        *(("critic",) if config.critic.model.path else ()),
+    )
+
+
+def reference_is_base(config: Config) -> bool:
+    """Whether the reference is the model under the policy's adapter, so that none of its own is held: not where another
+    model is named, or where it becomes the policy on the way."""
+    own = config.reference.model.path == "policy" and not config.trainer.algorithm.ref_update_interval
+    return config.model.lora.rank > 0 and own
+
+
+def needs_old_logprobs(trainer: TrainerConfig) -> bool:
+    """Whether the policy has to score a batch before it is updated on it.
+
+    Not where each batch is one optimizer step: the old policy is then the one that is differentiated, and each ratio is
+    1 by construction. Not where the loss never reads them, or is given those of the engine. Always where rewards,
+    advantages or weights over the whole step are made of them.
+    """
+    algorithm = trainer.algorithm
+    if algorithm.kl_reward_coef > 0 or "old_logprobs" in estimator_reads(algorithm).columns:
+        return True
+    if algorithm.off_policy.enabled and reads_whole_step(algorithm):
+        return True
+    if algorithm.use_rollout_logprobs or "old_logprobs" not in loss_reads(algorithm).columns:
+        return False
+    one_step = trainer.policy_mini_batch_size == trainer.train_batch_size and trainer.update_epochs_per_batch == 1
+    return not one_step or trainer.docs_per_step > 0
+
+
+def layout_of(config: Config) -> Layout:
+    """What a run of reinforcement learning reserves on Ray."""
+    return plan_layout(
+        config.placement,
+        roles=roles_of(config),
+        gpu=config.platform.name == "gpu",
+        num_engines=count_engines(config.generator, config.placement),
+        devices_per_engine=config.generator.vllm.devices_per_engine,
+    )
+
+
+def gpus_needed(config: Config) -> int:
+    """GPUs that a run of reinforcement learning takes; 0 on a CPU."""
+    if config.placement.backend == "ray":
+        return layout_of(config).num_gpus
+    engines = count_engines(config.generator, config.placement)
+    return max(1, config.generator.vllm.devices_per_engine * engines) if config.platform.on_gpu else 0

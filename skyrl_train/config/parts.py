@@ -1,7 +1,7 @@
 """The built-in parts by seam: their names, where each is defined, and what it reads.
 
 Which passes a run needs, and which columns travel, follows from what its parts read (`config/algorithm.py`,
-`config/passes.py`), before anything that imports torch is loaded; a custom part declares the same with
+`config/learners.py`), before anything that imports torch is loaded; a custom part declares the same with
 `registry.reads`. A test computes every part from the columns that are declared here alone.
 """
 

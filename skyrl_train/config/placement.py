@@ -121,3 +121,20 @@ class PlacementConfig:
             per_node = getattr(self, f"{role}_num_gpus_per_node")
             if per_node and getattr(self, f"{role}_num_workers") == 1:
                 object.__setattr__(self, f"{role}_num_workers", per_node * getattr(self, f"{role}_num_nodes"))
+
+
+WHOLE_GRADIENTS_SHARE = 0.1
+"""Of a device's memory: so much the gradient of a whole model may take where `strategy.gradient_sync=auto` keeps it."""
+
+
+def sums_once_a_step(gradient_sync: str, *, gradient_bytes: int, device_bytes: int) -> bool:
+    """Whether ranks of a sharded model sum gradients with the last micro-batch of an optimizer step alone.
+
+    Args:
+        gradient_sync: `strategy.gradient_sync`.
+        gradient_bytes: Of all trained parameters, whole.
+        device_bytes: Memory of one rank's device; 0 where it is not known.
+    """
+    if gradient_sync != "auto":
+        return gradient_sync == "step"
+    return gradient_bytes <= WHOLE_GRADIENTS_SHARE * device_bytes

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from skyrl_train.batch.layout import PositionGroup
 from skyrl_train.config.parts import STRATEGIES
-from skyrl_train.config.passes import sums_once_a_step
-from skyrl_train.config.placement import StrategyConfig
+from skyrl_train.config.placement import StrategyConfig, sums_once_a_step
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.together import Together
 from skyrl_train.errors import ConfigError, RankOutOfMemory, Violation

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from skyrl_train.config.passes import sums_once_a_step
+from skyrl_train.config.placement import sums_once_a_step
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.memory_blocks import BackboneCost, Precision, gated_backbone, most_bytes
 from skyrl_train.learner.memory_facts import GATED, ModelFacts

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skyrl_train.config.batch_rules import Role
+from skyrl_train.config.batch_rules import Role, Sizes
+from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.learners import ScheduleLength
-from skyrl_train.config.schema import Config
-from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
-from skyrl_train.errors import ConfigError
+from skyrl_train.config.schema import TrainerConfig
 
 SHORTEST_ROW = 2
 """Tokens of the shortest row: one of a prompt, one of a response."""
@@ -77,8 +76,7 @@ class BatchPlan:
     @property
     def fewest_total_optimizer_steps(self) -> int:
         """Of the policy, in the run; `total_optimizer_steps` is the most."""
-        batches, _ = divmod(self.total_optimizer_steps, self.optimizer_steps_per_batch)
-        return batches * self.fewest_optimizer_steps_per_batch
+        return self.total_optimizer_steps // self.optimizer_steps_per_batch * self.fewest_optimizer_steps_per_batch
 
     @property
     def schedule_steps(self) -> float:
@@ -102,21 +100,21 @@ class BatchPlan:
         return ScheduleLength(optimizer_steps=steps, documents=documents if self.docs_per_step else 0)
 
 
-def plan_batches(config: Config, *, num_train_prompts: int) -> BatchPlan:
-    """The plan of a run over `num_train_prompts` prompts. Raises ConfigError with every violation."""
-    violations = validate_batch_sizes(config, num_train_prompts=num_train_prompts)
-    if violations:
-        raise ConfigError(violations)
-    trainer, has_critic = config.trainer, bool(config.critic.model.path)
-    samples = trainer.train_batch_size * config.generator.n_samples_per_prompt
-    batches_per_epoch, _ = divmod(num_train_prompts, trainer.train_batch_size)
+def make_batch_plan(
+    trainer: TrainerConfig, generator: GeneratorConfig, sizes: Sizes, *, num_train_prompts: int
+) -> BatchPlan:
+    """The plan of a run over `num_train_prompts` prompts, for sizes that go together."""
+    has_critic, samples = sizes.critic_num_workers is not None, samples_per_batch(trainer, generator)
+    batches_per_epoch = num_train_prompts // trainer.train_batch_size
     total_steps = trainer.total_steps or trainer.epochs * batches_per_epoch
-    roles = sizes_of(config).roles()
-    fewest, most = samples_per_step(config, roles[0])
+    roles = sizes.roles()
+    fewest, most = samples_per_step(trainer, generator, roles[0])
     policy_steps = ceil_div(samples, fewest) * trainer.update_epochs_per_batch
     critic_steps = 0
     if has_critic:
-        critic_steps = ceil_div(samples, samples_per_step(config, roles[1])[0]) * trainer.update_epochs_per_batch
+        critic_steps = (
+            ceil_div(samples, samples_per_step(trainer, generator, roles[1])[0]) * trainer.update_epochs_per_batch
+        )
     policy_batches = total_steps - (min(trainer.algorithm.critic_warmup_steps, total_steps) if has_critic else 0)
     return BatchPlan(
         num_prompts_per_batch=trainer.train_batch_size,
@@ -134,40 +132,38 @@ def plan_batches(config: Config, *, num_train_prompts: int) -> BatchPlan:
         docs_per_step=trainer.docs_per_step,
         total_documents=policy_batches * samples * trainer.update_epochs_per_batch,
         critic_total_documents=total_steps * samples * trainer.update_epochs_per_batch if has_critic else 0,
-        learners=tuple(_learner(config, role) for role in roles),
+        learners=tuple(_learner(trainer, generator, role) for role in roles),
     )
 
 
-def samples_per_step(config: Config, role: Role) -> tuple[int, int]:
+def samples_per_step(trainer: TrainerConfig, generator: GeneratorConfig, role: Role) -> tuple[int, int]:
     """The fewest and the most trajectories of one optimizer step that is not the last of its batch.
 
     With `docs_per_step` a step closes after the round of micro-batches, one on each rank, that reaches the target: of
     rows that are counted, one for each trajectory, always the same whole number of rounds; else of the last round all but
     one document may be too many.
     """
-    trainer, samples = config.trainer, samples_per_batch(config)
-    target = trainer.docs_per_step
+    samples, target = samples_per_batch(trainer, generator), trainer.docs_per_step
     if not target:
         prompts = trainer.train_batch_size if role.mini_batch_size is None else role.mini_batch_size
-        return prompts * config.generator.n_samples_per_prompt, prompts * config.generator.n_samples_per_prompt
+        return prompts * generator.n_samples_per_prompt, prompts * generator.n_samples_per_prompt
     if trainer.docs_per_step_exact:
         return min(target, samples), min(target, samples)
     if trainer.micro_batching == "fixed":
         a_round = trainer.micro_train_batch_size_per_gpu * role.data_parallel_size
-        if not config.generator.is_step_wise:
+        if not generator.is_step_wise:
             rounds = ceil_div(target, a_round)
             return min(rounds * a_round, samples), min(rounds * a_round, samples)
     elif trainer.micro_batching == "token_budget":
-        rows, _ = divmod(trainer.max_tokens_per_microbatch, SHORTEST_ROW)
-        a_round = max(1, rows) * role.data_parallel_size
+        a_round = max(1, trainer.max_tokens_per_microbatch // SHORTEST_ROW) * role.data_parallel_size
     else:
         a_round = samples
     return min(target, samples), min(target - 1 + a_round, samples)
 
 
-def samples_per_batch(config: Config) -> int:
+def samples_per_batch(trainer: TrainerConfig, generator: GeneratorConfig) -> int:
     """Trajectories of one training batch."""
-    return config.trainer.train_batch_size * config.generator.n_samples_per_prompt
+    return trainer.train_batch_size * generator.n_samples_per_prompt
 
 
 def span(fewest: int, most: int) -> str:
@@ -177,21 +173,20 @@ def span(fewest: int, most: int) -> str:
 
 def ceil_div(total: int, part: int) -> int:
     """The smallest whole number that is at least `total / part`."""
-    quotient, rest = divmod(total, part)
-    return quotient + (rest > 0)
+    return -(-total // part)
 
 
-def _learner(config: Config, role: Role) -> LearnerPlan:
-    trainer, samples = config.trainer, config.generator.n_samples_per_prompt
+def _learner(trainer: TrainerConfig, generator: GeneratorConfig, role: Role) -> LearnerPlan:
+    samples = generator.n_samples_per_prompt
     prompts = trainer.train_batch_size if role.mini_batch_size is None else role.mini_batch_size
     sequences = prompts * samples
     if trainer.docs_per_step and role.mini_batch_size is not None:
-        sequences, _ = samples_per_step(config, role)
+        sequences, _ = samples_per_step(trainer, generator, role)
     rows_per_rank = ceil_div(sequences, role.data_parallel_size)
     by_length = trainer.layout in ("padded", "packed")
-    counted = by_length and trainer.micro_batching == "fixed" and not config.generator.is_step_wise
+    counted = by_length and trainer.micro_batching == "fixed" and not generator.is_step_wise
     trained = counted and not trainer.docs_per_step and role.mini_batch_size is not None
-    rows_to_score = ceil_div(samples_per_batch(config), role.data_parallel_size)
+    rows_to_score = ceil_div(samples_per_batch(trainer, generator), role.data_parallel_size)
     return LearnerPlan(
         role=role.name,
         num_ranks=role.num_ranks,

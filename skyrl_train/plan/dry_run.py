@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyrl_train.config.algorithm import needs_reference
-from skyrl_train.config.bundles import Layout, Role, count_engines, gpus_needed, layout_of, takes_turns
-from skyrl_train.config.learners import LearnerSettings, learner_settings
+from skyrl_train.config.bundles import Layout, Role, count_engines, takes_turns
+from skyrl_train.config.learners import LearnerSettings, gpus_needed, layout_of, learner_settings
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate_batch import validate_batch_sizes
-from skyrl_train.errors import MemoryLimitError, Violation
+from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
+from skyrl_train.errors import ConfigError, MemoryLimitError, Violation
 from skyrl_train.learner.memory import MemoryFacts, MemorySettings, Phase, resident_bytes
 from skyrl_train.learner.planned_passes import PlannedPasses, effort_of, planned_passes
-from skyrl_train.plan.batch_plan import plan_batches
+from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
 from skyrl_train.plan.device_report import BundleGroup, DeviceMemory, PassMemory, PlacementReport
 from skyrl_train.plan.estimate import RowLengths, assumed_lengths, estimate_passes
 from skyrl_train.plan.notes import estimate_notes, plan_notes
@@ -32,6 +32,13 @@ from skyrl_train.registry import PartSpec, part_name
 
 _CONTEXT_BYTES = 1_000_000_000
 """Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
+
+
+def plan_batches(config: Config, *, num_train_prompts: int) -> BatchPlan:
+    """The plan of a run over `num_train_prompts` prompts. Raises ConfigError with every violation."""
+    if violations := validate_batch_sizes(config, num_train_prompts=num_train_prompts):
+        raise ConfigError(violations)
+    return make_batch_plan(config.trainer, config.generator, sizes_of(config), num_train_prompts=num_train_prompts)
 
 
 def make_plan_report(

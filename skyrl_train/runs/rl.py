@@ -66,7 +66,7 @@ def train(config: Config) -> None:
         raise ConfigError(violations)
     prepare_process(config)
     from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
-    from skyrl_train.plan.batch_plan import plan_batches
+    from skyrl_train.plan.dry_run import plan_batches
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.trainers.changes import resume_settings
 

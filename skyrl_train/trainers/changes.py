@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.fields import SchemaField, fact, seam_of, walk
+from skyrl_train.config.learners import reference_is_base
 from skyrl_train.config.load import as_typed
-from skyrl_train.config.passes import reference_is_base
 from skyrl_train.config.rules import ForksWhere, Interchangeable, Resume
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig

@@ -34,7 +34,7 @@ from skyrl_train.config.algorithm import (
     needs_greedy_sample,
 )
 from skyrl_train.config.generation import SamplingConfig
-from skyrl_train.config.passes import needs_old_logprobs
+from skyrl_train.config.learners import needs_old_logprobs
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, Scorer, ScoresDistributions, WeightTransport

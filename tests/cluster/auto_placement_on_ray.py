@@ -26,7 +26,7 @@ from skyrl_train.cli.auto_placement import place
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.placement import Placement
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.config.bundles import layout_of
+from skyrl_train.config.learners import layout_of
 from skyrl_train.config.schema import Config, PlacementConfig
 from skyrl_train.errors import SkyrlTrainError
 from tests.auto_placement_cases import COUNTS, gpu_config

@@ -30,7 +30,8 @@ from skyrl_train.config.schema import (
 )
 from skyrl_train.errors import ActorError, DeadlineError, NonFiniteError
 from skyrl_train.interfaces import Learner
-from skyrl_train.plan.batch_plan import BatchPlan, plan_batches
+from skyrl_train.plan.batch_plan import BatchPlan
+from skyrl_train.plan.dry_run import plan_batches
 from tests.learner_cases import make_batch, policy_of, settings_of
 
 pytestmark = pytest.mark.cluster

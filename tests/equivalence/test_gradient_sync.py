@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.stage import stage
-from skyrl_train.config.passes import sums_once_a_step
+from skyrl_train.config.placement import sums_once_a_step
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.distributed.strategy import GradientSync, Sharded
 from skyrl_train.learner.engine import ModelEngine

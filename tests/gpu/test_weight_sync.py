@@ -149,7 +149,7 @@ def test_engines_that_share_the_devices_compute_with_what_was_sent(tmp_path: Pat
         pytest.skip(f"needs {tensor_parallel} GPUs")
     from skyrl_train.cluster.build import Cluster, cluster_settings
     from skyrl_train.config.learners import run_models
-    from skyrl_train.plan.batch_plan import plan_batches
+    from skyrl_train.plan.dry_run import plan_batches
 
     config = Config(
         output_dir=str(tmp_path),

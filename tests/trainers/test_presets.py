@@ -13,7 +13,7 @@ from hydra import compose, initialize_config_dir
 
 from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
 from skyrl_train.cli.composition import load_node
-from skyrl_train.config.paths import conf_dir
+from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.schema import Config, ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
 from skyrl_train.runs.rl import train

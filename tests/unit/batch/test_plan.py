@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import ConfigError
-from skyrl_train.plan.batch_plan import ceil_div, plan_batches
+from skyrl_train.plan.batch_plan import ceil_div
+from skyrl_train.plan.dry_run import plan_batches
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers.step_metrics import document_metrics
 

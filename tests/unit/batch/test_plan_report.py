@@ -16,8 +16,7 @@ from skyrl_train.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_train.config.validate_batch import validate_batch_sizes
 from skyrl_train.errors import Violation
 from skyrl_train.plan import estimate as plan_estimate
-from skyrl_train.plan.batch_plan import plan_batches
-from skyrl_train.plan.dry_run import make_plan_report
+from skyrl_train.plan.dry_run import make_plan_report, plan_batches
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
 from skyrl_train.plan.notes import percent, plan_notes
 from skyrl_train.plan.report import TOKEN_BYTES, render_text, to_json

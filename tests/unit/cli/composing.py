@@ -6,7 +6,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
-from skyrl_train.config.paths import conf_dir
+from skyrl_train.cli.resolvers import conf_dir
 
 
 def composed(*overrides: str, root: str = "config") -> DictConfig:

@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_train.cli.auto_placement import find_devices, place, room_violations
 from skyrl_train.cli.plan import main as plan_main
-from skyrl_train.config.bundles import gpus_needed
+from skyrl_train.config.learners import gpus_needed
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config, PlacementConfig
 from skyrl_train.config.sft import SFTConfig

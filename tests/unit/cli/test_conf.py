@@ -12,12 +12,12 @@ from composing import composed
 
 from skyrl_train.cli import machine, resolvers
 from skyrl_train.cli.composition import load_node, plain_values
+from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.fields import walk
 from skyrl_train.config.load import read_root
-from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.platform import DetectedPlatform
 from skyrl_train.config.schema import Config
-from skyrl_train.config.validate import validate_config
+from skyrl_train.config.validate import run_rules, validate_config
 from skyrl_train.data.gsm8k import ENV_CLASS
 
 FILES = sorted(
@@ -118,7 +118,7 @@ def test_the_cpu_platform_is_small_and_in_one_process() -> None:
     assert config.environment.env_class == "word_problems"
     assert config.generator.backend == "hf"
     assert config.placement.backend == "inline"
-    assert machine.machine_violations(config) == []
+    assert list(run_rules(config, machine.RL_MACHINE_RULES)) == []
 
 
 def test_vllm_in_one_process_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,11 +127,11 @@ def test_vllm_in_one_process_is_asked_for_where_it_is_missing(monkeypatch: pytes
     )
     assert validate_config(config) == []
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
-    (missing,) = machine.machine_violations(config)
+    (missing,) = run_rules(config, machine.RL_MACHINE_RULES)
     assert missing.field == "generator.backend"
     assert "extra `cpu`" in missing.remedy
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
-    assert machine.machine_violations(config) == []
+    assert list(run_rules(config, machine.RL_MACHINE_RULES)) == []
 
 
 def test_the_gpu_platform_is_qwen_on_gsm8k_with_vllm_on_ray() -> None:

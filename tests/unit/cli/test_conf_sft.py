@@ -13,10 +13,11 @@ from composing import composed
 from skyrl_train.cli import machine
 from skyrl_train.cli.composition import load_node, plain_values
 from skyrl_train.cli.preflight import preflight
+from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.fields import walk
 from skyrl_train.config.load import read_root
-from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.sft import SFTConfig, sft_learner_settings, validate_sft
+from skyrl_train.config.validate import run_rules
 
 FILES = sorted([*conf_dir().glob("sft_*/*.yaml"), *conf_dir().glob("experiment/sft_*.yaml")])
 PLATFORMS = ("cpu", "gpu")
@@ -64,7 +65,7 @@ def test_the_cpu_platform_trains_the_bundled_model_on_the_bundled_problems() -> 
     assert config.model.path == "builtin:tiny_qwen2"
     assert config.data.train == ("builtin:word_problems/train",)
     assert config.data.completion_column == "extra_info.answer"
-    assert machine.machine_violations(config) == []
+    assert list(run_rules(config, machine.MACHINE_RULES)) == []
 
 
 def test_a_learner_is_configured_for_plain_likelihood_in_one_step_a_batch() -> None:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.docs import documentation, reference, type_text
 from skyrl_train.config.fields import SchemaField, walk
-from skyrl_train.config.paths import conf_dir
 from skyrl_train.config.schema import Config
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -18,9 +18,9 @@ from skyrl_train.batch.minibatch import RowCounts, close_mini_batch
 from skyrl_train.batch.planner import Forward, RowFacts
 from skyrl_train.config.algorithm import AlgorithmConfig, needs_critic, needs_reference
 from skyrl_train.config.fields import parts_of
+from skyrl_train.config.learners import needs_old_logprobs
 from skyrl_train.config.load import load_config
 from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS, MICRO_BATCH_STRATEGIES, POLICY_LOSSES
-from skyrl_train.config.passes import needs_old_logprobs
 from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import BatchError, ConfigError

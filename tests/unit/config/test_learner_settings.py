@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.passes import needs_old_logprobs
+from skyrl_train.config.learners import needs_old_logprobs
 from skyrl_train.config.schema import TrainerConfig
 
 ONE_STEP = TrainerConfig(train_batch_size=16, policy_mini_batch_size=16)

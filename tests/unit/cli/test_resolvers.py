@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.paths import conf_dir
+from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.errors import ConfigError
 
 
