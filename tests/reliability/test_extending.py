@@ -20,12 +20,12 @@ PLUGINS = ROOT / "examples" / "plugins"
 EXPERIMENT = ("--config-dir", str(PLUGINS / "conf"), "+experiment=plugins")
 
 
-def run(output: Path, *arguments: str) -> list[dict[str, float]]:
+def run(output: Path, *arguments: str, command: str = "main") -> list[dict[str, float]]:
     paths = (ROOT, ROOT / "examples")
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     environ["PLUGINS_DATA"] = str(PLUGINS / "words.txt")
     finished = subprocess.run(
-        [sys.executable, "-m", "skyrl_train.main", *arguments, f"hydra.run.dir={output}"],
+        [sys.executable, "-m", f"skyrl_train.{command}", *arguments, f"hydra.run.dir={output}"],
         cwd=output.parent,
         env=environ,
         capture_output=True,
@@ -67,7 +67,7 @@ def check_plugins(output: Path, metrics: list[dict[str, float]]) -> None:
     diary = (output / "diary.txt").read_text().split("\n")
     assert diary == ["start 0/2", "step 1/2", "evaluation 2/2", "step 2/2", "checkpoint 2/2", "end 2/2", ""]
     lines = [json.loads(line) for line in (output / "rewards.jsonl").read_text().splitlines()]
-    assert lines == [{"step": index + 1, "reward": step["reward/mean"]} for index, step in enumerate(metrics)]
+    assert lines == [{"step": index + 1, "reward/mean": step["reward/mean"]} for index, step in enumerate(metrics)]
     for record in rollouts(output):
         assert "How many letters are in" in str(record["prompt"])
         assert len(record["turns"]) == 1 or record["sample"] == 0  # type: ignore[arg-type]
@@ -82,6 +82,18 @@ def test_one_custom_part_of_each_kind_trains_in_one_process(tmp_path: Path) -> N
 def test_one_custom_part_of_each_kind_trains_on_two_ranks(tmp_path: Path) -> None:
     metrics = run(tmp_path / "run", *EXPERIMENT, "placement=cpu_2", "strategy=fsdp2", *RAY[1:])
     check_plugins(tmp_path / "run", metrics)
+
+
+def test_custom_parts_of_supervised_training_train(tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    metrics = run(output, "--config-dir", str(PLUGINS / "conf"), "+experiment=plugins_sft", command="main_sft")
+    for step in metrics:
+        assert step["plugins/trained_share"] == step["batch/trained_tokens"] / step["batch/tokens"]
+    assert [step["policy/lr"] for step in metrics] == [1e-4, 5e-5, 2.5e-5]
+    diary = (output / "diary.txt").read_text().split()
+    assert diary == ["start", "0/3", "step", "1/3", "step", "2/3", "step", "3/3", "checkpoint", "3/3", "end", "3/3"]
+    lines = [json.loads(line) for line in (output / "losses.jsonl").read_text().splitlines()]
+    assert lines == [{"step": step["step"], "train/loss": step["train/loss"]} for step in metrics]
 
 
 @pytest.mark.slow
