@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from skyrl_train.data.gsm8k import ENV_CLASS, HUB, SPLITS, make_row
 from skyrl_train.data.hub import endpoint, is_reachable
+from skyrl_train.data.prompts import GSM8K_ENV_CLASS, GSM8K_HUB, GSM8K_SPLITS, gsm8k_row
 from skyrl_train.data.rows import Source, read_rows
 from skyrl_train.errors import DataError
 
@@ -31,7 +31,7 @@ def read_problems(source: Source, *, split: str, env_class: str) -> list[dict[st
     for row in read_rows(source):
         try:
             question, solution = row.values["question"], row.values["answer"]
-            rows.append(make_row(question, solution, split=split, index=row.index, env_class=env_class))
+            rows.append(gsm8k_row(question, solution, split=split, index=row.index, env_class=env_class))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{row.place}: not a GSM8K problem ({error})") from error
     return rows
@@ -60,30 +60,36 @@ def sources_of(options: argparse.Namespace) -> dict[str, Source]:
                 f"{options.output} here, or clone github.com/openai/grade-school-math and give "
                 "--input grade-school-math/grade_school_math/data"
             )
-        return {name: Source(name=name, location=f"{HUB}:{name}", reader="hub") for name in SPLITS}
-    missing = [f"{name}.jsonl" for name in SPLITS if not (options.input / f"{name}.jsonl").is_file()]
+        return {name: Source(name=name, location=f"{GSM8K_HUB}:{name}", reader="hub") for name in GSM8K_SPLITS}
+    missing = [f"{name}.jsonl" for name in GSM8K_SPLITS if not (options.input / f"{name}.jsonl").is_file()]
     if missing:
         raise DataError(f"{options.input}: {' and '.join(missing)} missing; give the folder that holds them")
-    return {name: Source(name=name, location=str(options.input / f"{name}.jsonl"), reader="jsonl") for name in SPLITS}
+    return {
+        name: Source(name=name, location=str(options.input / f"{name}.jsonl"), reader="jsonl") for name in GSM8K_SPLITS
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--input", type=Path, help="folder with train.jsonl and test.jsonl")
-    where.add_argument("--download", action="store_true", help=f"fetch {HUB} from the hub; HF_ENDPOINT names a mirror")
+    where.add_argument(
+        "--download", action="store_true", help=f"fetch {GSM8K_HUB} from the hub; HF_ENDPOINT names a mirror"
+    )
     parser.add_argument("--output", type=Path, required=True, help="folder to write to; made where missing")
-    parser.add_argument("--env-class", choices=ENV_CLASSES, default=ENV_CLASS, help="environment named in each row")
+    parser.add_argument(
+        "--env-class", choices=ENV_CLASSES, default=GSM8K_ENV_CLASS, help="environment named in each row"
+    )
     parser.add_argument("--format", choices=("parquet", "jsonl"), default="parquet", help="of the output files")
     parser.add_argument("--if-missing", action="store_true", help="do nothing where the output is there already")
     options = parser.parse_args(arguments)
-    outputs = {name: options.output / f"{split}.{options.format}" for name, split in SPLITS.items()}
+    outputs = {name: options.output / f"{split}.{options.format}" for name, split in GSM8K_SPLITS.items()}
     if options.if_missing and all(output.is_file() for output in outputs.values()):
         return 0
     try:
         sources = sources_of(options)
         rows = {
-            name: read_problems(source, split=SPLITS[name], env_class=options.env_class)
+            name: read_problems(source, split=GSM8K_SPLITS[name], env_class=options.env_class)
             for name, source in sources.items()
         }
     except DataError as error:

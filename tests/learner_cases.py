@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from skyrl_train.batch.jagged import offsets_of
+from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.microbatch import MicroBatchStrategy, make_micro_batch_strategy
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig

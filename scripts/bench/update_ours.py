@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from update_work import Conversation, ModelSize, build_model
 
-from skyrl_train.batch.jagged import offsets_of
+from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch

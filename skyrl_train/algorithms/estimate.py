@@ -12,7 +12,7 @@ from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEst
 from skyrl_train.algorithms.checks import check_advantage_output, needed, require_finite
 from skyrl_train.algorithms.inputs import AdvantageInputs
 from skyrl_train.algorithms.kl import token_kl
-from skyrl_train.batch.jagged import token_positions
+from skyrl_train.batch.boundaries import token_positions
 from skyrl_train.batch.minibatch import tokens_with_loss
 from skyrl_train.batch.reduce import whiten
 from skyrl_train.batch.training_batch import TrainingInputBatch, component_column

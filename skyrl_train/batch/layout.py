@@ -31,7 +31,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skyrl_train.batch.jagged import moved, offsets_of
+from skyrl_train.batch.boundaries import moved, offsets_of
 from skyrl_train.batch.merge import hosts_of
 from skyrl_train.batch.prefix_tree import PrefixOrder, Segment, prefix_order, tree_segments
 from skyrl_train.batch.scored_tokens import ScoredTokens, loss_tokens, sequence_offsets

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.jagged import moved
+from skyrl_train.batch.boundaries import moved
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from skyrl_train.batch.balance import CostModel
+from skyrl_train.batch.boundaries import token_positions
 from skyrl_train.batch.deal_groups import deal
-from skyrl_train.batch.jagged import token_positions
 from skyrl_train.batch.sharing import Together, common_prefixes
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError

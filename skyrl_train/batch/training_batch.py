@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skyrl_train.batch.jagged import moved, offsets_of, padding_of, token_positions
+from skyrl_train.batch.boundaries import moved, offsets_of, padding_of, token_positions
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import did_you_mean

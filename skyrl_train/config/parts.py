@@ -114,12 +114,12 @@ DATA_READERS = Seam(
 ROW_FORMATS = Seam(
     "data.row_format",
     {
-        "prompt": Builtin("skyrl_train.data.rows:own_columns"),
-        "gsm8k": Builtin("skyrl_train.data.gsm8k:published_row"),
+        "prompt": Builtin("skyrl_train.data.prompts:own_columns"),
+        "gsm8k": Builtin("skyrl_train.data.prompts:published_gsm8k_row"),
     },
     given=("row",),
 )
-"""`(Row) -> columns`: see `data/rows.py`."""
+"""`(Row) -> columns`: see `data/prompts.py`."""
 
 ENVIRONMENTS = Seam(
     "environment.env_class",

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from skyrl_train.batch.jagged import offsets_of
+from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.token_budget import Rows, deal_longest_first, split_packed
 from skyrl_train.batch.training_batch import TrainingInputBatch

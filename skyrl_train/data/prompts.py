@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,6 +14,15 @@ from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import ChatMessage, Prompt
+
+GSM8K_INSTRUCTION = "Think step by step, and end with the answer on a line of its own, written as `#### ANSWER`."
+GSM8K_HUB = "openai/gsm8k/main"
+"""Name and configuration of the data set on the hub."""
+GSM8K_SPLITS = {"train": "train", "test": "validation"}
+"""Their names there, and ours."""
+GSM8K_ENV_CLASS = "gsm8k_multi_turn"
+"""Named in each row: the environment of `+experiment=gsm8k_multiturn` on GPUs."""
+_GSM8K_ANSWER = re.compile(r"-?\d+(\.\d+)?")
 
 
 def load_prompts(
@@ -59,6 +69,46 @@ def _formatted(row: Row, with_prompt: Callable[[Row], Mapping[str, Any]], row_fo
             f"{row.place}: is no row of data.row_format={row_format} ({type(error).__name__}: {error}); it has "
             f"{', '.join(sorted(map(str, row.values))) or 'nothing'}. Give it a prompt, or set data.row_format"
         ) from error
+
+
+def own_columns(row: Row) -> Mapping[str, Any]:
+    """The row format `prompt`: a row is what it is."""
+    return row.values
+
+
+def extract_gsm8k_answer(solution: str) -> str:
+    """The number after the last `#### `, without commas. Raises ValueError where there is none."""
+    _, mark, tail = solution.rpartition("#### ")
+    answer = tail.strip().replace(",", "").removeprefix("$")
+    if not mark or not _GSM8K_ANSWER.fullmatch(answer):
+        raise ValueError(f"no number after '#### ' in {solution[-40:]!r}")
+    return answer
+
+
+def gsm8k_row(
+    question: str, solution: str, *, split: str, index: int, env_class: str = GSM8K_ENV_CLASS
+) -> dict[str, Any]:
+    """One data row of GSM8K as `make_prompt` reads it. Raises ValueError for a solution without an answer."""
+    return {
+        "uid": f"gsm8k-{split}-{index}",
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}],
+        "env_class": env_class,
+        "reward_spec": {"method": "rule", "ground_truth": extract_gsm8k_answer(solution)},
+        "extra_info": {"split": split, "index": index, "question": question, "answer": solution},
+    }
+
+
+def published_gsm8k_row(row: Row) -> dict[str, Any]:
+    """The row format `gsm8k`: GSM8K as its makers publish it, with the columns `question` and `answer`.
+
+    The split is the last part of the source's name (`openai/gsm8k/main:test`). The same as `scripts/prepare_gsm8k.py`
+    writes, uids included. Raises KeyError, ValueError.
+    """
+    split = row.source.rpartition(":")[2].partition("[")[0]
+    return gsm8k_row(
+        row.values["question"], row.values["answer"], split=GSM8K_SPLITS.get(split, split), index=row.index
+    )
 
 
 def make_prompt(row: Row) -> Prompt:

@@ -39,11 +39,6 @@ class Row:
     values: Mapping[str, Any]
 
 
-def own_columns(row: Row) -> Mapping[str, Any]:
-    """The row format `prompt`: a row is what it is."""
-    return row.values
-
-
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """What one call of a reader reads: a file, a split of a hub data set, or whatever a custom reader makes of it."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from skyrl_train.batch.jagged import offsets_of
+from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import EngineError

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from skyrl_train.batch.jagged import offsets_of
+from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, PlacementConfig, TrainerConfig

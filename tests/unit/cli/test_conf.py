@@ -18,7 +18,7 @@ from skyrl_train.config.load import read_root
 from skyrl_train.config.platform import DetectedPlatform
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import run_rules, validate_config
-from skyrl_train.data.gsm8k import ENV_CLASS
+from skyrl_train.data.prompts import GSM8K_ENV_CLASS
 
 FILES = sorted(
     path
@@ -137,7 +137,7 @@ def test_vllm_in_one_process_is_asked_for_where_it_is_missing(monkeypatch: pytes
 def test_the_gpu_platform_is_qwen_on_gsm8k_with_vllm_on_ray() -> None:
     config = load_node(composed("+experiment=gsm8k_multiturn", "platform=gpu"), Config)
     assert config.model.path == "Qwen/Qwen2.5-1.5B-Instruct"
-    assert config.environment.env_class == ENV_CLASS == "gsm8k_multi_turn"
+    assert config.environment.env_class == GSM8K_ENV_CLASS == "gsm8k_multi_turn"
     assert config.generator.backend == "vllm"
     assert (config.placement.backend, config.placement.auto) == ("ray", True)
     assert (config.trainer.layout, config.trainer.micro_batching) == ("auto", "auto")

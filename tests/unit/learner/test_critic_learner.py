@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from skyrl_train.batch.jagged import offsets_of
+from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig

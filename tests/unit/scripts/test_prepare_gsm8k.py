@@ -13,8 +13,7 @@ from types import ModuleType
 import pytest
 
 from skyrl_train.data import hub
-from skyrl_train.data.gsm8k import ENV_CLASS, HUB, SPLITS
-from skyrl_train.data.prompts import load_prompts
+from skyrl_train.data.prompts import GSM8K_ENV_CLASS, GSM8K_HUB, GSM8K_SPLITS, load_prompts
 from skyrl_train.rollout.environments import make_environment
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,7 +50,7 @@ def test_each_problem_becomes_a_row_that_its_environment_understands(tmp_path: P
     prompts = load_prompts([str(output / f"train.{file_format}")])
     assert [prompt.uid for prompt in prompts] == ["gsm8k-train-0", "gsm8k-train-1"]
     assert [prompt.extras["reward_spec"]["ground_truth"] for prompt in prompts] == ["3", "70000"]
-    assert {prompt.env_class for prompt in prompts} == {ENV_CLASS}
+    assert {prompt.env_class for prompt in prompts} == {GSM8K_ENV_CLASS}
     (message,) = prompts[0].messages
     assert message["content"].startswith(ROWS[0]["question"])
     assert "`#### ANSWER`" in message["content"]
@@ -82,15 +81,15 @@ def test_what_is_downloaded_is_what_the_hubs_rows_become_in_a_run(
 ) -> None:
     from_hub(monkeypatch)
     assert script.main(["--download", "--output", str(tmp_path)]) == 0
-    for split, ours in SPLITS.items():
-        fetched = load_prompts([f"{HUB}:{split}"], row_format="gsm8k")
+    for split, ours in GSM8K_SPLITS.items():
+        fetched = load_prompts([f"{GSM8K_HUB}:{split}"], row_format="gsm8k")
         assert fetched == load_prompts([str(tmp_path / f"{ours}.parquet")], row_format="gsm8k")
         assert fetched[0].uid == f"gsm8k-{ours}-0"
     hub.is_reachable.cache_clear()
 
 
 def test_files_that_are_there_are_not_fetched_again(tmp_path: Path) -> None:
-    for split in SPLITS.values():
+    for split in GSM8K_SPLITS.values():
         (tmp_path / f"{split}.parquet").write_text("kept")
     assert script.main(["--download", "--if-missing", "--output", str(tmp_path)]) == 0
     assert (tmp_path / "train.parquet").read_text() == "kept"
