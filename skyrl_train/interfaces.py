@@ -6,7 +6,7 @@ A trainer knows these Protocols only, so the same loop runs in one process or on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -178,25 +178,4 @@ class WeightTransport(Protocol):
 
     def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """All of them or none: an engine never answers with a mixture."""
-        ...
-
-
-class CheckpointStore(Protocol):
-    """The checkpoints of a run, each of them whole or absent."""
-
-    def write(self, step: int, writer: Callable[[Path], None]) -> Path:
-        """`writer` fills an empty folder, which becomes the checkpoint of `step`; older ones beyond what is kept go.
-
-        Returns its folder, named `step_000010`. Raises CheckpointError; what was there before is untouched then.
-        """
-        ...
-
-    def latest(self) -> Path | None:
-        """This run's newest checkpoint that verifies; None where there is none. Raises CheckpointError where none of
-        several verifies."""
-        ...
-
-    def find(self, path: Path) -> Path:
-        """The verified checkpoint at `path`: a checkpoint folder, or the newest one of the run whose output folder it is.
-        Raises CheckpointError."""
         ...

@@ -24,7 +24,6 @@ from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import Config
 from skyrl_train.data.prompts import PromptSource
-from skyrl_train.distributed.checkpoint import latest_checkpoint, verify, write_checkpoint
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.plan.batch_plan import BatchPlan
 from skyrl_train.plan.dry_run import plan_batches
@@ -35,6 +34,7 @@ from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.changes import flat_config, resume_settings
+from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.evaluate import Evaluator
 from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult, checkpointed_models
 from skyrl_train.trainers.resume import Start, find_start, prepare_run_folder
@@ -259,26 +259,6 @@ class MemoryTracker:
         self.closed = True
 
 
-class FolderCheckpoints:
-    """Implements CheckpointStore with the real writer."""
-
-    def __init__(self, root: Path, *, keep: int = 2) -> None:
-        self._root = root
-        self._keep = keep
-
-    def write(self, step: int, writer: Callable[[Path], None]) -> Path:
-        return write_checkpoint(self._root, step, writer, self._keep)
-
-    def latest(self) -> Path | None:
-        return latest_checkpoint(self._root)
-
-    def find(self, path: Path) -> Path:
-        found = latest_checkpoint(path / "checkpoints") if (path / "checkpoints").exists() else path
-        assert found is not None
-        verify(found)
-        return found
-
-
 def make_config(output_dir: Path, **trainer_changes: Any) -> Config:
     """8 prompts in batches of 4, 2 samples each; 4 steps of 2 optimizer steps; evaluation and checkpoint every 2."""
     config = Config()
@@ -326,7 +306,7 @@ class FakeRun:
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.root)
         self.console = RunConsole(file=self.output)
-        self.checkpoints = FolderCheckpoints(self.folder.checkpoints, keep=self.config.trainer.max_ckpts_to_keep)
+        self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=self.config.trainer.max_ckpts_to_keep)
         self.generator = FakeGenerator(
             self.engine, seed=self.config.seed, is_broken=self.is_broken, on_call=self.on_call
         )

@@ -32,10 +32,11 @@ from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers import sft
 from skyrl_train.trainers.changes import flat_config, resume_settings
+from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.resume import find_start, prepare_run_folder
 from skyrl_train.trainers.sft import SFTResult, SFTSettings, SFTTrainer
 from skyrl_train.trainers.state import DataFingerprint
-from tests.fakes_trainer import FolderCheckpoints, quick_drawing
+from tests.fakes_trainer import quick_drawing
 
 THREADS = "sft-collate"
 LENGTHS = (7, 3, 9, 4, 12, 5, 8, 3, 6, 10)
@@ -185,7 +186,7 @@ class FakeSFTRun:
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.root)
-        self.checkpoints = FolderCheckpoints(self.folder.checkpoints, keep=self.config.trainer.max_ckpts_to_keep)
+        self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=self.config.trainer.max_ckpts_to_keep)
 
     @property
     def total_steps(self) -> int:
@@ -236,7 +237,7 @@ class FakeSFTRun:
                 policy=self.learner,
                 evaluator=build_sft_evaluator(self.config, self.data),
                 samples=self.samples,
-                best=FolderCheckpoints(self.folder.best, keep=1) if keeps_best else None,
+                best=CheckpointStore(self.folder.best, keep=1) if keeps_best else None,
             ).train()
 
 

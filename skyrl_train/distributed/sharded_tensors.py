@@ -1,7 +1,7 @@
 """Named tensors as one checkpoint that all ranks write together, readable on any number of ranks.
 
 Each rank writes the shards that it holds; a reader asks for the parts that it needs, however the writers had cut them
-(`torch.distributed.checkpoint`). Its `.metadata` is a pickle: read only what `distributed/checkpoint.py` has verified.
+(`torch.distributed.checkpoint`). Its `.metadata` is a pickle: read only what `trainers/checkpoints.py` has verified.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from contextlib import ExitStack
 
     from skyrl_train.config.micro_batching import MicroBatchConfig
-    from skyrl_train.interfaces import CheckpointStore, Learner, Scorer
+    from skyrl_train.interfaces import Learner, Scorer
     from skyrl_train.learner.sizing import SizingReport
     from skyrl_train.plan.batch_plan import BatchPlan
     from skyrl_train.runs.sft_data import SFTPlan
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.telemetry.tracker import Trackers
     from skyrl_train.trainers.changes import ResumeSettings
+    from skyrl_train.trainers.checkpoints import CheckpointStore
     from skyrl_train.trainers.loop import TrainingLoop
     from skyrl_train.trainers.resume import Start
     from skyrl_train.trainers.state import DataFingerprint

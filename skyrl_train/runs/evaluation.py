@@ -73,11 +73,10 @@ def _load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
     """
     if config.trainer.resume_mode not in ("from_path", "fork"):
         return 0
-    from skyrl_train.distributed.checkpoint import checkpoint_step
-    from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
     from skyrl_train.learner.state import read_model
+    from skyrl_train.trainers.checkpoints import CheckpointStore, checkpoint_step
 
-    checkpoint = FolderCheckpointStore(Path(config.trainer.resume_path), keep=1).find(Path(config.trainer.resume_path))
+    checkpoint = CheckpointStore(Path(config.trainer.resume_path), keep=1).find(Path(config.trainer.resume_path))
     step = checkpoint_step(checkpoint)
     weights = iter(read_model(checkpoint / "policy").items())
     if config.model.lora.rank:

@@ -29,11 +29,11 @@ from skyrl_train.runs.common import (
 
 if TYPE_CHECKING:
     from skyrl_train.batch.assemble import AssemblySettings
-    from skyrl_train.interfaces import CheckpointStore
     from skyrl_train.plan.batch_plan import BatchPlan
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.checkpoints import CheckpointStore
     from skyrl_train.trainers.ppo import TrainingResult
     from skyrl_train.trainers.resume import Start
     from skyrl_train.trainers.state import DataFingerprint
@@ -65,10 +65,10 @@ def train(config: Config) -> None:
     if violations := validate_config(config):
         raise ConfigError(violations)
     prepare_process(config)
-    from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
     from skyrl_train.plan.dry_run import plan_batches
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.trainers.changes import resume_settings
+    from skyrl_train.trainers.checkpoints import CheckpointStore
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
     folder = open_folder(config.output_dir)
@@ -76,7 +76,7 @@ def train(config: Config) -> None:
     data = load_data(config)
     plan = plan_batches(config, num_train_prompts=data.num_train)
     console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
-    checkpoints = FolderCheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
+    checkpoints = CheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
     with folder.held(), ExitStack() as stack:
         resume = resume_settings(config)
         start = begin(

@@ -28,10 +28,10 @@ from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_feed
 
 if TYPE_CHECKING:
     from skyrl_train.cluster.build import Cluster
-    from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
     from skyrl_train.interfaces import Learner
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.checkpoints import CheckpointStore
     from skyrl_train.trainers.resume import Start
     from skyrl_train.trainers.sft import SFTResult
     from skyrl_train.trainers.sft_evaluate import SFTEvaluator
@@ -50,9 +50,9 @@ def train(config: SFTConfig) -> SFTResult | None:
     if violations := validate_sft(config):
         raise ConfigError(violations)
     prepare_process(config)
-    from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.trainers.changes import resume_settings
+    from skyrl_train.trainers.checkpoints import CheckpointStore
     from skyrl_train.trainers.sft_samples import cut_samples_after
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
@@ -65,7 +65,7 @@ def train(config: SFTConfig) -> SFTResult | None:
     data = load_sft_data(config.data, config.model, on_progress=lambda name, rows: _say_tokenised(console, name, rows))
     plan = plan_sft(step_settings(config), data)
     console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
-    checkpoints = FolderCheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
+    checkpoints = CheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
     with folder.held(), ExitStack() as stack:
         resume = resume_settings(config)
         start = begin(config, resume, folder, console, checkpoints, data=data.fingerprint, plan=plan, promise=promise)
@@ -91,11 +91,11 @@ def _train(
     folder: RunFolder,
     console: RunConsole,
     start: Start,
-    checkpoints: FolderCheckpointStore,
+    checkpoints: CheckpointStore,
     stack: ExitStack,
 ) -> SFTResult:
-    from skyrl_train.distributed.checkpoint_store import FolderCheckpointStore
     from skyrl_train.telemetry.learning_curve import draw_loss_curve
+    from skyrl_train.trainers.checkpoints import CheckpointStore
     from skyrl_train.trainers.sft import SFTSettings, SFTTrainer
 
     keeps_best = config.trainer.keep_best or config.trainer.export == "best"
@@ -137,7 +137,7 @@ def _train(
         policy=policy,
         evaluator=build_sft_evaluator(config, data),
         samples=build_samples(config, data, folder, stack),
-        best=FolderCheckpointStore(folder.best, keep=1) if keeps_best else None,
+        best=CheckpointStore(folder.best, keep=1) if keeps_best else None,
     )
     return trainer.train()
 

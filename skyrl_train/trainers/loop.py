@@ -27,10 +27,11 @@ from types import FrameType
 from typing import Any
 
 from skyrl_train.errors import NonFiniteError, StopRequested
-from skyrl_train.interfaces import CheckpointStore, Learner, Scorer
+from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.tracker import Tracker
+from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.observers import Observers
 from skyrl_train.trainers.resume import Start, mark_complete
 from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState

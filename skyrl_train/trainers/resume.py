@@ -19,11 +19,11 @@ from typing import Any
 
 from skyrl_train.config.rules import Resume
 from skyrl_train.errors import CheckpointError, ConfigError, Violation
-from skyrl_train.interfaces import CheckpointStore
 from skyrl_train.telemetry.files import write_json
 from skyrl_train.telemetry.metrics_log import cut_metrics_after
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.changes import START_ANEW, Change, ResumeSettings, begin_another, changes_since
+from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.evaluation_report import cut_evaluations_after
 from skyrl_train.trainers.fork import Fork, fork_from, is_fork_of
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after

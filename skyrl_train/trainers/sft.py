@@ -16,9 +16,10 @@ from typing import Literal
 
 from skyrl_train.data.feed import BatchFeed, SFTBatch
 from skyrl_train.errors import NonFiniteError
-from skyrl_train.interfaces import CheckpointStore, Learner
+from skyrl_train.interfaces import Learner
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics, to_values
 from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.loop import TrainingLoop, export_whole
 from skyrl_train.trainers.observers import StepFacts
 from skyrl_train.trainers.sft_evaluate import LOSS, LossHistory, SFTEvaluator, evaluation_line, evaluation_table

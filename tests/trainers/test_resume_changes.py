@@ -19,9 +19,9 @@ from skyrl_train.config.sft import AnyConfig, SFTConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.changes import changes_since, flat_config, resume_settings
+from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.resume import Start, find_start
 from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, library_versions
-from tests.fakes_trainer import FolderCheckpoints
 
 DATA = DataFingerprint(num_prompts=96, sha256="ab" * 32)
 SHAPES_AND_TOKENS = {
@@ -58,14 +58,14 @@ class Saved:
             versions=library_versions(),
         )
         folder = RunFolder(self.root)
-        return FolderCheckpoints(folder.checkpoints).write(2, state.write)
+        return CheckpointStore(folder.checkpoints, keep=2).write(2, state.write)
 
     def start(self, config: AnyConfig, *, root: Path | None = None, data: DataFingerprint = DATA) -> Start:
         """Where a run with `config` starts; in the folder of the checkpoint's run unless given."""
         folder = RunFolder(root or self.root)
         steps = config.trainer.total_steps if isinstance(config, Config) else config.trainer.num_steps
         return find_start(
-            resume_settings(config), folder, FolderCheckpoints(folder.checkpoints), data=data, total_steps=steps
+            resume_settings(config), folder, CheckpointStore(folder.checkpoints, keep=2), data=data, total_steps=steps
         )
 
     def forked(self, config: AnyConfig, **changes: Any) -> Start:
@@ -289,7 +289,7 @@ def test_a_fork_goes_on_where_the_data_were(
 ) -> None:
     of_run = Saved(tmp_path / "run", bases()[0])
     state = replace(TrainerState.read(of_run.checkpoint), data_position=position)
-    of_run.checkpoint = FolderCheckpoints(RunFolder(of_run.root).checkpoints).write(3, state.write)
+    of_run.checkpoint = CheckpointStore(RunFolder(of_run.root).checkpoints, keep=2).write(3, state.write)
     config = replace(of_run.config, trainer=replace(of_run.config.trainer, train_batch_size=batch_size))
     start = of_run.forked(config, data=replace(DATA, num_prompts=prompts))
     assert start.data_position == expected

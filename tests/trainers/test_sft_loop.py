@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.distributed.checkpoint import verify
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteError, StopRequested
 from skyrl_train.telemetry.metrics import Metric, Sum
 from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.trainers.checkpoints import verify
 from skyrl_train.trainers.observers import RunEvent, StepFacts
 from skyrl_train.trainers.sft_evaluate import LossHistory, evaluation_line
 from tests.sft_runs import (

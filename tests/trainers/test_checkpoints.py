@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.distributed.checkpoint import (
+from skyrl_train.errors import CheckpointError
+from skyrl_train.trainers.checkpoints import (
     LATEST,
     MANIFEST,
     checkpoint_step,
@@ -21,7 +22,6 @@ from skyrl_train.distributed.checkpoint import (
     verify,
     write_checkpoint,
 )
-from skyrl_train.errors import CheckpointError
 
 
 def writing(content: str) -> Callable[[Path], None]:

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from skyrl_train.errors import CheckpointError
+from skyrl_train.telemetry.files import sync_folder, write_atomically
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
@@ -35,6 +36,35 @@ _NAME = re.compile(r"step_(\d{6,})")
 _READ_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
+
+
+class CheckpointStore:
+    """The checkpoints of a run, one folder each in `root`, of which the newest `keep` stay."""
+
+    def __init__(self, root: Path, *, keep: int) -> None:
+        self._root = root
+        self._keep = keep
+
+    def write(self, step: int, write: Callable[[Path], None]) -> Path:
+        """As `write_checkpoint`."""
+        return write_checkpoint(self._root, step, write, self._keep)
+
+    def latest(self) -> Path | None:
+        """As `latest_checkpoint`."""
+        return latest_checkpoint(self._root)
+
+    def find(self, path: Path) -> Path:
+        """Return the checkpoint at `path`, or the newest whole one of the run whose output folder (or `checkpoints/`) it
+        is. Raises CheckpointError."""
+        if not path.is_dir():
+            raise CheckpointError(
+                f"trainer.resume_path={path} is not a folder. Give a run's output folder or a checkpoint"
+            )
+        for root in (path / "checkpoints", path):
+            if root.is_dir() and (found := latest_checkpoint(root)) is not None:
+                return found
+        verify(path)
+        return path
 
 
 def checkpoint_name(step: int) -> str:
@@ -67,8 +97,8 @@ def write_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep:
         if final.exists():
             os.rename(final, root / f"{_REPLACED}{final.name}")
         os.rename(temporary, final)
-        _fsync_folder(root)
-        _replace_text(root / LATEST, final.name + "\n")
+        sync_folder(root)
+        write_atomically(root / LATEST, f"{final.name}\n".encode())
         clean_leftovers(root)
         _prune(root, keep)
     except OSError as error:
@@ -189,9 +219,12 @@ def _seal(folder: Path) -> None:
 
     with ThreadPoolExecutor(max_workers=4) as pool:
         records = list(pool.map(record, paths))
-    _write_text(folder / MANIFEST, json.dumps({"format": FORMAT, "files": dict(zip(names, records))}, indent=1) + "\n")
+    write_atomically(
+        folder / MANIFEST,
+        (json.dumps({"format": FORMAT, "files": dict(zip(names, records))}, indent=1) + "\n").encode(),
+    )
     for subfolder in {folder, *(path.parent for path in paths)}:
-        _fsync_folder(subfolder)
+        sync_folder(subfolder)
 
 
 def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
@@ -240,30 +273,8 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _replace_text(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{_TEMPORARY}{path.name}")
-    _write_text(temporary, text)
-    os.replace(temporary, path)
-    _fsync_folder(path.parent)
-
-
 def _fsync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
