@@ -162,12 +162,13 @@ def token_ids(values: ArrayLike) -> TokenIds:
 def _column(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
     """Return the values as a read-only array `[n]` that nothing else can write to.
 
-    A view is copied: it would keep the whole array alive of which it shows a part, and might be written through it.
+    A view of a part is copied: it would keep the whole array alive. So is what might be written through another name.
     """
     given = np.asarray(values)
     if given.ndim != 1:
         raise ValueError(f"a column must have one dimension; got the shape {given.shape}")
-    if given.dtype == dtype and not given.flags.writeable and not isinstance(given.base, np.ndarray):
+    owner = given.base if isinstance(given.base, np.ndarray) else given
+    if given.dtype == dtype and not (given.flags.writeable or owner.flags.writeable) and owner.size == given.size:
         return given
     column = np.array(given, dtype=dtype)
     column.flags.writeable = False

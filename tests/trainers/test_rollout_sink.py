@@ -1,5 +1,6 @@
 import json
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,13 +20,18 @@ TRAJECTORIES = (
 ROLLOUTS = RolloutBatch(prompts=tuple(make_prompts(1)), trajectories=TRAJECTORIES, n_samples_per_prompt=3)
 
 
-def numbered_batch(tmp_path, *, step_wise: bool):
+def numbered_batch(tmp_path, *, step_wise: bool, rows="per_trajectory", rollouts=ROLLOUTS):
     """The advantage of each trained token is its place among the trained tokens."""
     from dataclasses import replace
 
     config = make_config(tmp_path, train_batch_size=1, policy_mini_batch_size=1)
-    generator = replace(config.generator, n_samples_per_prompt=3, step_wise_trajectories=step_wise)
-    batch = steps.assemble(ROLLOUTS, assembly_settings(replace(config, generator=generator)), step=1, weight_version=0)
+    generator = replace(
+        config.generator,
+        n_samples_per_prompt=rollouts.n_samples_per_prompt,
+        step_wise_trajectories=step_wise,
+        trajectory_rows=rows,
+    )
+    batch = steps.assemble(rollouts, assembly_settings(replace(config, generator=generator)), step=1, weight_version=0)
     numbers = torch.cumsum(batch["loss_mask"], 0).float()
     return batch.with_columns(advantages=torch.where(batch["loss_mask"], numbers, torch.tensor(-1.0)))
 
@@ -34,6 +40,30 @@ def numbered_batch(tmp_path, *, step_wise: bool):
 def test_advantages_go_to_the_turns_whose_tokens_have_them(tmp_path, step_wise):
     batch = numbered_batch(tmp_path, step_wise=step_wise)
     assert advantages_by_turn(ROLLOUTS, batch) == [[[1.0, 2.0], [3.0]], None, [[4.0, 5.0, 6.0]]]
+
+
+def in_chunks(trajectory, *, sizes):
+    ends = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
+    return [trajectory.turns[start:stop] for start, stop in pairwise(ends)]
+
+
+@pytest.mark.parametrize("sizes", [[2, 1, 1], [1, 2, 1], [2, 2]])
+def test_advantages_of_rows_with_several_turns_go_to_their_turns(tmp_path, sizes):
+    """The third turn starts anew: its row is shorter than the one before it."""
+    roots = sizes != [1, 2, 1]
+    turns = (
+        make_turn((1, 2), (3, 4)),
+        make_turn((1, 2, 3, 4, 9), (5,)),
+        make_turn((7,), (8, 8)) if roots else make_turn((1, 2, 3, 4, 9, 5, 9), (8, 8)),
+        make_turn((7, 8, 8, 9), (6,)) if roots else make_turn((1, 3), (6,)),
+    )
+    rollouts = RolloutBatch(
+        prompts=tuple(make_prompts(1)), trajectories=(make_trajectory(*turns),), n_samples_per_prompt=1
+    )
+    rows = {"_target_": f"{__name__}:in_chunks", "sizes": sizes}
+    batch = numbered_batch(tmp_path, step_wise=False, rows=rows, rollouts=rollouts)
+    assert batch.num_rows == len(sizes)
+    assert advantages_by_turn(rollouts, batch) == [[[1.0, 2.0], [3.0], [4.0, 5.0], [6.0]]]
 
 
 def test_what_is_flushed_is_on_disk(tmp_path):

@@ -83,6 +83,18 @@ def test_nothing_of_a_turn_can_be_changed() -> None:
         Turn((1,), (2,))  # type: ignore[misc, call-arg]
 
 
+def test_columns_are_not_copied_where_pickling_shares_their_memory() -> None:
+    """As Ray does: buffers out of band, read-only on arrival."""
+    turn = make_turn(range(1000), [3], loss_mask=[True])
+    buffers: list[pickle.PickleBuffer] = []
+    content = pickle.dumps(turn, protocol=5, buffer_callback=buffers.append)
+    assert len(content) < 1000
+    again = pickle.loads(content, buffers=[bytes(buffer.raw()) for buffer in buffers])
+    assert again == turn
+    assert not again.added_token_ids.flags.owndata
+    assert not again.added_token_ids.flags.writeable
+
+
 def test_turns_are_equal_where_all_they_hold_is() -> None:
     turn = make_turn([1, 2], [3, 4], loss_mask=[True, False])
     for again in (copy.deepcopy(turn), pickle.loads(pickle.dumps(turn)), replace(turn)):
