@@ -4,7 +4,7 @@
                  --Hydra-->     one composed config, one run folder
                  --run-->       data, plan, parts (runs/rl.py), training (trainers/ppo.py)
 
-Exit status: 0 done; 2 something the user can mend; 130 or 143 stopped by Ctrl-C or SIGTERM with a checkpoint written.
+Exit status: 0 done; 2 something the user can fix; 130 or 143 stopped by Ctrl-C or SIGTERM with a checkpoint written.
 """
 
 from __future__ import annotations

@@ -329,7 +329,7 @@ class FakeRun:
         if start.complete:
             return None
         self.folder.create()
-        with self.folder.held():
+        with self.folder.locked():
             notes = prepare_run_folder(
                 self.folder, start, write_config=lambda path: path.write_text("seed: 0\n"), plan={"total_steps": 4}
             )

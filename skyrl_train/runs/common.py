@@ -251,7 +251,8 @@ def size_micro_batches(
 
 
 def read_reports(file: Path) -> dict[str, tuple[SizingReport, ...]]:
-    """By model, then by rank; none where there is no such file, or one that cannot be read: it can be made again."""
+    """Return the reports in `file` by model, then by rank; none if there is no such file or it cannot be read, since it can
+    be recreated."""
     from skyrl_train.learner.sizing import report_from_json
 
     try:
@@ -262,7 +263,7 @@ def read_reports(file: Path) -> dict[str, tuple[SizingReport, ...]]:
 
 
 def write_reports(file: Path, reports: Mapping[str, Sequence[SizingReport]]) -> None:
-    """Inverse of `read_reports`."""
+    """Write what `read_reports` reads."""
     from skyrl_train.learner.sizing import report_to_json
 
     content = {name: [report_to_json(report) for report in ranks] for name, ranks in reports.items()}

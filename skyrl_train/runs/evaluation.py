@@ -38,7 +38,7 @@ def evaluate(config: Config) -> None:
     data = load_data(config)
     if not data.validation:
         raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
-    with folder.held(), ExitStack() as stack:
+    with folder.locked(), ExitStack() as stack:
         host = build_host(config, stack)
         rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
         step = _load_checkpoint_weights(config, rollouts.transport)

@@ -58,7 +58,7 @@ class Data:
 def train(config: Config) -> None:
     """Trains, or goes on training, in `config.output_dir`.
 
-    Raises SkyrlTrainError for whatever the user can mend, before anything expensive where that can be known;
+    Raises SkyrlTrainError for whatever the user can fix, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
     """
     config = place(config)
@@ -77,7 +77,7 @@ def train(config: Config) -> None:
     plan = plan_batches(config, num_train_prompts=data.num_train)
     console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
-    with folder.held(), ExitStack() as stack:
+    with folder.locked(), ExitStack() as stack:
         resume = resume_settings(config)
         start = begin(
             config,
@@ -280,7 +280,7 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
     num_others = sum(prompt.env_class not in (None, named) for prompt in result.prompts)
     if named is not None and num_others:
         notes.append(
-            f"{num_others} {name} rows name another env_class; environment.env_class={named} judges them all "
+            f"{num_others} {name} rows name another env_class; environment.env_class={named} scores them all "
             "(environment=by_row takes their own)"
         )
     if result.num_dropped:

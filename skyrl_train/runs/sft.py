@@ -43,7 +43,7 @@ _ROWS_BETWEEN_NOTES = 512 * 40
 def train(config: SFTConfig) -> SFTResult | None:
     """Trains, or goes on training, in `config.output_dir`; None where the run there is complete.
 
-    Raises SkyrlTrainError for whatever the user can mend, before anything expensive where that can be known;
+    Raises SkyrlTrainError for whatever the user can fix, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
     """
     config = place(config)
@@ -66,7 +66,7 @@ def train(config: SFTConfig) -> SFTResult | None:
     plan = plan_sft(step_settings(config), data)
     console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
-    with folder.held(), ExitStack() as stack:
+    with folder.locked(), ExitStack() as stack:
         resume = resume_settings(config)
         start = begin(config, resume, folder, console, checkpoints, data=data.fingerprint, plan=plan, promise=promise)
         if start is None:
@@ -143,14 +143,14 @@ def _train(
 
 
 def _say_tokenised(console: RunConsole, name: str, rows: int) -> None:
-    """Now and then; a cached source is not tokenised at all."""
+    """Say now and then how many rows are tokenised; a cached source is not tokenised at all."""
     if rows % _ROWS_BETWEEN_NOTES == 0:
         console.note(f"{name}: {rows} rows tokenised")
 
 
 def _plan_lines(config: SFTConfig, plan: SFTPlan, data: SFTData) -> list[str]:
     trainer = config.trainer
-    ahead = "made one ahead" if trainer.async_batch_collation else "made in the loop"
+    ahead = "prefetched" if trainer.async_batch_collation else "made in the loop"
     every = f"every {trainer.eval_interval} steps" if trainer.eval_interval else "before and after"
     held_out = sum(len(examples) for examples in data.validation.values())
     return [
@@ -177,7 +177,7 @@ def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:
 
 
 def _cluster(config: SFTConfig, stack: ExitStack) -> Cluster | None:
-    """None without Ray."""
+    """Return the session on Ray, or None without it."""
     if config.placement.backend != "ray":
         return None
     from skyrl_train.cluster.build import Cluster, ClusterSettings, with_time_to_load
@@ -193,7 +193,7 @@ def _cluster(config: SFTConfig, stack: ExitStack) -> Cluster | None:
 
 
 def build_sft_evaluator(config: SFTConfig, data: SFTData) -> SFTEvaluator | None:
-    """None where there are no held-out examples."""
+    """Return what evaluates, or None if there are no held-out examples."""
     from skyrl_train.trainers.sft_evaluate import SFTEvaluator
 
     if not data.validation:

@@ -1,4 +1,4 @@
-"""The data of a supervised run, examples, the steps that they fill, and their batches."""
+"""The data of a supervised run: examples, the steps that they fill, and their batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SFTData:
-    """Examples, tokenised."""
+    """The tokenised examples of a run."""
 
     train: ExampleSet
     weights: tuple[float, ...]
@@ -194,7 +194,7 @@ def _closing(settings: StepSettings) -> Closing:
 
 
 def build_feed(settings: StepSettings, data: SFTData, stack: ExitStack) -> BatchFeed:
-    """The batches. `stack` ends the thread that makes them ahead."""
+    """Return the batches. `stack` ends the thread that prefetches them."""
     from skyrl_train.data.feed import BatchFeed
 
     feed = BatchFeed(

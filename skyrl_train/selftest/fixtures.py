@@ -1,4 +1,4 @@
-"""The small model and step that the learner's cases compute, and the float64 result that they are held to.
+"""The small model and step that the learner's cases compute, and the float64 result that they are compared with.
 
 The reference is the padded layout in float64 on the CPU: layouts, types, kernels and ranks may change speed and memory,
 never the gradient.
@@ -193,7 +193,7 @@ def weights_of(learner: PolicyLearner) -> Tensor:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Of the L2 norm."""
+    """Return the relative error of `found` in its L2 norm."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 

@@ -41,7 +41,7 @@ class Machine:
     num_cpus: int
 
     def lines(self) -> list[str]:
-        """For the head of the table."""
+        """Return the lines at the head of the table."""
         devices = ", ".join(f"{each['name']} ({each['memory_bytes'] / 2**30:.0f} GiB)" for each in self.devices)
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return [
@@ -96,7 +96,7 @@ def _cuda_devices() -> Iterator[dict[str, Any]]:
 
 
 def driver_version() -> str:
-    """Of the NVIDIA driver, as nvidia-smi says; empty where it does not answer."""
+    """Return the version of the NVIDIA driver, as nvidia-smi says; empty if it does not answer."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
@@ -136,7 +136,7 @@ def _requirements() -> list[Requirement]:
 
 
 def _requirements_of_checkout(pyproject: Path) -> list[str]:
-    """None where there is no such file, or no parser for it, as before Python 3.11."""
+    """Return the requirements, or None if there is no such file, or no parser for it, as before Python 3.11."""
     if importlib.util.find_spec("tomllib") is None or not pyproject.is_file():
         return []
     tomllib = importlib.import_module("tomllib")

@@ -136,7 +136,7 @@ class _Worker:
 
     @property
     def failed(self) -> bool:
-        """Whether it has ended, and not well."""
+        """Return whether it has ended, and not well."""
         return self.process.poll() not in (None, 0)
 
     def kill(self) -> None:
@@ -165,7 +165,7 @@ class _Worker:
 
 
 def _environment(*, hide_cuda: bool) -> dict[str, str]:
-    """Of a worker: nothing is fetched or reported, and idle threads do not spin on busy cores."""
+    """Return the environment of a worker: nothing is fetched or reported, and idle threads do not spin on busy cores."""
     paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     return {
         "OMP_NUM_THREADS": "1",

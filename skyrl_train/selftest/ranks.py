@@ -177,7 +177,7 @@ def strategy_step(context: Context, *, name: str, dtype: str) -> str:
 
 
 def _bytes_on_cuda(tensors: Iterable[Tensor]) -> int:
-    """Of this rank's shards."""
+    """Return the bytes of this rank's shards on CUDA devices."""
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
     return sum(int(tensor.nbytes) for tensor in local if tensor.device.type == "cuda")
 

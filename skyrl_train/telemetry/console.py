@@ -80,7 +80,7 @@ class RunConsole:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within it, `on_progress` moves a bar called `name`, which is gone at the end of the phase."""
+        """Wraps a phase within which `on_progress` moves a bar called `name`, which is gone at the end of the phase."""
         self._phase = name
         try:
             yield
@@ -118,7 +118,7 @@ class RunConsole:
 
 
 def step_line(metrics: Mapping[str, float], *, step: int, total_steps: int, left_s: float) -> str:
-    """At most 100 columns for ordinary values.
+    """Return the line of a step: at most 100 columns for ordinary values.
 
     Example: `step  3/40  reward 0.412  kl 0.0011  ent 0.82  len 18.2  ctx 41.0  4.8k tok/s  1.3 s  0:48 left`.
     """
@@ -147,7 +147,7 @@ def step_line(metrics: Mapping[str, float], *, step: int, total_steps: int, left
 
 
 def clock(seconds: float) -> str:
-    """`0:05`, `12:40`, `3:02:10`, `2 d 03:00:00`."""
+    """Return a duration as `0:05`, `12:40`, `3:02:10`, `2 d 03:00:00`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
@@ -157,7 +157,7 @@ def clock(seconds: float) -> str:
 
 
 def _short(value: float) -> str:
-    """`950`, `4.8k`, `1.2M`."""
+    """Return a number as short text: `950`, `4.8k`, `1.2M`."""
     for limit, suffix in ((1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{suffix}"
@@ -165,7 +165,7 @@ def _short(value: float) -> str:
 
 
 def _three_digits(value: float) -> str:
-    """`1.3`, `41.0`, `1480`, `12k`."""
+    """Return a number with about three digits: `1.3`, `41.0`, `1480`, `12k`."""
     if value >= 10_000:
         return f"{value / 1000:.0f}k"
     return f"{value:.1f}" if value < 100 else f"{value:.0f}"

@@ -42,7 +42,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Max:
-    """The largest anywhere."""
+    """The largest value of all micro-batches and ranks."""
 
     value: float
 
@@ -52,7 +52,7 @@ class Max:
 
 @dataclass(frozen=True)
 class Min:
-    """The smallest anywhere."""
+    """The smallest value of all micro-batches and ranks."""
 
     value: float
 

@@ -49,7 +49,7 @@ TurnAdvantages = Sequence[Sequence[float]]
 
 
 def rollout_file(folder: Path, *, purpose: str, global_step: int) -> Path:
-    """`rollouts/train_step_000001.jsonl`"""
+    """Return the file of a step, e.g. `rollouts/train_step_000001.jsonl`."""
     return folder / f"{purpose}_step_{global_step:06d}.jsonl"
 
 
@@ -145,7 +145,7 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
 def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
     """The batches of one file, by global step in the order of the file.
 
-    Lines without `global_step` belong to step 0. Groups are told by `uid` and must have equal numbers of samples.
+    Lines without `global_step` belong to step 0. Groups are recognised by `uid` and must have equal numbers of samples.
 
     Raises:
         DataError: Names the file, the line and what is wrong with it.

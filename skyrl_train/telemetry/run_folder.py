@@ -75,7 +75,7 @@ class RunFolder:
             raise SkyrlTrainError(f"output_dir={self.root} is not writable. Choose another with output_dir=...")
 
     def _files(self) -> tuple[Path, ...]:
-        """All that a run writes, what marks it as finished first."""
+        """Return all that a run writes, beginning with what marks it as finished."""
         return (
             self.complete_file,
             self.checkpoints,
@@ -123,7 +123,7 @@ class RunFolder:
         return target
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keeps other processes from writing here at the same time. The system lets go when the process dies.
 
         Raises SkyrlTrainError naming the process that holds the folder.

@@ -15,7 +15,7 @@ from skyrl_train.telemetry.console import RunConsole
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """A place where metrics go."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
 

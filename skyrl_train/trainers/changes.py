@@ -31,7 +31,7 @@ Flat = Mapping[str, Any]
 ABSENT = object()
 """Stands for the value of an entry that a mapping of the user's does not have."""
 
-START_ANEW = "start anew with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
+START_ANEW = "start over with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class Change:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """For the run's record; null for an entry that is not there."""
+        """Return the change for the run's record, with null for an entry that is not there."""
         return {
             "setting": self.setting,
             "was": None if self.was is ABSENT else self.was,
@@ -173,12 +173,12 @@ def _meaning(name: str, old: Flat, new: Flat, root: type) -> Resume:
 
 
 def _is_read(field: SchemaField, flat: Flat) -> bool:
-    """Whether anything in a run with these settings reads the field."""
+    """Return whether anything in a run with these settings reads the field."""
     return all(flat.get(condition) for condition in field.read_with if condition != field.path)
 
 
 def _schedule_ends(flat: Flat) -> bool:
-    """Whether the learning rate of any optimizer that is used depends on the number of steps."""
+    """Return whether the learning rate of any optimizer that is used depends on the number of steps."""
     return any(
         schedule != "constant"
         for name, schedule in flat.items()
@@ -229,5 +229,5 @@ def _fields(root: type) -> dict[str, SchemaField]:
 
 
 def _shown(value: Any) -> str:
-    """As it is typed on the command line."""
+    """Return the value as it is typed on the command line."""
     return "not set" if value is ABSENT else as_typed(value)

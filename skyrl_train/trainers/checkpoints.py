@@ -46,11 +46,11 @@ class CheckpointStore:
         self._keep = keep
 
     def write(self, step: int, write: Callable[[Path], None]) -> Path:
-        """As `write_checkpoint`."""
+        """Write the checkpoint of `step` and return its folder, as `write_checkpoint` does."""
         return write_checkpoint(self._root, step, write, self._keep)
 
     def latest(self) -> Path | None:
-        """As `latest_checkpoint`."""
+        """Return the newest checkpoint that verifies, as `latest_checkpoint` does."""
         return latest_checkpoint(self._root)
 
     def find(self, path: Path) -> Path:
@@ -68,7 +68,7 @@ class CheckpointStore:
 
 
 def checkpoint_name(step: int) -> str:
-    """`step_000010`."""
+    """Return the name of the checkpoint of `step`, e.g. `step_000010`."""
     return f"step_{step:06d}"
 
 
@@ -146,7 +146,7 @@ def latest_checkpoint(root: Path) -> Path | None:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise CheckpointError(
             f"no checkpoint under {root} is whole:\n{listed}\n"
-            "Restore one from a copy, or start anew with trainer.resume_mode=none"
+            "Restore one from a copy, or start over with trainer.resume_mode=none"
         )
     for problem in problems:
         logger.warning("checkpoint passed over: %s", problem)

@@ -44,7 +44,7 @@ class EvaluationFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """One evaluation."""
+    """The result of one evaluation."""
 
     global_step: int
     n_samples_per_prompt: int

@@ -57,7 +57,7 @@ def evaluation_table(before: EvaluationResult, after: EvaluationResult) -> Table
 
 
 def figures_table(result: EvaluationResult) -> Table:
-    """One evaluation by itself."""
+    """Return the table of one evaluation by itself."""
     table = _empty_table(result)
     table.add_column(f"step {result.global_step}", justify="right")
     for name, value_of, digits in _rows(result.overall):
@@ -130,5 +130,5 @@ def _result(entry: dict[str, Any]) -> EvaluationResult:
 
 
 def _figures(entry: dict[str, Any]) -> EvaluationFigures:
-    """JSON turns the keys of `pass_at` into text."""
+    """Return figures as they were: JSON made text of the keys of `pass_at`."""
     return EvaluationFigures(**{**entry, "pass_at": {int(k): value for k, value in entry["pass_at"].items()}})

@@ -1,7 +1,7 @@
 """A fork: a new run, in a folder of its own, that begins at a checkpoint of another with settings changed.
 
 Weights, optimizer state, the critic, the place in the data and the count of steps are kept. What follows from a setting that
-changed is made anew: the weights that controllers moved, the place in the data counted in batches of another size, and
+changed is recreated: the weights that controllers moved, the place in the data counted in batches of another size, and
 models whose paths changed. The rest of the run then reads its configuration as any other does: the learning rate, for one,
 is set from it at each step and is no part of a checkpoint.
 """
@@ -27,7 +27,7 @@ _ENTROPY_WEIGHT = ("trainer.algorithm.entropy_coef", "trainer.algorithm.entropy_
 
 @dataclass(frozen=True, kw_only=True)
 class Fork:
-    """Where a fork begins and how it differs from the run that it left."""
+    """The checkpoint where a fork begins, and how the fork differs from the run that it left."""
 
     resume_path: str
     """As stated: a checkpoint, or the folder of the run that is forked."""
@@ -35,20 +35,20 @@ class Fork:
     state: TrainerState
     """Of the checkpoint, as the new run begins with it."""
     changes: tuple[Change, ...]
-    models_anew: frozenset[str]
+    fresh_models: frozenset[str]
     """Of `critic` and `reference`: those that begin from their own paths, and not from the checkpoint."""
     notes: tuple[str, ...]
     """What to tell the user, one line each."""
 
     def record(self) -> dict[str, Any]:
-        """Content of `fork.json`."""
+        """Return the content of `fork.json`."""
         return {
             "resume_path": self.resume_path,
             "checkpoint": str(self.checkpoint),
             "global_step": self.state.global_step,
             "data_position": self.state.data_position,
             "changed": [change.to_json() for change in self.changes],
-            "models_anew": sorted(self.models_anew),
+            "models_anew": sorted(self.fresh_models),
         }
 
 
@@ -76,23 +76,23 @@ def fork_from(
         raise ConfigError(problems)
     changed = {change.setting: change for change in changes}
     position = _data_position(state, changed, data)
-    models_anew = _models_anew(run, checkpoint, changed)
+    fresh_models = _fresh_models(run, checkpoint, changed)
     notes = [f"forking from {checkpoint}, after step {state.global_step} of {total_steps}; fork.json lists all changes"]
     notes += [change.line() for change in changes if change.resume is not Resume.FREE]
     notes += _data_notes(state, data, position)
-    notes += [f"the {name} begins from its own path, not from the checkpoint" for name in sorted(models_anew)]
+    notes += [f"the {name} begins from its own path, not from the checkpoint" for name in sorted(fresh_models)]
     return Fork(
         resume_path=run.path,
         checkpoint=checkpoint,
         state=dataclasses.replace(_with_controllers(state, run, changed), data_position=position),
         changes=tuple(changes),
-        models_anew=models_anew,
+        fresh_models=fresh_models,
         notes=tuple(notes),
     )
 
 
 def is_fork_of(folder: RunFolder, resume_path: str) -> bool:
-    """Whether the run in `folder` is a fork that was begun with this `trainer.resume_path`."""
+    """Return whether the run in `folder` is a fork that was begun with this `trainer.resume_path`."""
     try:
         return bool(json.loads(folder.fork_file.read_text(encoding="utf-8"))["resume_path"] == resume_path)
     except (OSError, ValueError, KeyError, TypeError):
@@ -101,7 +101,8 @@ def is_fork_of(folder: RunFolder, resume_path: str) -> bool:
 
 def _data_position(state: TrainerState, changed: Mapping[str, Change], data: DataFingerprint) -> int:
     """The epochs that are done and the share of the current one are kept, rounded down to whole batches. Other prompts
-    begin with their first: they are told from the same ones, tokenised or worded otherwise, by their number."""
+    begin with their first; prompts count as others where their number differs, not where they are tokenised or worded
+    otherwise."""
     num_prompts = state.data.num_prompts
     if data.num_prompts != num_prompts:
         return 0
@@ -123,7 +124,8 @@ def _data_notes(state: TrainerState, data: DataFingerprint, position: int) -> li
 
 
 def _with_controllers(state: TrainerState, run: ResumeSettings, changed: Mapping[str, Change]) -> TrainerState:
-    """A weight that is stated anew begins there, wherever a controller had moved it."""
+    """Return the state in which a weight whose setting changed begins at the new value, even if a controller had moved
+    it."""
     first = LoopState.first(run.algorithm)
     if not changed.keys().isdisjoint(_KL_WEIGHT):
         state = dataclasses.replace(state, kl_controller=first.kl_controller)
@@ -132,17 +134,17 @@ def _with_controllers(state: TrainerState, run: ResumeSettings, changed: Mapping
     return state
 
 
-def _models_anew(run: ResumeSettings, checkpoint: Path, changed: Mapping[str, Change]) -> frozenset[str]:
+def _fresh_models(run: ResumeSettings, checkpoint: Path, changed: Mapping[str, Change]) -> frozenset[str]:
     """A model is kept where the checkpoint has it and its path is the same."""
-    anew = set()
+    fresh = set()
     if run.settings.get("critic.model.path") and (
         "critic.model.path" in changed or not (checkpoint / "critic").is_dir()
     ):
-        anew.add("critic")
+        fresh.add("critic")
     is_held = (checkpoint / "reference").is_dir()
     if is_held and ("reference.model.path" in changed or run.reference_is_base):
-        anew.add("reference")
-    return frozenset(anew)
+        fresh.add("reference")
+    return frozenset(fresh)
 
 
 def _own_folder(folder: RunFolder, checkpoint: Path) -> Violation:

@@ -87,8 +87,8 @@ class TrainingLoop:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around all steps: signals ask for a stop at the next safe point, and a NonFiniteError says where the run can
-        be continued from."""
+        """Wraps all steps: signals ask for a stop at the next safe point, and a NonFiniteError says where the run can be
+        continued from."""
         with stop_on_signals() as stop:
             self._stop = stop
             try:
@@ -109,11 +109,11 @@ class TrainingLoop:
         if self.start.checkpoint is not None:
             with self.phase("load"):
                 for name, learner in self._models.items():
-                    if name not in self.start.models_anew:
+                    if name not in self.start.fresh_models:
                         learner.load(self.start.checkpoint / name)
 
     def begin(self, state: LoopState, evaluate: Callable[[int], Figures]) -> None:
-        """Tells callbacks of the start, evaluates where the run's curves start, and honours a signal that came before
+        """Tells callbacks of the start, evaluates where the run's curves start, and stops if a signal came before
         the first step."""
         step = self.start.global_step
         self.observers.tell("start", step, path=self.folder.root)
@@ -198,7 +198,7 @@ class TrainingLoop:
 
 
 def is_due(step: int, interval: int) -> bool:
-    """Whether `step` is one of every `interval`; never for 0."""
+    """Return whether `step` is one of every `interval`; no step is for 0."""
     return interval > 0 and step % interval == 0
 
 
@@ -256,7 +256,7 @@ class StepTimer:
 
 
 class StopFlag:
-    """Whether a signal came, and which."""
+    """A flag that says whether a signal came, and which."""
 
     def __init__(self, exit_now: Callable[[int], None] = os._exit) -> None:
         """`exit_now` receives the exit status at the second signal; by default it ends the process without clean-up,
@@ -274,7 +274,7 @@ class StopFlag:
             raise StopRequested(self.signal_name, global_step)
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+        """Handles a signal: the first sets the flag, the second ends the process."""
         del frame
         name = signal.Signals(signum).name
         if self.signal_name is None:

@@ -84,7 +84,7 @@ class PPOTrainer:
         self.state: LoopState = loop.start.state or LoopState.first(settings.trainer.algorithm)
 
     def train(self) -> TrainingResult:
-        """All remaining steps, then the export and the table of evaluations.
+        """Train for all remaining steps, then write the export and show the table of evaluations.
 
         Raises:
             StopRequested: A signal came; the checkpoint of the last finished step is written.

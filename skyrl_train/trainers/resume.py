@@ -1,10 +1,10 @@
-"""Where a run starts: anew, from its newest checkpoint, from a stated one, or as a fork; and whether it may go on there.
+"""Where a run starts: at its first step, from its newest checkpoint, from a stated one, or as a fork; and whether it may
+continue there.
 
-A resumed run repeats the steps after the checkpoint and writes the same lines again, so what was written of them is
-cut.
+A resumed run repeats the steps after the checkpoint and writes the same lines again, so what was written of them is cut.
 That only holds while nothing changed that training depends on. Settings are therefore compared one by one
-(`trainers/changes.py`), by the class that each states in the schema: those that change rounding alone are told, those that
-make another run of it are refused, all at once, with the old and the new value. Data may move, since the prompts
+(`trainers/changes.py`), by the class that each states in the schema. Those that change rounding alone are reported; those
+that make another run of it are refused, all at once, with the old and the new value. Data may move, since the prompts
 themselves are compared.
 """
 
@@ -32,7 +32,7 @@ from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, li
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts."""
+    """The place where a run starts."""
 
     checkpoint: Path | None
     """None starts from the model's own weights."""
@@ -53,19 +53,19 @@ class Start:
         return self.state is None or self.fork is not None
 
     @property
-    def models_anew(self) -> frozenset[str]:
+    def fresh_models(self) -> frozenset[str]:
         """Models that are not taken from the checkpoint."""
-        return self.fork.models_anew if self.fork else frozenset()
+        return self.fork.fresh_models if self.fork else frozenset()
 
     @property
     def holds_reference(self) -> bool:
         """The reference is taken from the checkpoint, where an earlier part of the training had moved it."""
         has = self.checkpoint is not None and (self.checkpoint / "reference").is_dir()
-        return has and "reference" not in self.models_anew
+        return has and "reference" not in self.fresh_models
 
     @property
     def global_step(self) -> int:
-        """Steps that are done."""
+        """The number of steps that are done."""
         return self.state.global_step if self.state else 0
 
     @property
@@ -105,8 +105,8 @@ def find_start(
     changes = changes_since(state.config, run.settings, run.schema)
     if is_new_fork:
         fork = fork_from(checkpoint, state, run, changes, folder=folder, data=data, total_steps=total_steps)
-        told = (*fork.notes, *_version_changes(state.versions))
-        return Start(checkpoint=checkpoint, state=fork.state, own=False, complete=False, notes=told, fork=fork)
+        lines = (*fork.notes, *_version_changes(state.versions))
+        return Start(checkpoint=checkpoint, state=fork.state, own=False, complete=False, notes=lines, fork=fork)
     layout_changes = check_same_run(changes, checkpoint)
     if state.data != data:
         raise CheckpointError(
@@ -133,7 +133,7 @@ def prepare_run_folder(
     `config.yaml` and `plan.json`. Returns what to tell the user.
 
     `write_config` writes the resolved, redacted configuration to the path that it is given.
-    Call it while holding the folder (`folder.held()`), before trackers are built.
+    Call it while the folder is locked (`folder.locked()`), before trackers are built.
     """
     folder.create()
     notes: list[str] = []

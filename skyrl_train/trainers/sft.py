@@ -72,7 +72,7 @@ class SFTTrainer:
         self.history = LossHistory()
 
     def train(self) -> SFTResult:
-        """All remaining steps, or fewer where the held-out loss no longer falls; then the export.
+        """Train for all remaining steps, or fewer if the held-out loss no longer falls; then write the export.
 
         Raises:
             StopRequested: A signal came; the checkpoint of the last finished step is written.
@@ -150,7 +150,7 @@ class SFTTrainer:
         return metrics
 
     def _export(self) -> None:
-        """The last weights, or the best."""
+        """Write the last weights, or the best."""
         if self.settings.export == "none":
             return
         if self.settings.export == "best" and self.best is not None:
@@ -205,6 +205,6 @@ def _total_metrics(totals: Totals) -> dict[str, float]:
 
 
 def _speed(batch: SFTBatch, timings: Mapping[str, float]) -> dict[str, float]:
-    """Of the examples' tokens, over the two phases that every step has."""
+    """Return tokens of examples per second, over the two phases that every step has."""
     seconds = timings.get("timing/collate", 0.0) + timings.get("timing/update", 0.0)
     return {"timing/tokens_per_s": batch.num_tokens / seconds} if seconds > 0 else {}

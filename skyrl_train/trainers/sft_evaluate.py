@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class SetLoss:
-    """One held-out set."""
+    """The loss of one held-out set."""
 
     total: float
     """Sum of the negative log-probabilities of its trained tokens."""
@@ -113,7 +113,7 @@ class LossHistory:
         return min(self.entries, key=lambda entry: entry[1])[0] if self.entries else None
 
     def should_stop(self, *, patience: int, min_delta: float) -> bool:
-        """Whether the last `patience` evaluations brought no loss that is lower by more than `min_delta`; never for a
+        """Return whether the last `patience` evaluations brought no loss that is lower by more than `min_delta`; never for a
         patience of 0."""
         if patience == 0:
             return False

@@ -21,7 +21,7 @@ from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParam
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One answer."""
+    """One answer of the model to a held-out prompt."""
 
     set: str
     example: str

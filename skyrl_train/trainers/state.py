@@ -48,7 +48,7 @@ class Totals:
         return Totals(**added)
 
     def metrics(self) -> dict[str, float]:
-        """`total/prompts`, ..."""
+        """Return the totals as metrics: `total/prompts`, ..."""
         return {f"total/{name}": float(value) for name, value in dataclasses.asdict(self).items()}
 
 
@@ -83,7 +83,8 @@ class LoopState:
 
     @staticmethod
     def first(algorithm: AlgorithmConfig | None) -> LoopState:
-        """Before the first step, with weights as `algorithm` states them; None stands for supervised training."""
+        """Return the state before the first step, with the weights that `algorithm` states; None stands for supervised
+        training."""
         kl = KLControllerState(coef=0.0) if algorithm is None else initial_state(algorithm)
         entropy = EntropyControllerState() if algorithm is None else initial_entropy_state(algorithm)
         return LoopState(data_position=0, totals=Totals(), kl_controller=kl, entropy_controller=entropy)
@@ -133,7 +134,7 @@ class TrainerState(LoopState):
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"{path} cannot be used ({type(error).__name__}: {error}). Resume from another checkpoint with "
-                "trainer.resume_mode=from_path, or start anew with trainer.resume_mode=none"
+                "trainer.resume_mode=from_path, or start over with trainer.resume_mode=none"
             ) from error
 
 

@@ -88,7 +88,7 @@ class Learners:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What an update did."""
+    """The metrics and the state that an update leaves."""
 
     metrics: StepMetrics
     """Merged over all optimizer steps."""
@@ -109,7 +109,7 @@ def generate(
     """The rollouts of training step `step`, whose prompts begin at batch `position`.
 
     With dynamic sampling, batches are generated until enough prompts have differing rewards; DataError where none do.
-    A prompt that comes again in a later batch of the same step is sampled anew. Recorded rollouts are what a step was
+    A prompt that comes again in a later batch of the same step is sampled again. Recorded rollouts are what a step was
     trained on: their rewards are shaped and their prompts chosen already.
     """
     trainer = settings.trainer
@@ -197,8 +197,8 @@ def update(
     on_progress: Progress,
     entropy: EntropyControllerState | None = None,
 ) -> Update:
-    """All optimizer steps of one training batch; the critic's before the policy's, and without the policy's during the
-    critic's warm-up. `entropy`: the state of the controller of the entropy bonus before them; None where it is the first.
+    """Make all optimizer steps of one training batch; the critic's before the policy's, and without the policy's during
+    the critic's warm-up. `entropy`: the state of the controller of the entropy bonus before them; None if it is the first.
 
     Raises NonFiniteError, naming the training step and the optimizer step: the update ends there.
     """

@@ -315,5 +315,5 @@ def test_a_damaged_trainer_state_is_named(tmp_path):
 def test_two_runs_cannot_write_to_one_folder(tmp_path):
     run = fake_run(tmp_path)
     run.folder.create()
-    with run.folder.held(), pytest.raises(SkyrlTrainError, match="being written by another run"):
+    with run.folder.locked(), pytest.raises(SkyrlTrainError, match="being written by another run"):
         fake_run(tmp_path).run()

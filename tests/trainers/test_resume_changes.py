@@ -227,7 +227,7 @@ def test_shapes_of_what_the_checkpoint_does_not_hold_are_free_to_choose(saved: l
     assert plain.start(replace(plain.config, model=replace(plain.config.model, lora=lora))).global_step == 2
     critic = full.config.critic
     begun = plain.forked(replace(plain.config, critic=critic))
-    assert begun.models_anew == {"critic"}
+    assert begun.fresh_models == {"critic"}
     rank = replace(critic, model=replace(critic.model, lora=LoraConfig(rank=4)))
     with pytest.raises(ConfigError, match=r"critic\.model\.lora\.rank.*shapes"):
         full.forked(replace(full.config, critic=rank))

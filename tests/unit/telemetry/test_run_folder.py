@@ -60,7 +60,7 @@ def test_a_folder_is_held_against_other_processes_until_they_die(tmp_path):
     program = (
         "import pathlib, sys, time\n"
         "from skyrl_train.telemetry.run_folder import RunFolder\n"
-        f"with RunFolder(pathlib.Path({str(tmp_path)!r})).held():\n"
+        f"with RunFolder(pathlib.Path({str(tmp_path)!r})).locked():\n"
         "    print('held', flush=True)\n"
         "    time.sleep(60)\n"
     )
@@ -70,14 +70,14 @@ def test_a_folder_is_held_against_other_processes_until_they_die(tmp_path):
         assert process.stdout.readline() == "held\n"
         with (
             pytest.raises(SkyrlTrainError, match=f"process {process.pid}"),
-            RunFolder(tmp_path).held(),
+            RunFolder(tmp_path).locked(),
         ):
             pass
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    with RunFolder(tmp_path).held():
+    with RunFolder(tmp_path).locked():
         assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
 
 
