@@ -150,9 +150,8 @@ class SpreadLearner:
             micro_train_batch_size_per_gpu=ROWS_PER_MICRO_BATCH,
             micro_forward_batch_size_per_gpu=ROWS_PER_MICRO_BATCH,
         )
-        passes = learner.engine.passes
-        passes.micro_batching = make_micro_batch_strategy(trainer, merge_turns=layout.merges)
-        passes.layout, passes.merge_turns = layout.choice, layout.merges
+        batching = make_micro_batch_strategy(trainer, merge_turns=layout.merges)
+        learner.engine.healing.use(micro_batching=batching, layout=layout.choice, merge_turns=layout.merges)
 
     def staged(self, batch: TrainingInputBatch) -> StagedBatch:
         together = computed_together(self.layout.choice, merge_turns=self.layout.merges)

@@ -113,9 +113,8 @@ def use_layout(
         max_tokens_per_microbatch=tokens or 1,
         max_tokens_per_forward_microbatch=tokens or 1,
     )
-    learner.engine.passes.micro_batching = make_micro_batch_strategy(trainer, merge_turns=merge)
-    learner.engine.passes.layout = layout
-    learner.engine.passes.merge_turns = merge
+    batching = make_micro_batch_strategy(trainer, merge_turns=merge)
+    learner.engine.healing.use(micro_batching=batching, layout=layout, merge_turns=merge)
 
 
 def flat_gradient(learner: PolicyLearner) -> Tensor:

@@ -8,7 +8,8 @@ sum and nothing here divides: how rows are split changes speed and memory, never
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,8 +80,8 @@ class ModelEngine:
             self._optimizer = build_optimizer(self.parameters, optimizer)
         self._has_gradient = False
         self._non_finite_loss = ""
-        self.passes = Passes(
-            model,
+        passes = Passes(
+            model=model,
             strategy=self.strategy,
             name=name,
             dtype=dtype,
@@ -88,7 +89,7 @@ class ModelEngine:
             layout=layout,
             merge_turns=merge_turns,
         )
-        self.healing = Healing(self.passes, drop_gradients=self._drop_gradients)
+        self.healing = Healing(passes, drop_gradients=self._drop_gradients)
         self.residence = Residence(
             model,
             name=name,
@@ -96,6 +97,25 @@ class ModelEngine:
             held=self.held_tensors,
             optimizer=lambda: _moments(self._optimizer, self.parameters),
         )
+
+    @property
+    def passes(self) -> Passes:
+        """The passes as they are cut and counted now."""
+        return self.healing.passes
+
+    @contextmanager
+    def traced(
+        self, parameters: dict[str, nn.Parameter], without_memory: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        """While it is open, the engine is alone in its process and has these parameters, and its passes are traced inside
+        of `without_memory`, which reads nothing back (`learner/step_trace.py`)."""
+        kept = self.passes, self.strategy, self.parameters
+        try:
+            self.parameters, self.strategy = parameters, SingleProcess()
+            self.healing.use(strategy=self.strategy, without_memory=without_memory)
+            yield
+        finally:
+            self.healing.passes, self.strategy, self.parameters = kept
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

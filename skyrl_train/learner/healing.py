@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -36,7 +37,8 @@ class Healing:
     """Runs the passes of one model. Without budgets to lower it runs them as they are."""
 
     def __init__(self, passes: Passes, *, drop_gradients: Callable[[], None]) -> None:
-        self._passes = passes
+        self.passes = passes
+        """Those of now: replaced by others, and never changed."""
         self._drop_gradients = drop_gradients
         self._batches: MemoryAwareBatchIterator | None = None
         self._found: TokenBudgets | None = None
@@ -57,21 +59,25 @@ class Healing:
         the tensors that are there between passes."""
         self._batches, self._retries, self._held = batches, retries, held
         self._found = batches.budgets
-        self._passes.micro_batching, self._passes.meter = batches, meter
+        self.use(micro_batching=batches, meter=meter)
 
     def begin_probing(self, meter: MemoryMeter, *, held: Callable[[], Iterable[Tensor]]) -> None:
         """From now on each pass is one forward of all its rows; RankOutOfMemory is raised, on all ranks, and not healed."""
         self._batches, self._held = None, held
-        self._passes.micro_batching, self._passes.meter = OneForward(), meter
+        self.use(micro_batching=OneForward(), meter=meter)
+
+    def use(self, **changes: Any) -> None:
+        """From now on passes differ in these fields of `Passes`."""
+        self.passes = replace(self.passes, **changes)
 
     def run(self, batch: TrainingInputBatch, work: Callable[[Sequence[Planned]], T], *, training: bool) -> T:
         """What `work` makes of the planned forwards of `batch`.
 
         Raises MemoryLimitError on all ranks where one row alone does not fit, or where it was tried too often.
         """
-        meter = self._passes.meter
+        meter = self.passes.meter
         if meter is None:
-            return work(self._passes.plan(batch, training=training))
+            return work(self.passes.plan(batch, training=training))
         attempts = 0
         while True:
             try:
@@ -89,7 +95,7 @@ class Healing:
     def _attempt(
         self, meter: MemoryMeter, batch: TrainingInputBatch, work: Callable[[Sequence[Planned]], T], *, training: bool
     ) -> T:
-        passes = self._passes
+        passes = self.passes
         planned = passes.plan(batch, training=training)
         meter.adopt(self._held())
         meter.reset_peak()
@@ -106,12 +112,12 @@ class Healing:
         """Of the passes since the last call: the peak, the budget, and how many were computed anew."""
         if self._batches is None:
             return {}
-        prefix, peak = f"memory/{self._passes.name}", self.take_peak()
+        prefix, peak = f"memory/{self.passes.name}", self.take_peak()
         redone, self._num_redone = self._num_redone, 0
         return {
             f"{prefix}_peak_gib": Max(peak / GIB),
             f"{prefix}_tokens_per_micro_batch": Last(float(self._batches.budgets.training)),
-            f"{prefix}_redone": Sum(float(redone if self._passes.strategy.rank == 0 else 0)),
+            f"{prefix}_redone": Sum(float(redone if self.passes.strategy.rank == 0 else 0)),
         }
 
     def budgets(self) -> tuple[int, ...]:
@@ -132,7 +138,7 @@ class Healing:
         self, batches: MemoryAwareBatchIterator, meter: MemoryMeter, reason: str, *, training: bool, give_up: bool
     ) -> None:
         """The same new budget on every rank, or the same error."""
-        strategy, size, name = self._passes.strategy, self._passes.current, self._passes.name
+        strategy, size, name = self.passes.strategy, self.passes.current, self.passes.name
         before = batches.budgets.of(training=training)
         if size.num_rows > 1 and not give_up:
             hopeless = ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -68,33 +68,34 @@ class Accumulated:
     """The first loss that is not finite, and where; empty where there is none."""
 
 
-class Passes:
-    """The passes of one model."""
+class CurrentForward:
+    """The forward that is computed, or was last, and its size."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        *,
-        strategy: ModelStrategy,
-        name: str,
-        dtype: torch.dtype,
-        micro_batching: MicroBatchStrategy,
-        layout: LayoutChoice,
-        merge_turns: bool,
-    ):
-        self.model = model
-        self.strategy = strategy
-        self.name = name
-        self.dtype = dtype
-        self.micro_batching = micro_batching
-        self.layout = layout
-        self.merge_turns = merge_turns
-        self.meter: MemoryMeter | None = None
-        """Counts what passes allocate, where micro-batches size themselves."""
-        self.current = Size(num_rows=0, longest=0, positions=0)
-        """The forward that is computed, or was last."""
-        self.without_memory: Callable[[], AbstractContextManager[None]] | None = None
-        """Inside of which passes are traced (`learner/step_trace.py`) in place of computed; nothing is read back then."""
+    size = Size(num_rows=0, longest=0, positions=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """The passes of one model, in one way of cutting rows and of counting memory; another way is another object."""
+
+    model: PreTrainedModel
+    strategy: ModelStrategy
+    name: str
+    dtype: torch.dtype
+    micro_batching: MicroBatchStrategy
+    layout: LayoutChoice
+    merge_turns: bool
+    meter: MemoryMeter | None = None
+    """Counts what passes allocate, where micro-batches size themselves."""
+    without_memory: Callable[[], AbstractContextManager[None]] | None = None
+    """Inside of which passes are traced (`learner/step_trace.py`) in place of computed; nothing is read back then."""
+    forward: CurrentForward = field(default_factory=CurrentForward)
+    """Shared by the objects that are made of one another."""
+
+    @property
+    def current(self) -> Size:
+        """Size of the forward that is computed, or was last."""
+        return self.forward.size
 
     @property
     def device(self) -> torch.device:
@@ -150,12 +151,14 @@ class Passes:
     def _computing(self, part: Planned) -> Iterator[tuple[TrainingInputBatch, Layout]]:
         """The part on the device, its layout made; what is allocated inside counts."""
         longest = int(part.batch.lengths.max())
-        self.current = Size(num_rows=part.batch.num_rows, longest=longest, positions=part.batch.num_tokens)
+        self.forward.size = Size(num_rows=part.batch.num_rows, longest=longest, positions=part.batch.num_tokens)
         with nullcontext() if self.meter is None else self.meter.counting():
             layout = make_layout(part.batch, part.layout, merge=self.merge_turns, group=self.strategy.group)
             layout = layout.with_scored(part.batch)
             ranks = 1 if self.strategy.group is None else self.strategy.group.size
-            self.current = Size(num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions * ranks)
+            self.forward.size = Size(
+                num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions * ranks
+            )
             rows, layout = part.batch.to(self.device), layout.to(self.device)
             traced = nullcontext() if self.without_memory is None else self.without_memory()
             with reading(self.model, rows, layout), traced:

@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_train.distributed.strategy import SingleProcess
 from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.memory import MemoryFacts, MemorySettings, bytes_of_sharding, memory_facts
@@ -80,7 +79,6 @@ class StepTrace:
 def _without_memory(engine: ModelEngine) -> Iterator[list[Tensor]]:
     """The stand-ins, which the engine and its model have in place of their parameters and buffers meanwhile. The engine is
     alone in its process, and its passes read nothing back."""
-    passes, strategy, parameters = engine.passes, engine.strategy, engine.parameters
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     named = _stand_ins(engine, mode)
 
@@ -94,16 +92,9 @@ def _without_memory(engine: ModelEngine) -> Iterator[list[Tensor]]:
         _hooks_of_shards_off(engine.model),
         _nothing_packed(),
         torch.compiler.set_stance("force_eager"),
+        engine.traced({name: _as_parameter(named[name]) for name in engine.parameters}, computing),
     ):
-        try:
-            engine.parameters = {name: _as_parameter(named[name]) for name in parameters}
-            engine.strategy = passes.strategy = SingleProcess()
-            passes.without_memory = computing
-            yield list({id(each): each for each in named.values()}.values())
-        finally:
-            passes.without_memory = None
-            engine.strategy = passes.strategy = strategy
-            engine.parameters = parameters
+        yield list({id(each): each for each in named.values()}.values())
 
 
 def _stand_ins(engine: ModelEngine, mode: FakeTensorMode) -> dict[str, Tensor]:

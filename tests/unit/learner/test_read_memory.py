@@ -24,7 +24,7 @@ def peaks(folder: Path, layout: LayoutChoice, prompt_length: int) -> list[int]:
         folder, algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02), rows_per_micro_batch=ROWS
     )
     engine, batch = learner.engine, make_batch([LENGTH] * ROWS, prompt_length=prompt_length, dtype=torch.float32)
-    engine.passes.layout = layout
+    engine.healing.use(layout=layout)
     meter, found = CountingMeter(1 << 40), list[int]()
     for training in (True, False):
         engine.healing.begin_probing(meter, held=engine.held_tensors)

@@ -103,8 +103,7 @@ def test_a_trace_leaves_the_learner_as_it_was(folder: Path) -> None:
     traced.probe(3, 8, training=True)
     assert all(now is then for now, then in zip(engine.model.parameters(), before[0]))
     assert (engine.parameters, engine.strategy) == before[1:]
-    engine.passes.meter = None
-    engine.passes.micro_batching = fixed_rows(4, "padded")
+    engine.healing.use(meter=None, micro_batching=fixed_rows(4, "padded"))
     for each in (learner, untouched):
         each.forward_backward(close(make_batch([9, 14, 7])))
         each.optim_step()

@@ -31,8 +31,7 @@ def test_one_long_row_with_hundreds_of_short_ones_stays_within_the_budget(tmp_pa
         double=False,
         optimizer=OptimizerConfig(lr=1e-2),
     )
-    passes = learner.engine.passes
-    passes.layout = layout
+    learner.engine.healing.use(layout=layout)
     meter = CountingMeter(LIMITS.limit_bytes)
     report = size_micro_batches(learner, meter, LIMITS)
     assert 0 < report.budgets.cell_shares[0] < 1
@@ -43,7 +42,7 @@ def test_one_long_row_with_hundreds_of_short_ones_stays_within_the_budget(tmp_pa
     learner.forward(closed.batch)
     assert learner.engine.healing.metrics()["memory/policy_redone"].value == 0
     if layout == "packed":
-        batches = passes.micro_batching
+        batches = learner.engine.passes.micro_batching
         assert isinstance(batches, MemoryAwareBatchIterator)
         batches.budgets = replace(report.budgets, cell_shares=(0.0, 0.0))
         assert learner.forward_backward(closed)["memory/policy_redone"].value > 0, "which it would have left otherwise"
