@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -113,6 +113,12 @@ def whole_gradients(model: nn.Module) -> Iterator[Tensor]:
             getattr(getattr(parameter, "_unsharded_param", None), "grad", None),
         ]
         yield from (gradient for gradient in kept if gradient is not None)
+
+
+def gathering(model: nn.Module) -> Callable[[], Iterable[Tensor]]:
+    """What gives the tensors into which FSDP2 gathers parameters, whose storages it empties after use."""
+    parameters = list(_sharded_parameters(model))
+    return lambda: (tensor for each in parameters for tensor in each.all_gather_outputs)
 
 
 def forget_pass(model: nn.Module) -> None:

@@ -97,6 +97,10 @@ class ModelStrategy:
         """Return what is kept outside of `parameter.grad`: gradients of sharded parameters that are not summed yet."""
         return ()
 
+    def gathered(self) -> Iterable[Tensor]:
+        """Return the tensors in which parts of a sharded model are gathered; some of them are empty at any time."""
+        return ()
+
     def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
         """Runs passes of `model` of which all ranks finish theirs, or none. See `distributed/together.py`.
 
@@ -193,11 +197,12 @@ class Sharded(ModelStrategy):
         self._cpu_offload = cpu_offload
         self._gradient_sync = gradient_sync
         self._together = _together(group)
+        self._gathers: Callable[[], Iterable[Tensor]] = tuple
         self.keeps_whole_gradients = False
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Shards the model and sends each rank its part of rank 0's parameters. Ranks agree on when to sum gradients."""
-        from skyrl_train.distributed.fsdp import shard_model, whole_gradient_bytes
+        from skyrl_train.distributed.fsdp import gathering, shard_model, whole_gradient_bytes
 
         once = sums_once_a_step(
             self._gradient_sync, gradient_bytes=whole_gradient_bytes(model), device_bytes=_device_bytes(self._device)
@@ -206,6 +211,7 @@ class Sharded(ModelStrategy):
         shard_model(
             model, device=self._device, dtype=self._dtype, cpu_offload=self._cpu_offload, together=self._together
         )
+        self._gathers = gathering(model)
 
     def agree(self, count: int) -> int:
         """The largest of all ranks: every forward gathers parameters from all of them."""
@@ -237,6 +243,10 @@ class Sharded(ModelStrategy):
         from skyrl_train.distributed.fsdp import whole_gradients
 
         return whole_gradients(model)
+
+    def gathered(self) -> Iterable[Tensor]:
+        """Return those of FSDP2."""
+        return self._gathers()
 
     def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
         """Ranks meet before each collective of a pass, too."""

@@ -12,7 +12,7 @@ interpreter, or what is allocated while it does not count (a rollout engine in t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 GIB = 1 << 30
+Gathered = Callable[[], Iterable[Tensor]]
 
 
 class MemoryMeter(Protocol):
@@ -30,8 +31,12 @@ class MemoryMeter(Protocol):
     limit_bytes: int
     """What the process may hold."""
 
-    def counting(self) -> AbstractContextManager[None]:
-        """While it is open, allocations count, and one past the limit raises torch.OutOfMemoryError. Reentrant."""
+    def counting(self, gathered: Gathered = tuple) -> AbstractContextManager[None]:
+        """While it is open, allocations count, and one past the limit raises torch.OutOfMemoryError. Reentrant.
+
+        `gathered` gives the tensors whose storages a sharded model empties and fills again, which is no operation of
+        tensors.
+        """
         ...
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
@@ -70,7 +75,7 @@ class CudaMeter:
         if limit_bytes:
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
-    def counting(self) -> AbstractContextManager[None]:
+    def counting(self, gathered: Gathered = tuple) -> AbstractContextManager[None]:  # noqa: ARG002
         """The allocator always counts."""
         return nullcontext()
 
@@ -104,19 +109,21 @@ class CountingMeter:
         self._held = 0
         self._peak = 0
         self._depth = 0
+        self._gathered: Gathered = tuple
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def counting(self, gathered: Gathered = tuple) -> Iterator[None]:
         """Sees what is allocated on this thread, the backward pass included."""
         if self._depth:
             yield
             return
-        self._depth += 1
+        self._depth, self._gathered = 1, gathered
         try:
-            with _watched_resizes(self), _Watch(self):
+            with _Watch(self):
                 yield
         finally:
-            self._depth -= 1
+            self.look_at_gathered()
+            self._depth, self._gathered = 0, tuple
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         """Never refuses: they are there already."""
@@ -127,6 +134,7 @@ class CountingMeter:
 
     def in_use_bytes(self) -> int:
         """Held now."""
+        self.look_at_gathered()
         return self._held
 
     def peak_bytes(self) -> int:
@@ -150,17 +158,23 @@ class CountingMeter:
         if self._held > before:
             self._require_room(self._held - before)
 
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Counts a storage that has changed its size. Raises torch.OutOfMemoryError where it passes the limit."""
-        counted = self._storages.get(storage._cdata)
-        if counted is None:
-            self._count(storage)
-            return
-        grown = storage.nbytes() - counted.num_bytes
-        self._held += grown
-        counted.num_bytes = storage.nbytes()
-        if grown > 0:
-            self._require_room(grown)
+    def look_at_gathered(self) -> None:
+        """Counts storages that have changed their size since the last operation."""
+        for tensor in self._gathered():
+            storage = tensor.untyped_storage()
+            counted = self._storages.get(storage._cdata)
+            if counted is None:
+                self._count(storage)
+            else:
+                self._held += storage.nbytes() - counted.num_bytes
+                counted.num_bytes = storage.nbytes()
+
+    def require_room(self) -> None:
+        """Counts what was gathered since the last operation. Raises torch.OutOfMemoryError where it passes the limit."""
+        before = self._held
+        self.look_at_gathered()
+        if self._held > before:
+            self._require_room(self._held - before)
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -206,25 +220,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        self._meter.require_room()
         result = func(*args, **(kwargs or {}))
         self._meter.made(result)
         return result
-
-
-@contextmanager
-def _watched_resizes(meter: CountingMeter) -> Iterator[None]:
-    """A sharded model gives gathered parameters back by resizing their storages, which is no operation of tensors."""
-    original = torch.UntypedStorage.resize_
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> None:
-        original(storage, size)
-        meter.resized(storage)
-
-    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
 def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:

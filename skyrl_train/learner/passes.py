@@ -152,7 +152,7 @@ class Passes:
         """The part on the device, its layout made; what is allocated inside counts."""
         longest = int(part.batch.lengths.max())
         self.forward.size = Size(num_rows=part.batch.num_rows, longest=longest, positions=part.batch.num_tokens)
-        with nullcontext() if self.meter is None else self.meter.counting():
+        with nullcontext() if self.meter is None else self.meter.counting(self.strategy.gathered):
             layout = make_layout(part.batch, part.layout, merge=self.merge_turns, group=self.strategy.group)
             layout = layout.with_scored(part.batch)
             ranks = 1 if self.strategy.group is None else self.strategy.group.size

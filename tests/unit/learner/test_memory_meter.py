@@ -61,8 +61,8 @@ def test_what_was_there_before_counts_once_it_is_adopted_and_only_once() -> None
 
 def test_a_storage_that_is_given_back_by_resizing_does_not_count() -> None:
     meter = CountingMeter(100 * BYTES)
-    with meter.counting():
-        gathered = torch.zeros(FLOATS)
+    gathered = torch.zeros(FLOATS)
+    with meter.counting(lambda: [gathered]):
         gathered.untyped_storage().resize_(0)
         assert meter.in_use_bytes() == 0
         gathered.untyped_storage().resize_(BYTES)
