@@ -17,12 +17,11 @@ from skyrl_train.config.learners import LearnerSettings, learner_settings
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.distributed.strategy import ModelStrategy
-from skyrl_train.learner.build import build_learner
+from skyrl_train.learner.build import build_learner, compile_layers
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
-from skyrl_train.model.compiled import compile_layers
 from skyrl_train.plan.dry_run import plan_batches
 
 VOCABULARY = 50

@@ -22,7 +22,7 @@ from skyrl_train.config.generation import ships_adapter
 from skyrl_train.config.learners import LearnerSettings, RunModels, layout_of, learner_settings, roles_of
 from skyrl_train.config.schema import ModelConfig, PlacementConfig
 from skyrl_train.learner.architectures import largest_parameter, weight_bytes
-from skyrl_train.learner.reference import BaseOfAdapter
+from skyrl_train.learner.policy import BaseOfAdapter
 from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.weight_sync.buckets import BUCKET_BYTES

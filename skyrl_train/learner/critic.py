@@ -20,8 +20,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.parts import CRITIC_LOSSES
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.held import HoldsModel
+from skyrl_train.learner.engine import HoldsModel, ModelEngine
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.model.value_model import token_values
 from skyrl_train.telemetry.metrics import Mean, StepMetrics, later

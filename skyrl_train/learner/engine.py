@@ -30,7 +30,7 @@ from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensor
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
 from skyrl_train.learner.residence import Residence
 from skyrl_train.model.last_layer import narrow_last_layer
-from skyrl_train.model.lora import has_adapter, merged_weights
+from skyrl_train.model.lora import adapter_tensors, has_adapter, merged_weights
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
 
 if TYPE_CHECKING:
@@ -281,6 +281,37 @@ class ModelEngine:
             f"{self.name}, optimizer step {self.num_optimizer_steps}: {reason}. No weight was changed. "
             "A smaller trainer.policy.optimizer.lr or max_grad_norm may help; so may model.dtype=float32"
         )
+
+
+class HoldsModel:
+    """The part of a `Learner` that knows nothing of losses."""
+
+    def __init__(self, engine: ModelEngine) -> None:
+        self.engine = engine
+
+    def optim_step(self) -> StepMetrics:
+        """Clips, steps, zeroes the gradients, advances the schedule. Raises NonFiniteError before any weight moves."""
+        return self.engine.optim_step()
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters under their Hugging Face names, tied ones once, an adapter merged; detached."""
+        yield from merged_weights(self.engine.model, self.engine.strategy.full)
+
+    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The adapter by itself, under names of its own; detached. Nothing where there is none."""
+        for name, parameter in adapter_tensors(self.engine.model).items():
+            yield name, parameter.detach()
+
+    def save(self, folder: Path) -> None:
+        """Model, optimizer and schedule. Raises CheckpointError."""
+        self.engine.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Exact inverse of `save`. Raises CheckpointError."""
+        self.engine.load(folder)
+
+    def close(self) -> None:
+        """Nothing to release: memory goes with the object."""
 
 
 def _moments(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> Iterable[Tensor]:

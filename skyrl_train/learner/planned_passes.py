@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from skyrl_train.batch.memory_batches import OneForward
 from skyrl_train.batch.memory_model import MemoryProbe, fit_memory_model, near_the_limit, probes_at_the_limit
@@ -44,31 +44,19 @@ _PATIENCE_S = 300.0
 """Of one plan, for all its sizes."""
 
 
-class PlannedPasses(Protocol):
-    """The passes of one model."""
-
-    def token_budget(self, phase: Phase, limit_bytes: int) -> int:
-        """Computed positions that fit. Raises MemoryLimitError where one row of the longest does not."""
-        ...
-
-    def estimate(self, phase: Phase, rows: int) -> MemoryEstimate:
-        """Of `rows` rows of the longest length."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class CountedPasses:
-    """By arithmetic."""
+    """The passes of one model, by arithmetic."""
 
     facts: MemoryFacts
     longest: int
 
     def token_budget(self, phase: Phase, limit_bytes: int) -> int:
-        """Of `PlannedPasses`."""
+        """Computed positions that fit. Raises MemoryLimitError where one row of the longest does not."""
         return predicted_token_budget(self.facts, phase, limit_bytes, self.longest)
 
     def estimate(self, phase: Phase, rows: int) -> MemoryEstimate:
-        """Of `PlannedPasses`."""
+        """Of `rows` rows of the longest length."""
         return predict(self.facts, phase, rows, self.longest, rows * self.longest)
 
 
@@ -120,7 +108,7 @@ class ProbedPasses:
     known: dict[tuple[Phase, int, int], MemoryProbe] = field(default_factory=dict)
 
     def token_budget(self, phase: Phase, limit_bytes: int) -> int:
-        """Of `PlannedPasses`. Raises ModelError where it takes too long."""
+        """As of `CountedPasses`. Raises ModelError where it takes too long."""
         asked: dict[tuple[int, int], MemoryProbe] = {}
 
         def at(rows: int, length: int) -> MemoryProbe:
@@ -135,7 +123,7 @@ class ProbedPasses:
         return min(model.token_budget(limit_bytes, self.longest, padded=each) for each in self.padded)
 
     def estimate(self, phase: Phase, rows: int) -> MemoryEstimate:
-        """Of `PlannedPasses`; what grows with the rows is one kind."""
+        """As of `CountedPasses`; what grows with the rows is one kind."""
         resident = resident_bytes(self.facts, training=phase == "training")
         peak = self._at(phase, rows, self.longest).peak_bytes
         growing = max(0, peak - sum(resident.values()))
@@ -148,6 +136,10 @@ class ProbedPasses:
             with self.effort.of_a_size():
                 self.known[key] = self.probe(phase, rows, length)
         return self.known[key]
+
+
+PlannedPasses = CountedPasses | ProbedPasses
+"""The passes of one model."""
 
 
 def planned_passes(settings: LearnerSettings, longest: int, facts: MemoryFacts, effort: Effort) -> PlannedPasses:
@@ -227,12 +219,18 @@ def _learner_without_weights(settings: LearnerSettings, facts: MemoryFacts) -> P
     """The learner that a run makes, of a model on the meta device and with none of its ranks. Raises ModelError."""
     import torch
 
-    from skyrl_train.distributed.strategy import SingleProcess
+    from skyrl_train.distributed.strategy import ModelStrategy
     from skyrl_train.learner.architectures import meta_model, read_config
     from skyrl_train.learner.build import adapt, learner_of
     from skyrl_train.learner.engine import ModelEngine
     from skyrl_train.model.causal_lm import place_model
     from skyrl_train.model.value_model import replace_head
+
+    class OneOfMany(ModelStrategy):
+        """A rank that knows how many there are, and meets none of them."""
+
+        num_ranks = facts.settings.num_ranks
+        sharded = facts.settings.strategy == "fsdp2"
 
     config = settings.model
     model = meta_model(
@@ -244,15 +242,13 @@ def _learner_without_weights(settings: LearnerSettings, facts: MemoryFacts) -> P
     model.train()
     if config.lora.rank:
         adapt(model, settings)
-    strategy = SingleProcess()
-    strategy.sharded, strategy.num_ranks = facts.settings.strategy == "fsdp2", facts.settings.num_ranks
     engine = ModelEngine(
         model,
         name=settings.role,
         micro_batching=OneForward(),
         dtype=torch.bfloat16 if facts.settings.dtype == "bfloat16" else torch.float32,
         optimizer=settings.optimizer,
-        strategy=strategy,
+        strategy=OneOfMany(),
         layout=settings.micro_batching.layout,
         merge_turns=settings.merge_turns,
     )

@@ -5,7 +5,7 @@ loss = sum over tokens of loss_weight * (policy_loss + kl_loss_coef * KL(policy 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,8 +26,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.parts import POLICY_LOSSES
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.held import HoldsModel
+from skyrl_train.learner.engine import HoldsModel, ModelEngine
 from skyrl_train.learner.state import take_weights
 from skyrl_train.model.causal_lm import load_tokenizer, output_head, quiet_transformers
 from skyrl_train.model.logprobs import LossOfTokens, OfDistribution, TokenScores, score_tokens, sum_of_squares
@@ -212,6 +211,32 @@ class PolicyLearner(HoldsModel):
             parts["entropy"] = (weights * entropy).sum()
             total = total - algorithm.entropy_coef * parts["entropy"]
         return _Terms(total=total, parts=parts, inputs=inputs, metrics=output.metrics)
+
+
+class BaseOfAdapter:
+    """The reference where the policy trains an adapter: the policy's own model with the adapter off, so that no second model
+    is held. Implements Scorer; any other reference is a PolicyLearner without an optimizer."""
+
+    def __init__(self, forward_base: Callable[[TrainingInputBatch], Tensor]) -> None:
+        """`forward_base` is that of the policy, in this process or on ranks."""
+        self._forward_base = forward_base
+
+    def forward(self, batch: TrainingInputBatch) -> Tensor:
+        """Return log-probabilities as the policy's `forward` does, of the base model."""
+        return self._forward_base(batch)
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:  # noqa: ARG002
+        """Raises ModelError: the policy needs the base model as it is."""
+        raise ModelError("the reference is the policy's model with the adapter off and cannot take other weights")
+
+    def save(self, folder: Path) -> None:
+        """Nothing is saved: the base model does not change."""
+
+    def load(self, folder: Path) -> None:
+        """Nothing is loaded: the base model does not change."""
+
+    def close(self) -> None:
+        """Nothing is released: the model is the policy's."""
 
 
 @dataclass(frozen=True, kw_only=True)

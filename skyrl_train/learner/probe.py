@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,11 +23,11 @@ from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.batch.training_batch import SCHEMA, TrainingInputBatch, batch_of_lengths
 from skyrl_train.errors import RankOutOfMemory
-from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.memory_meter import MemoryMeter
+from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.step_trace import StepTrace
 from skyrl_train.seeding import derive_seed
-from skyrl_train.telemetry.metrics import StepMetrics
 
 NUM_LENGTHS = 3
 """Lengths that are probed: the longest, and each time half of it."""
@@ -38,18 +37,8 @@ _NOTHING_COUNTED = LossDenominators(num_tokens=0, num_sequences=0, num_rows=0, n
 """A probe is no step: nothing is added to what the schedule counts."""
 
 
-class Probed(Protocol):
-    """A learner that can be probed."""
-
-    engine: ModelEngine
-
-    def forward(self, batch: TrainingInputBatch) -> Tensor:
-        """Of a `Learner`."""
-        ...
-
-    def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
-        """Of a `Learner`."""
-        ...
+Probed = PolicyLearner | CriticLearner
+"""A learner that can be probed."""
 
 
 @dataclass(frozen=True, kw_only=True)

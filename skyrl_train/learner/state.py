@@ -6,7 +6,9 @@ model.safetensors        parameters under their Hugging Face names, tied ones on
 optimizer.safetensors    e.g. `exp_avg.model.norm.weight`; absent for a model without an optimizer
 
 A model that is sharded over ranks writes `.metadata` and `__RANK_0.distcp` in place of the two safetensors files
-(see `distributed/sharded_tensors.py`). Either form loads into either kind of learner, on any number of ranks.
+(`torch.distributed.checkpoint`): each rank writes the shards that it holds, and a reader asks for the parts that it
+needs, however the writers had cut them. `.metadata` is a pickle: read only what `trainers/checkpoints.py` has verified.
+Either form loads into either kind of learner, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,26 +17,22 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from skyrl_train.distributed.fsdp import reshard
-from skyrl_train.distributed.sharded_tensors import (
-    describe_tensors,
-    is_sharded,
-    laid_out_like,
-    read_tensors,
-    write_tensors,
-)
 from skyrl_train.errors import CheckpointError, ModelError
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 FORMAT = 1
+_METADATA_FILE = ".metadata"
 _MODEL_PREFIX = "model/"
 _OPTIMIZER_PREFIX = "optimizer/"
 TensorFact = tuple[torch.dtype, tuple[int, ...]]
@@ -81,7 +79,7 @@ def write(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if sharded:
-            write_tensors(folder, _sharded_names(model, optimizer))
+            _write_tensors(folder, _sharded_names(model, optimizer))
         else:
             save_file(_plain(model), folder / MODEL_FILE)
             if optimizer is not None:
@@ -108,7 +106,7 @@ def read(
         if found != (FORMAT, role):
             raise CheckpointError(f"{folder}: holds format {found[0]}, role {found[1]!r}; expected {FORMAT}, {role!r}")
         with_optimizer = with_optimizer and content.get("optimizer", optimizer_name) == optimizer_name
-        if is_sharded(folder):
+        if _is_sharded(folder):
             tensors, moments = _read_sharded(folder, model, with_optimizer)
         else:
             tensors = load_file(folder / MODEL_FILE)
@@ -117,7 +115,7 @@ def read(
         raise CheckpointError(f"{folder}: the {role} model cannot be read: {type(error).__name__}: {error}") from error
     _require_same(folder, {name: _fact(tensor) for name, tensor in tensors.items()}, model)
     return StoredState(
-        model={name: laid_out_like(tensor, model[name]) for name, tensor in tensors.items()},
+        model={name: _laid_out_like(tensor, model[name]) for name, tensor in tensors.items()},
         optimizer={key: _moment_like(value, key, model) for key, value in moments.items()},
         num_optimizer_steps=steps,
         num_documents=documents,
@@ -128,15 +126,15 @@ def read(
 def read_model(folder: Path) -> dict[str, Tensor]:
     """The parameters alone, whole, in this process. Raises CheckpointError."""
     try:
-        if not is_sharded(folder):
+        if not _is_sharded(folder):
             return load_file(folder / MODEL_FILE)
-        facts = describe_tensors(folder)
+        facts = _describe_tensors(folder)
         tensors = {
             name: torch.empty(shape, dtype=dtype)
             for name, (dtype, shape) in facts.items()
             if name.startswith(_MODEL_PREFIX)
         }
-        read_tensors(folder, tensors)
+        _read_tensors(folder, tensors)
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{folder}: the model cannot be read: {type(error).__name__}: {error}") from error
     return {name.removeprefix(_MODEL_PREFIX): tensor for name, tensor in tensors.items()}
@@ -153,7 +151,7 @@ def take_weights(
     for name, tensor in weights:
         if name not in parameters or parameters[name].shape != tensor.shape:
             raise ModelError(f"the {role} model cannot take {name} of shape {list(tensor.shape)}")
-        parameters[name].copy_(laid_out_like(tensor, parameters[name]))
+        parameters[name].copy_(_laid_out_like(tensor, parameters[name]))
         count += 1
     return count
 
@@ -169,7 +167,7 @@ def _read_sharded(
     folder: Path, model: Mapping[str, Tensor], with_optimizer: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors laid out as the model's; moments as the parameters that they belong to."""
-    facts = describe_tensors(folder)
+    facts = _describe_tensors(folder)
     stored = {name.removeprefix(_MODEL_PREFIX): fact for name, fact in facts.items() if name.startswith(_MODEL_PREFIX)}
     _require_same(folder, stored, model)
     into = {f"{_MODEL_PREFIX}{name}": torch.empty_like(tensor) for name, tensor in model.items()}
@@ -181,7 +179,7 @@ def _read_sharded(
                     into[name] = torch.empty_like(owner, dtype=dtype)
                 else:
                     into[name] = torch.empty(shape, dtype=dtype)
-    read_tensors(folder, into)
+    _read_tensors(folder, into)
     return (
         {name.removeprefix(_MODEL_PREFIX): into[name] for name in into if name.startswith(_MODEL_PREFIX)},
         {name.removeprefix(_OPTIMIZER_PREFIX): into[name] for name in into if name.startswith(_OPTIMIZER_PREFIX)},
@@ -190,7 +188,7 @@ def _read_sharded(
 
 def _moment_like(value: Tensor, key: str, model: Mapping[str, Tensor]) -> Tensor:
     owner = model.get(key.partition(".")[2])
-    return value if owner is None or owner.shape != value.shape else laid_out_like(value, owner)
+    return value if owner is None or owner.shape != value.shape else _laid_out_like(value, owner)
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -213,3 +211,48 @@ def _require_same(folder: Path, found: Mapping[str, TensorFact], expected: Mappi
                 f"{folder}: {name} is {there} in the checkpoint but {here} in the model. "
                 "Is model.path the one of that run?"
             )
+
+
+def _is_sharded(folder: Path) -> bool:
+    """Whether `_write_tensors` wrote here."""
+    return (folder / _METADATA_FILE).is_file()
+
+
+def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """All ranks call it with the same names. Raises what torch raises where the disk refuses."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False, overwrite=True)
+    save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
+
+
+def _describe_tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Type and whole shape of every tensor there."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    entries = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    return {
+        name: (entry.properties.dtype, tuple(entry.size))
+        for name, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def _read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
+    """Fills the tensors of `into`, sharded or whole, each with what this rank holds of it. All ranks call it."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    load(dict(into), storage_reader=FileSystemReader(str(folder)), no_dist=not dist.is_initialized())
+
+
+def _laid_out_like(whole: Tensor, target: Tensor) -> Tensor:
+    """`whole`, which every rank has, as `target` is laid out: this rank's part of it where `target` is sharded."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(target, DTensor):
+        return whole
+    options: dict[str, Any] = {"src_data_rank": None}
+    return distribute_tensor(whole.to(target.device), target.device_mesh, target.placements, **options)

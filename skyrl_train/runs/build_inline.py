@@ -92,7 +92,7 @@ def build_inline_learners(models: RunModels, stack: ExitStack, *, turns: DeviceT
     import torch
 
     from skyrl_train.learner.build import build_learner, build_strategy
-    from skyrl_train.learner.reference import BaseOfAdapter
+    from skyrl_train.learner.policy import BaseOfAdapter
     from skyrl_train.learner.turns import LearnerInTurn
     from skyrl_train.trainers.steps import Learners
 

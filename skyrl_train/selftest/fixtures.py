@@ -21,10 +21,10 @@ from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
+from skyrl_train.learner.build import compile_layers
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers, resolve_model_path
-from skyrl_train.model.compiled import compile_layers
 from skyrl_train.model.numerics import set_numerics
 
 if TYPE_CHECKING:

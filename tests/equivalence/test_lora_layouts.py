@@ -14,8 +14,7 @@ from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import LoraConfig, ModelConfig
 from skyrl_train.errors import ModelError
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.reference import BaseOfAdapter
+from skyrl_train.learner.policy import BaseOfAdapter, PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.lora import adapter_tensors, add_adapter
 from tests.learner_cases import make_batch, save_tiny_model, supervised_learner

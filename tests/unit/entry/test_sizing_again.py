@@ -12,9 +12,8 @@ from torch import Tensor
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, OptimizerConfig
-from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.learner.policy import BaseOfAdapter, PolicyLearner
 from skyrl_train.learner.probe import Prober
-from skyrl_train.learner.reference import BaseOfAdapter
 from skyrl_train.learner.sizing import SizingLimits, SizingReport, make_meter
 from skyrl_train.learner.sizing import size_micro_batches as size_alone
 from skyrl_train.plan.device_report import memory_lines

@@ -9,7 +9,7 @@ import torch
 
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.learner.reference import BaseOfAdapter
+from skyrl_train.learner.policy import BaseOfAdapter
 from skyrl_train.learner.turns import DeviceTurns, LearnerInTurn
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.unit.cluster.test_engine_turns import FakeFleet
