@@ -86,7 +86,8 @@ def sum_gradients(model: nn.Module, *, now: bool) -> None:
 
 
 def whole_gradient_bytes(model: nn.Module) -> int:
-    """What the gradients of all trained parameters of a model that is not sharded yet take, in the type of sums."""
+    """Return how many bytes gradients take, in the type of sums, of all trained parameters of a model that is not sharded
+    yet."""
     return sum(
         parameter.numel() * max(4, parameter.element_size())
         for parameter in model.parameters()
@@ -116,7 +117,7 @@ def whole_gradients(model: nn.Module) -> Iterator[Tensor]:
 
 
 def gathering(model: nn.Module) -> Callable[[], Iterable[Tensor]]:
-    """What gives the tensors into which FSDP2 gathers parameters, whose storages it empties after use."""
+    """Return a function that gives the tensors into which FSDP2 gathers parameters, whose storages it empties after use."""
     parameters = list(_sharded_parameters(model))
     return lambda: (tensor for each in parameters for tensor in each.all_gather_outputs)
 

@@ -43,7 +43,8 @@ class SequenceGroup:
         """Where ranks learn that another left the pass (`distributed/together.py`)."""
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See the protocol. Where there are fewer key and value heads than ranks, each goes to several of them.
+        """Exchange positions for heads, as `PositionGroup` says. Where there are fewer key and value heads than ranks,
+        each goes to several of them.
 
         Raises ModelError where the ranks do not divide the heads.
         """
@@ -57,13 +58,13 @@ class SequenceGroup:
         return exchanged
 
     def to_positions(self, out: Tensor) -> Tensor:
-        """See the protocol."""
+        """Exchange heads for positions, as `PositionGroup` says."""
         (exchanged,) = _Exchange.apply(self, False, out)  # type: ignore[no-untyped-call]
         found: Tensor = exchanged
         return found
 
     def combine(self, values: Tensor) -> Tensor:
-        """See the protocol."""
+        """Add the values of the group's ranks, as `PositionGroup` says."""
         combined: Tensor = _Combine.apply(self, values)  # type: ignore[no-untyped-call]
         return combined
 

@@ -5,7 +5,7 @@
     fsdp2    parameters, gradients and optimizer state sharded; gradients are summed as the backward pass produces them,
              that of each micro-batch or, for one exchange a step, of the last (`strategy.gradient_sync`)
 
-Gradients are sums and never divided: loss denominators were counted over the whole mini-batch before it was dealt out.
+Gradients are sums and never divided: loss denominators were counted over the whole mini-batch before it was sharded.
 Ranks that compute micro-batches together (`group`) are ranks like any other here: each has the gradient of its positions,
 as it would have that of its rows, so that sums and shards go over all ranks.
 """
@@ -75,7 +75,7 @@ class ModelStrategy:
     """Whether parameters are sharded, but their gradients are kept whole until the last micro-batch of a step."""
 
     def prepare(self, model: PreTrainedModel) -> None:
-        """Spreads the model, before an optimizer is made for it."""
+        """Spread the model, before an optimizer is made for it."""
 
     def agree(self, count: int) -> int:
         """Return the largest `count` of all ranks."""
@@ -148,7 +148,7 @@ class Replicated(ModelStrategy):
                 dist.broadcast(tensor, src=0)
 
     def agree(self, count: int) -> int:
-        """The largest of all ranks."""
+        """Return the largest count of all ranks."""
         return _largest(count)
 
     def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
@@ -165,11 +165,11 @@ class Replicated(ModelStrategy):
                 gradient.copy_(part.view_as(gradient))
 
     def first_reason(self, reason: str) -> str:
-        """The lowest rank's."""
+        """Return the lowest rank's reason that is not empty."""
         return _first_reason(reason, self.num_ranks)
 
     def of_rank_0(self, value: T) -> T:
-        """Rank 0's."""
+        """Return what rank 0 gave."""
         return _of_rank_0(value)
 
 
@@ -214,7 +214,7 @@ class Sharded(ModelStrategy):
         self._gathers = gathering(model)
 
     def agree(self, count: int) -> int:
-        """The largest of all ranks: every forward gathers parameters from all of them."""
+        """Return the largest count of all ranks: every forward gathers parameters from all of them."""
         return _largest(count)
 
     def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:
@@ -230,7 +230,7 @@ class Sharded(ModelStrategy):
         sum_gradients(model, now=is_last or not self.keeps_whole_gradients)
 
     def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:
-        """Whole, or of this rank's shards."""
+        """Give gradients of zeros, whole or of this rank's shards."""
         from skyrl_train.distributed.fsdp import hold_whole_gradients
 
         if self.keeps_whole_gradients:
@@ -239,13 +239,13 @@ class Sharded(ModelStrategy):
             _zero_gradients(parameters)
 
     def whole_gradients(self, model: PreTrainedModel) -> Iterable[Tensor]:
-        """Those that FSDP2 keeps."""
+        """Return the gradients that FSDP2 keeps."""
         from skyrl_train.distributed.fsdp import whole_gradients
 
         return whole_gradients(model)
 
     def gathered(self) -> Iterable[Tensor]:
-        """Return those of FSDP2."""
+        """Return the tensors into which FSDP2 gathers parameters."""
         return self._gathers()
 
     def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
@@ -259,24 +259,24 @@ class Sharded(ModelStrategy):
             raise
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Nothing to do: the backward pass summed them."""
+        """Does nothing: the backward pass has summed them."""
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The L2 norm over all shards of all gradients."""
+        """Return the L2 norm over all shards of all gradients."""
         return self.full(torch.nn.utils.get_total_norm(gradients))
 
     def first_reason(self, reason: str) -> str:
-        """The lowest rank's."""
+        """Return the lowest rank's reason that is not empty."""
         return _first_reason(reason, self.num_ranks)
 
     def full(self, tensor: Tensor) -> Tensor:
-        """Gathered from all ranks."""
+        """Return the whole tensor, gathered from all ranks."""
         from torch.distributed.tensor import DTensor
 
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def of_rank_0(self, value: T) -> T:
-        """Rank 0's."""
+        """Return what rank 0 gave."""
         return _of_rank_0(value)
 
 

@@ -125,7 +125,7 @@ class ModelEngine:
         return self._optimizer
 
     def held_tensors(self) -> Iterator[Tensor]:
-        """What is there between passes: parameters, buffers, gradients, optimizer state."""
+        """Yield the tensors that exist between passes: parameters, buffers, gradients, optimizer state."""
         yield from self.model.parameters()
         yield from self.model.buffers()
         for parameter in self.parameters.values():

@@ -52,7 +52,7 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Of one forward."""
+    """The size of one forward."""
 
     num_rows: int
     longest: int
@@ -61,7 +61,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulated:
-    """What a pass with backwards leaves beside the gradients."""
+    """Everything that a pass with backwards leaves beside the gradients."""
 
     metrics: StepMetrics
     non_finite: str

@@ -78,7 +78,7 @@ class PolicyLearner(HoldsModel):
         )
 
     def forward_base(self, batch: TrainingInputBatch) -> Tensor:
-        """As `forward`, with the adapter off: by the model that training started from."""
+        """Return scores as `forward` does, with the adapter off: by the model that training started from."""
         with adapter_off(self.engine.model):
             return self.forward(batch)
 
@@ -249,7 +249,7 @@ class _Terms:
 
 
 def _with_rollout_as_old(inputs: PolicyLossInputs) -> PolicyLossInputs:
-    """What the loss is given; metrics go on comparing what the trainer computes with what the engine reported."""
+    """Return what the loss is given; metrics go on comparing what the trainer computes with what the engine reported."""
     return replace(inputs, old_logprobs=needed("rollout_logprobs", inputs.rollout_logprobs))
 
 
@@ -286,8 +286,8 @@ def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: Algor
 
 
 def _column(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor:
-    """In the type of `default`, which stands in for a column that is not there: one that the loss does not read, or the
-    old log-probabilities of an update that is on-policy by construction."""
+    """Return the column in the type of `default`, which stands in for a column that is not there: one that the loss
+    does not read, or the old log-probabilities of an update that is on-policy by construction."""
     return columns[name].to(default.dtype) if name in columns else default.detach()
 
 
@@ -309,6 +309,6 @@ def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig, *, o
     missing = missing_step_column(batch, algorithm)
     if missing:
         raise BatchError(
-            f"the mini-batch has no column {missing!r}, and its loss reads other rows than those at hand: complete it with"
-            " step_columns.with_step_columns before it is split"
+            f"the mini-batch has no column {missing!r}, and its loss reads other rows than those it is given: complete it "
+            "with step_columns.with_step_columns before it is split"
         )

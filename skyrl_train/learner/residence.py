@@ -1,4 +1,4 @@
-"""Where a model's memory is: on its device, or in the host while others use the device.
+"""Offload and onload of a model: its memory on its device, or in the host while others use the device.
 
 Storages are emptied and filled again in place. No tensor, parameter or optimizer state is replaced by another, so whatever
 holds on to one (FSDP2's shards, an optimizer, a gradient) needs not know, and training goes on bit for bit.
@@ -22,7 +22,8 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 
 class Residence:
-    """Of one model: parameters, buffers and gradients together, the optimizer's state by itself."""
+    """Memory of one model that comes and goes: parameters, buffers and gradients together, the optimizer's state by
+    itself."""
 
     def __init__(self, model: nn.Module, *, name: str, device: torch.device, held: Tensors, optimizer: Tensors) -> None:
         """`held` is all there is between passes, `optimizer` what of it belongs to the optimizer; both are asked at each

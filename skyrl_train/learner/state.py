@@ -41,7 +41,7 @@ TensorFact = tuple[torch.dtype, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredState:
-    """What `read` found, on the CPU."""
+    """The state that `read` found, on the CPU."""
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor] = field(default_factory=dict)

@@ -61,15 +61,18 @@ def masked_attention(
     parts: list[Tensor] = []
     path: list[Segment] = []
     for segment in segments.segments:
+        # depth-first order: what ended before this segment is not above it
         while path and path[-1].subtree_stop <= segment.start:
             path.pop()
         path.append(segment)
         seen = torch.cat([torch.arange(each.start, each.stop, device=query.device) for each in path])
         own = segment.stop - segment.start
         scores = (query[:, :, segment.start : segment.stop] * scale) @ keys[:, :, seen].transpose(2, 3)
+        # as fused kernels do: softmax in float32 whatever the type of the products
         scores = scores.to(accumulator(scores.dtype))
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
+        # distances within the row, of which positions of the forward know nothing where rows share a prefix
         depth = torch.arange(len(seen), device=query.device)
         distance = depth[-own:, None] - depth
         allowed = distance >= 0 if window is None else (distance >= 0) & (distance < window)
@@ -89,7 +92,8 @@ def _attend(
     softcap: float | None,
     read: Tensor | None,
 ) -> Tensor:
-    """With `read`, other positions than these may be left 0."""
+    """Attention of one forward by the kernel that fits. With `read`, other positions than these may be left 0."""
+    # a window that no row is longer than changes nothing, and the fastest kernels know none
     if window is not None and window >= segments.longest_path:
         window = None
     if query.device.type != "cpu":
@@ -113,11 +117,12 @@ def _attend_on_cuda(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """The first kernel of the module's table that computes this."""
+    """Attention by the first kernel of the module's table that computes this."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     same_size = key.shape[-1] == value.shape[-1]
     if len(segments.segments) == 1 and window is None and softcap is None and same_size:
         return _causal(query, key, value, scale=scale)
+    # flash attention has no kernel for float32, for trees, or for values of another size
     flash = half and same_size and query.shape[-1] <= _MOST_FLASH and query.shape[-1] % 8 == 0
     if flash and not segments.is_tree and softcap is None and query.shape[0] == 1:
         return varlen(query, key, value, segments, scale=scale, window=window)
@@ -195,7 +200,7 @@ def flex(
 
 @cache
 def _capped(softcap: float) -> Any:
-    """The same function for the same cap: another one would be compiled anew."""
+    """Return the same function for the same cap: another one would be compiled again."""
 
     def cap(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)

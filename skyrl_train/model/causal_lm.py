@@ -85,7 +85,7 @@ def _hub_folder(name: str, revision: str | None) -> Path:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a model folder lacks: config.json, the weights, or shards that its index names."""
+    """Return what a model folder lacks: config.json, the weights, or shards that its index names."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -223,7 +223,7 @@ def place_model(loaded: PreTrainedModel, model: ModelConfig, device: torch.devic
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without the library's progress bars, which clutter a log, and its report of keys, which `load_causal_lm` turns
+    """Run without the library's progress bars, which clutter a log, and its report of keys, which `load_causal_lm` turns
     into an error."""
     import transformers
 

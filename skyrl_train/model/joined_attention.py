@@ -40,25 +40,28 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Parts:
-    """All calls of one attention. Parts that do not join have each query once."""
+    """All calls of one attention. Parts that do not join hold each query once."""
 
     calls: tuple[Part, ...]
     whole: bool
-    """Parts that do not join have each key once, too."""
+    """Whether parts that do not join hold each key once, too."""
 
 
 def all_parts(segments: Sequence[Segment]) -> Parts:
-    """Each segment over itself, then everything below a segment over it."""
+    """Return each segment over itself, then everything below a segment over it."""
+    # Segments partition the positions, so that own parts write each query and each key once, and none needs to be zeroed.
     own = [Part(start, stop, start, stop, True, False) for start, stop, _ in segments]
     below = [Part(stop, end, start, stop, False, True) for start, stop, end in segments if end > stop]
     return Parts((*own, *below), whole=True)
 
 
 def parts_of_queries(segments: Sequence[Segment], positions: Sequence[int]) -> Parts | None:
-    """Of the queries at `positions` (sorted) alone, which are numbered from 0: each run of neighbours over itself and
-    over what its segment has before it, then everything below a segment over it. None where runs are too short."""
+    """Return the calls for the queries at `positions` (sorted) alone, which are numbered from 0: each run of neighbours over
+    itself and over what its segment has before it, then everything below a segment over it. None where runs are too
+    short."""
     own, before, below = list[Part](), list[Part](), list[Part]()
     for start, stop, end in segments:
+        # positions are sorted, and everything below a segment is one slice of them
         first, behind, last = (bisect_left(positions, bound) for bound in (start, stop, end))
         for low, high in _runs(positions, first, behind):
             at = positions[low]
@@ -67,13 +70,14 @@ def parts_of_queries(segments: Sequence[Segment], positions: Sequence[int]) -> P
                 before.append(Part(low, high, start, at, False, True))
         if last > behind:
             below.append(Part(behind, last, start, stop, False, True))
+    # Each run is a call of the kernel: many short ones take longer than to compute queries that nobody reads.
     if len(positions) < _SHORTEST_RUN * len(own):
         return None
     return Parts((*own, *before, *below), whole=False)
 
 
 def _runs(positions: Sequence[int], first: int, behind: int) -> Iterator[tuple[int, int]]:
-    """Bounds of the runs of neighbours among `positions[first:behind]`."""
+    """Yield the bounds of the runs of neighbours among `positions[first:behind]`."""
     low = first
     for index in range(first + 1, behind + 1):
         if index == behind or positions[index] != positions[index - 1] + 1:
@@ -92,6 +96,7 @@ class _JoinedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Parts, scale: float) -> Tensor:
         rows, heads, queries, size = query.shape
+        # in the order in which the output projection reads it, so that no copy follows
         out = query.new_empty(rows, queries, heads, size).transpose(1, 2)
         sums = torch.empty(rows, heads, queries, dtype=accumulator(query.dtype), device=query.device)
         for part in parts.calls:
@@ -112,11 +117,13 @@ class _JoinedAttention(torch.autograd.Function):
         by_query, by_key, by_value = (
             torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value)
         )
+        # keys that only some queries see are written by several parts, or by none
         if not ctx.parts.whole:
             by_key.zero_()
             by_value.zero_()
         for part in ctx.parts.calls:
             queries, keys = slice(part.low, part.high), slice(part.start, part.stop)
+            # given the joined output and sums, the kernel forms the probabilities of the whole, not of the part
             found = _flash_backward(
                 grad_out[:, :, queries],
                 *_slices(query, key, value, part),
@@ -156,5 +163,5 @@ def _join(out: Tensor, sums: Tensor, part: Tensor, part_sums: Tensor) -> None:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """In which sums over keys are kept."""
+    """Return the type in which sums over keys are kept."""
     return torch.float64 if dtype == torch.float64 else torch.float32

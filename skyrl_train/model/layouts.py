@@ -56,13 +56,14 @@ def hidden_states(model: PreTrainedModel, layout: Layout) -> Tensor:
 
 
 def _one_segment(layout: Layout) -> tuple[Segment, ...]:
-    """Of padded rows: all of a row, what fills it up included."""
+    """Return the segment of padded rows: all of a row, what fills it up included."""
     width = layout.num_positions // len(layout.input_ids)
     return (Segment(0, width, width),)
 
 
 def _padded_attention(model: PreTrainedModel, device: torch.device) -> str:
-    """What the model was loaded with; on CUDA, where rows attend in no other way than this package knows, `PADDED`."""
+    """Return the attention that the model was loaded with; on CUDA, where rows attend in no other way than this package
+    knows, `PADDED`."""
     loaded = _loaded_attention(model)
     return PADDED if loaded == "sdpa" and device.type == "cuda" and _is_plain(model) else loaded
 

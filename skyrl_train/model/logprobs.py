@@ -6,7 +6,7 @@ with logits `z = head(hidden[t - 1]) / temperature`:
     logprob_t = z[token_t] - logsumexp(z)          d logprob / d z = onehot(token_t) - p
     entropy_t = logsumexp(z) - sum(p * z)          d entropy / d z = -p * (log p + entropy_t)
 
-Where the caller foresees the loss's coefficients, gradients are formed while a tile's probabilities are at hand: one
+Where the caller foresees the loss's coefficients, gradients are formed while a tile's probabilities are available: one
 pass, three matrix products. Else the backward pass recomputes each tile's logits from the hidden states (four
 products), or, where all scored positions fit into one tile, its logits are kept. Either way memory is flat in the number
 of tokens.
@@ -80,7 +80,7 @@ def sum_of_squares(log_p: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _TileMaths:
-    """What the two passes share: constants of the head and of the tiling."""
+    """The two passes' common ground: constants of the head and of the tiling."""
 
     scale: float
     softcap: float | None
@@ -206,12 +206,12 @@ def _grad_of_logits(
 def _is_as_expected(
     grad_logprobs: Tensor, grad_entropy: Tensor | None, expected: Tensor, surprises: list[Tensor] | None
 ) -> bool:
-    """With `surprises`, the answer is yes, and whether it is true is noted there, to be read with what else comes back from
-    the device."""
+    """Whether the loss is as it was declared. With `surprises`, the answer is yes, and whether it is true is noted
+    there, to be read with what else comes back from the device."""
     if not grad_logprobs.numel():
         return True
     given = torch.stack([grad_logprobs, torch.zeros_like(grad_logprobs) if grad_entropy is None else grad_entropy])
-    # rounding is judged against the largest coefficient: small ones add nothing that would be seen beside it
+    # rounding is compared with the largest coefficient: small ones add nothing that would be seen beside it
     allowed = 64 * torch.finfo(expected.dtype).eps * expected.abs().amax(1)
     as_expected = ((given - expected).abs().amax(1) <= allowed).all()
     if surprises is None:
@@ -277,7 +277,7 @@ class _Gradients:
             self.weight += grad_z.T @ hidden[span].to(weight.dtype)
 
     def result(self, weight: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
-        """In the order of the function's inputs."""
+        """Return gradients in the order of the function's inputs."""
         by_weight = None if self.weight is None else self.weight.to(weight.dtype)
         return self.hidden, by_weight, self.bias, None, None, None, None
 

@@ -208,7 +208,7 @@ def forget_dropout_keys(model: nn.Module) -> None:
 class DropoutKeys:
     """One number for each position of the running forward: a hash of seed, step, and the tokens up to there.
 
-    Positions that stand for equal prefixes have equal keys, wherever they are computed.
+    Positions that stand for equal prefixes have equal keys, on whichever rank and in whichever forward they are computed.
     """
 
     def __init__(self, seed: int) -> None:

@@ -160,7 +160,7 @@ def _blocks(
 
 
 def _ordered(blocks: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
-    """As flex attention wants them: int32 `[1, 1, blocks]` counts, and `[1, 1, blocks, blocks]` numbers of the blocks of
-    keys that a block of queries reads, in order, before those that it does not."""
+    """Return blocks as flex attention takes them: int32 `[1, 1, blocks]` counts, and `[1, 1, blocks, blocks]` numbers
+    of the blocks of keys that a block of queries reads, in order, before those that it does not."""
     counts, indices = blocks.sum(axis=1), np.argsort(~blocks, axis=1, kind="stable")
     return tuple(torch.from_numpy(each.astype(np.int32))[None, None] for each in (counts, indices))  # type: ignore[return-value]
