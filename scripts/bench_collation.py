@@ -2,7 +2,7 @@
 
     python scripts/bench_collation.py [--steps 30] [--step-ms 60]
 
-The feed, the collator and the waiting are the real ones; the train step is matrix products that take a stated time, and
+The loader, the collator and the waiting are the real ones; the train step is matrix products that take a stated time, and
 collation is made dearer in steps: by waiting, as for a disk, or by computing, as a tokenizer would. Prints one line for
 each cost: seconds a step, share of it spent waiting, and how many times fewer seconds are waited.
 """
@@ -20,7 +20,7 @@ import torch
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.data.collate import Collator, PackedDataCollator
 from skyrl_train.data.epoch_order import EpochOrder
-from skyrl_train.data.feed import BatchFeed
+from skyrl_train.data.loader import BatchLoader
 from skyrl_train.data.step_stream import StepStream, by_rows
 from skyrl_train.data.token_store import ExampleSet, Ints, SourcePart, store_of
 
@@ -78,15 +78,15 @@ def run(examples: ExampleSet, collate: Collator, *, is_async: bool, num_steps: i
     order = EpochOrder([NUM_EXAMPLES], weights=[1.0], shuffle=True, seed=0)
     stream = StepStream(examples.lengths, order, by_rows(EXAMPLES_PER_STEP), "wrap")
     waited = 0.0
-    with BatchFeed(stream, examples, collate, is_async=is_async) as feed:
-        feed.seek(0)
+    with BatchLoader(stream, examples, collate, is_async=is_async) as loader:
+        loader.seek(0)
         for step in range(num_steps + 1):
             if step == 1:
                 begun, waited = time.perf_counter(), 0.0
             before = time.perf_counter()
-            feed.get(step)
+            loader.get(step)
             waited += time.perf_counter() - before
-            feed.prefetch(step + 1)
+            loader.prefetch(step + 1)
             compute_for(step_s)
         return Measured(step_s=(time.perf_counter() - begun) / num_steps, wait_s=waited / num_steps)
 

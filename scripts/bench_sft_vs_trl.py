@@ -24,7 +24,7 @@ import torch
 
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.config.sft import SFTConfig
-from skyrl_train.data.feed import SFTBatch
+from skyrl_train.data.loader import SFTBatch
 from skyrl_train.interfaces import Learner
 from skyrl_train.model.causal_lm import resolve_model_path
 from skyrl_train.runs import sft as run_sft

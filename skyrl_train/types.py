@@ -5,7 +5,7 @@ import it. Token columns of a training batch live in `batch/training_batch.py`; 
 `telemetry/metrics.py`.
 
 The turns of a trajectory form a tree. A turn stores what it adds to its parent, so that a conversation of `n` tokens
-takes memory for `n` tokens however many turns it has. One trajectory of four turns, of which the third starts anew
+takes memory for `n` tokens however many turns it has. One trajectory of four turns, of which the third is a new root
 and the fourth goes back to the first:
 
     turn  parent  added_token_ids  response_token_ids  prompt_token_ids(turn)
@@ -185,12 +185,12 @@ def _is_equal(left: Any, right: Any) -> bool:
 
 
 def _restore(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """Construct an unpickled record anew, since pickling makes some columns writeable."""
+    """Construct an unpickled record again, since pickling makes some columns writeable."""
     return kind(**values)
 
 
 def _reduced(record: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """How `pickle` and `copy` make a record again: by its constructor, which freezes columns."""
+    """Return how `pickle` and `copy` make a record again: by its constructor, which freezes columns."""
     return _restore, (type(record), {each.name: getattr(record, each.name) for each in fields(record)})
 
 
@@ -211,7 +211,7 @@ class Turn:
     """One generation and the environment's answer to it, stored as what it adds to the turn that it continues.
 
     Columns may be given as any sequence; they are kept as read-only arrays. Raises ValueError where columns or runs do
-    not fit the response. `find_parent` gives the first two fields for a prompt that is at hand as a whole.
+    not fit the response. `find_parent` gives the first two fields for a prompt that is given as a whole.
     """
 
     parent: int | None = None
@@ -289,7 +289,7 @@ def prompt_lengths(turns: Sequence[Turn]) -> list[int]:
 
 
 def _segments(turns: Sequence[Turn], index: int) -> list[TokenIds]:
-    """Prompt and response of one turn in order, as the columns of the turns from its root down to it."""
+    """Return prompt and response of one turn in order, as the columns of the turns from its root down to it."""
     columns: list[TokenIds] = []
     parent: int | None = index
     while parent is not None:

@@ -1,4 +1,4 @@
-"""A whole supervised run in milliseconds: the real loop, feed, collators and checkpoints around a model of one number."""
+"""A whole supervised run in milliseconds: the real loop, loader, collators and checkpoints around a model of one number."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from torch import Tensor
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.sft import SFTConfig
-from skyrl_train.data.feed import BatchFeed, SFTBatch
+from skyrl_train.data.loader import BatchLoader, SFTBatch
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import Learner
 from skyrl_train.runs.common import build_loop
 from skyrl_train.runs.sft import build_sft_evaluator, step_settings
-from skyrl_train.runs.sft_data import SFTData, build_feed, plan_sft
+from skyrl_train.runs.sft_data import SFTData, build_loader, plan_sft
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
@@ -181,7 +181,7 @@ class FakeSFTRun:
     learner: RecordingLearner = field(default_factory=RecordingLearner)
     data: SFTData = field(default_factory=make_data)
     output: StringIO = field(default_factory=StringIO)
-    on_feed: Callable[[BatchFeed], None] = lambda feed: None
+    on_loader: Callable[[BatchLoader], None] = lambda loader: None
     samples: Any = None
 
     def __post_init__(self) -> None:
@@ -209,8 +209,8 @@ class FakeSFTRun:
         prepare_run_folder(self.folder, start, write_config=lambda path: path.write_text("seed: 0\n"), plan={})
         trainer = self.config.trainer
         with ExitStack() as stack:
-            feed = build_feed(step_settings(self.config), self.data, stack)
-            self.on_feed(feed)
+            loader = build_loader(step_settings(self.config), self.data, stack)
+            self.on_loader(loader)
             loop = build_loop(
                 self.config,
                 trainer,
@@ -233,7 +233,7 @@ class FakeSFTRun:
                     early_stopping_min_delta=trainer.early_stopping_min_delta,
                     export=trainer.export,
                 ),
-                feed=feed,
+                loader=loader,
                 policy=self.learner,
                 evaluator=build_sft_evaluator(self.config, self.data),
                 samples=self.samples,

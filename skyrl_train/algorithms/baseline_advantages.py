@@ -95,13 +95,13 @@ def optimal_token_baseline(inputs: AdvantageInputs, config: AlgorithmConfig) -> 
     returns = discounted_suffix_sum(actions.rewards, actions.trajectory, config.gamma)
     probability = actions.gather(needed("old_logprobs", inputs.old_logprobs)).exp()
     energy = 1 - 2 * probability + actions.gather(needed("sum_pi_squared", inputs.sum_pi_squared))
-    place = position_in_segment(actions.trajectory)
+    position = position_in_segment(actions.trajectory)
     total = energy.cumsum(0)
-    before = (total - energy)[torch.arange(len(place), device=place.device) - place]
+    before = (total - energy)[torch.arange(len(position), device=position.device) - position]
     weight = total - before
     row = torch.div(actions.index, max(inputs.rewards.shape[1], 1), rounding_mode="floor")
-    key = torch.stack([inputs.prompt_index[row].long(), place])
-    group = torch.unique(key, dim=1, return_inverse=True)[1] if len(place) else place
+    key = torch.stack([inputs.prompt_index[row].long(), position])
+    group = torch.unique(key, dim=1, return_inverse=True)[1] if len(position) else position
     shared = (sum_by(torch.ones_like(weight), group) > 1)[group] & (sum_by(weight, group) > 0)[group]
     mean = sum_by(returns * weight, group)[group] / torch.where(shared, sum_by(weight, group)[group], 1.0)
     advantages = actions.scatter(returns - torch.where(shared, mean, 0.0), inputs.rewards)
@@ -141,7 +141,7 @@ def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutput:
 
 
 def _of_units(column: Tensor, scores: Scores, inputs: AdvantageInputs) -> Tensor:
-    """A fact of rows `[rows]`, equal on all rows of a trajectory, to trajectories `[units]`."""
+    """Take a fact of rows `[rows]`, equal on all rows of a trajectory, to trajectories `[units]`."""
     values = torch.zeros_like(scores.values)
     if values.numel():
         real = ~inputs.is_padding
@@ -150,14 +150,14 @@ def _of_units(column: Tensor, scores: Scores, inputs: AdvantageInputs) -> Tensor
 
 
 def _deviation(scores: Scores) -> Tensor:
-    """`[units]`: the sample deviation (n - 1) of each unit's group; 1 where its scores do not differ."""
+    """Return `[units]`: the sample deviation (n - 1) of each unit's group; 1 where its scores do not differ."""
     centred = scores.values - scores.group_mean()
     variance = scores.per_group(centred.square()) / (scores.group_size() - 1).clamp(min=1)
     return torch.where(scores.differs(), variance, 1.0).sqrt()
 
 
 def with_greedy_rewards(rollouts: RolloutBatch, greedy: RolloutBatch) -> RolloutBatch:
-    """`rollouts` with the reward of each prompt's one trajectory of `greedy` on every trajectory of the prompt.
+    """Return `rollouts` with the reward of each prompt's one trajectory of `greedy` on every trajectory of the prompt.
 
     Where the greedy sample failed, its reward is unknown and the prompt's trajectories fail too, with its reason: a
     failure never becomes a reward. Raises BatchError where the two are not of the same prompts.
@@ -182,7 +182,7 @@ def _with_baseline(trajectory: Trajectory, greedy: Trajectory) -> Trajectory:
 def with_reward_columns(
     batch: TrainingInputBatch, rollouts: RolloutBatch, config: AlgorithmConfig
 ) -> TrainingInputBatch:
-    """The batch assembled from `rollouts` with the row columns of rewards that the configured estimator reads.
+    """Return the batch assembled from `rollouts` with the row columns of rewards that the configured estimator reads.
 
     Raises BatchError naming the trajectory where one does not have them.
     """
@@ -199,7 +199,7 @@ def with_reward_columns(
 
 
 def _per_row(batch: TrainingInputBatch, rollouts: RolloutBatch, values: list[float | None], missing: str) -> Tensor:
-    """`[num_rows]` float32; 0 for failed trajectories and dummy rows."""
+    """Return `[num_rows]` float32; 0 for failed trajectories and dummy rows."""
     for trajectory, value in zip(rollouts.trajectories, values, strict=True):
         if not trajectory.failed and (value is None or not math.isfinite(value)):
             raise BatchError(f"trajectory {trajectory.prompt_uid}/{trajectory.sample_index} has {missing}")

@@ -21,14 +21,14 @@ REMEDIES = {
 
 
 def needed(name: str, column: Tensor | None) -> Tensor:
-    """The column. Raises BatchError saying what provides it where it is None."""
+    """Return the column. Raises BatchError saying what provides it where it is None."""
     if column is None:
         raise BatchError(f"this algorithm needs {name}, which the batch does not have. {REMEDIES[name]}")
     return column
 
 
 def describe_row(inputs: AdvantageInputs, row: int) -> str:
-    """`row 3 (prompt 1, trajectory 9, step 0)`."""
+    """Name a row as `row 3 (prompt 1, trajectory 9, step 0)`."""
     return (
         f"row {row} (prompt {int(inputs.prompt_index[row])}, trajectory {int(inputs.trajectory_index[row])},"
         f" step {int(inputs.step_index[row])})"
@@ -47,7 +47,7 @@ def require_finite(name: str, value: Tensor, where: Tensor, inputs: AdvantageInp
 
 
 def check_advantage_inputs(inputs: AdvantageInputs) -> None:
-    """Shapes, dtypes and finite numbers. Raises BatchError naming the column and the row."""
+    """Check shapes, dtypes and finite numbers. Raises BatchError naming the column and the row."""
     shape = require_rows("rewards", inputs.rewards)
     rows = (shape[0],)
     require_float("rewards", inputs.rewards, shape)
@@ -72,7 +72,7 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
 
 
 def check_advantage_output(output: AdvantageOutput, inputs: AdvantageInputs, name: str) -> None:
-    """For a user's own estimator as for ours: shape, dtype, finite on trained tokens. Raises BatchError."""
+    """Check the output of any estimator, bundled or custom: shape, dtype, finite on trained tokens. Raises BatchError."""
     shape = inputs.rewards.shape
     trained = inputs.loss_mask & ~inputs.is_padding.unsqueeze(1)
     for column in ("advantages", "returns"):
@@ -85,7 +85,7 @@ def check_advantage_output(output: AdvantageOutput, inputs: AdvantageInputs, nam
 
 
 def check_policy_loss_inputs(inputs: PolicyLossInputs) -> None:
-    """Shapes and dtypes. Raises BatchError naming the column."""
+    """Check shapes and dtypes. Raises BatchError naming the column."""
     shape = require_rows("logprobs", inputs.logprobs)
     require_bool("loss_mask", inputs.loss_mask, shape)
     for name in ("logprobs", "old_logprobs", "advantages"):

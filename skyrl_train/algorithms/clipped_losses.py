@@ -49,7 +49,7 @@ def _covariance(inputs: PolicyLossInputs, turns: Turns) -> Tensor:
 
     The paper centres both factors over the whole batch, which would make a token's loss depend on which rows share its
     micro-batch. Here log-probabilities are centred over the turn, and advantages are taken as they are, since
-    estimators centre them already (centring over a turn would make them 0 wherever they are the same for all its
+    estimators centre them already (centring over a turn would make them 0 if they are the same for all its
     tokens). A log-probability that differs from the mean by rounding alone, as all of a turn of certain tokens do, counts
     as the mean, so that neither a bound of 0 nor the order of tokens is decided by rounding.
     """

@@ -29,7 +29,7 @@ class KLControllerState:
 
     @staticmethod
     def from_json(content: dict[str, float]) -> KLControllerState:
-        """Exact inverse of `to_json`. Raises CheckpointError for anything else."""
+        """Read the exact inverse of `to_json`. Raises CheckpointError for anything else."""
         coef = content.get("coef")
         if not isinstance(coef, (int, float)) or not math.isfinite(coef) or coef < 0:
             raise CheckpointError(f"the KL controller's weight in the checkpoint is {coef!r}; it must be at least 0")
@@ -37,14 +37,14 @@ class KLControllerState:
 
 
 def initial_state(config: AlgorithmConfig) -> KLControllerState:
-    """The configured `kl_reward_coef`."""
+    """Return the state at the start: the configured `kl_reward_coef`."""
     return KLControllerState(coef=config.kl_reward_coef)
 
 
 def next_state(
     state: KLControllerState, *, mean_kl: float, num_trajectories: int, config: AlgorithmConfig
 ) -> KLControllerState:
-    """The state after a training batch of `num_trajectories` with a mean KL per trained token of `mean_kl`.
+    """Return the state after a training batch of `num_trajectories` with a mean KL per trained token of `mean_kl`.
 
     fixed: unchanged. adaptive: `coef * (1 + clip(mean_kl / kl_target - 1, -0.2, 0.2) * num_trajectories / kl_horizon)`.
     Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, section 2.2, which sums the KL over a response
@@ -60,7 +60,7 @@ def next_state(
 
 
 def mean_token_kl(old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, config: AlgorithmConfig) -> float:
-    """Mean of the configured estimator over the masked tokens: what `next_state` takes. Raises BatchError."""
+    """Return the mean of the configured estimator over the masked tokens: what `next_state` takes. Raises BatchError."""
     require_bool("mask", mask, old_logprobs.shape)
     require_float("ref_logprobs", ref_logprobs, old_logprobs.shape)
     old, ref = old_logprobs[mask].double(), ref_logprobs[mask].double()
@@ -86,7 +86,7 @@ class EntropyControllerState:
 
     @staticmethod
     def from_json(content: Mapping[str, object]) -> EntropyControllerState:
-        """Exact inverse of `to_json`. Raises CheckpointError for anything else."""
+        """Read the exact inverse of `to_json`. Raises CheckpointError for anything else."""
         coef, is_low = content.get("coef"), content.get("is_low")
         if not isinstance(coef, (int, float)) or not math.isfinite(coef) or not isinstance(is_low, bool):
             raise CheckpointError(
@@ -96,14 +96,14 @@ class EntropyControllerState:
 
 
 def initial_entropy_state(config: AlgorithmConfig) -> EntropyControllerState:
-    """The configured `entropy_coef`, which counts from the second optimizer step."""
+    """Return the state at the start: the configured `entropy_coef`, which counts from the second optimizer step."""
     return EntropyControllerState(coef=config.entropy_coef)
 
 
 def next_entropy_state(
     state: EntropyControllerState, *, entropy: float, config: AlgorithmConfig
 ) -> EntropyControllerState:
-    """The state after an optimizer step whose mean entropy per trained token was `entropy` (nats).
+    """Return the state after an optimizer step whose mean entropy per trained token was `entropy` (nats).
 
     The weight grows by `entropy_coef_delta` where the entropy is at or below `entropy_target` and falls by as much where it
     is above, between 0 and `entropy_coef_max`. Skywork Open Reasoner 1, arXiv:2505.22312, section 4. Raises

@@ -42,7 +42,7 @@ class SamplingState:
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> SamplingState:
-        """Exact inverse of `to_json`, where prompts hold JSON values. Raises CheckpointError."""
+        """Read the exact inverse of `to_json`, where prompts hold JSON values. Raises CheckpointError."""
         try:
             n_samples = int(content["n_samples_per_prompt"])
             decoded = [decode_trajectory(record) for record in content["kept"]]
@@ -129,7 +129,7 @@ def _select(rollouts: RolloutBatch, indices: Iterable[int]) -> RolloutBatch:
 
 
 def _joined(first: RolloutBatch | None, second: RolloutBatch) -> RolloutBatch:
-    """A prompt that is in both keeps its earlier group: a batch may hold a prompt once."""
+    """Join two; a prompt that is in both keeps its earlier group: a batch may hold a prompt once."""
     if first is None:
         return second
     known = {prompt.uid for prompt in first.prompts}

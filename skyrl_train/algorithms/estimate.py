@@ -27,7 +27,7 @@ MAX_PADDED_TOKENS = 2**22
 def estimate_advantages(
     batch: TrainingInputBatch, config: AlgorithmConfig, *, kl_reward_coef: float | None = None
 ) -> TrainingInputBatch:
-    """The batch with columns `advantages` and `returns`, in the dtype of `rewards`; other columns stay as they are.
+    """Return the batch with columns `advantages` and `returns`, in the dtype of `rewards`; other columns stay as they are.
 
     With a weight above 0, `kl_reward_coef` times the KL to the reference is taken from each trained token's reward
     before advantages are estimated (the column `rewards` keeps what the environment gave). None means the configured
@@ -92,7 +92,8 @@ def _estimate(
 
 
 def _tokens_that_count(batch: TrainingInputBatch, config: AlgorithmConfig) -> Tensor:
-    """int64: tokens that were sampled or have a reward, the token after each, which tells turns apart, and each row's first.
+    """Return int64: tokens that were sampled or have a reward, the token after each, which tells turns apart, and each
+    row's first.
 
     The others are most of a batch with one row per turn; an estimator that reads them, too, declares it.
     """
@@ -108,7 +109,7 @@ def _tokens_that_count(batch: TrainingInputBatch, config: AlgorithmConfig) -> Te
 
 
 def _of_tokens(batch: TrainingInputBatch, kept: Tensor) -> TrainingInputBatch:
-    """The rows with these tokens alone, at least one of each row."""
+    """Return the rows with these tokens alone, at least one of each row."""
     if len(kept) == batch.num_tokens:
         return batch
     return TrainingInputBatch(
@@ -120,7 +121,9 @@ def _of_tokens(batch: TrainingInputBatch, kept: Tensor) -> TrainingInputBatch:
 
 
 def _unread_columns(config: AlgorithmConfig, kl_reward_coef: float) -> list[str]:
-    """Optional columns that neither the estimator nor a check reads: they are most of what a group would copy and pad."""
+    """Return the optional columns that neither the estimator nor a check reads: they are most of what a group would
+    copy and pad.
+    """
     optional = ["rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "sum_pi_squared"]
     reads = estimator_reads(config)
     if not reads.declared:
@@ -140,7 +143,7 @@ def _needs_rollout_logprobs(config: AlgorithmConfig) -> bool:
 def advantage_inputs(
     batch: TrainingInputBatch, config: AlgorithmConfig, *, kl_reward_coef: float = 0.0
 ) -> AdvantageInputs:
-    """The padded view that estimators take, with the KL penalty in the rewards where its weight is above 0."""
+    """Return the padded view that estimators take, with the KL penalty in the rewards where its weight is above 0."""
 
     def padded(name: str) -> Tensor | None:
         return batch.padded(name) if name in batch else None
@@ -180,7 +183,7 @@ def _check_rollout_logprobs(batch: TrainingInputBatch, inputs: AdvantageInputs, 
 def groups_of_whole_prompts(
     prompt_index: Tensor, lengths: Tensor, *, max_padded_tokens: int = MAX_PADDED_TOKENS
 ) -> Iterator[Tensor]:
-    """Row indices `[n]`, all rows of a prompt together; rows x longest row stays under the cap where prompts allow."""
+    """Yield row indices `[n]`, all rows of a prompt together; rows x longest row stays under the cap where prompts allow."""
     order = torch.argsort(prompt_index, stable=True)
     counts = torch.unique_consecutive(prompt_index[order], return_counts=True)[1]
     group: list[Tensor] = []

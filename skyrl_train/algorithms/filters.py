@@ -33,7 +33,7 @@ def is_cut_off(trajectory: Trajectory) -> bool:
 
 
 def longest_response(trajectory: Trajectory) -> int:
-    """Tokens of its longest turn: the length limit is one of turns."""
+    """Return the number of tokens of its longest turn: the length limit is one of turns."""
     return max((len(turn.response_token_ids) for turn in trajectory.turns), default=0)
 
 
@@ -50,7 +50,7 @@ def soft_overlong_penalty(num_tokens: int, config: FilterConfig) -> float:
 
 
 def shape_rewards(rollouts: RolloutBatch, config: FilterConfig) -> RolloutBatch:
-    """Rollouts with changed turn rewards; failed trajectories stay as they are.
+    """Return rollouts with changed turn rewards; failed trajectories stay as they are.
 
     `zero_reward_on_non_stop`, `non_stop_scale`, `non_stop_penalty`: where a trajectory's last response did not end by itself
     (`stop_reason` is not `stop`) all its rewards become 0, or are multiplied, and its last turn's gets the penalty
@@ -83,9 +83,10 @@ def _plus(turn: Turn, reward: float) -> Turn:
 
 
 def differing_prompts(rollouts: RolloutBatch) -> tuple[bool, ...]:
-    """Per prompt: whether two of its trajectories that did not fail have rewards that differ by more than rounding.
+    """Return, for each prompt, whether two of its trajectories that did not fail have rewards that differ by more than
+    rounding.
 
-    Rounding is judged as for the advantages, which see float32 rewards: what counts as equal there does here.
+    Differences within rounding count as for the advantages, which see float32 rewards: what is equal there is equal here.
     """
     found = []
     for index in range(len(rollouts.prompts)):
@@ -99,7 +100,7 @@ def differing_prompts(rollouts: RolloutBatch) -> tuple[bool, ...]:
 
 
 def mask_rows(batch: TrainingInputBatch, rollouts: RolloutBatch, config: AlgorithmConfig) -> TrainingInputBatch:
-    """The batch assembled from `rollouts`, with `loss_mask` False on the trajectories that the filters leave out.
+    """Return the batch assembled from `rollouts`, with `loss_mask` False on the trajectories that the filters leave out.
 
     `overlong`: trajectories that a length limit cut off (DAPO, arXiv:2503.14476, section 3.4); their rewards still
     count in their group. `zero_variance`: prompts whose trajectories all have the same outcome. Done before
@@ -123,7 +124,7 @@ def mask_rows(batch: TrainingInputBatch, rollouts: RolloutBatch, config: Algorit
 
 
 def _left_out_by(spec: PartSpec, rollouts: RolloutBatch) -> list[bool]:
-    """Per trajectory. Raises BatchError where a custom filter does not answer for each of them."""
+    """Whether a filter leaves each trajectory out. Raises BatchError where a custom one does not answer for each of them."""
     keeps = list(ROLLOUT_FILTERS.resolve(spec)(rollouts))
     if len(keeps) != len(rollouts.trajectories) or not all(isinstance(keep, bool) for keep in keeps):
         raise BatchError(
@@ -134,7 +135,7 @@ def _left_out_by(spec: PartSpec, rollouts: RolloutBatch) -> list[bool]:
 
 
 def _rows_of(batch: TrainingInputBatch, chosen: Sequence[bool]) -> Tensor:
-    """`[num_rows]` bool: the rows of chosen trajectories."""
+    """Return `[num_rows]` bool: the rows of chosen trajectories."""
     is_chosen = torch.tensor(chosen, dtype=torch.bool)
     trajectory = batch["trajectory_index"].long()
     real = ~batch["is_padding"]
@@ -145,7 +146,7 @@ def _rows_of(batch: TrainingInputBatch, chosen: Sequence[bool]) -> Tensor:
 
 
 def zero_variance_rows(batch: TrainingInputBatch, config: AlgorithmConfig) -> Tensor:
-    """`[num_rows]` bool: rows of prompts with one trajectory or with equal outcomes; False for padding."""
+    """Return `[num_rows]` bool: rows of prompts with one trajectory or with equal outcomes; False for padding."""
     result = torch.zeros(batch.num_rows, dtype=torch.bool)
     for rows in groups_of_whole_prompts(batch["prompt_index"], batch.lengths):
         part = batch.take(rows)
@@ -184,7 +185,7 @@ def with_sample_counts(batch: TrainingInputBatch, config: FilterConfig, *, seed:
 
 
 def sampling_weights(scores: Tensor, config: FilterConfig) -> Tensor:
-    """How likely each trajectory is drawn, up to a factor; `[trajectories]` float64, as verl has them.
+    """Return how likely each trajectory is drawn, up to a factor; `[trajectories]` float64, as verl has them.
 
     pow: `|score|^resample_power`. max_min: the highest and the lowest alone. max_random: the highest 0.4, others 0.1.
     """

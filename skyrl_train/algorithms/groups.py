@@ -30,7 +30,7 @@ class Scores:
     num_tokens: Tensor
     """`[units]` float64: tokens that the policy sampled."""
     magnitude: Tensor
-    """`[units]` float64: sum of absolute rewards behind the score, against which rounding is judged."""
+    """`[units]` float64: sum of absolute rewards behind the score, against which rounding is measured."""
     unit_of_token: Tensor
     """`[rows, len]` int64: the unit of a sampled token; meaningless elsewhere."""
     trained: Tensor
@@ -38,11 +38,11 @@ class Scores:
     reward_dtype: torch.dtype
 
     def per_group(self, values: Tensor) -> Tensor:
-        """Sum of a unit quantity over each unit's group, given back per unit."""
+        """Return the sum of a quantity of units over each unit's group, for each unit."""
         return sum_by(values, self.group)[self.group]
 
     def group_size(self) -> Tensor:
-        """`[units]` float64."""
+        """Return `[units]` float64: how many units each unit's group has."""
         return self.per_group(torch.ones_like(self.values))
 
     def group_mean(self) -> Tensor:
@@ -50,7 +50,7 @@ class Scores:
         return self.per_group(self.values) / self.group_size()
 
     def differs(self) -> Tensor:
-        """`[units]` bool: the unit's group has at least two units whose scores differ by more than rounding.
+        """Return `[units]` bool: whether the unit's group has at least two units whose scores differ by more than rounding.
 
         Rounding is that of the rewards' own dtype: 0.1 + 0.2 in one trajectory equals 0.3 in another.
         """
@@ -62,20 +62,20 @@ class Scores:
         return ((highest - lowest) > rounding_tolerance(magnitude, self.reward_dtype))[self.group]
 
     def to_tokens(self, unit_values: Tensor) -> Tensor:
-        """`[rows, len]` in the rewards' dtype: each trained token gets its unit's value, others 0."""
+        """Return `[rows, len]` in the rewards' dtype: each trained token gets its unit's value, others 0."""
         if unit_values.numel() == 0:
             return torch.zeros_like(self.trained, dtype=self.reward_dtype)
         return torch.where(self.trained, unit_values.to(self.reward_dtype)[self.unit_of_token], 0.0)
 
     def differs_at_tokens(self) -> Tensor:
-        """`[rows, len]` bool: trained tokens whose group differs."""
+        """Return `[rows, len]` bool: trained tokens whose group differs."""
         if self.values.numel() == 0:
             return torch.zeros_like(self.trained)
         return self.trained & self.differs()[self.unit_of_token]
 
 
 def sum_by(values: Tensor, index: Tensor) -> Tensor:
-    """`[highest index + 1]`: sums of `values` `[n]` with equal `index` `[n]`."""
+    """Return `[highest index + 1]`: sums of `values` `[n]` with equal `index` `[n]`."""
     size = int(index.max()) + 1 if index.numel() else 0
     return values.new_zeros(size).index_add(0, index, values)
 
@@ -97,6 +97,7 @@ def _turns(inputs: AdvantageInputs, rows: Tensor) -> _Turns:
     mask = inputs.responses[rows]
     starts = mask.clone()
     starts[:, 1:] &= ~mask[:, :-1]
+    # At least one, so that a row whose tokens were all observed is still a turn with a reward.
     per_row = starts.sum(1).clamp(min=1)
     of_token = (per_row.cumsum(0) - per_row).unsqueeze(1) + (starts.cumsum(1) - 1).clamp(min=0)
     num_turns = int(per_row.sum())
@@ -123,7 +124,7 @@ def _turns(inputs: AdvantageInputs, rows: Tensor) -> _Turns:
 
 
 def score(inputs: AdvantageInputs, *, step_rewards: Literal["outcome", "turn_return"], gamma: float) -> Scores:
-    """The scores that a group-relative estimator compares.
+    """Return the scores that a group-relative estimator compares.
 
     outcome: one unit per trajectory, its score the sum of all its rewards; groups are prompts.
     turn_return: one unit per turn, its score `G_k = sum_{j >= k} gamma^(j - k) * reward_j`; groups are the k-th turns
@@ -146,8 +147,8 @@ def score(inputs: AdvantageInputs, *, step_rewards: Literal["outcome", "turn_ret
         values = discounted_suffix_sum(turns.reward, turns.trajectory, gamma)
         magnitude = discounted_suffix_sum(turns.magnitude, turns.trajectory, gamma)
         num_tokens = turns.num_tokens
-        place = torch.stack([turns.prompt, position_in_segment(turns.trajectory)])
-        group = torch.unique(place, dim=1, return_inverse=True)[1]
+        key = torch.stack([turns.prompt, position_in_segment(turns.trajectory)])
+        group = torch.unique(key, dim=1, return_inverse=True)[1]
     return Scores(
         values=values,
         group=group,

@@ -49,17 +49,17 @@ def absolute_value(difference: Tensor, compute_dtype: torch.dtype | None = None)
 
 
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`d`."""
+    """Return `d`, the estimator k1."""
     return logprobs - ref_logprobs
 
 
 def k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`d^2 / 2`."""
+    """Return `d^2 / 2`, the estimator k2."""
     return 0.5 * (logprobs - ref_logprobs).square()
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """`exp(-d) - 1 + d`, as `expm1` so that small distances keep their digits."""
+    """Return `exp(-d) - 1 + d`, the estimator k3, as `expm1` so that small distances keep their digits."""
     difference = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return torch.expm1(difference) - difference
 
@@ -88,7 +88,7 @@ def token_kl(
     *,
     compute_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What the estimator says of the tokens of `mask` (bool), exactly 0 elsewhere; all of one shape.
+    """Return what the estimator says of the tokens of `mask` (bool), exactly 0 elsewhere; all of one shape.
 
     `compute_dtype` is the type in which the model computed the log-probabilities; None: the type that they have.
     Raises BatchError for other shapes or dtypes, also of what a custom estimator returns.

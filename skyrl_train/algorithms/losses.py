@@ -36,11 +36,11 @@ def is_tokenwise(config: AlgorithmConfig) -> bool:
 
 
 def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOutput:
-    """The configured loss, times the weights of `trainer.algorithm.off_policy` where they are on.
+    """Return the configured loss, times the weights of `trainer.algorithm.off_policy` where they are on.
 
     Where weights are taken over the whole step they come with the inputs; see `step_columns.py`.
 
-    Raises ConfigError for an unknown name; BatchError for malformed inputs, or where a user's own loss returns another
+    Raises ConfigError for an unknown name; BatchError for malformed inputs, or where a custom loss returns another
     shape than `[rows, len]`.
     """
     loss: PolicyLoss = POLICY_LOSSES.resolve(config.policy_loss)
@@ -59,8 +59,9 @@ def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLoss
 
 
 def _as_declared(inputs: PolicyLossInputs, reads: Reads) -> PolicyLossInputs:
-    """The columns that the loss declares. One that it does not is missing, or NaN where the type has no None, so that
-    reading it cannot go unnoticed."""
+    """Return the inputs with the columns that the loss declares. One that it does not is missing, or NaN where the type
+    has no None, so that reading it cannot go unnoticed.
+    """
     nothing = inputs.logprobs.detach().new_full((), torch.nan).expand_as(inputs.logprobs)
     hidden: dict[str, Any] = {"old_logprobs": nothing, "advantages": nothing}
     hidden |= {"rollout_logprobs": None, "ref_logprobs": None, "values": None}
@@ -70,7 +71,9 @@ def _as_declared(inputs: PolicyLossInputs, reads: Reads) -> PolicyLossInputs:
 def sequence_weights(
     inputs: PolicyLossInputs, sequences: Turns, config: AlgorithmConfig
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """`[rows, len]` without gradient: what `trainer.algorithm.off_policy` makes of these sequences. Raises BatchError."""
+    """Return `[rows, len]` without gradient: what `trainer.algorithm.off_policy` makes of these sequences. Raises
+    BatchError.
+    """
     weights, metrics = torch.ones_like(inputs.logprobs), dict[str, Metric]()
     if config.off_policy.enabled:
         rollout = needed("rollout_logprobs", inputs.rollout_logprobs)
@@ -88,7 +91,7 @@ def sequence_weights(
 
 @torch.no_grad()
 def rejected_negatives(inputs: PolicyLossInputs, sequences: Turns, largest: float) -> Tensor:
-    """`[rows, len]` bool: tokens with a negative advantage in sequences the policy has moved away from.
+    """Return `[rows, len]` bool: tokens with a negative advantage in sequences the policy has moved away from.
 
     Away: the mean over the sequence of `rollout_logprob - logprob` is above `largest`; without the engine's
     log-probabilities those of before the update stand for them. Off-policy sequence masking of DeepSeek-V3.2,

@@ -97,7 +97,7 @@ def off_policy_weights(
 
 
 def _mean_weight(weights: Tensor, turns: Turns, config: OffPolicyConfig) -> Tensor:
-    """Over tokens, or over sequences where a sequence has one weight; 1 where nothing has any."""
+    """Return the mean weight over tokens, or over sequences where a sequence has one weight; 1 where nothing has any."""
     kept = weights[turns.mask if config.weight == "token" else turns.starts]
     mean = kept.mean() if kept.numel() else weights.new_ones(())
     return torch.where(mean > SMALLEST_MEAN_WEIGHT, mean, 1.0)
@@ -112,7 +112,7 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 
 def _weights(ratio: Tensor, product: Tensor, geometric: Tensor, config: OffPolicyConfig) -> tuple[Tensor, Tensor]:
-    """Weights before turns are left out, and where truncation or the mask acted; both `[rows, len]`."""
+    """Return the weights before turns are left out, and where truncation or the mask acted; both `[rows, len]`."""
     if config.weight == "none":
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     chosen = {"token": ratio, "sequence": product, "geometric": geometric}[config.weight]
@@ -126,7 +126,9 @@ def _weights(ratio: Tensor, product: Tensor, geometric: Tensor, config: OffPolic
 
 
 def _away_from_1(low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
-    """The bounds, of which one at 1 itself moves to where rounding ends: ratios of one policy to itself lie around 1."""
+    """Return the bounds, of which one at 1 itself moves to where rounding ends: ratios of one policy to itself lie
+    around 1.
+    """
     rounding = logprob_rounding(dtype)
     return (1 - rounding if abs(low - 1) < rounding else low), (1 + rounding if abs(high - 1) < rounding else high)
 
@@ -139,7 +141,7 @@ class LogRatioLedger:
     staleness: Tensor
     drift: Tensor
     unattributed: Tensor
-    """What cannot be told apart: numerics and staleness together, of stale rows that the sampling weights were not
+    """What cannot be separated: numerics and staleness together, of stale rows that the sampling weights were not
     evaluated on."""
 
     def metrics(self, loss_mask: Tensor) -> dict[str, Metric]:
@@ -164,7 +166,7 @@ def log_ratio_ledger(
     is_stale: Tensor,
     sampler_logprobs: Tensor | None = None,
 ) -> LogRatioLedger:
-    """Splits the log-ratio of each trained token into the parts that the module's docstring names.
+    """Split the log-ratio of each trained token into the parts that the module's docstring names.
 
     `[rows, len]` each, `loss_mask` bool; `is_stale` `[rows]` bool: rows sampled by older weights than the update starts
     from. For rows that are not stale `old_logprobs` is the trainer's view of the sampling weights. For stale ones it is
@@ -208,7 +210,7 @@ DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @torch.no_grad()
 def rejected(log_ratio: Tensor, sequences: Turns, criteria: Mapping[str, Any]) -> Tensor:
-    """`[rows, len]` bool: tokens that any of the criteria leaves out.
+    """Return `[rows, len]` bool: tokens that any of the criteria leaves out.
 
     `log_ratio` `[rows, len]` float, 0 where nothing is trained. A criterion is `token_kN`, of each token by itself, or
     `sequence_{sum,mean,max}_kN`, of all tokens of a sequence, N one of 1 to 3; what it is bounded by is a pair (low, high)
@@ -231,7 +233,9 @@ def rejected(log_ratio: Tensor, sequences: Turns, criteria: Mapping[str, Any]) -
 
 
 def _log_bounds(bound: Any, dtype: torch.dtype) -> tuple[float, float]:
-    """Of the log-ratio; one at 0 moves to where rounding ends, since ratios of one policy to itself lie around 1."""
+    """Return the bounds of the log-ratio; one at 0 moves to where rounding ends, since ratios of one policy to itself
+    lie around 1.
+    """
     low, high = (math.log(value) for value in bound)
     rounding = logprob_rounding(dtype)
     return min(low, -rounding) if abs(low) < rounding else low, max(high, rounding) if abs(high) < rounding else high

@@ -1,4 +1,4 @@
-"""Pieces of policy losses: masking that keeps junk out of the gradient, log-ratios, turns, means as metrics."""
+"""What policy losses share: masking that keeps junk out of the gradient, log-ratios, turns, means as metrics."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from skyrl_train.telemetry.metrics import Max, Mean, Metric, Min, later
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """`values` where `mask`, exactly 0 elsewhere, whatever stood there. Before `exp`, so that gradients stay finite."""
+    """Return `values` where `mask`, exactly 0 elsewhere, whatever stood there. Before `exp`, so that gradients stay
+    finite.
+    """
     return torch.where(mask, values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def log_ratio_of(logprobs: Tensor, base_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`logprobs - base_logprobs` where `mask`, clamped to +-20, 0 elsewhere. Carries the gradient of `logprobs`."""
+    """Return `logprobs - base_logprobs` where `mask`, clamped to +-20, 0 elsewhere. Carries the gradient of `logprobs`."""
     return masked(logprobs - base_logprobs, mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -57,7 +59,7 @@ class Turns:
     """`[rows, len]` int64: 1, 2, ... over the micro-batch; 0 where nothing is trained."""
 
     def total(self, values: Tensor) -> Tensor:
-        """`[rows, len]`: at each trained token, the sum over its turn; 0 elsewhere.
+        """Return `[rows, len]`: at each trained token, the sum over its turn; 0 elsewhere.
 
         Summed in float64: on a GPU the order of the additions is not fixed, and rounding must not show in float32.
         """
@@ -66,22 +68,26 @@ class Turns:
         return masked(totals[self.number].to(values.dtype), self.mask)
 
     def length(self) -> Tensor:
-        """`[rows, len]` float64: at each trained token, how many its turn has; 0 elsewhere."""
+        """Return `[rows, len]` float64: at each trained token, how many its turn has; 0 elsewhere."""
         return self.total(self.mask.double())
 
     def mean(self, values: Tensor) -> Tensor:
-        """`[rows, len]`: at each trained token, the mean over its turn; 0 elsewhere."""
+        """Return `[rows, len]`: at each trained token, the mean over its turn; 0 elsewhere."""
         return self.total(values) / self.length().clamp(min=1).to(values.dtype)
 
     def highest(self, values: Tensor) -> Tensor:
-        """`[rows, len]`: at each trained token, the highest value in its turn; 0 elsewhere."""
+        """Return `[rows, len]`: at each trained token, the highest value in its turn; 0 elsewhere."""
         lowest = values.new_full((self.mask.numel() + 1,), -torch.inf)
         found = lowest.scatter_reduce(0, self.number.flatten(), masked(values, self.mask).flatten(), "amax")
         return masked(found[self.number], self.mask)
 
     def largest(self, values: Tensor, candidates: Tensor, count: Tensor) -> Tensor:
-        """`[rows, len]` bool: of each turn's candidates, the `count` (equal in a turn) largest, the earlier on ties."""
+        """Return `[rows, len]` bool: of each turn's candidates, the `count` (equal in a turn) largest, the earlier on
+        ties.
+        """
         number = self.number.flatten()
+        # Two stable sorts give the order by turn and, within it, by falling value; a token's rank is then its distance
+        # from the first of its turn. This needs no loop over turns, of which a micro-batch has thousands.
         by_value = torch.where(candidates, values, -torch.inf).flatten().argsort(descending=True, stable=True)
         order = by_value[number[by_value].argsort(stable=True)]
         sizes = number.new_zeros(len(number) + 1).index_add(0, number, torch.ones_like(number))
@@ -92,7 +98,7 @@ class Turns:
 
 
 def turns_of(mask: Tensor) -> Turns:
-    """The turns of `loss_mask` `[rows, len]` bool."""
+    """Return the turns of `loss_mask` `[rows, len]` bool."""
     starts = mask.clone()
     starts[:, 1:] &= ~mask[:, :-1]
     number = starts.flatten().cumsum(0).view_as(mask)
@@ -100,23 +106,26 @@ def turns_of(mask: Tensor) -> Turns:
 
 
 def rows_of(mask: Tensor) -> Turns:
-    """Each row's trained tokens as one sequence: a trajectory, where it has one row."""
+    """Return each row's trained tokens as one sequence: a trajectory, where it has one row."""
     starts = mask & (mask.cumsum(1) == 1)
     number = torch.arange(1, len(mask) + 1, device=mask.device).unsqueeze(1).expand(mask.shape)
     return Turns(mask=mask, starts=starts, number=torch.where(mask, number, 0))
 
 
 def sequences_of_flat(mask: Tensor, owner: Tensor) -> Turns:
-    """Sequences of a flat column: the tokens of `mask` `[tokens]` bool with equal `owner` `[tokens]`, wherever they are.
+    """Return the sequences of a flat column: the tokens of `mask` `[tokens]` bool with equal `owner` `[tokens]`, in
+    whatever order they are.
 
     As `[1, tokens]`. A trajectory's tokens may lie in several rows.
     """
     number = torch.zeros_like(owner, dtype=torch.int64)
+    # Number 0 collects what is in no sequence, so that sums by number need no second mask.
     number[mask] = torch.unique(owner[mask], return_inverse=True)[1] + 1
     first = torch.full((int(number.max()) + 1 if len(number) else 1,), len(number), device=mask.device)
-    place = torch.arange(len(number), device=mask.device)
-    first = first.scatter_reduce(0, number, place, "amin")
-    starts = mask & (first[number] == place)
+    position = torch.arange(len(number), device=mask.device)
+    # Tokens of a sequence need not be neighbours: its first one is found by position, not by a change of number.
+    first = first.scatter_reduce(0, number, position, "amin")
+    starts = mask & (first[number] == position)
     return Turns(mask=mask.unsqueeze(0), starts=starts.unsqueeze(0), number=number.unsqueeze(0))
 
 

@@ -21,8 +21,8 @@ from skyrl_train.types import RolloutBatch, Trajectory
 def teacher_logprobs(
     batch: TrainingInputBatch, rollouts: RolloutBatch, forward: Callable[[TrainingInputBatch], Tensor]
 ) -> Tensor:
-    """`[num_tokens]` of `batch`, assembled from `rollouts`: `forward`'s log-probability of each token with `loss_mask`
-    where the conversation begins with the teacher's prompt in place of the student's; 0 elsewhere.
+    """Return `[num_tokens]` of `batch`, assembled from `rollouts`: `forward`'s log-probability of each token with
+    `loss_mask` where the conversation begins with the teacher's prompt in place of the student's; 0 elsewhere.
 
     Raises BatchError naming the trajectory that has no teacher's prompt, or a turn that does not begin with the first
     prompt, so that it cannot be exchanged.
@@ -35,7 +35,7 @@ def teacher_logprobs(
 
 
 def teacher_rows(batch: TrainingInputBatch, rollouts: RolloutBatch) -> TrainingInputBatch:
-    """The rows in their order, as the teacher reads them: only the first prompt of each is another."""
+    """Return the rows in their order, as the teacher reads them: only the first prompt of each is another."""
     ids, mask, bounds = batch["input_ids"], batch["loss_mask"], batch.row_offsets.tolist()
     prompts: dict[int, tuple[Tensor, Tensor]] = {}
     new_ids: list[Tensor] = []
@@ -74,7 +74,7 @@ def teacher_rows(batch: TrainingInputBatch, rollouts: RolloutBatch) -> TrainingI
 
 
 def _prompts(trajectory: Trajectory) -> tuple[Tensor, Tensor]:
-    """The student's first prompt and the teacher's, int32."""
+    """Return the student's first prompt and the teacher's, int32."""
     if not len(trajectory.teacher_prompt_token_ids):
         raise BatchError(
             f"trajectory {trajectory.prompt_uid}/{trajectory.sample_index} has no prompt for the teacher: it was generated"

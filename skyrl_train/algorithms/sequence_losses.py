@@ -2,7 +2,7 @@
 
 Each reads one number of its sequence, without gradient: its statistic. Where a trajectory lies in several rows, which
 may be computed apart, the statistic is taken once over the closed mini-batch (`step_columns.py`) and comes as the
-column `sequence_log_ratio`; else it is taken from the rows at hand.
+column `sequence_log_ratio`; else it is taken from the rows of the micro-batch.
 """
 
 from __future__ import annotations

@@ -24,17 +24,17 @@ class Actions:
     """`[actions]` float64: rewards since this action and before the next."""
 
     def gather(self, column: Tensor) -> Tensor:
-        """`[rows, len]` to `[actions]` float64."""
+        """Take the actions from a column: `[rows, len]` to `[actions]` float64."""
         return column.flatten().index_select(0, self.index).double()
 
     def scatter(self, values: Tensor, like: Tensor) -> Tensor:
-        """`[actions]` to a new `[rows, len]` of the shape and dtype of `like`, 0 elsewhere."""
+        """Put actions into a column: `[actions]` to a new `[rows, len]` of the shape and dtype of `like`, 0 elsewhere."""
         result = torch.zeros_like(like).flatten()
         return result.index_copy_(0, self.index, values.to(like.dtype)).view(like.shape)
 
 
 def ordered_rows(inputs: AdvantageInputs) -> Tensor:
-    """Indices of the rows that are not padding, by trajectory and step.
+    """Return the indices of the rows that are not padding, by trajectory and step.
 
     Raises BatchError where a trajectory belongs to two prompts, has one step twice, or lacks its last step.
     """
@@ -63,7 +63,7 @@ def _refuse(inputs: AdvantageInputs, rows: Tensor, why: str) -> None:
 
 
 def actions_of(inputs: AdvantageInputs) -> Actions:
-    """The actions of checked inputs.
+    """Return the actions of checked inputs.
 
     A reward belongs to the last action at or before it (observation tokens are no actions), or to the trajectory's
     first action where none is before it, so that none is lost; a trajectory without actions has nothing to credit.
@@ -72,11 +72,11 @@ def actions_of(inputs: AdvantageInputs) -> Actions:
     rows = ordered_rows(inputs)
     mask = inputs.loss_mask[rows]
     width = max(mask.shape[1], 1)
-    place = mask.flatten().nonzero().squeeze(1)
-    row = torch.div(place, width, rounding_mode="floor")
+    position = mask.flatten().nonzero().squeeze(1)
+    row = torch.div(position, width, rounding_mode="floor")
     trajectory = torch.unique(inputs.trajectory_index[rows], return_inverse=True)[1]
-    rewards = torch.zeros(len(place), dtype=torch.float64, device=mask.device)
-    if len(place):
+    rewards = torch.zeros(len(position), dtype=torch.float64, device=mask.device)
+    if len(position):
         counts = torch.bincount(trajectory, weights=mask.sum(1).double()).long()
         first = counts.cumsum(0) - counts
         given = inputs.rewards[rows].flatten()
@@ -85,11 +85,11 @@ def actions_of(inputs: AdvantageInputs) -> Actions:
         action = torch.maximum(mask.flatten().cumsum(0)[credited] - 1, first[its_trajectory])
         has_action = counts[its_trajectory] > 0
         rewards.index_add_(0, action[has_action], given[credited][has_action].double())
-    return Actions(index=place + (rows[row] - row) * width, trajectory=trajectory[row], rewards=rewards)
+    return Actions(index=position + (rows[row] - row) * width, trajectory=trajectory[row], rewards=rewards)
 
 
 def position_in_segment(segment: Tensor) -> Tensor:
-    """0, 1, 2, ... within each run of equal numbers: `[7, 7, 9]` gives `[0, 1, 0]`."""
+    """Return 0, 1, 2, ... within each run of equal numbers: `[7, 7, 9]` gives `[0, 1, 0]`."""
     index = torch.arange(len(segment), device=segment.device)
     if len(segment) == 0:
         return index
@@ -99,7 +99,7 @@ def position_in_segment(segment: Tensor) -> Tensor:
 
 
 def next_in_segment(values: Tensor, segment: Tensor) -> Tensor:
-    """Each element's successor within its run of equal numbers in `segment`, 0 at the end of a run; both `[n]`."""
+    """Return each element's successor within its run of equal numbers in `segment`, 0 at the end of a run; both `[n]`."""
     result = torch.zeros_like(values)
     if len(values) > 1:
         result[:-1] = torch.where(segment[1:] == segment[:-1], values[1:], 0.0)
@@ -122,21 +122,26 @@ def discounted_suffix_sum(values: Tensor, segment: Tensor, factor: float) -> Ten
     first = slot == 0
     block = first.cumsum(0) - 1
     num_blocks = int(block[-1]) + 1
-    place = slot * num_blocks + block
-    sums = values.new_zeros(BLOCK * num_blocks).index_copy_(0, place, values).view(BLOCK, num_blocks)
+    # Blocks lie side by side as columns, so that one addition per slot serves all blocks of all runs.
+    position = slot * num_blocks + block
+    sums = values.new_zeros(BLOCK * num_blocks).index_copy_(0, position, values).view(BLOCK, num_blocks)
     for row in reversed(range(BLOCK - 1)):
         sums[row] += factor * sums[row + 1]
+    # Row 0 now holds each block's total. A run's blocks follow one another, so that the same sum over totals, with the
+    # discount of a whole block, says what comes after each.
     block_segment = segment[first]
     following = next_in_segment(_doubled(sums[0], block_segment, factor**BLOCK), block_segment)
+    # An element in slot s is `BLOCK - s` steps away from what follows its block.
     powers = factor ** torch.arange(BLOCK, 0, -1, dtype=values.dtype, device=values.device)
-    return torch.addcmul(sums, powers.unsqueeze(1), following).flatten().index_select(0, place)
+    return torch.addcmul(sums, powers.unsqueeze(1), following).flatten().index_select(0, position)
 
 
 def _doubled(values: Tensor, segment: Tensor, factor: float) -> Tensor:
-    """The same sum; after step k, `y_t` covers `2^k` terms."""
+    """Return the same sum as `discounted_suffix_sum`; after step k, `y_t` covers `2^k` terms."""
     result, stride = values.clone(), 1
     longest = int(position_in_segment(segment).max()) + 1
     while stride < longest:
+        # Every `y_t` covers `stride` terms: adding the one that starts where they end doubles that.
         shifted = torch.where(segment[stride:] == segment[:-stride], result[stride:], 0.0)
         result[:-stride] += factor**stride * shifted
         stride *= 2

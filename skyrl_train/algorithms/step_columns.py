@@ -29,8 +29,8 @@ ScoreStep = Callable[[Literal["logprobs", "entropy"], TrainingInputBatch], Tenso
 def with_step_columns(
     batch: TrainingInputBatch, config: AlgorithmConfig, score: ScoreStep
 ) -> tuple[TrainingInputBatch, StepMetrics]:
-    """The closed mini-batch's rows with the columns that the configured loss reads of other rows; as they are where it
-    reads none. `score` is called only where the policy has to be evaluated.
+    """Return the closed mini-batch's rows with the columns that the configured loss reads of other rows; as they are
+    where it reads none. `score` is called only where the policy has to be evaluated.
 
     `sequence_log_ratio` (float64): the statistic of each token's trajectory, with `sequence_unit=trajectory` and
     trajectories of several rows. It is 0 without `old_logprobs`: the policy is then the old one. `policy_weights`
@@ -61,17 +61,18 @@ def with_step_columns(
 
 
 def high_entropy(entropy: Tensor, mask: Tensor, quantile: float) -> tuple[Tensor, dict[str, Metric]]:
-    """Of tokens `[tokens]`, those of `mask` whose entropy is at least the quantile of all of them, linearly interpolated.
+    """Return, of tokens `[tokens]`, those of `mask` whose entropy is at least the quantile of all of them, linearly
+    interpolated.
 
     Beyond the 80/20 Rule, arXiv:2506.01939, equations 4 and 5, whose rho is `1 - quantile`.
     """
     ordered = entropy[mask].double().sort().values
     if not ordered.numel():
         return mask, {}
-    place = quantile * (len(ordered) - 1)
-    below = int(place)
+    position = quantile * (len(ordered) - 1)
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    threshold = float(torch.lerp(ordered[below], ordered[above], place - below))
+    threshold = float(torch.lerp(ordered[below], ordered[above], position - below))
     kept = mask & (entropy.double() >= threshold)
     return kept, {
         "policy/entropy_threshold": Mean(threshold, 1.0),
@@ -86,14 +87,14 @@ def has_split_trajectories(batch: TrainingInputBatch) -> bool:
 
 
 def missing_step_column(batch: TrainingInputBatch, config: AlgorithmConfig) -> str:
-    """The column that the configured loss needs and these rows lack; empty where there is none."""
+    """Return the column that the configured loss needs and these rows lack; empty where there is none."""
     if _reads_split_trajectories(batch, config) and "sequence_log_ratio" not in batch:
         return "sequence_log_ratio"
     return "policy_weights" if _weighs_step(batch, config) and "policy_weights" not in batch else ""
 
 
 def trajectories_of(batch: TrainingInputBatch) -> Turns:
-    """The trained tokens of each trajectory as one sequence, `[1, num_tokens]`."""
+    """Return the trained tokens of each trajectory as one sequence, `[1, num_tokens]`."""
     owner = torch.repeat_interleave(batch["trajectory_index"].long(), batch.lengths)
     return sequences_of_flat(tokens_with_loss(batch), owner)
 
@@ -111,7 +112,7 @@ def _weighs_step(batch: TrainingInputBatch, config: AlgorithmConfig) -> bool:
 
 
 def _turns_of(batch: TrainingInputBatch) -> Turns:
-    """The turns of all rows, `[1, num_tokens]`."""
+    """Return the turns of all rows, `[1, num_tokens]`."""
     mask = tokens_with_loss(batch)
     starts = mask.clone()
     starts[1:] &= ~mask[:-1]

@@ -150,6 +150,7 @@ def _rows(rollouts: RolloutBatch, spec: PartSpec) -> Iterator[_Row]:
         if trajectory.failed:
             yield _Row(prompt_index, trajectory_index, 0, False, (), (), _PLACEHOLDER)
             continue
+        # Both once for each trajectory: rows of turns that continue one another are views of one array.
         prompt_lengths = trajectory.prompt_lengths()
         _check_turns(trajectory, prompt_lengths)
         rows = [tuple(row) for row in rows_of(trajectory)]
@@ -166,6 +167,7 @@ def _rows(rollouts: RolloutBatch, spec: PartSpec) -> Iterator[_Row]:
 def _check_rows(trajectory: Trajectory, rows: Sequence[Sequence[Turn]], spec: PartSpec) -> None:
     """No turn, and with it no reward, is lost or doubled, and a row holds turns of which each extends the one before."""
     name = _name(trajectory)
+    # By identity: two turns of a trajectory may be equal.
     numbers = {id(turn): index for index, turn in enumerate(trajectory.turns)}
     if [numbers.get(id(turn)) for row in rows for turn in row] != list(range(len(trajectory.turns))) or not all(rows):
         raise BatchError(

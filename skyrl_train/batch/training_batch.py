@@ -122,7 +122,7 @@ class TrainingInputBatch:
     row_offsets: Tensor
     """int64 `[num_rows + 1]`: row i is tokens `row_offsets[i]` to `row_offsets[i + 1] - 1`."""
     metadata: BatchMetadata
-    places: tuple[int, Tensor] | None = None
+    padded_positions: tuple[int, Tensor] | None = None
     """`padding()` of these rows, found before they went to another device, where its size is not known."""
     num_rows: int = field(init=False)
     num_tokens: int = field(init=False)
@@ -255,21 +255,21 @@ class TrainingInputBatch:
         column, lengths = self[name], self.lengths
         if rows is not None:
             column, lengths = column[token_positions(self.row_offsets, rows)], lengths[rows]
-        width, places = self.padding() if rows is None else padding_of(lengths)
+        width, positions = self.padding() if rows is None else padding_of(lengths)
         result = column.new_full((len(lengths) * width,), _spec(name).pad_value)
-        result[places] = column
+        result[positions] = column
         return result.view(len(lengths), width)
 
     def padding(self) -> tuple[int, Tensor]:
         """The longest row, and int64 `[num_tokens]`: where each token is in what `padded` gives, flattened."""
-        return padding_of(self.lengths) if self.places is None else self.places
+        return padding_of(self.lengths) if self.padded_positions is None else self.padded_positions
 
     def from_padded(self, padded: Tensor) -> Tensor:
         """The inverse of `padded`: `[num_rows, at least max_len]` to flat `[num_tokens]`."""
-        width, places = self.padding()
+        width, positions = self.padding()
         if padded.dim() != 2 or padded.shape[0] != self.num_rows or padded.shape[1] < width:
             raise BatchError(f"shape {tuple(padded.shape)} where [{self.num_rows}, {width}] was expected")
-        return padded[:, :width].reshape(-1)[places]
+        return padded[:, :width].reshape(-1)[positions]
 
     def attention_mask(self) -> Tensor:
         """bool `[num_rows, max_len]`: True where `padded` holds a token."""
@@ -277,13 +277,13 @@ class TrainingInputBatch:
 
     def to(self, device: torch.device | str) -> TrainingInputBatch:
         """All columns on `device`."""
-        width, places = self.padding()
+        width, positions = self.padding()
         return replace(
             self,
             token_columns={name: moved(column, device) for name, column in self.token_columns.items()},
             row_columns={name: moved(column, device) for name, column in self.row_columns.items()},
             row_offsets=moved(self.row_offsets, device),
-            places=(width, moved(places, device)),
+            padded_positions=(width, moved(positions, device)),
         )
 
 

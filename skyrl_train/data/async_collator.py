@@ -1,4 +1,4 @@
-"""One batch ahead: while step N trains, a thread of its own makes the batch of step N + 1.
+"""One batch is prefetched: while step N trains, a thread of its own makes the batch of step N + 1.
 
 One slot and one worker, so that batches are made one after the other, in the order they were asked for, each of them
 exactly once. Whatever would hand out another batch than the one asked for is an error.
@@ -71,7 +71,7 @@ class AsyncBatchCollator(Generic[T]):
         return self._slot is not None
 
     def pending_step(self) -> int | None:
-        """The step in flight; None where there is none."""
+        """Return the step in flight; None where there is none."""
         return None if self._slot is None else self._slot[0]
 
     def submit(self, step: int) -> None:
@@ -93,7 +93,7 @@ class AsyncBatchCollator(Generic[T]):
         self._jobs.put(self._slot)
 
     def get(self, step: int) -> T:
-        """The batch of `step`, once it is ready; the slot is free again.
+        """Return the batch of `step`, once it is ready; the slot is free again.
 
         Raises StepOrderError where another step, or none, is in flight (it stays there); what the worker raised;
         DeadlineError where the batch does not come.
@@ -128,7 +128,7 @@ class AsyncBatchCollator(Generic[T]):
             raise error
 
     def shutdown(self) -> None:
-        """Discards what is in flight and ends the thread, which is joined even where discarding raises. Idempotent.
+        """Discard what is in flight and ends the thread, which is joined even where discarding raises. Idempotent.
 
         Raises what `clear` raises, and DeadlineError where the thread does not end.
         """

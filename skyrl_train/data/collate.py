@@ -19,7 +19,7 @@ from skyrl_train.data.packing import align_rows, pack, plan_packing
 from skyrl_train.data.token_store import ExampleSet, Ints
 
 LOSS_REDUCTION = "token_mean"
-"""Every trained token of the step weighs the same, wherever it is computed."""
+"""Every trained token of the step weighs the same, on whatever rank and in whatever row it is computed."""
 
 
 Collator = Callable[[Ints, int], MiniBatch]
@@ -35,7 +35,7 @@ class DefaultCollator:
         self._align = align
 
     def __call__(self, indices: Ints, step: int) -> MiniBatch:
-        """The closed mini-batch of the examples `indices`."""
+        """Return the closed mini-batch of the examples `indices`."""
         closed = close_examples(self._examples, indices, step=step)
         return MiniBatch(batch=align_rows(closed.batch, self._align), denominators=closed.denominators)
 
@@ -56,7 +56,7 @@ class PackedDataCollator:
         self._num_ranks = num_ranks
 
     def __call__(self, indices: Ints, step: int) -> MiniBatch:
-        """The closed mini-batch of the examples `indices`. Raises BatchError for one that does not fit a row."""
+        """Return the closed mini-batch of the examples `indices`. Raises BatchError for one that does not fit a row."""
         closed = close_examples(self._examples, indices, step=step)
         bins = plan_packing(
             self._examples.lengths[indices],
@@ -68,14 +68,14 @@ class PackedDataCollator:
 
 
 def close_examples(examples: ExampleSet, indices: Ints, *, step: int) -> MiniBatch:
-    """One row for each example, with the loss weights and denominators of the step."""
+    """Return one row for each example, with the loss weights and denominators of the step."""
     return close_mini_batch(
         example_batch(examples, indices, step=step), loss_reduction=LOSS_REDUCTION, max_sequence_length_for_norm=1
     )
 
 
 def example_batch(examples: ExampleSet, indices: Ints, *, step: int) -> TrainingInputBatch:
-    """One row for each example: each is a prompt, and a trajectory, of its own."""
+    """Return one row for each example: each is a prompt, and a trajectory, of its own."""
     flat = examples.gather(indices)
     num_rows = len(indices)
     numbers = torch.arange(num_rows, dtype=torch.int32)

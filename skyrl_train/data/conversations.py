@@ -58,7 +58,7 @@ class RowFormat:
 
 
 def read_content(row: Row, form: RowFormat) -> Content:
-    """What to train on in `row`. Raises DataError naming the row, what it has and what it needs."""
+    """Return what to train on in `row`. Raises DataError naming the row, what it has and what it needs."""
     if form.format != "auto":
         needed, read = _READERS[form.format]
         missing = [name for name in needed(form) if _look_up(row.values, name) is None]
@@ -81,7 +81,7 @@ def _unreadable(row: Row, problem: str) -> DataError:
 
 
 def _look_up(values: Mapping[str, Any], path: str) -> Any:
-    """The value under a column's name, or under dots into nested columns; None where there is none."""
+    """Return the value under a column's name, or under dots into nested columns; None where there is none."""
     if path in values:
         return values[path]
     value: Any = values
@@ -137,12 +137,12 @@ _READERS: dict[str, tuple[Callable[[RowFormat], tuple[str, ...]], Callable[[Row,
 
 
 def _said_by(role: str, text: object) -> tuple[ChatMessage, ...]:
-    """One message; none where `text` is not a text."""
+    """Return one message; none where `text` is not a text."""
     return ({"role": role, "content": text},) if isinstance(text, str) else ()
 
 
 def _messages(value: object, place: str, column: str) -> tuple[ChatMessage, ...]:
-    """Chat messages with a role each, and a text or tool calls."""
+    """Return chat messages with a role each, and a text or tool calls."""
     remedy = 'Write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
     if not isinstance(value, (list, tuple)) or not value:
         raise DataError(f"{place}: {column!r} must be a list of chat messages; got {_short(value)}. {remedy}")
@@ -161,13 +161,13 @@ def _message(value: object, place: str, name: str) -> ChatMessage:
         raise DataError(f"{place}: {name} must have a text under 'content'; got {_short(content)}.")
     if not content and message["role"] == "assistant" and not message.get("tool_calls"):
         raise DataError(
-            f"{place}: {name} is an assistant's without a text and without tool calls. Mend or drop the row."
+            f"{place}: {name} is an assistant's without a text and without tool calls. Fix or drop the row."
         )
     return message
 
 
 def _tools(row: Row) -> tuple[Mapping[str, Any], ...]:
-    """`tools` as a list, or as JSON, which is how files with one type per column hold it."""
+    """Return `tools`, given as a list or as JSON, which is how files with one type per column hold it."""
     tools: object = row.values.get("tools")
     if isinstance(tools, str):
         try:

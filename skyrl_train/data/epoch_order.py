@@ -20,7 +20,7 @@ from skyrl_train.seeding import derive_seed
 
 
 class EpochOrder:
-    """Holds the order of one epoch, in place: `start_epoch` overwrites it, so nothing may be reading it then."""
+    """Keeps the order of one epoch, in place: `start_epoch` overwrites it, so nothing may be reading it then."""
 
     def __init__(self, source_sizes: Sequence[int], *, weights: Sequence[float], shuffle: bool, seed: int) -> None:
         """
@@ -42,11 +42,11 @@ class EpochOrder:
         if self.num_examples == 0:
             raise _refused(f"must leave an example in an epoch (sources have {list(source_sizes)})", weights)
         self.epoch = -1
-        """Of the order that is held; -1 before the first."""
+        """Number of the current epoch; -1 before the first."""
         self._order = np.empty(self.num_examples, dtype=np.int64)
 
     def start_epoch(self, epoch: int) -> None:
-        """Replaces the order by that of `epoch`."""
+        """Replace the order by that of `epoch`."""
         if epoch == self.epoch:
             return
         self.epoch = -1  # an interrupted change leaves no order rather than a mixture
@@ -59,13 +59,13 @@ class EpochOrder:
         self.epoch = epoch
 
     def epoch_of(self, position: int) -> int:
-        """The epoch that a position of the stream lies in."""
+        """Return the epoch that a position of the stream lies in."""
         return position // self.num_examples
 
     def examples(self, start: int, stop: int) -> Ints:
-        """Example numbers at the positions `start` to `stop - 1` of the stream.
+        """Return the example numbers at the positions `start` to `stop - 1` of the stream.
 
-        Raises RuntimeError where they do not lie in the epoch that is held: their order is not known here and now.
+        Raises RuntimeError where they do not lie in the current epoch: their order is not known here and now.
         """
         first = self.epoch * self.num_examples
         if self.epoch < 0 or not first <= start <= stop <= first + self.num_examples:
@@ -77,7 +77,7 @@ class EpochOrder:
         return found
 
     def _turns(self, number: int, size: int, start: int, count: int) -> Ints:
-        """Rows of source `number` at `start` to `start + count - 1` of its own endless stream."""
+        """Return the rows of source `number` at `start` to `start + count - 1` of its own endless stream."""
         cycles = range(start // size, -(-(start + count) // size)) if count else ()
         rounds = [
             _permutation(size, derive_seed(self._seed, "sft source", number, cycle))
@@ -92,7 +92,7 @@ class EpochOrder:
 
 
 def _permutation(size: int, seed: int) -> Ints:
-    """Sorted by random keys: the raw stream of a bit generator is what NumPy promises not to change."""
+    """Return a permutation sorted by random keys: the raw stream of a bit generator is what NumPy promises not to change."""
     order: Ints = np.argsort(np.random.PCG64(seed).random_raw(size), kind="stable")
     return order
 

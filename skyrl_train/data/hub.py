@@ -63,7 +63,7 @@ def is_cached(name: str, *, dataset: bool, environ: Mapping[str, str] = os.envir
 
 
 def fetch_config(name: str, *, revision: str | None = None) -> bool:
-    """Puts the config of a model on the hub, and nothing else of it, into the cache; whether it is there then."""
+    """Put the config of a model on the hub, and nothing else of it, into the cache; return whether it is there then."""
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or not is_reachable():
         return False
     import huggingface_hub

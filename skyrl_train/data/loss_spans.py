@@ -36,7 +36,7 @@ class Rendered:
 
 
 def trained_messages(conversation: Conversation, loss_on: LossOn, place: str) -> list[int]:
-    """The assistant's messages that are trained on: all after the prompt, or the last. Raises DataError for none."""
+    """Return the assistant's messages that are trained on: all after the prompt, or the last. Raises DataError for none."""
     found = [
         index
         for index, message in enumerate(conversation.messages)
@@ -44,7 +44,7 @@ def trained_messages(conversation: Conversation, loss_on: LossOn, place: str) ->
     ]
     if not found:
         roles = ", ".join(message["role"] for message in conversation.messages)
-        raise DataError(f"{place}: no message of an assistant to train on (roles: {roles}). Mend or drop the row.")
+        raise DataError(f"{place}: no message of an assistant to train on (roles: {roles}). Fix or drop the row.")
     return found if loss_on == "all" else found[-1:]
 
 
@@ -70,13 +70,13 @@ class LossSpans:
         self._closing = _common_suffix(left, right).rstrip()
 
     def render(self, conversation: Conversation, trained: Sequence[int], place: str) -> Rendered:
-        """The text and the spans of the messages `trained`. Raises DataError naming the row."""
+        """Return the text and the spans of the messages `trained`. Raises DataError naming the row."""
         messages, tools = conversation.messages, conversation.tools
         try:
             text = self._render(messages, tools)
         except Exception as error:
             raise DataError(
-                f"{place}: the chat template refused the messages: {error}. Mend or drop the row."
+                f"{place}: the chat template refused the messages: {error}. Fix or drop the row."
             ) from error
         spans = []
         for index in trained:
@@ -101,7 +101,7 @@ class LossSpans:
         return start
 
     def _before(self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], index: int) -> str | None:
-        """What precedes the assistant's own text when it is generated; None where the template refuses that."""
+        """Return what precedes the assistant's own text when it is generated; None where the template refuses that."""
         try:
             return self._render(messages[:index], tools, generation_prompt=True)
         except Exception:  # e.g. a template that reads messages[0] of a conversation that the assistant opens
@@ -110,7 +110,7 @@ class LossSpans:
     def _start_of_content(
         self, text: str, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]], index: int
     ) -> int | None:
-        """Where the content of message `index` begins: there another content would stand."""
+        """Find where the content of message `index` begins: there another content would stand."""
         replaced = [*messages[:index], {**messages[index], "content": _STAND_IN}, *messages[index + 1 :]]
         other = self._render(replaced, tools)
         start = other.find(_STAND_IN)
@@ -129,7 +129,7 @@ class LossSpans:
             if search_from < start + len(content):
                 raise DataError(
                     f"{place}: the assistant's text contains {self._closing.strip()!r}, which ends its turn. "
-                    "Mend or drop the row."
+                    "Fix or drop the row."
                 )
         closing = text.find(self._closing, search_from)
         return closing + len(self._closing) if closing >= 0 else len(text)

@@ -23,7 +23,8 @@ from skyrl_train.errors import BatchError
 
 
 def plan_packing(lengths: Rows, *, max_tokens: int, align: int = 1, num_ranks: int = 1) -> list[Rows]:
-    """Row numbers of each bin, by first-fit decreasing; the tokens of a bin, rounded up to `align`, fit `max_tokens`.
+    """Return the row numbers of each bin, by first-fit decreasing; the tokens of a bin, rounded up to `align`, fit
+    `max_tokens`.
 
     The number of bins is a multiple of `num_ranks` where there are rows enough, so that ranks have equal numbers.
     Raises BatchError for a row that does not fit a bin by itself.
@@ -37,10 +38,13 @@ def plan_packing(lengths: Rows, *, max_tokens: int, align: int = 1, num_ranks: i
             + (f" in multiples of {align}" if align > 1 else "")
             + ". Raise trainer.max_tokens_per_microbatch or lower data.max_length"
         )
+    # Capacity is in whole multiples of `align`, since the filled-up bin must not exceed `max_tokens` either.
     bins = split_packed(lengths, capacity)
     num_bins = min(len(lengths), -(-len(bins) // num_ranks) * num_ranks)
     if num_bins == len(bins):
         return bins
+    # More bins are needed than fit tightest: dealing the rows over all of them evens out their tokens, which a rank waits
+    # for; only where that overfills one are the tight bins kept and the fullest of them cut.
     order = np.argsort(-lengths, kind="stable")
     dealt = [order[positions] for positions in deal_longest_first(lengths[order], num_bins)]
     fits = max(int(lengths[rows].sum()) for rows in dealt) <= capacity
@@ -48,17 +52,18 @@ def plan_packing(lengths: Rows, *, max_tokens: int, align: int = 1, num_ranks: i
 
 
 def _cut_fullest(bins: list[Rows], lengths: Rows, num_bins: int) -> list[Rows]:
-    """More bins without another packing: those with most tokens, of several rows, are cut in two."""
+    """Return more bins without another packing: those with most tokens, of several rows, are cut in two."""
     bins = list(bins)
     while len(bins) < num_bins:
         index = max(range(len(bins)), key=lambda number: (len(bins[number]) > 1, int(lengths[bins[number]].sum())))
+        # Every other row, since rows of a bin come by falling length: halves of about the same number of tokens.
         rows = bins.pop(index)
         bins += [rows[0::2], rows[1::2]]
     return bins
 
 
 def pack(mini_batch: MiniBatch, bins: Sequence[Rows], *, align: int = 1) -> MiniBatch:
-    """The closed mini-batch with one row for each bin: its rows one after the other, then padding up to `align`.
+    """Return the closed mini-batch with one row for each bin: its rows one after the other, then padding up to `align`.
 
     The denominators stay: they count sequences. A packed row has the uid and the numbers of its first sequence.
     Raises BatchError for a batch that is not closed, or bins that do not hold every row once.
@@ -85,7 +90,7 @@ def pack(mini_batch: MiniBatch, bins: Sequence[Rows], *, align: int = 1) -> Mini
 
 
 def align_rows(batch: TrainingInputBatch, align: int) -> TrainingInputBatch:
-    """Every row filled up with padding to a multiple of `align` tokens: in a packed row, a sequence of its own."""
+    """Return every row filled up with padding to a multiple of `align` tokens: in a packed row, a sequence of its own."""
     missing = -batch.lengths % align
     if not int(missing.sum()):
         return batch

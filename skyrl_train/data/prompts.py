@@ -28,7 +28,7 @@ _GSM8K_ANSWER = re.compile(r"-?\d+(\.\d+)?")
 def load_prompts(
     sources: Sequence[str], *, limit: int | None = None, reader: PartSpec = BY_NAME, row_format: PartSpec = "prompt"
 ) -> list[Prompt]:
-    """All prompts of `sources`, every row checked.
+    """Return all prompts of `sources`, every row checked.
 
     Args:
         sources: Parquet, `.jsonl` or `.json` files, folders of them, `owner/name:split` on the hub, or
@@ -77,7 +77,7 @@ def own_columns(row: Row) -> Mapping[str, Any]:
 
 
 def extract_gsm8k_answer(solution: str) -> str:
-    """The number after the last `#### `, without commas. Raises ValueError where there is none."""
+    """Return the number after the last `#### `, without commas. Raises ValueError where there is none."""
     _, mark, tail = solution.rpartition("#### ")
     answer = tail.strip().replace(",", "").removeprefix("$")
     if not mark or not _GSM8K_ANSWER.fullmatch(answer):
@@ -88,7 +88,7 @@ def extract_gsm8k_answer(solution: str) -> str:
 def gsm8k_row(
     question: str, solution: str, *, split: str, index: int, env_class: str = GSM8K_ENV_CLASS
 ) -> dict[str, Any]:
-    """One data row of GSM8K as `make_prompt` reads it. Raises ValueError for a solution without an answer."""
+    """Return one data row of GSM8K as `make_prompt` reads it. Raises ValueError for a solution without an answer."""
     return {
         "uid": f"gsm8k-{split}-{index}",
         "data_source": "openai/gsm8k",
@@ -112,7 +112,8 @@ def published_gsm8k_row(row: Row) -> dict[str, Any]:
 
 
 def make_prompt(row: Row) -> Prompt:
-    """A row in the ecosystem's format: `prompt` (chat messages or text), perhaps `env_class`, `uid`, and the rest.
+    """Return the prompt of a row in the ecosystem's format: `prompt` (chat messages or text), perhaps `env_class`,
+    `uid`, and the rest.
 
     Raises DataError naming the row, what it has and what it needs.
     """
@@ -153,7 +154,9 @@ def _messages(value: object, place: str) -> tuple[ChatMessage, ...]:
 
 
 def _without_nulls(message: Mapping[str, Any]) -> ChatMessage:
-    """Parquet gives each message the keys of all messages; those it lacks are null."""
+    """Return the message without what Parquet adds: it gives each message the keys of all messages; those it lacks are
+    null.
+    """
     return {key: value for key, value in message.items() if value is not None}
 
 
@@ -174,7 +177,7 @@ def filter_by_length(
     max_prompt_length: int,
     over_long: Literal["drop", "error"],
 ) -> LengthFilter:
-    """Drops (or refuses) prompts of more than `max_prompt_length` tokens.
+    """Drop (or refuse) prompts of more than `max_prompt_length` tokens.
 
     Args:
         count_tokens: Tokens of a prompt as the model will see it, e.g. `len(chat_tokens.data_prompt(prompt))`.
@@ -233,7 +236,7 @@ class PromptSource:
         return len(self._prompts) // self._batch_size
 
     def batch(self, position: int) -> list[Prompt]:
-        """The prompts of the batch after `position` batches were consumed, over all epochs."""
+        """Return the prompts of the batch after `position` batches were consumed, over all epochs."""
         epoch, place = divmod(position, self.num_batches_per_epoch)
         order = self._epoch_order(epoch)
         return [self._prompts[index] for index in order[place * self._batch_size : (place + 1) * self._batch_size]]
@@ -255,7 +258,9 @@ class PromptSource:
 
 
 def by_seed(num_prompts: int, epoch: int, seed: int) -> list[int]:
-    """Sorted by random keys rather than shuffled: `random.random()` is what Python promises not to change."""
+    """Return the order of an epoch, sorted by random keys rather than shuffled: `random.random()` is what Python
+    promises not to change.
+    """
     generator = random.Random(derive_seed(seed, "prompt_order", epoch))
     keys = [generator.random() for _ in range(num_prompts)]
     return sorted(range(num_prompts), key=keys.__getitem__)

@@ -60,7 +60,7 @@ class Source:
 
 
 def find_sources(specs: Sequence[str], reader: PartSpec = BY_NAME) -> list[Source]:
-    """The files and hub splits that `data.train` or `data.validation` names; with another reader than `by_name`, each
+    """Return the files and hub splits that `data.train` or `data.validation` names; with another reader than `by_name`, each
     entry is one source.
 
     Raises DataError for a path that is not there (naming what is, nearby), an empty folder, or an unknown file type.
@@ -80,7 +80,7 @@ def find_sources(specs: Sequence[str], reader: PartSpec = BY_NAME) -> list[Sourc
 
 
 def read_rows(source: Source) -> Iterator[Row]:
-    """The rows of one source, in order.
+    """Yield the rows of one source, in order.
 
     Raises DataError naming the source and the line or row that cannot be read, or where its reader failed.
     """
@@ -152,7 +152,7 @@ def _find_builtin(spec: str) -> Source:
 
 
 def _nearby(path: Path) -> str:
-    """What a person may have meant: near names in the deepest folder that exists."""
+    """Say what a person may have meant: near names in the deepest folder that exists."""
     folder = path.parent
     wanted = path.name
     while not folder.is_dir() and folder != folder.parent:

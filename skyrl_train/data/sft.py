@@ -74,7 +74,7 @@ def load_examples(
     cache_folder: Path | None = None,
     on_progress: Progress | None = None,
 ) -> Loaded:
-    """The examples of all sources that `specs` name, in order.
+    """Return the examples of all sources that `specs` name, in order.
 
     Args:
         max_length: Tokens of an example.
@@ -121,7 +121,9 @@ def _tokenised(
 
 
 def cache_key(source: Source, tokenizer: Tokenizer, form: ExampleFormat, limit: int) -> str:
-    """Hash of the source's content, the tokenizer, the format, and the versions of the libraries that tokenise."""
+    """Return the hash of the source's content, the tokenizer, the format, and the versions of the libraries that
+    tokenise.
+    """
     parts = [
         str(token_cache.FORMAT),
         _digest_of_file(Path(source.location)) if source.is_file else _digest_of_rows(source, limit),
@@ -139,7 +141,7 @@ def tokenise(
     form: ExampleFormat,
     on_progress: Progress | None = None,
 ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-    """Token ids and loss mask of each row, in order. Raises DataError naming the row."""
+    """Yield token ids and loss mask of each row, in order. Raises DataError naming the row."""
     encoder = _Encoder(tokenizer, form)
     done = 0
     while group := list(islice(rows, _ROWS_AT_ONCE)):
@@ -175,7 +177,7 @@ class _Encoder:
             if isinstance(content, PlainText):
                 ids, mask = self._ended(ids, mask)
             if not any(mask[1:]):
-                raise DataError(f"{row.place}: nothing to train on: no token has loss. Mend or drop the row.")
+                raise DataError(f"{row.place}: nothing to train on: no token has loss. Fix or drop the row.")
             yield ids, [False, *mask[1:]]
 
     def _rendered(self, content: Content, place: str) -> Rendered:
@@ -187,7 +189,7 @@ class _Encoder:
         return self._spans.render(content, trained_messages(content, self._form.loss_on, place), place)
 
     def _tokenise(self, pieces: Sequence[_Piece]) -> list[list[int]]:
-        """Token ids of each piece, without any that the tokenizer adds."""
+        """Return the token ids of each piece, without any that the tokenizer adds."""
         guard, guard_id = self._guard
         texts = [piece.text if piece.opens else guard + piece.text for piece in pieces]
         encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
@@ -195,7 +197,7 @@ class _Encoder:
         return [list(ids[first:]) for ids, first in zip(encoded, skip)]
 
     def _ended(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
-        """Plain text between the tokens that begin and end one."""
+        """Put plain text between the tokens that begin and end one."""
         bos, eos = getattr(self._tokenizer, "bos_token_id", None), self._tokenizer.eos_token_id
         if bos is not None and self._tokenizer([""], add_special_tokens=True)["input_ids"][0][:1] == [bos]:
             ids, mask = [bos, *ids], [False, *mask]
@@ -212,7 +214,9 @@ class _Piece:
 
 
 def _pieces(rendered: Rendered) -> list[_Piece]:
-    """What stands before the first span; then for each span three pieces: with what follows it, alone, what follows."""
+    """Return what stands before the first span; then for each span three pieces: with what follows it, alone, what
+    follows.
+    """
     text, spans = rendered.text, rendered.spans
     pieces = [_Piece(text=text[: spans[0][0]], opens=True)]
     for (start, stop), end in zip(spans, [*(start for start, _ in spans[1:]), len(text)]):
@@ -224,7 +228,7 @@ def _pieces(rendered: Rendered) -> list[_Piece]:
 
 
 def _join(pieces: Sequence[list[int]]) -> tuple[list[int], list[bool]]:
-    """Token ids and mask from the tokens of `_pieces`.
+    """Return token ids and mask from the tokens of `_pieces`.
 
     A span is tokenised together with what follows it, as templates mean it (a token such as `<|end|>` may take the
     newline after it along), unless that would join the span's last token with something else.
@@ -251,7 +255,7 @@ def _guard(tokenizer: Tokenizer) -> tuple[str, int | None]:
 
 
 def _cut_to_length(stores: Sequence[tuple[str, TokenStore]], max_length: int, over_long: OverLong) -> Loaded:
-    """Applies `over_long` to every source."""
+    """Apply `over_long` to every source."""
     parts, digest = [], hashlib.sha256(f"{max_length} {over_long}".encode())
     truncated = dropped = without_loss = longest = 0
     for name, store in stores:

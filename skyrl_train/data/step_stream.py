@@ -28,7 +28,7 @@ _FIRST_WINDOW = 256
 
 
 def by_rows(num_rows: int) -> Closing:
-    """So many examples."""
+    """Make a step of so many examples."""
     return lambda lengths: num_rows if len(lengths) >= num_rows else None
 
 
@@ -86,7 +86,7 @@ class StepStream:
 
     @property
     def num_examples_per_epoch(self) -> int:
-        """With each source's weight."""
+        """Examples of an epoch, each source's by its weight."""
         return self._order.num_examples
 
     def start(self, position: int) -> None:
@@ -94,7 +94,7 @@ class StepStream:
         self._order.start_epoch(self._order.epoch_of(position))
 
     def within_epoch(self, position: int) -> StepExamples | None:
-        """The step that begins at `position`; None where it takes another order than the one that is held."""
+        """Return the step that begins at `position`; None where it takes another order than that of the current epoch."""
         epoch = self._order.epoch_of(position)
         if epoch != self._order.epoch:
             return None
@@ -105,7 +105,7 @@ class StepStream:
         return found
 
     def take(self, position: int) -> StepExamples:
-        """The step that begins at `position`. Starts epochs as needed: nothing may be reading the order meanwhile."""
+        """Return the step that begins at `position`. Starts epochs as needed: nothing may be reading the order meanwhile."""
         self.start(position)
         found = self.within_epoch(position)
         begun = np.empty(0, dtype=np.int64)
@@ -119,7 +119,7 @@ class StepStream:
         return found
 
     def count_steps(self, num_epochs: int) -> int:
-        """Steps that begin in the first `num_epochs` epochs.
+        """Count the steps that begin in the first `num_epochs` epochs.
 
         Raises ConfigError where incomplete steps are dropped and none is ever full.
         """
@@ -133,7 +133,7 @@ class StepStream:
         return steps
 
     def _require_full_step(self) -> None:
-        """With `drop`, an epoch that never fills a step would be searched for one for ever."""
+        """Refuse data of which, with `drop`, no epoch ever fills a step: the search for one would not end."""
         self._order.start_epoch(0)
         if self._incomplete == "drop" and self._close(np.empty(0, dtype=np.int64), 0) is None:
             raise ConfigError(

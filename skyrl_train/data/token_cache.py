@@ -10,7 +10,7 @@
 
 An entry is written under a name of its own and renamed into place when it is whole. Runs that make the same entry at
 the same time do the work twice and keep one result; no run ever waits for another, or reads half an entry. A damaged
-entry is made anew. Entries may be deleted at any time.
+entry is made again. Entries may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ def default_folder() -> Path:
 
 
 def cached(folder: Path, key: str, make: Callable[[], Examples]) -> TokenStore:
-    """The entry `key` of the cache, made now where it is missing or damaged. Raises OSError where the disk refuses."""
+    """Return the entry `key` of the cache, made now where it is missing or damaged. Raises OSError where the disk
+    refuses.
+    """
     entry = folder / key
     for _ in range(_ATTEMPTS):
         problem = _problem(entry)
         if problem:
             if entry.exists():
-                logger.warning("token cache: %s %s; it is made anew", entry, problem)
+                logger.warning("token cache: %s %s; it is made again", entry, problem)
             folder.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(folder)
             _make(entry, make)
@@ -90,7 +92,7 @@ def _make(entry: Path, make: Callable[[], Examples]) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Takes away what runs that were killed left, long enough ago that nobody can still be writing."""
+    """Remove what runs that were killed left, long enough ago that nobody can still be writing."""
     for leftover in folder.glob(f"{_MAKING}*"):
         try:
             newest = max(path.stat().st_mtime for path in [leftover, *leftover.iterdir()])
@@ -101,7 +103,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _write(folder: Path, examples: Examples) -> None:
-    """Streams the examples to the three files, then writes `meta.json`."""
+    """Stream the examples to the three files, then writes `meta.json`."""
     length = 0
     with (
         (folder / "input_ids.bin").open("wb") as ids_file,
@@ -122,7 +124,7 @@ def _write(folder: Path, examples: Examples) -> None:
 
 
 def _problem(entry: Path) -> str:
-    """Why the entry cannot be used; empty where it can."""
+    """Say why the entry cannot be used; nothing where it can."""
     try:
         files = json.loads((entry / _META).read_text())["files"]
         for name in _COLUMNS:

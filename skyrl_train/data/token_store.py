@@ -70,7 +70,7 @@ class ExampleSet:
 
     @property
     def source_sizes(self) -> tuple[int, ...]:
-        """Examples of each source."""
+        """How many examples each source has."""
         return tuple(len(part.rows) for part in self.parts)
 
     def name(self, index: int) -> str:
@@ -79,7 +79,7 @@ class ExampleSet:
         return f"{part.name}-{row}"
 
     def gather(self, indices: Ints) -> Flat:
-        """The examples `indices`, in that order."""
+        """Return the examples `indices`, in that order."""
         lengths = self.lengths[indices]
         starts = np.cumsum(lengths) - lengths
         input_ids = np.empty(int(lengths.sum()), dtype=np.int32)
@@ -111,7 +111,7 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
 
 
 def store_of(examples: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> TokenStore:
-    """A store in memory, from token ids and loss masks."""
+    """Return a store in memory, made of token ids and loss masks."""
     pairs = list(examples)
     return TokenStore(
         input_ids=_concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in pairs], np.int32),

@@ -49,9 +49,9 @@ class Job:
     prompt_token_ids: TokenIds
     """The prompt's own messages as tokens, shared by its samples; used where the environment does not change them."""
     prompt_index: int
-    """Place in the batch: orders requests."""
+    """Index within the batch: orders requests."""
     prompt_number: int
-    """Identifies the prompt in seeds wherever it stands in the batch."""
+    """Identifies the prompt in seeds, at whatever index of the batch it is."""
     sample_index: int
     sampling: SamplingParams
     teacher_token_ids: TokenIds
@@ -97,7 +97,7 @@ class AgentLoop:
         self._turns: list[Turn] = []
 
     async def run(self) -> Trajectory:
-        """The trajectory; a failed one where the environment or the engine broke it. Other exceptions propagate."""
+        """Return the trajectory; a failed one where the environment or the engine broke it. Other exceptions propagate."""
         try:
             outcome = await self._run_turns()
             return self._trajectory(outcome, metrics=await self._session.metrics())
@@ -201,7 +201,9 @@ class AgentLoop:
 
 
 def _check_output(output: GenerationOutput) -> None:
-    """An answer that was given up, is empty or carries no usable log-probabilities is a failure, not a response."""
+    """Refuse an output: an answer that was given up, is empty or carries no usable log-probabilities is a failure, not
+    a response.
+    """
     if output.stop_reason is StopReason.ABORT:
         raise Broken(FailureKind.ENGINE_ERROR, f"the engine aborted the request after {len(output.token_ids)} tokens")
     if not output.token_ids:

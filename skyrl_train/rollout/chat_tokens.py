@@ -3,8 +3,8 @@
 A conversation grows by the template's delta for what the environment said, never by re-tokenising the model's own
 text: what was sampled stays in the context token by token. The delta is the difference between the renderings of a
 fixed short conversation with and without the new messages, which is valid where the template is prefix-stable. That is
-looked at once per tokenizer; where it is not (some templates strip earlier reasoning), the whole conversation is
-rendered anew. Which earlier turn the result continues, if any, is then found by comparing tokens
+checked once per tokenizer; where it is not (some templates strip earlier reasoning), the whole conversation is
+rendered again. Which earlier turn the result continues, if any, is then found by comparing tokens
 (`types.find_parent`).
 """
 
@@ -61,7 +61,7 @@ class ChatTokens:
         try:
             return self.first_prompt(prompt.messages)
         except Broken as broken:
-            raise DataError(f"prompt {prompt.uid}: {broken.message}. Mend or drop the row.") from broken
+            raise DataError(f"prompt {prompt.uid}: {broken.message}. Fix or drop the row.") from broken
 
     def next_prompt(
         self,
@@ -93,7 +93,7 @@ class ChatTokens:
         return self.first_prompt([*history, *observations])
 
     def closing(self, response: tuple[int, ...]) -> tuple[int, ...]:
-        """What the template puts after an answer and `response` does not yet end with.
+        """Return what the template puts after an answer and `response` does not yet end with.
 
         With `<|im_end|>` and a newline after each answer: only the newline for a response that ended by itself, both
         for one that was cut by its length. These tokens were not sampled and belong to the next prompt.
@@ -105,11 +105,11 @@ class ChatTokens:
         return after
 
     def text(self, response: Sequence[int]) -> str:
-        """A response as the environment reads it: without special tokens."""
+        """Return a response as the environment reads it: without special tokens."""
         return str(self._tokenizer.decode(list(response), skip_special_tokens=True))
 
     def _look_at_template(self) -> tuple[tuple[ChatMessage, ...], tuple[int, ...], tuple[int, ...]]:
-        """A short conversation, its tokens, and those of them that follow the answer."""
+        """Return a short conversation, its tokens, and those of them that follow the answer."""
         for answers in _ANSWERS:
             conversations = [
                 ({"role": "user", "content": _QUESTION}, {"role": "assistant", "content": answer}) for answer in answers
@@ -120,7 +120,7 @@ class ChatTokens:
         raise ValueError("it leaves the assistant's text out, or the vocabulary knows no letter and no digit")
 
     def _delta_of_json(self, observations_json: str) -> tuple[int, ...] | None:
-        """Tokens for the observations and the next opening; None where these messages break the prefix."""
+        """Return the tokens of the observations and the next opening; None where these messages break the prefix."""
         observations: list[ChatMessage] = json.loads(observations_json)
         full = self._render((*self._short, *observations), add_generation_prompt=True)
         return full[len(self._base) :] if full[: len(self._base)] == self._base else None
@@ -143,7 +143,7 @@ def _common_suffix(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, 
 
 
 def with_context(prompt: Prompt, name: str) -> Prompt:
-    """The data row with its column `name` (dots go into nested columns) after its last message's text.
+    """Return the data row with its column `name` (dots go into nested columns) after its last message's text.
 
     Raises DataError naming the row and the column where it has no such text.
     """

@@ -37,7 +37,7 @@ class Broken(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """`ValueError: unknown city 'Oz'`, in one line of at most 500 characters."""
+    """Describe an error as `ValueError: unknown city 'Oz'`, in one line of at most 500 characters."""
     text = " ".join(str(error).split())
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return line if len(line) <= 500 else line[:497] + "..."
@@ -150,7 +150,7 @@ class EnvRunner:
 
 
 class _DeadlineExceeded(Exception):
-    """Internal: told apart from a TimeoutError that the environment itself raised."""
+    """Internal: distinguished from a TimeoutError that the environment itself raised."""
 
 
 class _Quietly:
@@ -205,12 +205,14 @@ class EnvironmentSession:
         return check_step(output, source=f"{self._name}.step")
 
     async def metrics(self) -> dict[str, float]:
-        """The environment's own finite numbers; everything else in `get_metrics` is left out."""
+        """Return the environment's own finite numbers; everything else in `get_metrics` is left out."""
         metrics = await self._guard(lambda: self._environment_or_fail().get_metrics(), "get_metrics")
         return numbers_only(metrics)
 
     async def close(self) -> None:
-        """Always attempted; never raises. After a call that hung, `close` waits on the abandoned thread instead."""
+        """Close the environment: always attempted; never raises. After a call that hung, `close` waits on the abandoned
+        thread instead.
+        """
         if self._environment is None or self._abandoned:
             return
         environment, self._environment = self._environment, None
@@ -244,7 +246,7 @@ class EnvironmentSession:
 
 
 def check_messages(value: object, *, source: str) -> list[ChatMessage]:
-    """A list of chat messages, or Broken (invalid_observation) saying what is wrong with it."""
+    """Return a list of chat messages, or raise Broken (invalid_observation) saying what is wrong with it."""
     if not isinstance(value, (list, tuple)):
         raise Broken(FailureKind.INVALID_OBSERVATION, f"{source} returned {type(value).__name__}; must be a list")
     for index, message in enumerate(value):
@@ -262,7 +264,7 @@ def check_messages(value: object, *, source: str) -> list[ChatMessage]:
 
 
 def check_step(output: object, *, source: str) -> StepResult:
-    """The fields of a step's answer, or Broken naming the one that is wrong."""
+    """Return the fields of a step's answer, or raise Broken naming the one that is wrong."""
     if not isinstance(output, Mapping):
         kind = type(output).__name__
         raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source} returned {kind}; must be a mapping")
@@ -277,7 +279,7 @@ def check_step(output: object, *, source: str) -> StepResult:
 
 
 def check_reward(value: object, *, source: str) -> float:
-    """`value` as a finite float (numpy scalars and booleans are fine), or Broken (invalid_reward)."""
+    """Return `value` as a finite float (numpy scalars and booleans are fine), or raise Broken (invalid_reward)."""
     try:
         if isinstance(value, SupportsFloat) and math.isfinite(reward := float(value)):
             return reward
@@ -287,7 +289,7 @@ def check_reward(value: object, *, source: str) -> float:
 
 
 def numbers_only(metrics: object) -> dict[str, float]:
-    """The finite numbers among an environment's metrics."""
+    """Return the finite numbers among an environment's metrics."""
     if not isinstance(metrics, Mapping):
         return {}
     numbers: dict[str, float] = {}

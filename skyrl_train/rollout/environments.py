@@ -22,7 +22,7 @@ _CONFIG_CLASSES: dict[str, str] = {
 
 
 def make_environment(spec: PartSpec, extras: Mapping[str, Any]) -> Environment:
-    """One environment for one trajectory, constructed as `cls(env_config=..., extras=..., **arguments)`.
+    """Make one environment for one trajectory, constructed as `cls(env_config=..., extras=..., **arguments)`.
 
     Args:
         spec: A built-in name, a name in skyrl-gym's registry or a target, with arguments beside it. Those of a name in
@@ -50,7 +50,7 @@ def check_environment(spec: PartSpec) -> None:
 
 
 def environment_violations(spec: PartSpec) -> list[Violation]:
-    """What is wrong with the choice of an environment."""
+    """Return what is wrong with the choice of an environment."""
     name, arguments = split_spec(spec)
     try:
         create = resolve_environment(name)
@@ -69,7 +69,7 @@ def environment_violations(spec: PartSpec) -> list[Violation]:
 
 @functools.cache
 def resolve_environment(name: str) -> Callable[..., Environment]:
-    """The class (or factory) that `name` names. Raises ConfigError with the known names and the nearest."""
+    """Return the class (or factory) that `name` names. Raises ConfigError with the known names and the nearest."""
     registered = _gym_entry_points()
     known = dict.fromkeys(sorted({*ENVIRONMENTS, *registered}))
     entry = ENVIRONMENTS.builtins[name].target if name in ENVIRONMENTS else registered.get(name)
@@ -91,7 +91,7 @@ def _is_registered(name: str) -> bool:
 
 
 def _env_config(name: str, settings: Mapping[str, Any]) -> Any:
-    """Settings as attributes, laid over the environment's own defaults where it has some."""
+    """Return the settings as attributes, laid over the environment's own defaults where it has some."""
     if name not in _CONFIG_CLASSES:
         return SimpleNamespace(**settings)
     return cast("type[Any]", import_attr(_CONFIG_CLASSES[name], field=ENVIRONMENTS.setting))(**settings)
@@ -99,7 +99,7 @@ def _env_config(name: str, settings: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def _gym_entry_points() -> Mapping[str, Any]:
-    """Name to entry point of what skyrl-gym has registered; nothing where it is not installed."""
+    """Return name to entry point of what skyrl-gym has registered; nothing where it is not installed."""
     try:
         registry = importlib.import_module("skyrl_gym.envs.registration").registry
         importlib.import_module("skyrl_gym.envs")

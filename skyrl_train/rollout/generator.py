@@ -1,7 +1,7 @@
 """`RolloutGenerator`: prompts in, trajectories out.
 
 Each trajectory runs as one task of an event loop on a thread of its own. Environments run on further threads, the
-engine wherever it likes. Every trajectory leases the engine before the first one asks for tokens, so that an engine
+engine where its backend puts it. Every trajectory leases the engine before the first one asks for tokens, so that an engine
 that generates in waves sees the same batches on every run.
 """
 
@@ -85,7 +85,7 @@ class RolloutGenerator:
         global_step: int,
         purpose: str,
     ) -> RolloutBatch:
-        """All trajectories in the order of their prompts and samples.
+        """Return all trajectories in the order of their prompts and samples.
 
         Raises:
             SkyrlTrainError: More than `environment.max_failed_fraction` of the trajectories failed (EngineError where
@@ -114,7 +114,7 @@ class RolloutGenerator:
         self._thread.close()
 
     def _env_class(self, prompt: Prompt) -> str:
-        """Name of the configured environment; where that is null, of the row's own."""
+        """Return the name of the configured environment; where that is null, of the row's own."""
         configured = self._environment.env_class
         env_class = prompt.env_class if configured is None else split_spec(configured)[0]
         if env_class is None:
@@ -229,7 +229,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result, or its exception.
+        """Return the coroutine's result, or its exception.
 
         Where this thread is interrupted (Ctrl-C), the coroutine is cancelled and awaited first, so that nothing of it
         runs on.

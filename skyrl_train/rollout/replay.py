@@ -96,11 +96,11 @@ class ReplayGenerator:
             raise ConfigError(violations)
 
     def prompts_for_step(self, global_step: int) -> list[Prompt]:
-        """What step `global_step` (from 1) trained on. Raises DataError past the end of the recording."""
+        """Return what step `global_step` (from 1) trained on. Raises DataError past the end of the recording."""
         return list(self._step(global_step).prompts)
 
     def batch(self, position: int) -> list[Prompt]:
-        """The prompts after `position` steps, as `PromptSource.batch` gives them."""
+        """Return the prompts after `position` steps, as `PromptSource.batch` gives them."""
         return self.prompts_for_step(position + 1)
 
     def generate(
@@ -112,7 +112,7 @@ class ReplayGenerator:
         global_step: int,
         purpose: str,
     ) -> RolloutBatch:
-        """The recorded rollouts of `global_step`; `prompts` and `n_samples_per_prompt` must be the recorded ones.
+        """Return the recorded rollouts of `global_step`; `prompts` and `n_samples_per_prompt` must be the recorded ones.
 
         Raises:
             EngineError: `purpose` is not `train`: new answers to held-out prompts need an engine.
@@ -149,7 +149,7 @@ class ReplayGenerator:
         return self._steps[global_step - 1]
 
     def _load(self, path: Path) -> dict[int, RolloutBatch]:
-        """One file's batches; the last file read is kept, so that memory holds one at a time."""
+        """Return one file's batches; the last file read is kept, so that memory holds one at a time."""
         if self._loaded is None or self._loaded[0] != path:
             self._loaded = None
             self._loaded = path, read_rollouts(path)

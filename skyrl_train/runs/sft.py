@@ -24,7 +24,7 @@ from skyrl_train.runs.common import (
     say_goodbye,
     size_micro_batches,
 )
-from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_feed, load_sft_data, plan_sft
+from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
 
 if TYPE_CHECKING:
     from skyrl_train.cluster.build import Cluster
@@ -133,7 +133,7 @@ def _train(
             early_stopping_min_delta=config.trainer.early_stopping_min_delta,
             export=config.trainer.export,
         ),
-        feed=build_feed(step_settings(config), data, stack),
+        loader=build_loader(step_settings(config), data, stack),
         policy=policy,
         evaluator=build_sft_evaluator(config, data),
         samples=build_samples(config, data, folder, stack),

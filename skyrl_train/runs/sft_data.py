@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from skyrl_train.data.collate import Collator
-    from skyrl_train.data.feed import BatchFeed
+    from skyrl_train.data.loader import BatchLoader
     from skyrl_train.data.sft import Loaded
     from skyrl_train.data.step_stream import Closing, StepStream
     from skyrl_train.data.token_store import ExampleSet
@@ -193,17 +193,17 @@ def _closing(settings: StepSettings) -> Closing:
     return by_tokens(trainer.tokens_per_step) if trainer.tokens_per_step else by_rows(trainer.batch_size)
 
 
-def build_feed(settings: StepSettings, data: SFTData, stack: ExitStack) -> BatchFeed:
+def build_loader(settings: StepSettings, data: SFTData, stack: ExitStack) -> BatchLoader:
     """Return the batches. `stack` ends the thread that prefetches them."""
-    from skyrl_train.data.feed import BatchFeed
+    from skyrl_train.data.loader import BatchLoader
 
-    feed = BatchFeed(
+    loader = BatchLoader(
         build_stream(settings, data),
         data.train,
         _collator(settings, data),
         is_async=settings.trainer.async_batch_collation,
     )
-    return stack.enter_context(feed)
+    return stack.enter_context(loader)
 
 
 def _collator(settings: StepSettings, data: SFTData) -> Collator:

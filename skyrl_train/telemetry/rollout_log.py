@@ -61,7 +61,7 @@ def write_rollouts(
     global_step: int,
     advantages: Sequence[TurnAdvantages | None] | None = None,
 ) -> Path:
-    """Writes one step's trajectories; the file appears complete or not at all.
+    """Write one step's trajectories; the file appears complete or not at all.
 
     Args:
         advantages: Per trajectory, in the batch's order; None where there are none (a failed trajectory, say).
@@ -89,7 +89,7 @@ def write_rollouts(
 def encode_trajectory(
     prompt: Prompt, trajectory: Trajectory, advantages: TurnAdvantages | None = None
 ) -> dict[str, Any]:
-    """The fields of a line. Raises ValueError where `advantages` do not match the turns."""
+    """Return the fields of a line. Raises ValueError where `advantages` do not match the turns."""
     if advantages is not None and [len(turn) for turn in advantages] != [
         len(turn.response_token_ids) for turn in trajectory.turns
     ]:
@@ -143,7 +143,7 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
 
 
 def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
-    """The batches of one file, by global step in the order of the file.
+    """Return the batches of one file, by global step in the order of the file.
 
     Lines without `global_step` belong to step 0. Groups are recognised by `uid` and must have equal numbers of samples.
 
@@ -172,7 +172,7 @@ def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
 
 
 def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
-    """Inverse of `encode_trajectory` (advantages aside). Raises KeyError, TypeError or ValueError."""
+    """Return the inverse of `encode_trajectory` (advantages aside). Raises KeyError, TypeError or ValueError."""
     if not isinstance(record["uid"], (str, int)):
         raise ValueError(f"uid must be a text; got {record['uid']!r}")
     uid = str(record["uid"])

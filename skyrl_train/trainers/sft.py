@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from skyrl_train.data.feed import BatchFeed, SFTBatch
+from skyrl_train.data.loader import BatchLoader, SFTBatch
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import Learner
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics, to_values
@@ -59,14 +59,14 @@ class SFTTrainer:
         *,
         loop: TrainingLoop,
         settings: SFTSettings,
-        feed: BatchFeed,
+        loader: BatchLoader,
         policy: Learner,
         evaluator: SFTEvaluator | None,
         samples: SampleWriter | None,
         best: CheckpointStore | None,
     ) -> None:
         """`best` keeps the checkpoint with the lowest held-out loss, or is None."""
-        self.loop, self.settings, self.feed, self.policy = loop, settings, feed, policy
+        self.loop, self.settings, self.loader, self.policy = loop, settings, loader, policy
         self.evaluator, self.samples, self.best = evaluator, samples, best
         self.state: LoopState = loop.start.state or LoopState.first(None)
         self.history = LossHistory()
@@ -84,9 +84,9 @@ class SFTTrainer:
             while step < loop.settings.total_steps and not self._has_stalled():
                 step += 1
                 with loop.phase("collate"):
-                    batch = self.feed.get(step)
+                    batch = self.loader.get(step)
                     if not loop.is_last(step):
-                        self.feed.prefetch(step + 1)
+                        self.loader.prefetch(step + 1)
                 with loop.phase("update"):
                     metrics = update(self.policy, batch)
                 self._finish_step(step, batch, metrics)
@@ -95,7 +95,7 @@ class SFTTrainer:
     def _begin(self) -> None:
         """Loads the checkpoint's weights and goes to its place in the data; the held-out losses are those on record."""
         self.loop.load()
-        self.feed.seek(self.state.data_position)
+        self.loader.seek(self.state.data_position)
         self.history = LossHistory.of(read_metrics(self.loop.folder.metrics_file))
         self.loop.begin(self.state, self._evaluate)
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.data.collate import example_batch
-from skyrl_train.data.feed import one_ahead
+from skyrl_train.data.loader import one_ahead
 from skyrl_train.data.token_store import ExampleSet
 from skyrl_train.interfaces import Learner
 

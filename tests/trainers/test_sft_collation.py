@@ -13,7 +13,7 @@ import pytest
 
 from skyrl_train.data.async_collator import AsyncBatchCollator
 from skyrl_train.data.collate import DefaultCollator, PackedDataCollator
-from skyrl_train.data.feed import BatchFeed
+from skyrl_train.data.loader import BatchLoader
 from skyrl_train.data.token_store import Ints
 from skyrl_train.runs.sft import step_settings
 from skyrl_train.runs.sft_data import build_stream
@@ -123,11 +123,11 @@ def test_withholding_at_the_end_of_an_epoch_is_what_keeps_batches_right(
 ) -> None:
     """The test above fails without it: the worker would read the order of the wrong epoch."""
 
-    def never_withheld(feed: BatchFeed, step: int) -> None:
-        assert feed._worker is not None
-        feed._worker.submit(step)
+    def never_withheld(loader: BatchLoader, step: int) -> None:
+        assert loader._worker is not None
+        loader._worker.submit(step)
 
-    monkeypatch.setattr(BatchFeed, "prefetch", never_withheld)
+    monkeypatch.setattr(BatchLoader, "prefetch", never_withheld)
     with pytest.raises(RuntimeError, match="takes another epoch's order"):
         sft_run(tmp_path, incomplete_step=incomplete).run()
 
@@ -146,23 +146,23 @@ class SlowCollator:
         return DefaultCollator(make_data().train)(indices, step)
 
 
-def slow_feed(tmp_path: Path) -> tuple[BatchFeed, SlowCollator]:
+def slow_loader(tmp_path: Path) -> tuple[BatchLoader, SlowCollator]:
     data, collator = make_data(), SlowCollator()
     config = make_config(tmp_path, incomplete_step="keep")
-    return BatchFeed(build_stream(step_settings(config), data), data.train, collator, is_async=True), collator
+    return BatchLoader(build_stream(step_settings(config), data), data.train, collator, is_async=True), collator
 
 
 def test_going_elsewhere_drains_what_is_in_flight_before_the_order_changes(tmp_path: Path) -> None:
-    feed, collator = slow_feed(tmp_path)
-    with feed:
-        feed.seek(0)
-        first = [feed.get(step).mini_batch.batch.metadata.uids for step in (1,)]
-        feed.prefetch(2)
+    loader, collator = slow_loader(tmp_path)
+    with loader:
+        loader.seek(0)
+        first = [loader.get(step).mini_batch.batch.metadata.uids for step in (1,)]
+        loader.prefetch(2)
         assert collator.started.wait(10)
         threading.Timer(0.05, collator.go.set).start()
-        feed.seek(20)  # the third epoch
-        third = feed.get(7).mini_batch.batch.metadata.uids
-    serial, collator = slow_feed(tmp_path)
+        loader.seek(20)  # the third epoch
+        third = loader.get(7).mini_batch.batch.metadata.uids
+    serial, collator = slow_loader(tmp_path)
     collator.go.set()
     with serial:
         serial.seek(20)
@@ -173,18 +173,18 @@ def test_going_elsewhere_drains_what_is_in_flight_before_the_order_changes(tmp_p
 def test_without_the_drain_the_batch_in_flight_would_be_in_the_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    feed, collator = slow_feed(tmp_path)
+    loader, collator = slow_loader(tmp_path)
     monkeypatch.setattr(AsyncBatchCollator, "clear", lambda self: None)
-    feed.seek(0)
-    feed.get(1)
-    feed.prefetch(2)
+    loader.seek(0)
+    loader.get(1)
+    loader.prefetch(2)
     assert collator.started.wait(10)
-    feed.seek(20)
+    loader.seek(20)
     collator.go.set()
     with pytest.raises(RuntimeError, match="step 7 was asked for, but that of step 2 is in flight"):
-        feed.get(7)
+        loader.get(7)
     monkeypatch.undo()
-    feed.close()
+    loader.close()
 
 
 @pytest.mark.parametrize("worker_error", [ValueError("worker"), KeyboardInterrupt(), SystemExit(1)])

@@ -1,14 +1,14 @@
 """The batches of a run, in order: the next one is made while the current one trains.
 
     for step in ...:
-        batch = feed.get(step)
-        feed.prefetch(step + 1)
+        batch = loader.get(step)
+        loader.prefetch(step + 1)
         train(batch)
 
 Every batch carries the data position after it. A checkpoint saves the position of the last batch that was trained, so a
-batch that was made ahead when the run ended is made again: it is neither lost nor trained twice.
+batch that was prefetched when the run ended is made again: it is neither lost nor trained twice.
 
-The worker reads the order of the epoch that is held. Therefore nothing is made ahead across the end of an epoch, where
+The worker reads the order of the current epoch. Therefore nothing is prefetched across the end of an epoch, where
 the order changes, and what is in flight is waited for before anything changes the order.
 """
 
@@ -44,7 +44,7 @@ class SFTBatch:
     """Of the stream of examples after this batch: where the next one begins."""
 
 
-class BatchFeed:
+class BatchLoader:
     """Gives each step its batch. To be used from one thread, and closed: as a context manager, or with `close`."""
 
     def __init__(
@@ -55,12 +55,12 @@ class BatchFeed:
         self._examples = examples
         self._collate = collate
         self._position = position
-        self._worker = AsyncBatchCollator(self._make_ahead, TRAIN_THREAD) if is_async else None
+        self._worker = AsyncBatchCollator(self._prefetched, TRAIN_THREAD) if is_async else None
 
     def get(self, step: int) -> SFTBatch:
-        """The batch at the position where the last one ended.
+        """Return the batch at the position where the last one ended.
 
-        Raises RuntimeError where the batch of another step was made ahead; what making it raised.
+        Raises RuntimeError where the batch of another step was prefetched; what making it raised.
         """
         if self._worker is not None and self._worker.has_pending():
             batch = self._worker.get(step)
@@ -70,23 +70,23 @@ class BatchFeed:
         return batch
 
     def prefetch(self, step: int) -> None:
-        """Starts to make the batch of `step` on the worker, unless it takes another epoch's order."""
+        """Start to make the batch of `step` on the worker, unless it takes another epoch's order."""
         if self._worker is not None and self._stream.within_epoch(self._position) is not None:
             self._worker.submit(step)
 
     def seek(self, position: int) -> None:
-        """Goes to another position of the stream. A batch in flight is waited for and discarded."""
+        """Go to another position of the stream. A batch in flight is waited for and discarded."""
         if self._worker is not None:
             self._worker.clear()
         self._position = position
         self._stream.start(position)
 
     def close(self) -> None:
-        """Ends the worker, if there is one."""
+        """End the worker, if there is one."""
         if self._worker is not None:
             self._worker.shutdown()
 
-    def __enter__(self) -> BatchFeed:
+    def __enter__(self) -> BatchLoader:
         return self
 
     def __exit__(
@@ -95,11 +95,11 @@ class BatchFeed:
         if self._worker is not None:
             self._worker.__exit__(kind, error, traceback)
 
-    def _make_ahead(self, step: int) -> SFTBatch:
-        """On the worker. The position does not change before the batch is fetched."""
+    def _prefetched(self, step: int) -> SFTBatch:
+        """Make a batch on the worker. The position does not change before the batch is fetched."""
         found = self._stream.within_epoch(self._position)
         if found is None:
-            raise RuntimeError(f"the batch of step {step} takes another epoch's order and cannot be made ahead")
+            raise RuntimeError(f"the batch of step {step} takes another epoch's order and cannot be prefetched")
         return self._batch(step, found)
 
     def _batch(self, step: int, found: StepExamples) -> SFTBatch:
@@ -113,7 +113,7 @@ class BatchFeed:
 
 
 def one_ahead(compute: Callable[[int], T], count: int, *, is_async: bool) -> Generator[T, None, None]:
-    """`compute(0)` to `compute(count - 1)`, each made while its predecessor is used; the worker ends with the iterator."""
+    """Yield `compute(0)` to `compute(count - 1)`, each made while its predecessor is used; the worker ends with them."""
     if not is_async:
         yield from map(compute, range(count))
         return
