@@ -23,13 +23,14 @@ from skyrl_train.cli.composition import (
     value_of,
 )
 from skyrl_train.cli.machine import MACHINE_RULES, RL_MACHINE_RULES
-from skyrl_train.config.fields import Rule, is_refused, nearest, remedy_for_unknown, walk
-from skyrl_train.config.load import Loaded, read_root
+from skyrl_train.config.fields import Rule, SchemaField, is_refused, nearest, remedy_for_unknown, seam_of, strip, walk
+from skyrl_train.config.load import Conversion, Loaded, read_root
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig, SFTConfig, validate_sft
 from skyrl_train.config.validate import run_rules, validate_config
 from skyrl_train.config.validate_batch import with_sound_sizes
 from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.registry import TARGET
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +159,8 @@ class CommandLine:
             self._add(field=key, rule="is chosen with the group", value=value_of(override), remedy=remedy)
             return False
         fields = {field.path: field for field in walk(self._root.schema)}
+        if key in fields and fields[key].section and not override.is_sweep_override():
+            return self._check_section(fields[key], override)
         if key in fields or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
             return True
         near_group = None if "." in key else nearest(key, self._composer.groups())
@@ -165,6 +168,17 @@ class CommandLine:
         remedy = remedy or "see docs/configuration.md for every setting, --help for every group"
         self._add(field=key, rule="is not a setting", value=value_of(override), remedy=remedy)
         return False
+
+    def _check_section(self, section: SchemaField, override: Override) -> bool:
+        """Whether a mapping given for a whole section has settings of it alone, of the right types."""
+        value = override.value()
+        if not isinstance(value, dict):
+            return True
+        conversion = Conversion(self._root.schema)
+        conversion.section(strip(section.annotation), value, f"{section.path}.")
+        for violation in conversion.violations:
+            self._found.setdefault(str(violation), violation)
+        return not conversion.violations
 
     # Composition and values
 
@@ -223,8 +237,13 @@ class CommandLine:
         if isinstance(config, DictConfig):
             return config
         refusals = self._composer.refusals(overrides)
+        parts = [field.path for field in walk(self._root.schema) if seam_of(field.annotation)]
         for override, why in refusals:
-            self._add(field=override.key_or_group, rule="was refused", value=value_of(override), remedy=why)
+            key = override.key_or_group
+            part = next((path for path in parts if key.startswith(f"{path}.")), None)
+            if part is not None:  # a name has no arguments
+                why = f"write {part}={{{TARGET}: NAME, {key.removeprefix(f'{part}.')}: ...}}"
+            self._add(field=key, rule="was refused", value=value_of(override), remedy=why)
         refused = [override for override, _ in refusals]
         sound = [override for override in overrides if override not in refused]
         config = self._composer.attempt(sound)

@@ -11,7 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, Node, OmegaConf
 
-from skyrl_train.config.fields import defaults
+from skyrl_train.config.fields import defaults, walk
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
@@ -62,7 +62,17 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, replace=True)
     OmegaConf.register_new_resolver("default_run_folder", _default_run_folder, replace=True)
     for name, schema in (("schema", Config), ("sft_schema", SFTConfig)):
-        ConfigStore.instance().store(name=name, node=defaults(schema), provider="skyrl_train")
+        ConfigStore.instance().store(name=name, node=_base(schema), provider="skyrl_train")
+
+
+def _base(schema: type) -> DictConfig:
+    """The schema's defaults, to whose mappings the command line may add keys without a plus sign."""
+    node = OmegaConf.create(defaults(schema))
+    for field in walk(schema):
+        mapping = OmegaConf.select(node, field.path)
+        if field.open and isinstance(mapping, DictConfig):
+            OmegaConf.set_struct(mapping, False)
+    return node
 
 
 def _per_platform(values: Mapping[str, Any], *, _root_: DictConfig) -> Any:

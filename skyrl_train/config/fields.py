@@ -169,7 +169,7 @@ def remedy_for_unknown(path: str, schema: type) -> str:
 
 
 MOVED = {
-    "environment.kwargs": "settings of an environment stand beside it: write environment.env_class.{key}=..., or "
+    "environment.kwargs": "settings of an environment stand beside it: write "
     "environment.env_class={{_target_: NAME, {key}: ...}}",
 }
 """Settings that there were, and what to write now."""

@@ -146,7 +146,7 @@ def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together
         (
             "environment.kwargs.difficulty=hard",
             "environment.kwargs.difficulty: is not a setting; got 'hard'. Settings of an environment stand beside it: write"
-            " environment.env_class.difficulty=..., or environment.env_class={_target_: NAME, difficulty: ...}",
+            " environment.env_class={_target_: NAME, difficulty: ...}",
         ),
         (
             "hydra.run.folder=x",
