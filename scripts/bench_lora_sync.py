@@ -26,11 +26,11 @@ from bench_weight_sync import save_model
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, LoraConfig, ModelConfig
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.inference.vllm_settings import engine_settings
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.lora import adapter_tensors, add_adapter, merged_weights
+from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
-from skyrl_train.weight_sync.buckets import in_buckets
+from skyrl_train.weights import stored_weights
 
 WAYS = ("merged", "adapter")
 PROMPT_TOKENS, NEW_TOKENS, NUM_REQUESTS, DEADLINE_S = 64, 64, 16, 600.0
@@ -62,14 +62,16 @@ def measure(folder: Path, way: str, *, rank: int, syncs: int) -> Cost:
             began, num_bytes, names = time.process_time(), 0, 0
             weights = merged_weights(model, lambda x: x) if way == "merged" else adapter_tensors(model).items()
             engine.begin_update()
-            for bucket in in_buckets((name, tensor.detach()) for name, tensor in weights):
+            stored = stored_weights({name: tensor.detach() for name, tensor in weights})
+            for pending in stored.handed_over(stored.buckets()):
+                bucket = pending.passed_on()
                 engine.update(bucket)
                 num_bytes += bucket.num_bytes
                 names += len(bucket.names)
             engine.finish_update(version, names)
             seconds.append(time.process_time() - began)
         began = time.process_time()
-        waiting = [engine.generate(request(number)) for number in range(NUM_REQUESTS)]
+        waiting = [engine.submit(request(number)) for number in range(NUM_REQUESTS)]
         generated = sum(len(each.result(DEADLINE_S).token_ids) for each in waiting)
         return Cost(num_bytes, statistics.median(seconds), generated / (time.process_time() - began))
     finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, ModelConfig, PlatformConfig
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.inference.vllm_settings import engine_settings
+from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
 
 _REPETITIONS = 5
@@ -80,7 +80,7 @@ def measure(seeds: str, folder: Path, arguments: argparse.Namespace) -> list[flo
     for repetition in range(_REPETITIONS + 1):
         started = time.perf_counter()
         futures = [
-            engine.generate(
+            engine.submit(
                 GenerationRequest(
                     request_id=f"{repetition}-{n}",
                     prompt_token_ids=tuple(range(10, 42)),

@@ -83,7 +83,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> Config:
     cuda = args.device == "cuda"
     ranks = args.ranks or (_count_gpus() // (1 + args.apart) if cuda else 2)
     engines = args.engines or (max(1, ranks // args.tensor_parallel) if cuda else 1)
-    vllm = VLLMConfig(num_engines=engines, tensor_parallel_size=args.tensor_parallel, weight_transport=args.transport)
+    vllm = VLLMConfig(num_engines=engines, tensor_parallel_size=args.tensor_parallel)
     return Config(
         output_dir=str(folder / "run"),
         platform=PlatformConfig(name="gpu", device="cuda:0") if cuda else PlatformConfig(),
@@ -93,7 +93,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> Config:
         placement=PlacementConfig(
             backend="ray", policy_num_workers=ranks, start_timeout_s=900.0, colocate_all=cuda and not args.apart
         ),
-        generator=GeneratorConfig(backend="vllm", max_context_length=256, vllm=vllm),
+        generator=GeneratorConfig(backend="vllm", max_context_length=256, vllm=vllm, weight_transport=args.transport),
     )
 
 
@@ -105,19 +105,19 @@ def _count_gpus() -> int:
 
 def measure(config: Config, *, syncs: int) -> list[dict[str, Any]]:
     """The records of so many syncs, in order."""
-    from skyrl_train.cluster.build import Cluster, cluster_settings
     from skyrl_train.config.learners import run_models
     from skyrl_train.plan.dry_run import plan_batches
+    from skyrl_train.runs.build import build_host, build_learners
 
     output = Path(config.output_dir)
     output.mkdir()
     with ExitStack() as stack:
-        cluster = Cluster(cluster_settings(config), stack)
-        _, carrier = cluster.build_engine(config, stack)
+        host = build_host(config, stack)
+        assert host.engines is not None
         plan = plan_batches(config, num_train_prompts=64)
-        policy = cluster.build_learners(run_models(config, plan.schedule), stack).policy
+        policy = build_learners(run_models(config, plan.schedule), stack, host).policy
         for version in range(syncs):
-            carrier.sync(policy.weights(), version)
+            host.engines.transport.sync(policy.weights(), version)
     lines = (output / "weight_sync.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
 
@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--apart", action="store_true", help="ranks and engines share no GPU")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the engines; bfloat16 on GPUs")
     parser.add_argument("--syncs", type=int, default=6)
-    parser.add_argument("--transport", default="auto", help="generator.vllm.weight_transport")
+    parser.add_argument("--transport", default="auto", help="generator.weight_transport")
     args = parser.parse_args(argv)
     if args.device == "cuda" and _count_gpus() < 1 + args.apart:
         parser.error(f"--device cuda finds {_count_gpus()} GPUs and needs {1 + args.apart}")

@@ -6,7 +6,7 @@ A trainer knows these Protocols only, so the same loop runs in one process or on
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         RolloutBatch,
         SamplingParams,
     )
+    from skyrl_train.weights import ModelWeights
 
 
 class Environment(Protocol):
@@ -117,8 +118,8 @@ class Scorer(Protocol):
         On the CPU, without gradients."""
         ...
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Replaces all parameters; `weights` as `Learner.weights` gives them. Raises ModelError where they do not fit."""
+    def load_weights(self, weights: ModelWeights) -> None:
+        """Replace all parameters by those of another model. Raises ModelError where they do not fit."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -154,8 +155,8 @@ class Learner(Protocol):
         """
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters under their Hugging Face names, tied ones once; detached, read at once."""
+    def weights(self) -> ModelWeights:
+        """Return the parameters, which are read when they are iterated or sent."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -176,6 +177,6 @@ class Learner(Protocol):
 class WeightTransport(Protocol):
     """Carries the policy's weights to the inference engine."""
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """All of them or none: an engine never answers with a mixture."""
+    def sync(self, weights: ModelWeights, version: int) -> None:
+        """Bring all of them or none: an engine never answers with a mixture."""
         ...

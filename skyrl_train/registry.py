@@ -43,6 +43,9 @@ class Reads:
     teacher: Literal["reference", "other_model", "policy"] = "reference"
     """Who gives `ref_logprobs`: the reference, whichever it is; a reference that must not be the policy; or the policy
     itself, shown `generator.privileged_context`."""
+    own_devices: bool = False
+    """An inference engine: it computes on devices of its own, on Ray in actors (`generator.vllm.num_engines`); any other is
+    made in the loop's process."""
     declared: bool = True
     """False for a custom part that says nothing."""
 

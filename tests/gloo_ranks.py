@@ -12,7 +12,8 @@ from uuid import uuid4
 import torch
 from torch import distributed, multiprocessing
 
-from skyrl_train.distributed.process_group import Rendezvous, join, leave
+from skyrl_train.distributed.process_group import join, leave
+from skyrl_train.endpoints import Rendezvous
 
 DEADLINE_S = 300.0
 """Of joining and of each collective. Ranks import torch and transformers on their way, and on a busy machine one may be

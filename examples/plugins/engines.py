@@ -5,6 +5,7 @@ import contextlib
 import torch
 
 from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.registry import reads
 from skyrl_train.types import GenerationOutput, StopReason
 
 
@@ -54,3 +55,8 @@ class OneByOne:
 
     def close(self):
         pass
+
+
+@reads(own_devices=True)
+class Apart(OneByOne):
+    """The same on devices of its own: on Ray an actor for each of `generator.vllm.num_engines`."""

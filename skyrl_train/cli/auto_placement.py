@@ -145,7 +145,7 @@ def _no_gpu(placement: PlacementConfig, devices: Devices) -> Violation:
 
 
 def _on_cpu(config: AnyConfig) -> AnyConfig:
-    engines = isinstance(config, Config) and config.generator.backend == "vllm"
+    engines = isinstance(config, Config) and config.generator.has_own_devices
     backend = "ray" if engines or config.placement.ray_address else "inline"
     return replace(config, placement=_chosen(config.placement, backend=backend))
 
@@ -187,7 +187,8 @@ class _Choice:
     def made(self) -> Config:
         """Raises ConfigError."""
         nodes, per_node = _even_nodes(self.devices)
-        if self.config.generator.backend not in ("vllm", "http", "replay"):  # an engine in this process
+        generator = self.config.generator
+        if not generator.has_own_devices and generator.backend not in ("http", "replay"):  # an engine in this process
             strategy = replace(self.config.strategy, name="single")
             return replace(self.config, placement=_chosen(self.config.placement, backend="inline"), strategy=strategy)
         facts = _facts(self.config)
@@ -217,7 +218,7 @@ class _Choice:
             for name, value in (("num_workers", 1), ("num_nodes", nodes), ("num_gpus_per_node", per_node))
         }
         config = replace(config, placement=_chosen(config.placement, colocate_all=True, **shares))
-        if config.generator.backend != "vllm":
+        if not config.generator.has_own_devices:
             return config
         size = vllm.tensor_parallel_size
         if size == 1 and facts is not None:
@@ -260,7 +261,7 @@ class _Choice:
 
     def _problem(self, placed: Config, facts: ModelFacts) -> str | None:
         """Why it does not fit, if it does not."""
-        if placed.generator.backend == "vllm":
+        if placed.generator.has_own_devices:
             size, longest = placed.generator.vllm.tensor_parallel_size, placed.generator.max_context_length
             weights = self._engine_weights(placed, facts)
             keys = 2 * facts.num_layers * facts.kv_size * longest * weights // facts.parameters

@@ -63,6 +63,10 @@ class RemoteActor:
     log_folder: Path | None
     identity: Identity | None = None
 
+    def found_at(self, identity: Identity) -> None:
+        """Remember where the actor said that it is."""
+        self.identity = identity
+
     def __str__(self) -> str:
         where = f"node {self.identity.node}, pid {self.identity.pid}" if self.identity else "not started yet"
         return f"{self.role} rank {self.rank} ({where})"

@@ -1,4 +1,4 @@
-"""One vLLM engine inside a Ray actor. Its event loop stays free: the engine works on a thread of its own."""
+"""One inference engine inside a Ray actor: whichever `generator.backend` names. The actor's event loop stays free."""
 
 from __future__ import annotations
 
@@ -8,96 +8,86 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.cluster.calls import Answer, Identity, node_address
-from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.types import GenerationRequest
+from skyrl_train.cluster.endpoints import Served
+from skyrl_train.config.parts import ENGINES
+from skyrl_train.registry import PartSpec
+from skyrl_train.types import GenerationOutput, GenerationRequest
+from skyrl_train.weight_sync.receiver import UpdatableEngine, updatable
 
 if TYPE_CHECKING:
-    from skyrl_train.config.schema import Config
-    from skyrl_train.distributed.process_group import Rendezvous
-    from skyrl_train.inference.vllm import VLLMEngine
+    from skyrl_train.inference.settings import EngineSettings
 
 _LOOK_EVERY_S = 0.2
 
 
 class EngineWorker:
-    """Every method answers with an `Answer`."""
+    """The actor of an engine. It serves itself, and from `start` on an `UpdatableEngine`, each call of it on a thread."""
 
-    def __init__(self, config: Config, *, secrets: Mapping[str, str], visible_devices: tuple[str, ...] = ()) -> None:
-        """`secrets`: environment variables that Ray must not see. `visible_devices`: of an engine whose workers share the
-        GPUs of several ranks, those; its own process has one of them in Ray's books."""
+    def __init__(
+        self,
+        backend: PartSpec,
+        settings: EngineSettings,
+        *,
+        secrets: Mapping[str, str],
+        visible_devices: tuple[str, ...] = (),
+    ) -> None:
+        """
+        Args:
+            backend: What makes the engine.
+            settings: What it is made from.
+            secrets: Environment variables that Ray must not see.
+            visible_devices: GPUs of an engine whose workers share those of several ranks; its own process has one of them
+                in Ray's books.
+        """
         os.environ.update(secrets)
         if visible_devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices)
-        self._config = config
-        self._engine: VLLMEngine | None = None
+        self._backend, self._settings = backend, settings
+        self._engine: UpdatableEngine | None = None
+        self._served = Served()
+        self._served.add(EngineWorker, self)
+        self._running: dict[str, asyncio.Task[Any]] = {}
 
     async def ping(self) -> bool:
-        """A sign of life; none while a process of vLLM is stopped, since this one alone computes nothing."""
+        """Give a sign of life; none while a process of the engine is stopped, since this one alone computes nothing."""
         while self._engine is not None and self._engine.suspended:
             await asyncio.sleep(_LOOK_EVERY_S)
         return True
 
-    async def identify(self) -> Answer:
-        """Where this process is."""
-        return Answer(value=Identity(node=node_address(), pid=os.getpid()))
+    async def identify(self) -> Identity:
+        """Return where this process is."""
+        return Identity(node=node_address(), pid=os.getpid())
 
-    async def start(self) -> Answer:
-        """Loads the model."""
+    async def start(self) -> None:
+        """Make the engine, which loads the model."""
+        await asyncio.to_thread(self._load)
 
-        def load() -> None:
-            from skyrl_train.inference.vllm import VLLMEngine
-            from skyrl_train.inference.vllm_settings import engine_settings
+    async def invoke(self, key: str, *args: Any, **kwargs: Any) -> Answer:
+        """Answer for a method of the engine, on a thread."""
+        return await asyncio.to_thread(self._served.answer, key, args, kwargs)
 
-            self._engine = VLLMEngine(engine_settings(self._config))
+    async def invoke_coroutine(self, key: str, *args: Any, **kwargs: Any) -> Answer:
+        """Answer for a method of this actor, or of the engine, that is awaited."""
+        return await self._served.answer_of_coroutine(key, args, kwargs)
 
-        return await _answer(asyncio.to_thread(load))
-
-    async def generate(self, request: GenerationRequest) -> Answer:
-        """The response."""
-        return await _answer(asyncio.wrap_future(self._started.generate(request)))
-
-    async def abort(self, request_id: str) -> Answer:
-        """Gives a request up."""
-        self._started.abort(request_id)
-        return Answer()
-
-    async def receivers(self) -> Answer:
-        """See `VLLMEngine.receivers`."""
-        return await _answer(asyncio.to_thread(self._started.receivers))
-
-    async def meet(self, rendezvous: Rendezvous) -> Answer:
-        """See `VLLMEngine.meet`."""
-        return await _answer(asyncio.to_thread(self._started.meet, rendezvous))
-
-    async def begin_update(self) -> Answer:
-        """See `VLLMEngine.begin_update`."""
-        return await _answer(asyncio.to_thread(self._started.begin_update))
-
-    async def update(self, announced: Answer) -> Answer:
-        """Takes a bucket, as a rank of a learner answered it."""
-        return await _answer(asyncio.to_thread(lambda: self._started.update(announced.unwrap())))
-
-    async def finish_update(self, version: int, num_tensors: int) -> Answer:
-        """The version that serves from now on."""
-        return await _answer(asyncio.to_thread(self._started.finish_update, version, num_tensors))
-
-    async def sleep(self) -> Answer:
-        """See `VLLMEngine.sleep`."""
-        return await _answer(asyncio.to_thread(self._started.sleep))
-
-    async def wake_up(self, tag: str) -> Answer:
-        """See `VLLMEngine.wake_up`."""
-        return await _answer(asyncio.to_thread(self._started.wake_up, tag))
-
-    @property
-    def _started(self) -> VLLMEngine:
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Return the engine's answer to a request, until it is given up."""
         if self._engine is None:
             raise RuntimeError("the engine was not started")
-        return self._engine
+        task = asyncio.ensure_future(self._engine.generate(request))
+        self._running[request.request_id] = task
+        try:
+            return await task
+        finally:
+            del self._running[request.request_id]
 
+    async def abort(self, request_id: str) -> None:
+        """Give a request up, whose asker does not wait any more."""
+        if request_id in self._running:
+            self._running[request_id].cancel()
 
-async def _answer(result: Any) -> Answer:
-    try:
-        return Answer(value=await result)
-    except SkyrlTrainError as error:
-        return Answer(error=error)
+    def _load(self) -> None:
+        from skyrl_train.model.causal_lm import load_tokenizer
+
+        self._engine = updatable(ENGINES.resolve(self._backend)(self._settings, load_tokenizer(self._settings.model)))
+        self._served.add(UpdatableEngine, self._engine)

@@ -1,150 +1,148 @@
-"""One rank of a learner: what runs inside a Ray actor.
+"""One rank of a learner: what runs inside a Ray actor, and how a batch gets there and back.
 
-Each public method answers with an `Answer`, so that what the project raises on purpose reaches the caller as itself.
+A batch travels as flat numpy arrays in the object store, which readers map without copying.
 """
 
 from __future__ import annotations
 
-import functools
 import os
-import socket
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
+from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.cluster.calls import Answer, Identity, node_address
-from skyrl_train.cluster.dispatch import Shipped, unpack, unpack_mini_batch
+from skyrl_train.cluster.endpoints import Served
+from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.weight_sync.buckets import unpack_bucket
+from skyrl_train.telemetry.metrics import StepMetrics
+from skyrl_train.weights import Bucket, WeightSender, unpack_bucket
 
 if TYPE_CHECKING:
     from skyrl_train.config.learners import LearnerSettings
-    from skyrl_train.distributed.process_group import Rendezvous
+    from skyrl_train.config.rules import LayoutChoice
+    from skyrl_train.learner.critic import CriticLearner
     from skyrl_train.learner.policy import PolicyLearner
     from skyrl_train.learner.sizing import SizingLimits, SizingReport
 
-
-def answering(method: Callable[..., Any]) -> Callable[..., Answer]:
-    """Turns what `method` returns, or raises on purpose, into an Answer."""
-
-    @functools.wraps(method)
-    def wrapped(*args: Any, **kwargs: Any) -> Answer:
-        try:
-            return Answer(value=method(*args, **kwargs))
-        except SkyrlTrainError as error:
-            return Answer(error=error)
-
-    return wrapped
+Scores = NDArray[np.float32]
+"""float `[tokens of the rows]`."""
 
 
-class LearnerWorker:
-    """A rank of the policy, of the reference or of the critic."""
+@dataclass(frozen=True, kw_only=True)
+class Shipped:
+    """A rank's rows on their way. torch tensors would be copied, numpy arrays are not."""
 
-    def __init__(self, settings: LearnerSettings, *, secrets: Mapping[str, str]) -> None:
-        """`secrets`: environment variables that Ray must not see."""
-        os.environ.update(secrets)
-        self._settings, self._role = settings, settings.role
+    token_columns: Mapping[str, NDArray[Any]]
+    row_columns: Mapping[str, NDArray[Any]]
+    row_offsets: NDArray[np.int64]
+    metadata: BatchMetadata
+    denominators: LossDenominators | None = None
+    """Of the whole mini-batch that these rows are a part of."""
 
-    def ping(self) -> bool:
-        """A sign of life; runs beside whatever else runs."""
-        return True
 
-    @answering
-    def identify(self) -> Identity:
-        """Where this process is."""
-        return Identity(node=node_address(), pid=os.getpid())
+def pack(batch: TrainingInputBatch, denominators: LossDenominators | None = None) -> Shipped:
+    """The rows as arrays that share their memory."""
+    return Shipped(
+        token_columns={name: column.numpy() for name, column in batch.token_columns.items()},
+        row_columns={name: column.numpy() for name, column in batch.row_columns.items()},
+        row_offsets=batch.row_offsets.numpy(),
+        metadata=batch.metadata,
+        denominators=denominators,
+    )
 
-    @answering
-    def free_port(self) -> int:
-        """A port that nobody listens on at this moment, for the ranks to meet at."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return int(probe.getsockname()[1])
 
-    @answering
-    def start(self, rendezvous: Rendezvous) -> str:
-        """Meets the other ranks and loads the model; the layout that is exact for it."""
-        import torch
-
-        from skyrl_train.distributed.process_group import join
-        from skyrl_train.learner.build import build_learner, build_strategy
-        from skyrl_train.model.numerics import set_numerics
-        from skyrl_train.weight_sync.sender import WeightSender
-
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        set_numerics(deterministic=self._settings.deterministic)
-        device = torch.device("cuda:0" if self._settings.platform.name == "gpu" else "cpu")
-        if self._settings.strategy.kind != "single":
-            join(rendezvous, device)
-        strategy = build_strategy(self._settings, device, num_ranks=rendezvous.num_ranks)
-        self._learner = build_learner(self._settings, strategy=strategy)
-        engine = self._learner.engine
-        self._sender = WeightSender(
-            engine.model, strategy, device, require_there=lambda: engine.residence.require(optimizer=False)
+def unpack(shipped: Shipped) -> TrainingInputBatch:
+    """The rows as tensors over the arrays' memory, which is read-only; no operation of a batch writes in place."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return TrainingInputBatch(
+            token_columns={name: torch.from_numpy(array) for name, array in shipped.token_columns.items()},
+            row_columns={name: torch.from_numpy(array) for name, array in shipped.row_columns.items()},
+            row_offsets=torch.from_numpy(shipped.row_offsets),
+            metadata=shipped.metadata,
         )
-        return engine.passes.layout
 
-    @answering
-    def forward(self, rows: Shipped) -> Any:
-        """float `[tokens of the rows]` as numpy."""
-        return self._learner.forward(unpack(rows)).numpy()
 
-    @answering
-    def forward_base(self, rows: Shipped) -> Any:
-        """The same of the policy's model with its adapter off."""
-        return self._policy().forward_base(unpack(rows)).numpy()
+def unpack_mini_batch(shipped: Shipped) -> MiniBatch:
+    """A rank's part of a closed mini-batch. Raises ValueError for rows that were shipped without denominators."""
+    if shipped.denominators is None:
+        raise ValueError("these rows are not part of a closed mini-batch")
+    return MiniBatch(batch=unpack(shipped), denominators=shipped.denominators)
 
-    @answering
-    def forward_entropy(self, rows: Shipped) -> Any:
-        """The policy's entropies."""
-        return self._policy().forward_entropy(unpack(rows)).numpy()
 
-    @answering
-    def forward_sum_pi_squared(self, rows: Shipped) -> Any:
-        """The policy's sums of squared probabilities."""
-        return self._policy().forward_sum_pi_squared(unpack(rows)).numpy()
+class LearnerRank:
+    """A rank's model, as the group of all ranks calls it."""
 
-    @answering
-    def forward_backward(self, rows: Shipped) -> Any:
-        """The metrics of this rank's rows."""
+    def __init__(self, learner: PolicyLearner | CriticLearner, role: str) -> None:
+        self._learner, self._role = learner, role
+
+    def forward(self, rows: Shipped) -> Scores:
+        """Return log-probabilities or values."""
+        return _numpy(self._learner.forward(unpack(rows)))
+
+    def forward_base(self, rows: Shipped) -> Scores:
+        """Return the log-probabilities of the policy's model with its adapter off."""
+        return _numpy(self._policy().forward_base(unpack(rows)))
+
+    def forward_entropy(self, rows: Shipped) -> Scores:
+        """Return the policy's entropies."""
+        return _numpy(self._policy().forward_entropy(unpack(rows)))
+
+    def forward_sum_pi_squared(self, rows: Shipped) -> Scores:
+        """Return the policy's sums of squared probabilities."""
+        return _numpy(self._policy().forward_sum_pi_squared(unpack(rows)))
+
+    def forward_backward(self, rows: Shipped) -> StepMetrics:
+        """Return the metrics of this rank's rows."""
         return self._learner.forward_backward(unpack_mini_batch(rows))
 
-    @answering
+    def optim_step(self) -> StepMetrics:
+        """See `Learner.optim_step`."""
+        return self._learner.optim_step()
+
     def size_micro_batches(self, limits: SizingLimits, stored: Sequence[SizingReport]) -> SizingReport:
-        """Finds what fits, together with the other ranks; `stored` are the reports of an earlier run, by rank."""
+        """Find what fits, together with the other ranks; `stored` are the reports of an earlier run, by rank."""
         from skyrl_train.learner.sizing import make_meter, size_micro_batches
 
         engine = self._learner.engine
         own = stored[engine.strategy.rank] if len(stored) == engine.strategy.num_ranks else None
         return size_micro_batches(self._learner, make_meter(engine.passes.device, limits), limits, stored=own)
 
-    @answering
-    def learner(self, method: str, *args: Any) -> Any:
-        """`method` of this rank's `Learner`, e.g. `optim_step` or `save`."""
-        return getattr(self._learner, method)(*args)
+    def save(self, folder: Path) -> None:
+        """See `Learner.save`."""
+        self._learner.save(folder)
 
-    @answering
+    def load(self, folder: Path) -> None:
+        """See `Learner.load`."""
+        self._learner.load(folder)
+
+    def export_hf(self, folder: Path) -> None:
+        """See `Learner.export_hf`."""
+        self._learner.export_hf(folder)
+
     def offload(self) -> None:
-        """See `Residence.offload`."""
+        """Move the model's memory to the host."""
         self._learner.engine.residence.offload()
 
-    @answering
     def onload(self, optimizer: bool) -> None:
-        """See `Residence.onload`."""
+        """Bring the model back to its device, with its optimizer's state where asked for."""
         self._learner.engine.residence.onload(optimizer=optimizer)
 
-    @answering
-    def weights(self, method: str, *args: Any) -> Any:
-        """`method` of this rank's `WeightSender`."""
-        return getattr(self._sender, method)(*args)
-
-    @answering
-    def take_bucket(self, carried: Answer) -> int:
-        """Replaces the parameters that are in the bucket; returns how many."""
+    def take_bucket(self, bucket: Bucket) -> int:
+        """Replace the parameters that are in the bucket, and return how many they are."""
         from skyrl_train.learner.state import take_weights
 
         engine = self._learner.engine
         engine.residence.require(optimizer=False)
-        return take_weights(engine.model, engine.parameters, unpack_bucket(carried.unwrap()), role=self._role)
+        return take_weights(engine.model, engine.parameters, unpack_bucket(bucket), role=self._role)
 
     def _policy(self) -> PolicyLearner:
         from skyrl_train.learner.policy import PolicyLearner
@@ -152,3 +150,52 @@ class LearnerWorker:
         if not isinstance(self._learner, PolicyLearner):
             raise SkyrlTrainError(f"the {self._role} model has no log-probabilities")
         return self._learner
+
+
+class LearnerWorker:
+    """The actor of a rank. It serves itself, and from `start` on a `LearnerRank` and a `WeightSender`."""
+
+    def __init__(self, settings: LearnerSettings, *, secrets: Mapping[str, str]) -> None:
+        """`secrets`: environment variables that Ray must not see."""
+        os.environ.update(secrets)
+        self._settings = settings
+        self._served = Served()
+        self._served.add(LearnerWorker, self)
+
+    def ping(self) -> bool:
+        """Give a sign of life; runs beside whatever else runs."""
+        return True
+
+    def invoke(self, key: str, *args: Any, **kwargs: Any) -> Answer:
+        """Answer for whatever this actor serves."""
+        return self._served.answer(key, args, kwargs)
+
+    def identify(self) -> Identity:
+        """Return where this process is."""
+        return Identity(node=node_address(), pid=os.getpid())
+
+    def free_port(self) -> int:
+        """Return a port of this node that nobody listens on at this moment, for the ranks to meet at."""
+        return free_port()
+
+    def start(self, rendezvous: Rendezvous) -> LayoutChoice:
+        """Meet the other ranks and load the model. Return the layout that is exact for it."""
+        from skyrl_train.distributed.process_group import join
+        from skyrl_train.learner.build import build_learner, build_strategy
+        from skyrl_train.model.numerics import set_numerics
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        set_numerics(deterministic=self._settings.deterministic)
+        device = torch.device("cuda:0" if self._settings.platform.name == "gpu" else "cpu")
+        if self._settings.strategy.kind != "single":
+            join(rendezvous, device)
+        strategy = build_strategy(self._settings, device, num_ranks=rendezvous.num_ranks)
+        learner = build_learner(self._settings, strategy=strategy)
+        self._served.add(LearnerRank, LearnerRank(learner, self._settings.role))
+        self._served.add(WeightSender, learner.sender())
+        return learner.engine.passes.layout
+
+
+def _numpy(scores: torch.Tensor) -> Scores:
+    array: Scores = scores.numpy()
+    return array

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import ray
@@ -17,29 +18,24 @@ from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.sharing import Together, computed_together
 from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor
-from skyrl_train.cluster.dispatch import Shipped, pack
-from skyrl_train.cluster.learner_worker import LearnerWorker
+from skyrl_train.cluster.calls import HEALTH, RemoteActor
+from skyrl_train.cluster.endpoints import ActorGroup, stored
+from skyrl_train.cluster.learner_worker import LearnerRank, LearnerWorker, Scores, Shipped, pack
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
-from skyrl_train.cluster.workers import (
-    WorkerGroup,
-    WorkerWeights,
-    carried_buckets,
-    meeting_point,
-    planned_buckets,
-)
 from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.learners import LearnerSettings
 from skyrl_train.config.placement import PlacementConfig
-from skyrl_train.distributed.process_group import Rendezvous
+from skyrl_train.endpoints import Endpoint, Phase, Rendezvous, meeting_point
 from skyrl_train.errors import ModelError, SkyrlTrainError
-from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
-from skyrl_train.weight_sync.buckets import pack_bucket
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weights import ModelWeights, WeightSender
 
 if TYPE_CHECKING:
     from skyrl_train.learner.sizing import SizingLimits, SizingReport
+
+R = TypeVar("R")
 
 
 class RayLearner:
@@ -47,62 +43,65 @@ class RayLearner:
 
     def __init__(
         self,
-        group: WorkerGroup,
+        group: ActorGroup,
         *,
-        turns: DeviceTurns | None = None,
+        sharing: DeviceSharing,
         together: Together = "row",
         sequence_parallel_size: int = 1,
     ) -> None:
-        """`turns`: where others share the devices. Rows within one `together` unit share computation on a rank, and go to
-        one where that is level. So many consecutive ranks compute the same rows together."""
+        """
+        Args:
+            group: The actors of the ranks, which have loaded the model.
+            sharing: Who else is on the devices, and when.
+            together: Rows within one such unit share computation on a rank, and go to one where that is level.
+            sequence_parallel_size: So many consecutive ranks compute the same rows together.
+        """
         self.group = group
+        self._ranks = group.of(LearnerRank)
         self._together = together
         self._num_shares = data_parallel_size(len(group.actors), sequence_parallel_size)
-        self._turns = turns
+        self._on_devices = partial(sharing.models, group.role)
+        """Has the model brought to its devices, with its optimizer where asked for."""
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """`[num_tokens]` in the batch's order."""
-        return self._scores("forward", batch)
+        return self._scores(LearnerRank.forward, batch)
 
     def forward_base(self, batch: TrainingInputBatch) -> Tensor:
         """As `forward`, with the policy's adapter off."""
-        return self._scores("forward_base", batch)
+        return self._scores(LearnerRank.forward_base, batch)
 
     def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
         """Entropies in place of log-probabilities."""
-        return self._scores("forward_entropy", batch)
+        return self._scores(LearnerRank.forward_entropy, batch)
 
     def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
         """Sums of squared probabilities in place of log-probabilities."""
-        return self._scores("forward_sum_pi_squared", batch)
+        return self._scores(LearnerRank.forward_sum_pi_squared, batch)
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Each rank adds the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
-        self._take_turn(optimizer=True, trains=True)
+        self._on_devices(optimizer=True, trains=True)
         staged = stage(mini_batch.batch, self._num_shares, together=self._together)
         shares = [pack(shard, mini_batch.denominators) for shard in staged.shards]
-        return merge_metrics(self._on_shares("forward_backward", "update", shares))
+        return merge_metrics(_on_shares(self._ranks, LearnerRank.forward_backward, "update", shares))
 
     def optim_step(self) -> StepMetrics:
         """One step on all ranks, or on none: raises NonFiniteError before any weight moves."""
-        metrics: StepMetrics = self.group.learner("optim_step", "update")[0]
-        return metrics
+        return self._ranks.call(LearnerRank.optim_step, "update")[0]
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters in the model's order, tied ones once."""
-        return WorkerWeights(self.group)
+    def weights(self) -> ModelWeights:
+        """Return the weights, which the ranks hand over when they are read."""
+        return ModelWeights(self.group.of(WeightSender), role=self.group.role, scores=self.forward)
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Those of another group, bucket by bucket through the object store, or of this process."""
-        refs: Iterator[Any]
-        if isinstance(weights, WorkerWeights):
-            self._take_turn(weights.group.role)
-            refs = carried_buckets(weights.group, planned_buckets(weights.group))
-        else:
-            self._take_turn()
-            refs = (ray.put(Answer(value=pack_bucket([named]))) for named in weights)
-        count = sum(self.group.call("take_bucket", "update", args=(ref,))[0] for ref in refs)
-        expected = sum(len(bucket.names) for bucket in planned_buckets(self.group))
+    def load_weights(self, weights: ModelWeights) -> None:
+        """Take those of another model, bucket by bucket. Raises ModelError where they do not fit."""
+        others = () if weights.scores is None or weights.role == self.group.role else (weights.role,)
+        self._on_devices(*others)
+        count = 0
+        for pending in weights.handed_over(weights.buckets()):
+            count += self._ranks.call(LearnerRank.take_bucket, "update", pending.passed_on())[0]
+        expected = sum(len(bucket.names) for bucket in self.weights().buckets())
         if count != expected:
             raise ModelError(f"a model of {expected} parameters got {count}")
 
@@ -110,43 +109,41 @@ class RayLearner:
         self, limits: SizingLimits, stored: Mapping[str, tuple[SizingReport, ...]]
     ) -> list[SizingReport]:
         """Finds what fits on every rank; the ranks' reports. `stored`: those of an earlier run, by model."""
-        self._take_turn(optimizer=True, trains=True)
-        return self.group.call("size_micro_batches", "size", args=(limits, stored.get(self.group.role, ())))
+        self._on_devices(optimizer=True, trains=True)
+        return self._ranks.call(LearnerRank.size_micro_batches, "size", limits, stored.get(self.group.role, ()))
 
     def save(self, folder: Path) -> None:
         """Written by the ranks: the folder must be on a file system that all nodes share."""
-        self._take_turn(optimizer=True)
-        self.group.learner("save", "checkpoint", folder.absolute())
+        self._on_devices(optimizer=True)
+        self._ranks.call(LearnerRank.save, "checkpoint", folder.absolute())
 
     def load(self, folder: Path) -> None:
         """Also of a checkpoint that another number of ranks wrote."""
-        self._take_turn(optimizer=True, trains=True)
-        self.group.learner("load", "load", folder.absolute())
+        self._on_devices(optimizer=True, trains=True)
+        self._ranks.call(LearnerRank.load, "load", folder.absolute())
 
     def export_hf(self, folder: Path) -> None:
         """Gathered and written by rank 0."""
-        self._take_turn()
-        self.group.learner("export_hf", "export", folder.absolute())
+        self._on_devices()
+        self._ranks.call(LearnerRank.export_hf, "export", folder.absolute())
 
     def close(self) -> None:
         """Ends the workers."""
         self.group.close()
 
-    def _scores(self, method: str, batch: TrainingInputBatch) -> Tensor:
-        self._take_turn()
+    def _scores(self, method: Callable[[LearnerRank, Shipped], Scores], batch: TrainingInputBatch) -> Tensor:
+        self._on_devices()
         staged = stage(batch, self._num_shares, together=self._together)
-        results = self._on_shares(method, "score", [pack(shard) for shard in staged.shards])
+        results = _on_shares(self._ranks, method, "score", [pack(shard) for shard in staged.shards])
         return staged.collect([torch.from_numpy(np.array(result)) for result in results])
 
-    def _on_shares(self, method: str, phase: str, shares: Sequence[Shipped]) -> list[Any]:
-        """`method` on every rank with its share; the answers by share, as ranks that compute together answer alike."""
-        each, _ = divmod(len(self.group.actors), len(shares))
-        answers = self.group.call(method, phase, each=[ref for ref in map(ray.put, shares) for _ in range(each)])
-        return answers[::each]
 
-    def _take_turn(self, *others: str, optimizer: bool = False, trains: bool = False) -> None:
-        if self._turns is not None:
-            self._turns.models(self.group.role, *others, optimizer=optimizer, trains=trains)
+def _on_shares(
+    ranks: Endpoint[LearnerRank], method: Callable[[LearnerRank, Shipped], R], phase: Phase, shares: Sequence[Shipped]
+) -> list[R]:
+    """Have every rank do `method` with its share; the results by share, as ranks that compute together answer alike."""
+    each = len(ranks.nodes) // len(shares)
+    return ranks.begin_each(method, phase, [ref for ref in map(stored, shares) for _ in range(each)]).wait()[::each]
 
 
 def start_learner(
@@ -155,13 +152,13 @@ def start_learner(
     session: RaySession,
     slots: Sequence[Slot],
     *,
-    turns: DeviceTurns | None = None,
+    sharing: DeviceSharing | None = None,
 ) -> Callable[[], RayLearner]:
     """Starts one actor per slot, and returns at once; what is returned waits until all ranks have loaded the model.
 
     Raises DeadlineError naming the rank that does not come up, ActorError, or what loading raises.
     """
-    role = settings.role
+    role, shared = settings.role, sharing or DeviceSharing()
     env = session.runtime_env(settings.platform.num_threads)
     secrets = forwarded_environment(secret=True)
     actors = [
@@ -180,23 +177,29 @@ def start_learner(
         )
         for rank, slot in enumerate(slots)
     ]
-    group = WorkerGroup(placement, role, actors)
+    group = ActorGroup(placement, role, actors)
+    workers = group.of(LearnerWorker)
 
     def wait() -> RayLearner:
         try:
-            for actor, identity in zip(actors, group.call("identify", "start")):
-                actor.identity = identity
-            layout = group.call("start", "start", each=_rendezvous(group, session, settings.collective_timeout_s))[0]
+            for actor, identity in zip(actors, workers.call(LearnerWorker.identify, "start")):
+                actor.found_at(identity)
+            places = _rendezvous(workers, session, settings.collective_timeout_s)
+            layout = workers.begin_each(LearnerWorker.start, "start", places).wait()[0]
         except BaseException:
             with suppress(SkyrlTrainError):
                 group.close()
             raise
         together = computed_together(layout, merge_turns=settings.merge_turns)
-        if turns is not None:
-            turns.add(group)
+        ranks = group.of(LearnerRank)
+        shared.add(
+            role,
+            lambda optimizer: ranks.call(LearnerRank.onload, "score", optimizer),
+            lambda: ranks.call(LearnerRank.offload, "generate"),
+        )
         return RayLearner(
             group,
-            turns=turns,
+            sharing=shared,
             together=together,
             sequence_parallel_size=settings.strategy.sequence_parallel_size,
         )
@@ -204,8 +207,12 @@ def start_learner(
     return wait
 
 
-def _rendezvous(group: WorkerGroup, session: RaySession, timeout_s: float) -> list[Rendezvous]:
+def _rendezvous(workers: Endpoint[LearnerWorker], session: RaySession, timeout_s: float) -> list[Rendezvous]:
     # A file in the session's folder is removed with it; a cluster that was joined has none on this machine.
-    folder = session.folder or Path(tempfile.gettempdir())
-    place = meeting_point(group.actors[0], group.actors, folder=folder, timeout_s=timeout_s)
-    return [place.rendezvous(rank, len(group.actors)) for rank in range(len(group.actors))]
+    place = meeting_point(
+        workers.nodes,
+        folder=session.folder or Path(tempfile.gettempdir()),
+        port_of_first=lambda: workers.call(LearnerWorker.free_port, "start")[0],
+        timeout_s=timeout_s,
+    )
+    return [place.rendezvous(rank, len(workers.nodes)) for rank in range(len(workers.nodes))]

@@ -128,7 +128,7 @@ def _spread(count: int, nodes: int, per_node: int) -> Iterable[int]:
 
 def count_engines(generator: GeneratorConfig, placement: PlacementConfig) -> int:
     """Engines that the run starts on devices that it reserves; 0 for every other generator."""
-    return generator.vllm.count(placement) if generator.backend == "vllm" else 0
+    return generator.vllm.count(placement) if generator.has_own_devices else 0
 
 
 def takes_turns(placement: PlacementConfig, generator: GeneratorConfig, platform: PlatformConfig) -> bool:

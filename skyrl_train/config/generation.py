@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from skyrl_train.config.parts import AGENT_LOOPS, ENGINES, TRAJECTORY_ROWS
+from skyrl_train.config.parts import AGENT_LOOPS, ENGINES, TRAJECTORY_ROWS, WEIGHT_TRANSPORTS
 from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.rules import (
     Forks,
@@ -65,9 +65,6 @@ class VLLMConfig:
     on a GPU, which is false."""
     prefix_caching: bool = True
     """Keep the keys and values of prompts that come again. Reset at each weight sync."""
-    weight_transport: Free[Literal["auto", "shared_memory", "broadcast", "cuda_ipc", "files"]] = "auto"
-    """auto: shared_memory on a CPU, cuda_ipc where engines share the trainer's devices, else broadcast. Without Ray:
-    shared_memory or cuda_ipc."""
     lora_sync: Literal["merged", "adapter"] = "merged"
     """With `model.lora`: engines get all weights with the adapter merged, or the adapter alone, which they apply beside
     the weights of `model.path`: far fewer bytes a sync, somewhat slower generation."""
@@ -152,6 +149,9 @@ class GeneratorConfig:
     """The vllm backend."""
     http: Free[HTTPConfig] = field(default_factory=lambda: HTTPConfig())
     """The http backend."""
+    weight_transport: Free[Annotated[PartSpec, WEIGHT_TRANSPORTS]] = "auto"
+    """How new weights get to the engine. auto: shared_memory on a CPU and within one process, files to a server, between
+    GPUs cuda_ipc where engines share the trainer's, else broadcast."""
     verify_weight_sync: Free[bool] = False
     """After each sync, not the first alone, compare the engine's log-probabilities of a probe with the trainer's, and stop
     where they drift."""
@@ -160,6 +160,11 @@ class GeneratorConfig:
     probe of the first sync allows 0.5 where types are not float32 on a CPU."""
     replay_path: Forks[str] = ""
     """Rollouts to train on (backend replay): a JSON-lines file, or a folder of them, such as a run's `rollouts/`."""
+
+    @property
+    def has_own_devices(self) -> bool:
+        """Whether engines compute on devices of their own: in actors on Ray, else in processes of this machine."""
+        return ENGINES.reads(self.backend).own_devices
 
     @property
     def rows(self) -> PartSpec:

@@ -212,14 +212,24 @@ ENGINES = Seam(
     "generator.backend",
     {
         "hf": Builtin("skyrl_train.inference.hf:build_engine"),
-        "vllm": Builtin("skyrl_train.inference.vllm:VLLMEngine", settings="generator.vllm"),
-        "http": Builtin("skyrl_train.inference.http:HTTPEngine", settings="generator.http"),
+        "vllm": Builtin("skyrl_train.inference.vllm:VLLMEngine", Reads(own_devices=True), settings="generator.vllm"),
+        "http": Builtin("skyrl_train.inference.http:build_engine", settings="generator.http"),
         "replay": Builtin("skyrl_train.rollout.replay:ReplayGenerator", settings="generator.replay_path"),
     },
     given=("settings", "tokenizer"),
 )
-"""`(EngineSettings, tokenizer) -> InferenceEngine` with `load_weights(weights, version)`, in the process of the loop; vllm,
-http and replay are built where their processes, servers and files are."""
+"""`(EngineSettings, tokenizer) -> InferenceEngine`, either with `load_weights(weights, version)` or derived from
+`weight_sync/receiver.py: UpdatableEngine`; replay reads recordings in place of an engine."""
+
+WEIGHT_TRANSPORTS = Seam(
+    "generator.weight_transport",
+    {
+        name: Builtin(f"skyrl_train.weight_sync.transports:{name}")
+        for name in ("auto", "shared_memory", "broadcast", "cuda_ipc", "files")
+    },
+    given=("route", "buckets"),
+)
+"""`(Route, buckets) -> None`; see `weight_sync/transports.py`."""
 
 TRAJECTORY_ROWS = Seam(
     "generator.trajectory_rows",

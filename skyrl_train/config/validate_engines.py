@@ -148,10 +148,10 @@ def _fits(value: Any, annotation: str) -> bool:
 
 
 def _verify_weight_sync(generator: GeneratorConfig) -> Iterator[Violation]:
-    if generator.verify_weight_sync and generator.backend != "vllm":
+    if generator.verify_weight_sync and not generator.has_own_devices:
         yield Violation(
             field="generator.verify_weight_sync",
-            rule="needs generator.backend=vllm, whose engines compute apart from the trainer",
+            rule="needs engines on devices of their own, such as generator.backend=vllm",
             value="True",
             remedy="add generator=vllm, or drop generator.verify_weight_sync",
         )

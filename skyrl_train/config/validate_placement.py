@@ -10,6 +10,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig, needs_reference
 from skyrl_train.config.bundles import takes_turns
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.parts import WEIGHT_TRANSPORTS
 from skyrl_train.config.placement import ROLES, PlacementConfig, PlatformConfig, StrategyConfig
 from skyrl_train.config.schema import CriticConfig, ModelConfig
 from skyrl_train.errors import Violation
@@ -50,7 +51,7 @@ def _inline_engines(
     placement: PlacementConfig, generator: GeneratorConfig, platform: PlatformConfig
 ) -> Iterator[Violation]:
     """Without Ray there is one engine, on this machine."""
-    if placement.backend != "inline" or generator.backend != "vllm":
+    if placement.backend != "inline" or not generator.has_own_devices:
         return
     stated = {
         "generator.vllm.num_engines": (generator.vllm.num_engines, 1),
@@ -135,7 +136,7 @@ def _inference(placement: PlacementConfig, generator: GeneratorConfig) -> Iterat
         )
     if not nodes:
         return
-    if generator.backend != "vllm" or placement.colocate_all:
+    if not generator.has_own_devices or placement.colocate_all:
         rule, remedy = "needs generator.backend=vllm, whose engines they are for", "add generator=vllm"
         if placement.colocate_all:
             rule, remedy = "contradicts placement.colocate_all=true", "set placement.colocate_all=false"
@@ -205,7 +206,7 @@ def _silence(placement: PlacementConfig) -> Iterator[Violation]:
 
 def _colocated_engines(placement: PlacementConfig, generator: GeneratorConfig) -> Iterator[Violation]:
     """An engine shares the devices of as many ranks as it has workers, all on one node."""
-    if not placement.colocate_all or generator.backend != "vllm":
+    if not placement.colocate_all or not generator.has_own_devices:
         return
     vllm = generator.vllm
     ranks, nodes, size = placement.policy_num_workers, placement.policy_num_nodes, vllm.tensor_parallel_size
@@ -233,17 +234,23 @@ def _colocated_engines(placement: PlacementConfig, generator: GeneratorConfig) -
 def _weight_transport(
     generator: GeneratorConfig, platform: PlatformConfig, placement: PlacementConfig
 ) -> Iterator[Violation]:
-    name, shared = generator.vllm.weight_transport, takes_turns(placement, generator, platform)
+    name = WEIGHT_TRANSPORTS.name_of(generator.weight_transport)
+    shared = takes_turns(placement, generator, platform)
     rule = ""
     if name == "cuda_ipc" and not (shared and platform.name == "gpu"):
         rule = "cuda_ipc needs engines that share GPUs with the policy: platform=gpu and placement.colocate_all=true"
-    if name in ("broadcast", "files") and placement.backend == "inline" and generator.backend == "vllm":
-        rule = "an engine on this machine takes weights by shared_memory or cuda_ipc"
+    if name in ("broadcast", "cuda_ipc") and not generator.has_own_devices:
+        rule = f"{name} needs engines on devices of their own, such as generator=vllm"
+    elif name == "broadcast" and placement.backend == "inline":
+        rule = "an engine on this machine takes weights by shared_memory, cuda_ipc or files"
     elif name == "broadcast" and shared and platform.name == "gpu":
         rule = "NCCL cannot broadcast between processes that share a device, as they do with placement.colocate_all"
     if rule:
         yield Violation(
-            field="generator.vllm.weight_transport", rule=rule, value=repr(name), remedy="try weight_transport=auto"
+            field="generator.weight_transport",
+            rule=rule,
+            value=repr(name),
+            remedy="try generator.weight_transport=auto",
         )
 
 

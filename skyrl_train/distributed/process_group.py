@@ -9,32 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from skyrl_train.endpoints import Rendezvous
+
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _is_on_one_node = False
 """Of the default group."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rendezvous:
-    """Where the ranks of one model meet."""
-
-    rank: int
-    num_ranks: int
-    init_method: str
-    """`file:///path` of a file that does not exist yet (one node), or `tcp://address:port` of rank 0's node."""
-    timeout_s: float
-    """Deadline of joining and of each collective."""
-
-    @property
-    def single_node(self) -> bool:
-        return self.init_method.startswith("file://")
 
 
 def join(rendezvous: Rendezvous, device: torch.device) -> None:

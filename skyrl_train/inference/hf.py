@@ -13,29 +13,16 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.decode import Decoder, Response
+from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.types import GenerationOutput, GenerationRequest, Tokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """What an engine in the loop's own process is made from."""
-
-    model: ModelConfig
-    """The policy's model; its weights are given before the first request."""
-    device: str
-    """torch device, e.g. `cpu` or `cuda:0`."""
-    max_batch_size: int
-    """Sequences to generate together."""
 
 
 class _Waiting:

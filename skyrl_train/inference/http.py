@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.inference.settings import EngineSettings, stop_token_ids
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
+from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
+from skyrl_train.weights import Bucket
 
 if TYPE_CHECKING:
     from skyrl_train.config.generation import HTTPConfig
@@ -29,8 +32,12 @@ _CONNECT_TIMEOUT_S = 10.0
 _MAX_CONNECTIONS = 512
 
 
-class HTTPEngine:
-    """Implements `InferenceEngine`. `generate` is used from one event loop."""
+class HTTPEngine(UpdatableEngine):
+    """Implements `InferenceEngine`. `generate` is used from one event loop.
+
+    Weights come by vLLM's weight-transfer calls, the bytes in files beside them. The server is paused from before the first
+    byte until it has them all; where anything fails it stays paused.
+    """
 
     def __init__(
         self,
@@ -68,6 +75,7 @@ class HTTPEngine:
         self._version = -1
         self._confirmed, self._confirming = False, asyncio.Lock()
         self._num_in_flight = 0
+        self._initialized = False
         self._model = options.model or str(self.control("GET", "/v1/models")["data"][0]["id"])
 
     @property
@@ -135,10 +143,32 @@ class HTTPEngine:
             raise EngineError(f"{self._options.url}{path}: status {response.status_code}: {response.text[:300]}")
         return response.json() if response.content else None
 
-    def confirm_version(self, version: int) -> None:
-        """Raises EngineError unless the server says that it serves these weights."""
+    def receivers(self) -> list[Receiver]:
+        """Return one that reads files."""
+        return [Receiver(reads_files=True)]
+
+    def begin_update(self) -> None:
+        """Pause the server. Raises EngineError, DeadlineError."""
+        if not self._initialized:
+            self.control("POST", "/init_weight_transfer_engine", {"init_info": {}})
+            self._initialized = True
+        self.control("POST", "/pause?mode=wait&clear_cache=true")
+        self.control("POST", "/start_weight_update")
+
+    def update(self, bucket: Bucket) -> None:
+        """Have the server read a bucket from its file. Raises EngineError, DeadlineError."""
+        if not bucket.path:
+            raise EngineError(f"{self._options.url} takes weights from files. Set generator.weight_transport=files")
+        self.control("POST", "/update_weights", {"update_info": bucket.fields()})
+
+    def finish_update(self, version: int, num_tensors: int) -> int:  # noqa: ARG002
+        """Have the server go on. Raises EngineError unless it says that it serves these weights, and DeadlineError."""
+        self.control("POST", "/finish_weight_update", {"weight_version": str(version)})
+        self.control("POST", "/reset_prefix_cache")
         self._require_version(self.control("GET", "/weight_info"), version)
         self._version, self._confirmed = version, True
+        self.control("POST", "/resume")
+        return version
 
     def close(self) -> None:
         """Closes the connections; the server goes on."""
@@ -156,7 +186,7 @@ class HTTPEngine:
         if str(found) != str(version):
             raise EngineError(
                 f"{self._options.url} serves weights {found!r} and not those of version {version}, which it was given. "
-                "Was it started anew? Resume the run: it sends its weights at the start"
+                "Was it started again? Resume the run: it sends its weights at the start"
             )
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
@@ -177,6 +207,16 @@ class HTTPEngine:
             "return_token_ids": True,
             "request_id": request.request_id,
         }
+
+
+def build_engine(settings: EngineSettings, tokenizer: Any = None) -> HTTPEngine:  # noqa: ARG001
+    """Return the engine behind `generator.http`. Raises EngineError where the server does not answer."""
+    return HTTPEngine(
+        settings.http,
+        stop_token_ids=stop_token_ids(settings.model),
+        timeout_s=settings.request_timeout_s,
+        send_seeds=settings.seeds_by_request,
+    )
 
 
 def _output(body: Any, request: GenerationRequest, version: int) -> GenerationOutput:

@@ -45,11 +45,11 @@ def load_adapter(worker: Any, tensors: Mapping[str, Tensor], *, rank: int, alpha
     """
     with tempfile.TemporaryDirectory(prefix="skyrl-adapter-") as folder:
         write_adapter(Path(folder), dict(tensors), LoraConfig(rank=rank, alpha=alpha), base="policy")
-        is_loaded = worker.add_lora(_request(folder, anew=True))
+        is_loaded = worker.add_lora(_request(folder, replaces=True))
     return bool(is_loaded) and set(worker.list_loras()) == {_NUMBER}
 
 
-def _request(path: str, *, anew: bool = False) -> LoRARequest:
+def _request(path: str, *, replaces: bool = False) -> LoRARequest:
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest(_NAME, _NUMBER, path, load_inplace=anew)
+    return LoRARequest(_NAME, _NUMBER, path, load_inplace=replaces)

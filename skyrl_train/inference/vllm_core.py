@@ -8,28 +8,22 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.vllm_adapter import with_adapter
 from skyrl_train.inference.vllm_processes import CoreClient, EngineProcesses
-from skyrl_train.inference.vllm_settings import EngineSettings, sampling_arguments
+from skyrl_train.inference.vllm_settings import VLLMSettings, sampling_arguments
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
-from skyrl_train.weight_sync.buckets import Bucket, Receiver, in_file
-
-if TYPE_CHECKING:
-    from skyrl_train.distributed.process_group import Rendezvous
+from skyrl_train.weights import Bucket, in_file
 
 T = TypeVar("T")
 
 _SHARED_MEMORY = Path("/dev/shm")
-_REASON_TIMEOUT_S = 1.0
-"""After a failure: how long it may take until it is known that a process of vLLM's ended, and of what."""
 
 
 @dataclass
@@ -54,7 +48,7 @@ class VLLMCore:
     """One engine. Between `begin_update` and `finish_update` nothing is computed, wherever vLLM's core runs; after an error
     in between, or once a process of vLLM is gone, it answers nothing any more."""
 
-    def __init__(self, settings: EngineSettings, processes: EngineProcesses) -> None:
+    def __init__(self, settings: VLLMSettings, processes: EngineProcesses) -> None:
         """Loads the model and waits for it. What vLLM starts is among `processes`. Raises EngineError with its reason."""
         self._settings = settings
         self._requests: dict[str, _Running] = {}
@@ -62,8 +56,6 @@ class VLLMCore:
         self._updating = False
         self._num_received = 0
         self._broken = ""
-        self._ended = threading.Event()
-        """Set once a process of vLLM's is gone."""
         self._has_adapter = False
         self._was_paused = False
         """Whether vLLM scheduled nothing before the update either, as where it sleeps in part."""
@@ -96,7 +88,6 @@ class VLLMCore:
 
         def died(reason: str) -> None:
             self._broken = f"the engine died: {reason}"
-            self._ended.set()
             self._client.give_up(EngineDeadError(self._broken))
 
         self._is_keyed = settings.seeds_by_request and all(self._engine.collective_rpc("use_keyed_sampler"))
@@ -139,7 +130,7 @@ class VLLMCore:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            self._broken = self._death() or f"the engine broke while it generated: {type(error).__name__}: {error}"
+            self._broken = str(self._failure(f"the engine broke while it generated: {type(error).__name__}: {error}"))
             self.fail_all(EngineDeadError(self._broken))
             return
         for output in outputs:
@@ -167,28 +158,15 @@ class VLLMCore:
         self._requests.clear()
         self._held.clear()
 
-    def receivers(self) -> list[Receiver]:
-        """The workers, by rank. Raises EngineError."""
-        try:
-            found = self._engine.collective_rpc("receiver")
-        except Exception as error:
-            raise self._failure("the engine's workers do not answer", error) from error
-        return [Receiver(device=device, dtype=dtype) for device, dtype in found]
+    def ask_workers(self, method: str, **arguments: Any) -> list[Any]:
+        """Return what each of vLLM's workers, by rank, answers to a method of it or of `WorkerExtension`.
 
-    def can_borrow(self, bucket: Bucket) -> bool:
-        """Whether all workers can read what is lent. Raises EngineError."""
-        how = {"handles": dict(bucket.handles), "num_bytes": bucket.num_bytes}
+        Raises EngineError.
+        """
         try:
-            return all(self._engine.collective_rpc("can_borrow", kwargs=how))
+            return list(self._engine.collective_rpc(method, kwargs=arguments))
         except Exception as error:
-            raise self._failure("the engine's workers do not answer", error) from error
-
-    def meet(self, rendezvous: Rendezvous) -> None:
-        """All workers join the trainer's group; `rendezvous.rank` is that of the first. Raises EngineError."""
-        try:
-            self._engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": vars(rendezvous)})
-        except Exception as error:
-            raise self._failure("the trainer could not be met", error) from error
+            raise self._failure(f"vLLM's workers did not do {method}: {type(error).__name__}: {error}") from error
 
     def begin_update(self) -> None:
         """From here on nothing is computed until `finish_update`. A core that is apart goes on with its requests until it is
@@ -216,8 +194,34 @@ class VLLMCore:
         self._guarded(receive)
 
     def finish_update(self, version: int, num_tensors: int) -> int:
-        """Serves with the new weights, under `version`, which it returns. `num_tensors` were sent in all."""
-        return self._guarded(lambda: self._finish(version, num_tensors))
+        """Serve with the new weights, under `version`, which is returned. `num_tensors` were sent in all."""
+
+        def finish() -> int:
+            if not self._updating:
+                raise EngineError("no update was begun")
+            if self._num_received != num_tensors:
+                raise EngineError(f"{self._num_received} of {num_tensors} parameters arrived")
+            self._engine.collective_rpc("finish_weight_update")
+            adapter = self._settings.adapter
+            if adapter is not None:
+                how = {"rank": adapter.rank, "alpha": adapter.alpha}
+                if not all(self._engine.collective_rpc("load_adapter", kwargs=how)):
+                    raise EngineError("vLLM did not take the adapter")
+                self._has_adapter = True
+            # Keys and values of older weights would be found again under the same tokens.
+            if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
+                raise EngineError("vLLM did not reset its prefix cache")
+            self._engine.set_weight_version(str(version))
+            self.weight_version = int(self._engine.get_weight_version())
+            if not self._was_paused:
+                self._client.call("resume_scheduler")
+            self._updating = False
+            held, self._held = self._held, []
+            for request, future in held:
+                self.add(request, future)
+            return self.weight_version
+
+        return self._guarded(finish)
 
     def sleep(self) -> None:
         """Frees the device for others: weights to the host, key-value cache dropped."""
@@ -234,19 +238,12 @@ class VLLMCore:
         self._client.close()
         self.processes.close()
 
-    def _failure(self, what: str, error: Exception) -> EngineError:
-        """`what` went wrong by `error`, or because a process of vLLM's is gone."""
-        self._broken = self._death()
-        return (
-            EngineDeadError(self._broken) if self._broken else EngineError(f"{what}: {type(error).__name__}: {error}")
-        )
-
-    def _death(self) -> str:
-        """After a failure: what the engine died of; empty where it lives. vLLM says that a process is gone without saying
-        which, and before it is known here."""
-        if not self._broken and not self._ended.wait(_REASON_TIMEOUT_S) and (gone := self.processes.gone):
-            return f"the engine died: {gone}"
-        return self._broken
+    def _failure(self, text: str) -> EngineError:
+        """Return the error for a failure: what the engine died of where a process of it is gone, else `text`. vLLM says that
+        a process is gone without saying which, and before it is known here."""
+        if not self._broken and (gone := self.processes.await_end()):
+            self._broken = f"the engine died: {gone}"
+        return EngineDeadError(self._broken) if self._broken else EngineError(text)
 
     def _guarded(self, function: Callable[[], T]) -> T:
         if self._broken:
@@ -254,38 +251,12 @@ class VLLMCore:
         try:
             return function()
         except Exception as error:
-            self._broken = self._death() or (
-                f"a weight update of this {self._engine.model_config.hf_config.model_type} model failed half-way, so the "
-                f"engine answers nothing: {error}"
-            )
+            model_type = self._engine.model_config.hf_config.model_type
+            text = f"a weight update of this {model_type} model failed half-way, so the engine answers nothing: {error}"
+            self._broken = str(self._failure(text))
             self._updating = False
             self.fail_all(EngineDeadError(self._broken))
             raise EngineDeadError(self._broken) from error
-
-    def _finish(self, version: int, num_tensors: int) -> int:
-        if not self._updating:
-            raise EngineError("no update was begun")
-        if self._num_received != num_tensors:
-            raise EngineError(f"{self._num_received} of {num_tensors} parameters arrived")
-        self._engine.collective_rpc("finish_weight_update")
-        adapter = self._settings.adapter
-        if adapter is not None:
-            how = {"rank": adapter.rank, "alpha": adapter.alpha}
-            if not all(self._engine.collective_rpc("load_adapter", kwargs=how)):
-                raise EngineError("vLLM did not take the adapter")
-            self._has_adapter = True
-        # Keys and values of older weights would be found again under the same tokens.
-        if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
-            raise EngineError("vLLM did not reset its prefix cache")
-        self._engine.set_weight_version(str(version))
-        self.weight_version = int(self._engine.get_weight_version())
-        if not self._was_paused:
-            self._client.call("resume_scheduler")
-        self._updating = False
-        held, self._held = self._held, []
-        for request, future in held:
-            self.add(request, future)
-        return self.weight_version
 
 
 @contextlib.contextmanager

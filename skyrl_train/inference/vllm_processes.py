@@ -31,6 +31,8 @@ _SHUTDOWN_REQUESTED = 1
 """`EngineShutdownState.REQUESTED` of `vllm/v1/engine/core.py`."""
 _SIGNALS_TO_A_JOB = (signal.SIGINT, signal.SIGTERM)
 _STATUS_TIMEOUT_S = 0.5
+_REASON_TIMEOUT_S = 1.0
+"""After a failure: how long it may take until it is known that a process ended, and of what."""
 
 
 class EngineProcesses:
@@ -39,6 +41,8 @@ class EngineProcesses:
     def __init__(self) -> None:
         self._mark = uuid.uuid4().hex
         self._closed = threading.Event()
+        self._ended = threading.Event()
+        """Set once `watch` has told of an end."""
         # Nothing but standard input ties it to this process: a signal to this process's group must not reach it.
         self._watchdog = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, self._mark], stdin=subprocess.PIPE, start_new_session=True
@@ -78,6 +82,7 @@ class EngineProcesses:
             ended = connection.wait([process.sentinel for process in processes])
             if not self._closed.is_set():
                 on_death("; ".join(_reason(process) for process in processes if process.sentinel in ended))
+                self._ended.set()
 
         if processes:
             threading.Thread(target=wait, name="vllm-processes", daemon=True).start()
@@ -87,9 +92,11 @@ class EngineProcesses:
         """Whether one of them is stopped by a signal, so that no answer can come."""
         return any(_state(pid) in ("T", "t") for pid in self._titles)
 
-    @property
-    def gone(self) -> str:
-        """Which of them are no more, for a message; empty where all are there."""
+    def await_end(self) -> str:
+        """Give `watch` a moment to tell of an end. Return which of them are no more where it did not, for a message; empty
+        where all are there."""
+        if self._ended.wait(_REASON_TIMEOUT_S):
+            return ""
         ended = {pid: title for pid, title in self._titles.items() if _state(pid) in ("Z", "X", "")}
         return "; ".join(f"vLLM's process {title} (pid {pid}) is gone" for pid, title in ended.items())
 

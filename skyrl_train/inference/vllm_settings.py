@@ -6,20 +6,21 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config.bundles import takes_turns
-from skyrl_train.config.generation import ships_adapter
+from skyrl_train.inference.settings import EngineSettings, stop_token_ids
+from skyrl_train.inference.vllm_adapter import adapter_arguments
 from skyrl_train.inference.vllm_sampler import SEED_KEY
+from skyrl_train.model.causal_lm import resolve_model_path
 from skyrl_train.types import SamplingParams
 
 if TYPE_CHECKING:
-    from skyrl_train.config.schema import Config, LoraConfig
+    from skyrl_train.config.schema import LoraConfig
 
 _CPU_KV_CACHE_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineSettings:
-    """What an engine is started with."""
+class VLLMSettings:
+    """What vLLM is started with."""
 
     arguments: dict[str, Any]
     """Of `vllm.EngineArgs`."""
@@ -44,25 +45,21 @@ class EngineSettings:
         return self.separate_core or self.arguments.get("distributed_executor_backend") == "mp"
 
 
-def engine_settings(config: Config) -> EngineSettings:
-    """From the configuration. Raises ModelError where there is no such model."""
-    from skyrl_train.inference.stop_tokens import stop_token_ids
-    from skyrl_train.model.causal_lm import resolve_model_path
-
-    gpu, inline = config.platform.name == "gpu", config.placement.backend == "inline"
-    options = config.generator.vllm
-    folder = str(resolve_model_path(config.model.path, config.model.revision))
+def vllm_settings(settings: EngineSettings) -> VLLMSettings:
+    """Return what vLLM is started with. Raises ModelError where there is no such model."""
+    gpu, inline, model, options = settings.on_gpu, not settings.in_actor, settings.model, settings.vllm
+    folder = str(resolve_model_path(model.path, model.revision))
     arguments: dict[str, Any] = {
         "model": folder,
-        "tokenizer": _tokenizer_folder(config) or folder,
-        "dtype": config.model.dtype if options.dtype == "auto" else options.dtype,
-        "seed": config.seed % 2**31,
-        "max_model_len": config.generator.max_context_length,
+        "tokenizer": folder if model.tokenizer_path is None else str(resolve_model_path(model.tokenizer_path)),
+        "dtype": model.dtype if options.dtype == "auto" else options.dtype,
+        "seed": settings.seed % 2**31,
+        "max_model_len": settings.max_context_length,
         "max_num_seqs": options.max_num_seqs,
         "tensor_parallel_size": options.tensor_parallel_size,
         "enable_prefix_caching": options.prefix_caching,
-        "logprobs_mode": logprobs_mode(config.generator.sampling.temperature),
-        "trust_remote_code": config.model.trust_remote_code,
+        "logprobs_mode": logprobs_mode(settings.temperature),
+        "trust_remote_code": model.trust_remote_code,
         "generation_config": "vllm",
         "disable_log_stats": True,
         "use_tqdm_on_load": not inline,
@@ -80,16 +77,13 @@ def engine_settings(config: Config) -> EngineSettings:
         arguments["distributed_executor_backend"] = "mp"
     if gpu:
         arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
-        arguments["enable_sleep_mode"] = takes_turns(config.placement, config.generator, config.platform)
+        arguments["enable_sleep_mode"] = settings.shares_devices
     else:
         # A prompt in one piece rounds the same whatever else is in the batch.
         arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(2048, config.generator.max_context_length)
-    adapter = config.model.lora if ships_adapter(config.generator) else None
-    if adapter is not None:
-        from skyrl_train.inference.vllm_adapter import adapter_arguments
-
-        arguments |= adapter_arguments(adapter)
+        arguments["max_num_batched_tokens"] = max(2048, settings.max_context_length)
+    if settings.adapter is not None:
+        arguments |= adapter_arguments(settings.adapter)
     arguments |= options.engine_args
     environment = {
         # A core in this process starts in seconds; one in a process of its own is what vLLM is made for on a GPU. Beside a
@@ -102,22 +96,22 @@ def engine_settings(config: Config) -> EngineSettings:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "SPT_NOENV": "1",
         # Kernels whose result for a request does not depend on what else is in the batch.
-        **({"VLLM_BATCH_INVARIANT": "1"} if gpu and config.deterministic else {}),
+        **({"VLLM_BATCH_INVARIANT": "1"} if gpu and settings.deterministic else {}),
         # Else vLLM binds each worker to the cores of a memory node of its own, and there may be but one.
         **({"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if not gpu and options.devices_per_engine > 1 else {}),
         # On Ray warnings go to a log; here they would stand between the lines of the steps.
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if inline else "WARNING"),
         "VLLM_NO_USAGE_STATS": "1",
     }
-    return EngineSettings(
+    return VLLMSettings(
         arguments=arguments,
-        stop_token_ids=stop_token_ids(config.model),
+        stop_token_ids=stop_token_ids(model),
         environment=environment,
         # On a CPU vLLM would compile a helper of its sampler with the machine's C++ compiler: there need not be one, and
         # torch's build command breaks on a path with a space. A trainer's own model may well be compiled.
         core_environment={} if gpu or not enforce_eager else {"TORCHDYNAMO_DISABLE": "1"},
-        seeds_by_request=config.generator.seeds == "request",
-        adapter=adapter,
+        seeds_by_request=settings.seeds_by_request,
+        adapter=settings.adapter,
     )
 
 
@@ -150,10 +144,3 @@ def sampling_arguments(
         output_kind=RequestOutputKind.DELTA,
         detokenize=bool(sampling.stop),
     )
-
-
-def _tokenizer_folder(config: Config) -> str | None:
-    from skyrl_train.model.causal_lm import resolve_model_path
-
-    path = config.model.tokenizer_path
-    return None if path is None else str(resolve_model_path(path))

@@ -17,13 +17,13 @@ from torch import Tensor
 from vllm.distributed.weight_transfer import WeightTransferEngine, WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from skyrl_train.distributed.process_group import Rendezvous
+from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm_adapter import load_adapter
 from skyrl_train.inference.vllm_sampler import use_keyed_sampler
-from skyrl_train.weight_sync.broadcast import WeightGroup
-from skyrl_train.weight_sync.buckets import Bucket, copied, unpack
-from skyrl_train.weight_sync.lending import borrow, device_name
+from skyrl_train.weight_sync.cuda_ipc import device_name, import_copy
+from skyrl_train.weight_sync.sender import WeightGroup
+from skyrl_train.weights import Bucket, copied, unpack
 
 BACKEND = "skyrl_train_buckets"
 
@@ -120,7 +120,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
     def _arrived(self, bucket: Bucket) -> tuple[Bucket, Tensor]:
         """The bucket with its checksum, and its bytes in memory that this worker owns."""
         if bucket.handles:
-            return bucket, borrow(bucket.handles, self.device, bucket.num_bytes)
+            return bucket, import_copy(bucket.handles, self.device, bucket.num_bytes)
         if bucket.data is not None or bucket.path:
             return bucket, copied(bucket)
         if self._group is None:
@@ -194,7 +194,7 @@ def require_all_loaded(model: Any, model_type: str) -> None:
 
 def repack_tied_heads(model: Any) -> None:
     """A head that shares its weight with the embedding receives none of its own in a reload, so that a CPU would go on
-    multiplying with the packed copy of the old one: packs it anew."""
+    multiplying with the packed copy of the old one: packs it again."""
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
@@ -244,10 +244,11 @@ class WorkerExtension:
         types = {parameter.dtype for parameter in engine.model.parameters() if parameter.ndim > 1}
         return device_name(engine.device), str(types.pop()).removeprefix("torch.") if len(types) == 1 else ""
 
-    def can_borrow(self, handles: dict[str, Any], num_bytes: int) -> bool:
-        """Whether this process can read what another one lends on this device: drivers and containers may forbid it."""
+    def can_import(self, handles: dict[str, Any], num_bytes: int) -> bool:
+        """Return whether this process can read what another one exports on this device: drivers and containers may forbid
+        it."""
         try:
-            borrow(handles, self.weight_transfer_engine.device, num_bytes)
+            import_copy(handles, self.weight_transfer_engine.device, num_bytes)
         except Exception:
             return False
         return True

@@ -23,6 +23,7 @@ from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
+from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import CheckpointError, NonFiniteError, SkyrlTrainError
 from skyrl_train.learner import state
 from skyrl_train.learner.healing import Healing
@@ -30,8 +31,10 @@ from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensor
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
 from skyrl_train.learner.residence import Residence
 from skyrl_train.model.last_layer import narrow_last_layer
-from skyrl_train.model.lora import adapter_tensors, has_adapter, merged_weights
+from skyrl_train.model.lora import has_adapter, merged_weights
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
+from skyrl_train.weight_sync.sender import RankSender
+from skyrl_train.weights import ModelWeights, WeightSender
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -293,14 +296,23 @@ class HoldsModel:
         """Clips, steps, zeroes the gradients, advances the schedule. Raises NonFiniteError before any weight moves."""
         return self.engine.optim_step()
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters under their Hugging Face names, tied ones once, an adapter merged; detached."""
-        yield from merged_weights(self.engine.model, self.engine.strategy.full)
+    def forward(self, batch: TrainingInputBatch) -> Tensor:
+        """Return `[num_tokens]` on the CPU, as `Learner.forward`."""
+        raise NotImplementedError
 
-    def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The adapter by itself, under names of its own; detached. Nothing where there is none."""
-        for name, parameter in adapter_tensors(self.engine.model).items():
-            yield name, parameter.detach()
+    def weights(self) -> ModelWeights:
+        """Return the parameters under their Hugging Face names, tied ones once, an adapter merged."""
+        return ModelWeights(LocalEndpoint(self.sender()), role=self.engine.name, scores=self.forward)
+
+    def sender(self) -> WeightSender:
+        """Return this process's part in handing over the weights."""
+        engine = self.engine
+        return RankSender(
+            engine.model,
+            engine.strategy,
+            engine.passes.device,
+            require_there=lambda: engine.residence.require(optimizer=False),
+        )
 
     def save(self, folder: Path) -> None:
         """Model, optimizer and schedule. Raises CheckpointError."""

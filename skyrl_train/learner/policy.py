@@ -5,7 +5,7 @@ loss = sum over tokens of loss_weight * (policy_loss + kl_loss_coef * KL(policy 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from skyrl_train.model.causal_lm import load_tokenizer, output_head, quiet_trans
 from skyrl_train.model.logprobs import LossOfTokens, OfDistribution, TokenScores, score_tokens, sum_of_squares
 from skyrl_train.model.lora import adapter_off, adapter_tensors, write_adapter
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics, later
+from skyrl_train.weights import ModelWeights
 
 
 class PolicyLearner(HoldsModel):
@@ -110,7 +111,7 @@ class PolicyLearner(HoldsModel):
         except OSError as error:
             raise ModelError(f"{folder}: the model could not be exported: {error}") from error
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all parameters, of which every rank is given the whole. Raises ModelError where they do not fit."""
         count = take_weights(self.engine.model, self.engine.parameters, weights, role=self.engine.name)
         if count != len(self.engine.parameters):
@@ -225,7 +226,7 @@ class BaseOfAdapter:
         """Return log-probabilities as the policy's `forward` does, of the base model."""
         return self._forward_base(batch)
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:  # noqa: ARG002
+    def load_weights(self, weights: ModelWeights) -> None:  # noqa: ARG002
         """Raises ModelError: the policy needs the base model as it is."""
         raise ModelError("the reference is the policy's model with the adapter off and cannot take other weights")
 

@@ -149,7 +149,7 @@ def _groups(layout: Layout) -> Iterator[BundleGroup]:
 
 def _engines(config: Config) -> str:
     generator = config.generator
-    if generator.backend != "vllm":
+    if not generator.has_own_devices:
         return f"generator={part_name(generator.backend)}"
     vllm, gpu = generator.vllm, config.platform.name == "gpu"
     count = count_engines(config.generator, config.placement)
@@ -345,7 +345,7 @@ def _engine_share(config: Config) -> float:
     """Of the device, where an engine shares it; it sleeps while the models compute."""
     shares = (
         takes_turns(config.placement, config.generator, config.platform)
-        and config.generator.backend == "vllm"
+        and config.generator.has_own_devices
         and config.platform.name != "cpu"
     )
     return config.generator.vllm.gpu_memory_utilization if shares else 0.0

@@ -8,26 +8,38 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from skyrl_train.registry import split_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from transformers import PreTrainedTokenizerBase
-
-    from skyrl_train.cluster.build import Cluster
+    from skyrl_train.config.bundles import Role
     from skyrl_train.config.learners import RunModels
     from skyrl_train.config.schema import Config
-    from skyrl_train.interfaces import Generator, InferenceEngine, WeightTransport
+    from skyrl_train.interfaces import Generator, WeightTransport
+    from skyrl_train.learner.critic import CriticLearner
+    from skyrl_train.learner.policy import PolicyLearner
+    from skyrl_train.learner.shared_device import LearnerOnSharedDevice
     from skyrl_train.rollout.replay import ReplayGenerator
-    from skyrl_train.runs.build_inline import InlineVLLM
+    from skyrl_train.runs.build_engines import Engines
+    from skyrl_train.runs.build_ray import Cluster
     from skyrl_train.trainers.evaluate import Evaluator
     from skyrl_train.trainers.rollout_sink import RolloutLog
     from skyrl_train.trainers.steps import Learners
     from skyrl_train.types import Prompt
+    from skyrl_train.weight_sync.device_sharing import DeviceSharing
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """Where models and engines of a run are."""
+
+    cluster: Cluster | None = None
+    """Ray's session and what is reserved in it; None in one process."""
+    engines: Engines | None = None
+    """None where nothing is generated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +56,10 @@ def build_rollouts(
     stack: ExitStack,
     *,
     on_progress: Callable[[int, int], None],
-    host: Cluster | InlineVLLM | None = None,
+    host: Host,
 ) -> RolloutParts:
-    """The engine that `generator.backend` names, and the transport that feeds it. `stack` closes them."""
+    """Return what makes rollouts with the engine of `host`, or reads them from a recording. `stack` closes it."""
+    engines = host.engines
     if recording is not None:
         from skyrl_train.weight_sync.transport import NoTransport
 
@@ -55,70 +68,58 @@ def build_rollouts(
     from skyrl_train.rollout.generator import RolloutGenerator
 
     tokenizer = load_tokenizer(config.model)
-    engine, transport = _build_engine(config, tokenizer, stack, host)
+    assert engines is not None, "whatever is no recording is an engine"
     generator = RolloutGenerator(
-        engine, tokenizer, config.generator, config.environment, config.seed, on_progress=on_progress
+        engines.engine, tokenizer, config.generator, config.environment, config.seed, on_progress=on_progress
     )
     stack.callback(generator.close)
-    return RolloutParts(generator=generator, transport=transport)
+    return RolloutParts(generator=generator, transport=engines.transport)
 
 
-def _build_engine(
-    config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, host: Cluster | InlineVLLM | None
-) -> tuple[InferenceEngine, WeightTransport]:
-    """Where tokens come from, and how it gets new weights."""
-    if config.generator.backend == "vllm" and host is not None:
-        return host.build_engine(config, stack)
-    if config.generator.backend == "http":
-        return _build_http_engine(config, stack)
-    from skyrl_train.config.parts import ENGINES
-    from skyrl_train.inference.hf import EngineSettings
-    from skyrl_train.weight_sync.transport import InlineTransport
-
-    settings = EngineSettings(
-        model=config.model, device=config.platform.device, max_batch_size=config.generator.max_batch_size
-    )
-    engine = ENGINES.resolve(config.generator.backend)(settings, tokenizer)
-    stack.callback(engine.close)
-    return engine, InlineTransport(engine)
-
-
-def _build_http_engine(config: Config, stack: ExitStack) -> tuple[InferenceEngine, WeightTransport]:
-    from skyrl_train.inference.http import HTTPEngine
-    from skyrl_train.inference.stop_tokens import stop_token_ids
-    from skyrl_train.weight_sync.files import FileTransport
-
-    engine = HTTPEngine(
-        config.generator.http,
-        stop_token_ids=stop_token_ids(config.model),
-        timeout_s=config.generator.request_timeout_s,
-        send_seeds=config.generator.seeds == "request",
-    )
-    stack.callback(engine.close)
-    return engine, FileTransport(engine, Path(config.output_dir) / "weights")
-
-
-def build_host(config: Config, stack: ExitStack) -> Cluster | InlineVLLM | None:
-    """What owns processes beside this one: Ray, where `placement.backend=ray`, or vLLM's without it; None where there are
-    none. `stack` ends them."""
+def build_host(config: Config, stack: ExitStack) -> Host:
+    """Return Ray's session, where `placement.backend=ray`, and the engine. `stack` ends them."""
+    cluster = None
     if config.placement.backend == "ray":
-        from skyrl_train.cluster.build import Cluster, cluster_settings
+        from skyrl_train.runs.build_ray import Cluster, cluster_settings
 
-        return Cluster(cluster_settings(config), stack)
-    if config.generator.backend == "vllm":
-        from skyrl_train.runs.build_inline import InlineVLLM
+        cluster = Cluster(cluster_settings(config), stack)
+    if config.generator.backend == "replay":
+        return Host(cluster=cluster)
+    from skyrl_train.runs.build_engines import build_engines
 
-        return InlineVLLM()
-    return None
+    return Host(cluster=cluster, engines=build_engines(config, stack, cluster))
 
 
-def build_learners(models: RunModels, stack: ExitStack, host: Cluster | InlineVLLM | None = None) -> Learners:
-    """The models of a run, where `host` has its processes. `stack` closes them."""
-    if host is not None:
-        return host.build_learners(models, stack)
-    from skyrl_train.runs.build_inline import build_inline_learners
+def build_learners(models: RunModels, stack: ExitStack, host: Host) -> Learners:
+    """Return the models of a run, on Ray or in this process. `stack` closes them."""
+    engines = host.engines
+    if host.cluster is None:
+        return _inline_learners(models, stack, None if engines is None else engines.sharing)
+    if engines is None:
+        return host.cluster.build_learners(models, stack)
+    return host.cluster.build_learners(models, stack, sharing=engines.sharing, engines=engines.group)
 
-    return build_inline_learners(models, stack)
+
+def _inline_learners(models: RunModels, stack: ExitStack, sharing: DeviceSharing | None) -> Learners:
+    """Return the models in this process, which share their device with an engine, and each other, as `sharing` says."""
+    import torch
+
+    from skyrl_train.learner.build import build_learner, build_strategy
+    from skyrl_train.learner.policy import BaseOfAdapter
+    from skyrl_train.learner.shared_device import LearnerOnSharedDevice
+    from skyrl_train.trainers.steps import Learners
+
+    shared = sharing if sharing is not None and sharing.shared else None
+    if shared is not None:
+        shared.models()
+    built: dict[Role, PolicyLearner | CriticLearner | LearnerOnSharedDevice] = {}
+    for settings in models.learners:
+        learner = build_learner(settings, strategy=build_strategy(settings, torch.device(settings.platform.device)))
+        stack.callback(learner.close)
+        built[settings.role] = learner if shared is None else LearnerOnSharedDevice(learner, shared)
+    policy, reference = cast("PolicyLearner", built["policy"]), cast("PolicyLearner | None", built.get("reference"))
+    base = BaseOfAdapter(policy.forward_base) if models.base_is_reference else None
+    return Learners(policy=policy, reference=base or reference, critic=built.get("critic"))
 
 
 def build_evaluator(

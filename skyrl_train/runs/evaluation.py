@@ -15,6 +15,10 @@ from skyrl_train.runs.common import open_folder, prepare_process
 from skyrl_train.runs.rl import describe, load_data
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
     from skyrl_train.config.schema import Config
     from skyrl_train.interfaces import WeightTransport
 
@@ -75,15 +79,17 @@ def _load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
         return 0
     from skyrl_train.learner.state import read_model
     from skyrl_train.trainers.checkpoints import CheckpointStore, checkpoint_step
+    from skyrl_train.weights import stored_weights
 
     checkpoint = CheckpointStore(Path(config.trainer.resume_path), keep=1).find(Path(config.trainer.resume_path))
     step = checkpoint_step(checkpoint)
-    weights = iter(read_model(checkpoint / "policy").items())
+    weights: Mapping[str, Tensor] = read_model(checkpoint / "policy")
     if config.model.lora.rank:
         from skyrl_train.model.lora import adapter_tensors, base_with_adapter, merged_weights
 
-        model = base_with_adapter(config.model, dict(weights))
-        adapter = ((name, parameter.detach()) for name, parameter in adapter_tensors(model).items())
-        weights = adapter if ships_adapter(config.generator) else merged_weights(model, lambda tensor: tensor)
-    transport.sync(weights, step)
+        model = base_with_adapter(config.model, weights)
+        adapter = {name: parameter.detach() for name, parameter in adapter_tensors(model).items()}
+        merged = merged_weights(model, lambda tensor: tensor)
+        weights = adapter if ships_adapter(config.generator) else dict(merged)
+    transport.sync(stored_weights(weights), step)
     return step

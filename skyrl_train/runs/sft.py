@@ -13,7 +13,7 @@ from skyrl_train.config.learners import RunModels
 from skyrl_train.config.sft import SFTConfig, sft_layout, sft_learner_settings, validate_sft
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import part_name
-from skyrl_train.runs.build import build_learners
+from skyrl_train.runs.build import Host, build_learners
 from skyrl_train.runs.common import (
     begin,
     build_loop,
@@ -27,8 +27,8 @@ from skyrl_train.runs.common import (
 from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
 
 if TYPE_CHECKING:
-    from skyrl_train.cluster.build import Cluster
     from skyrl_train.interfaces import Learner
+    from skyrl_train.runs.build_ray import Cluster
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.checkpoints import CheckpointStore
@@ -173,14 +173,14 @@ def step_settings(config: SFTConfig) -> StepSettings:
 def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:
     """The model that learns, in this process or on Ray. `stack` closes it."""
     models = RunModels(learners=(sft_learner_settings(config, total_steps=plan.total_steps),))
-    return build_learners(models, stack, _cluster(config, stack)).policy
+    return build_learners(models, stack, Host(cluster=_cluster(config, stack))).policy
 
 
 def _cluster(config: SFTConfig, stack: ExitStack) -> Cluster | None:
     """Return the session on Ray, or None without it."""
     if config.placement.backend != "ray":
         return None
-    from skyrl_train.cluster.build import Cluster, ClusterSettings, with_time_to_load
+    from skyrl_train.runs.build_ray import Cluster, ClusterSettings, with_time_to_load
 
     settings = ClusterSettings(
         run_name=config.run_name,
@@ -213,7 +213,7 @@ def build_samples(config: SFTConfig, data: SFTData, folder: RunFolder, stack: Ex
         return None
     from skyrl_train.inference.hf import HFEngine
     from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
-    from skyrl_train.weight_sync.transport import InlineTransport
+    from skyrl_train.runs.build_engines import sync_within_process
 
     tokenizer = load_tokenizer(config.model)
     engine = HFEngine(
@@ -223,7 +223,7 @@ def build_samples(config: SFTConfig, data: SFTData, folder: RunFolder, stack: Ex
     return SampleWriter(
         data.validation,
         engine=engine,
-        transport=InlineTransport(engine),
+        transport=sync_within_process(engine, folder.root),
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False)),
         sampling=sampling_params(trainer.eval_sampling),
         num_samples=trainer.eval_samples,

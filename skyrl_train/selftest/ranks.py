@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.batch.stage import stage
-from skyrl_train.distributed.process_group import Rendezvous, join, leave
+from skyrl_train.distributed.process_group import join, leave
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.strategy import Replicated, Sharded
+from skyrl_train.endpoints import Rendezvous
 from skyrl_train.selftest.cases import Context, SkipCase
 from skyrl_train.selftest.fixtures import (
     gradient_of,
@@ -27,9 +28,9 @@ from skyrl_train.selftest.fixtures import (
     weights_of,
 )
 from skyrl_train.selftest.machine import add_missing_collectives
-from skyrl_train.weight_sync.broadcast import WeightGroup
-from skyrl_train.weight_sync.buckets import checksum_of, pack
-from skyrl_train.weight_sync.lending import Loan, borrow
+from skyrl_train.weight_sync.cuda_ipc import Export, import_copy
+from skyrl_train.weight_sync.sender import WeightGroup
+from skyrl_train.weights import checksum_of, pack
 
 if TYPE_CHECKING:
     from skyrl_train.batch.minibatch import MiniBatch
@@ -43,18 +44,18 @@ def export_without_importer(context: Context) -> str:
     """Memory that was exported and that nobody opened is given back."""
     device = torch.device(context.device)
     if not context.on_cuda:
-        loan = Loan(torch.ones(_NUM_WORDS).view(torch.uint8))
-        (files,) = loan.handles.values()
+        export = Export(torch.ones(_NUM_WORDS).view(torch.uint8))
+        (files,) = export.handles.values()
         assert Path(files[0]).stat().st_size == 4 * _NUM_WORDS
-        loan.close()
+        export.close()
         assert not Path(files[0]).exists(), f"{files[0]} is left in shared memory"
         return "shared memory on a CPU: nothing left"
     before = torch.cuda.memory_allocated()
     for _ in range(4):
         _, flat = pack([("weight", torch.ones(_NUM_WORDS))], device)
-        loan = Loan(flat)
+        export = Export(flat)
         del flat
-        loan.close()
+        export.close()
         gc.collect()
     _collect_ipc()
     left = torch.cuda.memory_allocated() - before
@@ -68,19 +69,19 @@ def export_and_import(context: Context) -> str:
     offer, taken = context.folder / "offer.json", context.folder / "taken"
     if context.rank == 1:
         handles, size, checksum = ast.literal_eval(_wait_for(offer))
-        found = checksum_of(borrow(handles, device, size))
+        found = checksum_of(import_copy(handles, device, size))
         taken.write_text(str(found))
         assert found == checksum, f"the imported bytes have checksum {found}, the exported ones {checksum}"
         return "imported"
     before = torch.cuda.memory_allocated() if context.on_cuda else 0
     bucket, flat = pack([("weight", torch.arange(_NUM_WORDS, dtype=torch.float32))], device)
-    loan = Loan(flat)
-    _publish(offer, repr([dict(loan.handles), len(flat), bucket.checksum]))
+    export = Export(flat)
+    _publish(offer, repr([dict(export.handles), len(flat), bucket.checksum]))
     started = time.monotonic()
     _wait_for(taken)
     seconds = time.monotonic() - started
     del flat
-    loan.close()
+    export.close()
     gc.collect()
     if context.on_cuda:
         _collect_ipc()

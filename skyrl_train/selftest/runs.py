@@ -51,18 +51,19 @@ def hf_engine(context: Context) -> str:
 def vllm_engine(context: Context, *, tensor_parallel_size: int) -> str:
     """Start, generate, take new weights, sleep, wake and generate again; the probe is transformers' own result."""
     from skyrl_train.inference.vllm import VLLMEngine
-    from skyrl_train.inference.vllm_settings import engine_settings
-    from skyrl_train.weight_sync.buckets import in_buckets
+    from skyrl_train.runs.build_engines import engine_settings
+    from skyrl_train.weights import stored_weights
 
     engine = VLLMEngine(engine_settings(_engine_config(context, tensor_parallel_size)))
 
     def answers() -> list[GenerationOutput]:
-        return [future.result(120) for future in [engine.generate(request) for request in _requests()]]
+        return [future.result(120) for future in [engine.submit(request) for request in _requests()]]
 
     def sync(weights: Mapping[str, Tensor]) -> int:
+        stored = stored_weights(weights)
         engine.begin_update()
-        for bucket in in_buckets(iter(weights.items())):
-            engine.update(bucket)
+        for pending in stored.handed_over(stored.buckets()):
+            engine.update(pending.passed_on())
         return engine.finish_update(1, len(weights))
 
     def sleep_and_wake() -> str:

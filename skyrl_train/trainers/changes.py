@@ -31,6 +31,8 @@ Flat = Mapping[str, Any]
 ABSENT = object()
 """Stands for the value of an entry that a mapping of the user's does not have."""
 
+_RENAMED = {"generator.vllm.weight_transport": "generator.weight_transport"}
+"""Settings that older checkpoints know under another name."""
 START_ANEW = "start over with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
 
 
@@ -187,7 +189,8 @@ def _schedule_ends(flat: Flat) -> bool:
 
 
 def _complete(recorded: Flat, root: type) -> dict[str, Any]:
-    """With today's default for every field of which the checkpoint has nothing."""
+    """With today's names, and today's default for every field of which the checkpoint has nothing."""
+    recorded = {_RENAMED.get(name, name): value for name, value in recorded.items()}
     stated = {_path_of(name, root) for name in recorded}
     defaults = {name: value for name, value in _defaults(root).items() if _path_of(name, root) not in stated}
     return {**defaults, **recorded}

@@ -1,20 +1,21 @@
-"""A rank's part in a weight sync: gathers whole parameters from all ranks, and hands them over in one of four ways."""
+"""A rank's part in a weight sync: what it hands over of its model, and how."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_train.distributed.process_group import Rendezvous
+from skyrl_train.distributed.process_group import meet
+from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.model.lora import adapter_tensors, weights_by_name
-from skyrl_train.weight_sync.broadcast import WeightGroup
-from skyrl_train.weight_sync.buckets import Bucket, in_file, pack, pack_bucket
-from skyrl_train.weight_sync.lending import Loan, device_name
+from skyrl_train.weight_sync.cuda_ipc import Export, device_name
+from skyrl_train.weights import Bucket, ParameterFact, WeightSender, checksum_of, facts_of, in_file, pack, pack_bucket
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,18 +23,47 @@ if TYPE_CHECKING:
     from skyrl_train.distributed.strategy import ModelStrategy
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParameterFact:
-    """What can be known of a parameter without gathering it."""
+class WeightGroup:
+    """One process's end of a group for weights alone: rank 0 of a learner sends, every worker of every engine receives.
 
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    """Whole, however it is sharded."""
+    The group stands beside whatever groups learner and engine have. Its backend follows the device: gloo between CPUs, NCCL
+    between CUDA devices, where a bucket never leaves device memory. Calls block until all have made theirs, or until the
+    deadline of the rendezvous.
+    """
+
+    def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
+        """Raises what torch raises where the others do not come in time."""
+        self._device = device
+        self._backend: Any = meet(rendezvous, device)
+
+    def send(self, flat: Tensor) -> None:
+        """A bucket's bytes, and their checksum behind them."""
+        self._broadcast(flat)
+        self._broadcast(torch.tensor([checksum_of(flat)], dtype=torch.int64, device=self._device))
+
+    def receive(self, num_bytes: int) -> tuple[Tensor, int]:
+        """The bytes, in memory of their own, and the checksum that came behind them."""
+        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        self._broadcast(flat)
+        checksum = torch.empty(1, dtype=torch.int64, device=self._device)
+        self._broadcast(checksum)
+        return flat, int(checksum)
+
+    def close(self) -> None:
+        """Leaves without waiting for anybody: others may be dead."""
+        abort = getattr(self._backend, "abort", None)
+        if self._device.type == "cuda" and abort is not None:
+            abort()
+        self._backend = None
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._backend.broadcast([tensor], options).wait()
 
 
-class WeightSender:
-    """The weights of one rank's model. Methods that gather are called by all ranks, in step and with the same names."""
+class RankSender(WeightSender):
+    """The weights of a model in this process, or of this process's part of it."""
 
     def __init__(
         self,
@@ -47,28 +77,37 @@ class WeightSender:
         self._model, self._strategy, self._device = model, strategy, device
         self._require_there = require_there
         self._group: WeightGroup | None = None
-        self._loan: Loan | None = None
+        self._exported: Export | None = None
 
     def describe(self) -> tuple[ParameterFact, ...]:
         """Every parameter, tied ones once, in the model's order; an adapter is part of what it adapts."""
-        return _facts({name: weight.parameter for name, weight in weights_by_name(self._model).items()})
+        return facts_of({name: weight.parameter for name, weight in weights_by_name(self._model).items()})
 
     def describe_adapter(self) -> tuple[ParameterFact, ...]:
         """The parameters of the adapter by themselves, under names of their own; none where there is no adapter."""
-        return _facts(adapter_tensors(self._model))
+        return facts_of(adapter_tensors(self._model))
 
     def device(self) -> str:
         """Name of the device on which this rank computes."""
         return device_name(self._device)
 
-    def carry(self, planned: Bucket) -> Bucket | None:
-        """A bucket that carries the parameters of `planned`, in its types, on rank 0; None elsewhere."""
-        return pack_bucket(self._whole(planned)) if self._takes_part(planned, self._strategy.rank == 0) else None
+    def share(self, planned: Bucket) -> Bucket:
+        """Return the parameters of `planned` themselves, whole on every rank, for who reads them in this process before
+        they change."""
+        return replace(planned, tensors=tuple(tensor for _, tensor in self._whole(planned)))
 
-    def write(self, planned: Bucket, path: Path) -> Bucket | None:
-        """The same in a file. Raises OSError where the disk refuses."""
+    def carry(self, planned: Bucket) -> Bucket:
+        """Return the bytes of the parameters of `planned`, in its types, on rank 0; `planned` itself on other ranks."""
+        return pack_bucket(self._whole(planned)) if self._takes_part(planned, self._strategy.rank == 0) else planned
+
+    def write(self, planned: Bucket, path: Path) -> Bucket:
+        """Have rank 0 write them to a file. Raises OSError where the disk refuses."""
         bucket = self.carry(planned)
-        return None if bucket is None else in_file(bucket, path)
+        return bucket if bucket.data is None else in_file(bucket, path)
+
+    def free_port(self) -> int:
+        """Return a port of this node that nobody listens on at this moment."""
+        return free_port()
 
     def meet(self, rendezvous: Rendezvous | None) -> None:
         """Rank 0 joins the engines' workers, in place of any group that it was in; the other ranks are given None."""
@@ -85,21 +124,21 @@ class WeightSender:
                 raise RuntimeError("rank 0 was not told to meet the engines")
             self._group.send(pack(self._whole(planned), self._device)[1])
 
-    def lend(self, planned: Bucket, borrowers: Collection[str]) -> Bucket | None:
-        """A rank on whose device somebody borrows lends these parameters, until the next `lend` or `reclaim`; None on the
-        others, whose copy nobody would ever open."""
-        self.reclaim()
-        if not self._takes_part(planned, self.device() in borrowers):
-            return None
+    def export(self, planned: Bucket, devices: Collection[str]) -> Bucket:
+        """Export the memory of these parameters until the next `export` or `close_export`, on a rank whose device is among
+        `devices`; the others return `planned`, since nobody would ever open their copy."""
+        self.close_export()
+        if not self._takes_part(planned, self.device() in devices):
+            return planned
         bucket, flat = pack(self._whole(planned), self._device)
-        self._loan = Loan(flat)
-        return replace(bucket, handles=self._loan.handles)
+        self._exported = Export(flat)
+        return replace(bucket, handles=self._exported.handles)
 
-    def reclaim(self) -> None:
-        """Nobody reads any more what was lent. Idempotent."""
-        if self._loan is not None:
-            self._loan.close()
-            self._loan = None
+    def close_export(self) -> None:
+        """Take the exported memory back, which nobody reads any more. Idempotent."""
+        if self._exported is not None:
+            self._exported.close()
+            self._exported = None
 
     def _takes_part(self, planned: Bucket, hands_over: bool) -> bool:
         """`hands_over`; a rank that does not takes part in the gathering and is done."""
@@ -115,10 +154,3 @@ class WeightSender:
             type_ = getattr(torch, dtype)
             is_adapter = name in adapter
             yield name, full(adapter[name].detach().to(type_)) if is_adapter else weights[name].whole(full, type_)
-
-
-def _facts(parameters: Mapping[str, Tensor]) -> tuple[ParameterFact, ...]:
-    return tuple(
-        ParameterFact(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
-        for name, tensor in parameters.items()
-    )

@@ -1,19 +1,23 @@
-"""Carries the policy's weights to an engine in the same process, and what every transport records of its syncs."""
+"""A weight sync: what begins an update of engines, what ends it, and what is recorded of it."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-from torch import Tensor
+from skyrl_train.endpoints import Endpoint
+from skyrl_train.errors import EngineError
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weight_sync.receiver import UpdatableEngine, wire_dtype
+from skyrl_train.weight_sync.transports import Route, RouteSettings, Transport, shared_memory
+from skyrl_train.weights import Bucket, ModelWeights
 
-Verify = Callable[[int], float | None]
-"""Compares engines with the trainer after a sync to that version: the largest difference found; None where there is nothing
-to compare with. Raises EngineError."""
+Verify = Callable[[ModelWeights, int], float | None]
+"""Compares engines with the trainer after a sync of these weights to that version: the largest difference found; None where
+there is nothing to compare with. Raises EngineError."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +38,16 @@ class SyncRecords:
     """Has the first sync of a run verified always, since an engine that cannot take this model's weights says nothing
     itself, the others where it was asked for, and writes a line for each."""
 
-    def __init__(self, file: Path, verify: Verify | None = None, *, verify_each: bool = True) -> None:
-        """`verify_each`: `generator.verify_weight_sync`."""
+    def __init__(self, file: Path | None, verify: Verify | None = None, *, verify_each: bool = True) -> None:
+        """`file`: None writes nothing. `verify_each`: `generator.verify_weight_sync`."""
         self._file, self._verify, self._verify_each = file, verify, verify_each
         self._is_first = True
 
-    def add(self, version: int, *, started: float, num_bytes: int, num_engines: int) -> None:
+    def add(self, weights: ModelWeights, version: int, *, started: float, num_bytes: int, num_engines: int) -> None:
         """A sync that began at `started`, of `time.monotonic()`, and is over. Raises EngineError where it is refused."""
         synced = time.monotonic()
         wanted = self._verify_each or self._is_first
-        difference = self._verify(version) if self._verify is not None and wanted else None
+        difference = self._verify(weights, version) if self._verify is not None and wanted else None
         self._is_first = False
         record = SyncRecord(
             version=version,
@@ -53,31 +57,89 @@ class SyncRecords:
             probe_difference=difference,
             probe_seconds=None if difference is None else time.monotonic() - synced,
         )
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(vars(record)) + "\n")
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(vars(record)) + "\n")
 
 
-class LoadsWeights(Protocol):
-    """An engine that takes weights directly, e.g. `HFEngine`."""
+class WeightSync:
+    """Implements `WeightTransport` for engines in this process or in others."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """All of them or none. Raises EngineError."""
-        ...
+    def __init__(
+        self,
+        engines: Callable[[], Endpoint[UpdatableEngine]],
+        transport: Transport,
+        settings: RouteSettings,
+        sharing: DeviceSharing,
+        records: SyncRecords,
+        *,
+        adapter_only: bool = False,
+    ) -> None:
+        """
+        Args:
+            engines: Gives those that are to take the next weights.
+            transport: Brings weights to them.
+            settings: What the transport is told of the way.
+            sharing: Who has the devices when.
+            records: Where syncs are verified and written down.
+            adapter_only: Engines get the adapter alone, which they apply beside weights of their own.
+        """
+        self._engines, self._transport, self._settings = engines, transport, settings
+        self._sharing, self._records, self._adapter_only = sharing, records, adapter_only
+        self._kept: dict[str, object] = {}
+        self._last: ModelWeights | None = None
+        """Weights of the last sync."""
+        self._version = -1
 
+    @property
+    def version(self) -> int:
+        """Version of the last sync that all engines confirmed; -1 before the first."""
+        return self._version
 
-class InlineTransport:
-    """Implements `WeightTransport` where learner and engine share a process."""
+    def sync(self, weights: ModelWeights, version: int) -> None:
+        """Bring weights to all engines. Raises EngineError, ActorError or DeadlineError naming the engine: an engine to
+        which anything happens between begin and finish never computes again."""
+        self._sharing.wait_ready()
+        started = time.monotonic()
+        with self._sharing.syncing():
+            engines = self._engines()
+            buckets = self._update(weights, engines, self._transport, version)
+            self._last = weights
+            self._version = version
+        num_bytes = sum(bucket.num_bytes for bucket in buckets)
+        self._records.add(weights, version, started=started, num_bytes=num_bytes, num_engines=len(engines.members))
 
-    def __init__(self, engine: LoadsWeights) -> None:
-        self._engine = engine
+    def catch_up(self, engine: Endpoint[UpdatableEngine], then: Callable[[bool], None]) -> None:
+        """Bring the weights of the last sync to an engine that was started again, unless the policy has trained since.
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Raises EngineError where the weights do not fit the engine's model; it then keeps what it has."""
-        self._engine.load_weights(weights, version)
+        `then` is told whether the engine has them, before another sync can begin.
+        """
+        with self._sharing.catching_up(engine) as possible:
+            last = self._last if possible else None
+            if last is not None:
+                # Whatever the transport of all: this one takes them beside others, which go on serving.
+                self._update(last, engine, shared_memory, self._version)
+            then(last is not None)
+
+    def _update(
+        self, weights: ModelWeights, engines: Endpoint[UpdatableEngine], transport: Transport, version: int
+    ) -> Sequence[Bucket]:
+        workers = engines.call(UpdatableEngine.receivers, "sync")
+        receivers = tuple(receiver for each in workers for receiver in each)
+        buckets = weights.buckets(adapter_only=self._adapter_only, dtype=wire_dtype(receivers))
+        route = Route(weights=weights, engines=engines, receivers=receivers, settings=self._settings, kept=self._kept)
+        engines.call(UpdatableEngine.begin_update, "sync")
+        transport(route, buckets)
+        num_tensors = sum(len(bucket.names) for bucket in buckets)
+        versions = engines.call(UpdatableEngine.finish_update, "sync", version, num_tensors)
+        for name, found in zip(engines.names, versions):
+            if found != version:
+                raise EngineError(f"{name} serves weights of version {found} after a sync to version {version}")
+        return buckets
 
 
 class NoTransport:
     """Implements `WeightTransport` where nothing answers with the weights: replay has no engine."""
 
-    def sync(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
-        """Leaves the weights where they are."""
+    def sync(self, weights: ModelWeights, version: int) -> None:
+        """Leave the weights where they are."""

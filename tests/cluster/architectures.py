@@ -19,15 +19,18 @@ import torch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig
+from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.inference.vllm_settings import engine_settings
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
-from skyrl_train.weight_sync.buckets import in_buckets
+from skyrl_train.runs.build_engines import engine_settings, probe_settings
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.probe import WeightSyncProbe
+from skyrl_train.weight_sync.receiver import UpdatableEngine
 from tests.learner_cases import fixed_rows
+from tests.weight_cases import in_buckets
 
 VOCABULARY = 128
 _SIZES: Mapping[str, Any] = {
@@ -148,24 +151,22 @@ def outcome(name: str, folder: Path) -> dict[str, float]:
     config = Config(model=model, generator=GeneratorConfig(backend="vllm", max_context_length=400))
     # After the trainer's model: vLLM puts activations of its own into transformers.
     engine = VLLMEngine(engine_settings(config))
+    endpoint = LocalEndpoint[UpdatableEngine](engine)
     probe = WeightSyncProbe(
-        ask=lambda request: [("vllm engine", engine.generate(request).result(120))],
-        policy=lambda: learner,
-        config=config,
-        vocabulary=VOCABULARY,
+        engines=lambda: endpoint, sharing=DeviceSharing(), settings=probe_settings(config, vocabulary=VOCABULARY)
     )
     try:
-        found = {"loaded": probe(0)}
+        found = {"loaded": probe(learner.weights(), 0)}
         for version in (1, 2):
             generator = torch.Generator().manual_seed(version)
             for parameter in trained.parameters.values():
                 parameter.data.add_(0.02 * torch.randn(parameter.shape, generator=generator))
             weights = list(learner.weights())
             engine.begin_update()
-            for bucket in in_buckets(iter(weights)):
+            for bucket in in_buckets(weights):
                 engine.update(bucket)
             engine.finish_update(version, len(weights))
-            found[f"sync_{version}"] = probe(version)
+            found[f"sync_{version}"] = probe(learner.weights(), version)
         return found
     finally:
         engine.close()

@@ -13,7 +13,8 @@ import pytest
 
 from skyrl_train.cli.auto_placement import place
 from skyrl_train.errors import ConfigError
-from skyrl_train.inference.vllm_settings import engine_settings
+from skyrl_train.inference.vllm_settings import vllm_settings
+from skyrl_train.runs.build_engines import engine_settings
 from tests.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
 from tests.cluster.test_learners import make_config, three_steps, weights_of
 from tests.learner_cases import policy_of
@@ -76,7 +77,7 @@ def test_vllm_knows_every_argument_of_the_engines_that_are_chosen(
         placed = place(config, gpus(count))
     except ConfigError:
         pytest.skip("refused: tests/unit/cli/test_auto_placement.py shows that its remedies work")
-    arguments = engine_settings(placed).arguments
+    arguments = vllm_settings(engine_settings(placed)).arguments
     assert set(arguments) <= set(inspect.signature(EngineArgs).parameters)
     engine = EngineArgs(**arguments)
     assert count % engine.tensor_parallel_size == 0

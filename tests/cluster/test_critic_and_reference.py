@@ -14,6 +14,7 @@ from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.schema import CriticConfig, CriticModelConfig, LoraConfig, OptimizerConfig
 from skyrl_train.errors import ModelError
 from skyrl_train.interfaces import Learner
+from skyrl_train.weights import stored_weights
 from tests.cluster.test_learners import (
     LENGTHS,
     SLOT,
@@ -71,7 +72,7 @@ def test_a_reference_group_takes_the_weights_of_the_policys(session: RaySession,
         reference.load_weights(alone.weights())
         assert torch.allclose(reference.forward(batch), alone.forward(batch), atol=1e-5)
         with pytest.raises(ModelError, match="parameters got 0"):
-            reference.load_weights(iter([]))
+            reference.load_weights(stored_weights({}))
     finally:
         reference.close()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.learner.turns import DeviceTurns
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from tests.cluster.test_learners import (
     LENGTHS,
     SLOT,
@@ -23,7 +23,7 @@ from tests.cluster.test_learners import (
     weights_of,
 )
 from tests.learner_cases import make_batch, settings_of
-from tests.unit.cluster.test_engine_turns import FakeFleet
+from tests.unit.cluster.test_engine_turns import engines
 
 pytestmark = pytest.mark.cluster
 
@@ -34,7 +34,7 @@ class Colocated:
 
     policy: RayLearner
     reference: RayLearner
-    turns: DeviceTurns
+    turns: DeviceSharing
     record: Path
 
 
@@ -56,12 +56,12 @@ def colocated(
     apart: list[tuple[Tensor, dict[str, Tensor]]],  # its actors have the same names and must be gone
 ) -> Iterator[Colocated]:
     record = tmp_path_factory.mktemp("turns") / "device_turns.jsonl"
-    turns = DeviceTurns(FakeFleet([]), shared=True, record_file=record)
+    turns = DeviceSharing(lambda: engines([]), shared=True, record_file=record)
     turns.models()
     config = make_config(model_folder, strategy="fsdp2")
-    policy = start_learner(settings_of(config, "policy"), config.placement, session, [SLOT] * 2, turns=turns)()
-    reference = start_learner(settings_of(config, "reference"), config.placement, session, [SLOT], turns=turns)()
-    yield Colocated(policy=policy, reference=reference, turns=turns, record=record)
+    policy = start_learner(settings_of(config, "policy"), config.placement, session, [SLOT] * 2, sharing=turns)()
+    reference = start_learner(settings_of(config, "reference"), config.placement, session, [SLOT], sharing=turns)()
+    yield Colocated(policy=policy, reference=reference, sharing=turns, record=record)
     policy.close()
     reference.close()
 

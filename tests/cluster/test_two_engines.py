@@ -11,20 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.cluster.carriers import make_carrier
-from skyrl_train.cluster.engines import EnginePool
-from skyrl_train.cluster.fleet import EngineFleet
+from skyrl_train.cluster.engine_group import EngineGroup, GroupEngine
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.cluster.transport import RayTransport
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, EnvironmentConfig
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.inference.routing import PrefixRouter
-from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
 from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import RolloutBatch, SamplingParams, Trajectory
-from skyrl_train.weight_sync.transport import SyncRecords
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
+from skyrl_train.weight_sync.transports import RouteSettings, auto
+from skyrl_train.weights import stored_weights
 from tests.cluster.test_learners import SLOT, make_config
 
 pytestmark = pytest.mark.cluster
@@ -53,7 +53,7 @@ class Recording:
 class Rollouts:
     """Two engines with weights, behind a generator."""
 
-    pool: EnginePool
+    pool: GroupEngine
     generator: RolloutGenerator
     router: Recording
 
@@ -79,14 +79,15 @@ def rollouts(session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> I
         generator=GeneratorConfig(backend="vllm", vllm=VLLMConfig(num_engines=2)),
         output_dir=str(folder),
     )
-    fleet = EngineFleet(config, session, [SLOT] * 2)
-    turns = DeviceTurns(fleet, shared=False, record_file=folder / "turns.jsonl")
-    pool = EnginePool(fleet, turns, silence_timeout_s=60.0)
-    transport = RayTransport(
-        pool, make_carrier(config, folder=session.folder), turns, SyncRecords(folder / "sync.jsonl")
+    group = EngineGroup(
+        "vllm", engine_settings(config), config.placement, session, [SLOT] * 2, num_threads=1, max_restarts=1
     )
+    sharing = DeviceSharing(group.living, wait_ready=group.wait_ready)
+    settings = RouteSettings(files=folder / "weights", node_folder=folder, timeout_s=60.0)
+    updates = WeightSync(group.for_update, auto, settings, sharing, SyncRecords(folder / "sync.jsonl"))
+    pool = GroupEngine(group, sharing, updates, silence_timeout_s=60.0)
     weights = load_causal_lm(config.model, "cpu").named_parameters()
-    transport.sync(((name, parameter.detach()) for name, parameter in weights), VERSION)
+    updates.sync(stored_weights({name: parameter.detach() for name, parameter in weights}), VERSION)
     pool._router = router = Recording(PrefixRouter(max_lead=32))  # type: ignore[assignment]
     generator = RolloutGenerator(pool, load_tokenizer(config.model), config.generator, EnvironmentConfig(), config.seed)
     yield Rollouts(pool=pool, generator=generator, router=router)
@@ -128,8 +129,8 @@ def responses(trajectory: Trajectory) -> list[list[int]]:
 def test_one_of_two_engines_dies_and_every_trajectory_is_there_once_as_if_it_had_not(
     rollouts: Rollouts, undisturbed: tuple[RolloutBatch, list[tuple[tuple[int, ...], int]]]
 ) -> None:
-    fleet = rollouts.pool.fleet
-    victim = fleet.actors[0].identity
+    group = rollouts.pool.group
+    victim = group.actors[0].identity
     assert victim is not None
     in_flight: list[int] = []
 
@@ -154,10 +155,10 @@ def test_one_of_two_engines_dies_and_every_trajectory_is_there_once_as_if_it_had
         assert responses(found) == responses(wanted)
         assert {turn.weight_versions for turn in found.turns} == {((0, VERSION),)}
     deadline = time.monotonic() + 120
-    while not all(fleet.alive) and time.monotonic() < deadline:
+    while not all(group.alive) and time.monotonic() < deadline:
         time.sleep(0.5)
-    assert fleet.alive == [True, True], "it is started anew, with the current weights"
-    assert fleet.actors[0].identity != victim
+    assert group.alive == [True, True], "it is started again, with the current weights"
+    assert group.actors[0].identity != victim
     again = rollouts.make()
     assert {engine for _, engine in rollouts.router.choices} == {0, 1}
     assert [responses(t)[0] for t in again.trajectories] == [responses(t)[0] for t in expected.trajectories]

@@ -11,27 +11,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.cluster.carriers import make_carrier
-from skyrl_train.cluster.engines import EnginePool
-from skyrl_train.cluster.fleet import EngineFleet
+from skyrl_train.cluster.engine_group import EngineGroup
 from skyrl_train.cluster.learners import start_learner
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.cluster.transport import RayTransport
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, LoraConfig, ModelConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.inference.vllm_settings import engine_settings
-from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.model.lora import adapter_tensors, add_adapter, merged_weights
+from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import GenerationOutput
-from skyrl_train.weight_sync.buckets import in_buckets
-from skyrl_train.weight_sync.transport import SyncRecords
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from tests.cluster.test_learners import SLOT, make_config, mini_batch
 from tests.cluster.test_vllm_engine import LONG_PROMPT, expected_logprobs, largest_difference, request, sync
-from tests.cluster.test_weight_transports import probe_of
+from tests.cluster.test_weight_transports import sync_of
 from tests.learner_cases import settings_of
+from tests.weight_cases import in_buckets
 
 pytestmark = pytest.mark.cluster
 
@@ -75,14 +71,14 @@ def difference(output: GenerationOutput, model: nn.Module | None) -> float:
 
 
 def test_before_the_first_sync_it_is_the_base_model(engine: VLLMEngine) -> None:
-    assert difference(engine.generate(request("base")).result(60), None) < 1e-4
+    assert difference(engine.submit(request("base")).result(60), None) < 1e-4
 
 
 def test_each_adapter_replaces_the_one_before_and_no_kept_prompt_is_stale(engine: VLLMEngine) -> None:
     for version in (1, 2, 3):
         model = trained(version)
         assert sync(engine, tensors(model), version) == version
-        output = engine.generate(request(f"version-{version}")).result(60)
+        output = engine.submit(request(f"version-{version}")).result(60)
         assert output.weight_version == version
         assert difference(output, model) < 1e-4
         assert difference(output, None) > 0.05
@@ -91,7 +87,7 @@ def test_each_adapter_replaces_the_one_before_and_no_kept_prompt_is_stale(engine
 def test_requests_during_an_update_wait_for_the_new_adapter(engine: VLLMEngine) -> None:
     model = trained(4)
     engine.begin_update()
-    held = engine.generate(request("held"))
+    held = engine.submit(request("held"))
     for bucket in in_buckets(iter(tensors(model).items())):
         engine.update(bucket)
     assert not held.done()
@@ -109,22 +105,20 @@ def test_two_sharded_ranks_sync_their_adapter_alone(session: RaySession, tmp_pat
         generator=replace(CONFIG.generator, max_context_length=400, verify_weight_sync=True),
         output_dir=str(tmp_path),
     )
-    fleet = EngineFleet(config, session, [SLOT])
-    turns = DeviceTurns(fleet, shared=False, record_file=tmp_path / "turns.jsonl")
-    learner = start_learner(settings_of(config, "policy"), config.placement, session, [SLOT] * 2, turns=turns)()
+    group = EngineGroup(
+        "vllm", engine_settings(config), config.placement, session, [SLOT], num_threads=1, max_restarts=1
+    )
+    sharing = DeviceSharing(group.living, wait_ready=group.wait_ready)
+    learner = start_learner(settings_of(config, "policy"), config.placement, session, [SLOT] * 2, sharing=sharing)()
     try:
-        pool = EnginePool(fleet, turns, silence_timeout_s=60.0)
-        for version, carrier in enumerate(("shared_memory", "broadcast", "cuda_ipc"), start=1):
-            vllm = replace(config.generator.vllm, weight_transport=carrier)
-            way = make_carrier(replace(config, generator=replace(config.generator, vllm=vllm)), folder=session.folder)
-            records = SyncRecords(tmp_path / "weight_sync.jsonl", probe_of(fleet, learner, config))
-            transport = RayTransport(pool, way, turns, records, adapter_only=True)
+        for version, way in enumerate(("shared_memory", "broadcast", "cuda_ipc"), start=1):
             learner.forward_backward(mini_batch(version))
             learner.optim_step()
-            transport.sync(learner.weights(), version)
+            file = tmp_path / "weight_sync.jsonl"
+            sync_of(config, group, sharing, way, file, adapter_only=True).sync(learner.weights(), version)
     finally:
         learner.close()
-        fleet.close()
+        group.close()
     found = [json.loads(line) for line in (tmp_path / "weight_sync.jsonl").read_text().splitlines()]
     assert [record["version"] for record in found] == [1, 2, 3]
     assert all(record["probe_difference"] < 1e-4 for record in found)
@@ -150,4 +144,4 @@ def test_an_incomplete_adapter_leaves_an_engine_that_refuses(engine: VLLMEngine)
     with pytest.raises(EngineError, match=f"3 of {len(tensors(model))} parameters arrived"):
         engine.finish_update(6, len(tensors(model)))
     with pytest.raises(EngineError, match="half-way"):
-        engine.generate(request("refused")).result(60)
+        engine.submit(request("refused")).result(60)

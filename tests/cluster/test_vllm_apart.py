@@ -20,12 +20,14 @@ from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import Config, PlatformConfig
 from skyrl_train.errors import EngineDeadError
 from skyrl_train.inference import vllm_core
+from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.inference.vllm_settings import EngineSettings, engine_settings
+from skyrl_train.inference.vllm_settings import vllm_settings
 from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
-from skyrl_train.weight_sync.buckets import in_buckets
 from tests.process_trees import command_line, descendants, is_running
+from tests.weight_cases import in_buckets
 
 pytestmark = pytest.mark.cluster
 
@@ -49,7 +51,7 @@ if __name__ == "__main__":
 def settings_apart(device: str = "cpu") -> EngineSettings:
     name: Literal["cpu", "gpu"] = "cpu" if device == "cpu" else "gpu"
     settings = engine_settings(replace(CONFIG, platform=PlatformConfig(name=name, device=device)))
-    return replace(settings, environment={**settings.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    return replace(settings, in_actor=False)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +129,7 @@ def check_updates_under_way(engine: VLLMEngine, *, tolerance: float) -> None:
     first = {name: parameter.detach() for name, parameter in load_causal_lm(CONFIG.model, "cpu").named_parameters()}
     versions = [first, *(moved(first, version) for version in range(1, NUM_UPDATES + 1))]
     asked = [request("x" * (index + 1), NUM_TOKENS) for index in range(NUM_REQUESTS)]
-    futures = [engine.generate(each) for each in asked]
+    futures = [engine.submit(each) for each in asked]
     for version, weights in enumerate(versions[1:], start=1):
         wait_for_tokens(engine, version * (NUM_TOKENS - 100) // NUM_UPDATES)
         assert not any(future.done() for future in futures), f"requests ended before update {version}"
@@ -152,7 +154,7 @@ def check_death(engine: VLLMEngine) -> None:
     core = engine._core
     assert core is not None
     victim = core._client.processes[0]
-    waiting = engine.generate(request("over-which-it-dies", 1500))
+    waiting = engine.submit(request("over-which-it-dies", 1500))
     time.sleep(0.3)
     for name, expected in ((signal.SIGSTOP, True), (signal.SIGCONT, False)):
         os.kill(victim.pid, name)
@@ -164,7 +166,7 @@ def check_death(engine: VLLMEngine) -> None:
     with pytest.raises(EngineDeadError, match=f"pid {victim.pid}.* killed by signal 9"):
         waiting.result(5)
     with pytest.raises(EngineDeadError, match="died"):
-        engine.generate(request("after", 10)).result(5)
+        engine.submit(request("after", 10)).result(5)
     with pytest.raises(EngineDeadError, match="died"):
         engine.begin_update()
     with pytest.raises(EngineDeadError, match="killed by signal 9"):
@@ -176,7 +178,7 @@ def test_vllm_knows_every_variable_that_an_engine_sets(device: str) -> None:
     """Of one that it does not know it says a line, and goes on with its default: cores would be forked, without the mark."""
     from vllm import envs
 
-    environment = settings_apart(device).environment
+    environment = vllm_settings(settings_apart(device)).environment
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert {name for name in environment if name.startswith("VLLM_")} <= set(envs.environment_variables)
 

@@ -14,15 +14,18 @@ from torch import Tensor
 
 from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
 from skyrl_train.config.schema import Config
-from skyrl_train.distributed.process_group import Rendezvous
+from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.inference.vllm_settings import engine_settings
+from skyrl_train.inference.vllm_settings import vllm_settings
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
+from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
-from skyrl_train.weight_sync.broadcast import WeightGroup
-from skyrl_train.weight_sync.buckets import Bucket, in_buckets, pack, pack_bucket, wire_dtype
-from skyrl_train.weight_sync.lending import Loan
+from skyrl_train.weight_sync.cuda_ipc import Export
+from skyrl_train.weight_sync.receiver import wire_dtype
+from skyrl_train.weight_sync.sender import WeightGroup
+from skyrl_train.weights import Bucket, pack, pack_bucket
+from tests.weight_cases import in_buckets
 
 pytestmark = pytest.mark.cluster
 
@@ -95,15 +98,15 @@ def largest_difference(output: GenerationOutput, expected: Tensor) -> float:
 
 
 def test_log_probabilities_agree_with_the_trainers_model_in_float32(engine: VLLMEngine) -> None:
-    output = engine.generate(request("agree")).result(60)
+    output = engine.submit(request("agree")).result(60)
     assert largest_difference(output, expected_logprobs(None, LONG_PROMPT, output)) < 1e-4
 
 
 def test_after_an_update_neither_the_tied_head_nor_the_prefix_cache_is_stale(engine: VLLMEngine) -> None:
-    engine.generate(request("fills-the-cache")).result(60)
+    engine.submit(request("fills-the-cache")).result(60)
     weights = trained_weights(1)
     assert sync(engine, weights, 7) == 7
-    output = engine.generate(request("after-update")).result(60)
+    output = engine.submit(request("after-update")).result(60)
     assert output.weight_version == 7
     assert largest_difference(output, expected_logprobs(weights, LONG_PROMPT, output)) < 1e-4
 
@@ -111,27 +114,27 @@ def test_after_an_update_neither_the_tied_head_nor_the_prefix_cache_is_stale(eng
 def test_updating_back_gives_the_old_tokens_again(engine: VLLMEngine) -> None:
     first, other = trained_weights(2), trained_weights(3)
     sync(engine, first, 8)
-    before = engine.generate(request("before")).result(60)
+    before = engine.submit(request("before")).result(60)
     sync(engine, other, 9)
-    between = engine.generate(request("between")).result(60)
+    between = engine.submit(request("between")).result(60)
     sync(engine, first, 10)
-    after = engine.generate(request("after")).result(60)
+    after = engine.submit(request("after")).result(60)
     assert after.token_ids == before.token_ids
     assert between.logprobs != before.logprobs
 
 
 def test_many_seeded_prompts_at_once_do_not_break_it_and_answer_as_if_alone(engine: VLLMEngine) -> None:
     prompts = [tuple(5 + (index + shift) % 50 for index in range(200)) for shift in range(40)]
-    futures = [engine.generate(request(f"many-{n}", prompt, seed=n)) for n, prompt in enumerate(prompts)]
+    futures = [engine.submit(request(f"many-{n}", prompt, seed=n)) for n, prompt in enumerate(prompts)]
     together = [future.result(120) for future in futures]
-    alone = engine.generate(request("alone", prompts[17], seed=17)).result(60)
+    alone = engine.submit(request("alone", prompts[17], seed=17)).result(60)
     assert alone.token_ids == together[17].token_ids
 
 
 def test_requests_during_an_update_wait_for_the_new_weights(engine: VLLMEngine) -> None:
     weights = trained_weights(4)
     engine.begin_update()
-    held = engine.generate(request("held"))
+    held = engine.submit(request("held"))
     for bucket in in_buckets(iter(weights.items())):
         engine.update(bucket)
     assert not held.done()
@@ -142,14 +145,14 @@ def test_requests_during_an_update_wait_for_the_new_weights(engine: VLLMEngine) 
 
 
 def test_an_aborted_request_ends_and_the_others_do_not(engine: VLLMEngine) -> None:
-    doomed, other = engine.generate(request("doomed")), engine.generate(request("other", seed=2))
+    doomed, other = engine.submit(request("doomed")), engine.submit(request("other", seed=2))
     engine.abort("doomed")
     assert doomed.result(60).stop_reason.value in ("abort", "stop", "length")
     assert other.result(60).stop_reason.value in ("stop", "length")
 
 
 def test_log_probabilities_at_another_temperature_are_those_that_were_sampled_from(hot_engine: VLLMEngine) -> None:
-    output = hot_engine.generate(request("hot", temperature=1.3)).result(60)
+    output = hot_engine.submit(request("hot", temperature=1.3)).result(60)
     assert largest_difference(output, expected_logprobs(None, LONG_PROMPT, output, temperature=1.3)) < 1e-4
 
 
@@ -161,7 +164,7 @@ def test_a_damaged_or_incomplete_update_leaves_an_engine_that_refuses(hot_engine
     with pytest.raises(EngineError, match="checksum"):
         hot_engine.update(Bucket(**{**whole.fields(), "data": damaged}))
     with pytest.raises(EngineError, match="half-way"):
-        hot_engine.generate(request("refused")).result(60)
+        hot_engine.submit(request("refused")).result(60)
 
 
 def test_engines_compute_on_few_threads() -> None:
@@ -170,7 +173,7 @@ def test_engines_compute_on_few_threads() -> None:
 
 
 def test_chunked_prefill_is_off_on_a_cpu_and_a_prompt_fits_one_step() -> None:
-    arguments = engine_settings(CONFIG).arguments
+    arguments = vllm_settings(engine_settings(CONFIG)).arguments
     assert arguments["enable_chunked_prefill"] is False
     assert arguments["max_num_batched_tokens"] >= arguments["max_model_len"]
     assert arguments["dtype"] == "float32"
@@ -186,11 +189,11 @@ def test_matrices_rounded_on_their_way_are_what_an_engine_makes_of_whole_ones() 
         whole, other = trained_weights(8), trained_weights(9)
         rounded = {name: tensor.bfloat16() if tensor.ndim > 1 else tensor for name, tensor in whole.items()}
         sync(engine, whole, 1)
-        expected = engine.generate(request("whole")).result(60)
+        expected = engine.submit(request("whole")).result(60)
         sync(engine, other, 2)
-        assert engine.generate(request("other")).result(60).logprobs != expected.logprobs
+        assert engine.submit(request("other")).result(60).logprobs != expected.logprobs
         sync(engine, rounded, 3)
-        found = engine.generate(request("rounded")).result(60)
+        found = engine.submit(request("rounded")).result(60)
         assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
     finally:
         engine.close()
@@ -199,12 +202,12 @@ def test_matrices_rounded_on_their_way_are_what_an_engine_makes_of_whole_ones() 
 def test_workers_in_processes_of_their_own_take_buckets_and_broadcasts(tmp_path: Path) -> None:
     """As on a GPU: the engine's core and its worker are apart from this process, which no array crosses by itself."""
     settings = engine_settings(CONFIG)
-    apart = replace(settings, environment={**settings.environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    apart = replace(settings, in_actor=False)
     engine = VLLMEngine(apart)
     try:
         carried, sent = trained_weights(6), trained_weights(7)
         assert sync(engine, carried, 1) == 1
-        output = engine.generate(request("carried")).result(60)
+        output = engine.submit(request("carried")).result(60)
         assert largest_difference(output, expected_logprobs(carried, LONG_PROMPT, output)) < 1e-4
 
         place = {"num_ranks": 2, "init_method": f"file://{tmp_path}/meet", "timeout_s": 60.0}
@@ -217,10 +220,10 @@ def test_workers_in_processes_of_their_own_take_buckets_and_broadcasts(tmp_path:
             engine.update(replace(bucket, checksum=None))
             sending.result(60)
         assert engine.finish_update(2, len(sent)) == 2
-        output = engine.generate(request("sent")).result(60)
+        output = engine.submit(request("sent")).result(60)
         assert largest_difference(output, expected_logprobs(sent, LONG_PROMPT, output)) < 1e-4
 
-        loan = Loan(flat)
+        loan = Export(flat)
         engine.begin_update()
         engine.update(replace(bucket, handles=loan.handles))
         loan.close()

@@ -11,8 +11,8 @@ import torch
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.inference.vllm_settings import engine_settings
 from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 
 pytestmark = pytest.mark.cluster
@@ -36,7 +36,7 @@ def ask(engine: VLLMEngine, seeds: list[int], sampling: SamplingParams, *, name:
         GenerationRequest(request_id=f"{name}-{n}", prompt_token_ids=PROMPT, sampling=sampling, seed=seed)
         for n, seed in enumerate(seeds)
     ]
-    return [future.result(120) for future in [engine.generate(each) for each in asked]]
+    return [future.result(120) for future in [engine.submit(each) for each in asked]]
 
 
 def test_seeds_of_the_engine_do_not_repeat_a_response(engine: VLLMEngine) -> None:

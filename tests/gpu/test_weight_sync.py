@@ -19,15 +19,15 @@ from skyrl_train.config.schema import (
     StrategyConfig,
     TrainerConfig,
 )
-from skyrl_train.distributed.process_group import Rendezvous, join, leave
+from skyrl_train.distributed.process_group import join, leave
 from skyrl_train.distributed.strategy import GradientSync, Sharded, SingleProcess
 from skyrl_train.distributed.together import is_out_of_memory
+from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
 from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.weight_sync.broadcast import WeightGroup
-from skyrl_train.weight_sync.buckets import Bucket, pack, unpack
-from skyrl_train.weight_sync.lending import Loan, borrow, device_name
-from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.cuda_ipc import Export, device_name, import_copy
+from skyrl_train.weight_sync.sender import WeightGroup, WeightSender
+from skyrl_train.weights import Bucket, pack, unpack
 from tests.learner_cases import save_tiny_model
 
 pytestmark = [
@@ -43,8 +43,8 @@ def device() -> torch.device:
     return torch.device("cuda:0")
 
 
-def _borrow(handles: dict[str, Any], bucket: Bucket, answers: Any) -> None:
-    flat = borrow(handles, torch.device("cuda:0"), bucket.num_bytes)
+def _import_copy(handles: dict[str, Any], bucket: Bucket, answers: Any) -> None:
+    flat = import_copy(handles, torch.device("cuda:0"), bucket.num_bytes)
     answers.put(float(dict(unpack(bucket, flat))["weight"].double().sum()))
 
 
@@ -52,7 +52,7 @@ def test_blocks_that_nobody_opens_go_back_to_the_device(device: torch.device) ->
     before = torch.cuda.memory_allocated(device)
     for _ in range(5):
         _, flat = pack([("weight", torch.randn(1024, 1024))], device)
-        loan = Loan(flat)
+        loan = Export(flat)
         del flat
         loan.close()
         loan.close()
@@ -66,9 +66,9 @@ def test_a_block_that_another_process_opened_goes_back_too(device: torch.device)
     for _ in range(2):
         weight = torch.randn(1024, 1024)
         bucket, flat = pack([("weight", weight)], device)
-        loan = Loan(flat)
+        loan = Export(flat)
         del flat
-        process = context.Process(target=_borrow, args=(dict(loan.handles), bucket, answers))
+        process = context.Process(target=_import_copy, args=(dict(loan.handles), bucket, answers))
         process.start()
         assert answers.get(timeout=120) == pytest.approx(float(weight.double().sum()))
         process.join(60)
@@ -93,7 +93,7 @@ def test_a_rank_lends_to_its_own_device_alone(device: torch.device, tmp_path: Pa
     assert lent is not None
     assert list(lent.handles) == [sender.device()]
     with pytest.raises(EngineError, match="an engine computes on"):
-        borrow({"another device": []}, device, lent.num_bytes)
+        import_copy({"another device": []}, device, lent.num_bytes)
     sender.reclaim()
     assert torch.cuda.memory_allocated(device) == before
 
@@ -147,9 +147,9 @@ def test_engines_that_share_the_devices_compute_with_what_was_sent(tmp_path: Pat
     pytest.importorskip("vllm")
     if torch.cuda.device_count() < tensor_parallel:
         pytest.skip(f"needs {tensor_parallel} GPUs")
-    from skyrl_train.cluster.build import Cluster, cluster_settings
     from skyrl_train.config.learners import run_models
     from skyrl_train.plan.dry_run import plan_batches
+    from skyrl_train.runs.build import build_host, build_learners
 
     config = Config(
         output_dir=str(tmp_path),
@@ -168,12 +168,12 @@ def test_engines_that_share_the_devices_compute_with_what_was_sent(tmp_path: Pat
     )
     free = []
     with ExitStack() as stack:
-        cluster = Cluster(cluster_settings(config), stack)
-        _, carrier = cluster.build_engine(config, stack)
+        host = build_host(config, stack)
+        assert host.engines is not None
         plan = plan_batches(config, num_train_prompts=64)
-        policy = cluster.build_learners(run_models(config, plan.schedule), stack).policy
+        policy = build_learners(run_models(config, plan.schedule), stack, host).policy
         for version in range(5):
-            carrier.sync(policy.weights(), version)
+            host.engines.transport.sync(policy.weights(), version)
             free.append(torch.cuda.mem_get_info(0)[0])
     records = [json.loads(line) for line in (tmp_path / "weight_sync.jsonl").read_text().splitlines()]
     assert len(records) == 5

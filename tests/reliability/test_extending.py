@@ -64,6 +64,8 @@ def check_plugins(output: Path, metrics: list[dict[str, float]]) -> None:
         assert 0 <= step["plugins/long_turns"] <= 1
     # The schedule halves the rate twice over four optimizer steps: at progress 0, 1/4, 1/2, 3/4.
     assert [step["policy/lr"] for step in metrics] == [1e-4, 5e-5]
+    assert (output / "handover").is_dir(), "weights came by the custom transport"
+    assert not list((output / "handover").iterdir())
     diary = (output / "diary.txt").read_text().split("\n")
     assert diary == ["start 0/2", "step 1/2", "evaluation 2/2", "step 2/2", "checkpoint 2/2", "end 2/2", ""]
     lines = [json.loads(line) for line in (output / "rewards.jsonl").read_text().splitlines()]
@@ -80,8 +82,14 @@ def test_one_custom_part_of_each_kind_trains_in_one_process(tmp_path: Path) -> N
 
 @pytest.mark.cluster
 def test_one_custom_part_of_each_kind_trains_on_two_ranks(tmp_path: Path) -> None:
-    metrics = run(tmp_path / "run", *EXPERIMENT, "placement=cpu_2", "strategy=fsdp2", *RAY[1:])
+    engine = "generator.backend={_target_: plugins.engines:Apart, repetition_penalty: 0.0}"
+    metrics = run(tmp_path / "run", *EXPERIMENT, "placement=cpu_2", "strategy=fsdp2", *RAY[1:], engine)
     check_plugins(tmp_path / "run", metrics)
+    actors = json.loads((tmp_path / "run" / "actors.json").read_text())
+    assert len(actors["engine"]) == 1, "the custom engine has an actor of its own"
+    syncs = [json.loads(line) for line in (tmp_path / "run" / "weight_sync.jsonl").read_text().splitlines()]
+    assert [sync["version"] for sync in syncs] == [0, 1, 2]
+    assert syncs[0]["probe_difference"] < 1e-3, "it computes with the weights that the custom transport brought"
 
 
 def test_custom_parts_of_supervised_training_train(tmp_path: Path) -> None:

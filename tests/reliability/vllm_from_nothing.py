@@ -24,13 +24,13 @@ GENERATE = """
 import vllm
 from skyrl_train.config.schema import Config
 from skyrl_train.inference.vllm import VLLMEngine
-from skyrl_train.inference.vllm_settings import engine_settings
+from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
 engine = VLLMEngine(engine_settings(Config()))
 request = GenerationRequest(
     request_id="a", prompt_token_ids=tuple(range(5, 40)), sampling=SamplingParams(max_generate_length=8), seed=1
 )
-print("tokens:", vllm.__version__, engine.generate(request).result(120).token_ids)
+print("tokens:", vllm.__version__, engine.submit(request).result(120).token_ids)
 engine.close()
 """
 

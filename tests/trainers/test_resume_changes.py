@@ -13,7 +13,7 @@ import pytest
 
 from skyrl_train.algorithms.controllers import KLControllerState
 from skyrl_train.config.fields import SchemaField, fact, is_optional, strip, walk
-from skyrl_train.config.rules import Range
+from skyrl_train.config.rules import Range, Resume
 from skyrl_train.config.schema import Config, LoraConfig
 from skyrl_train.config.sft import AnyConfig, SFTConfig
 from skyrl_train.errors import ConfigError
@@ -189,7 +189,7 @@ def test_200_random_changes_resume_or_fork_or_could_not_work(saved: list[Saved])
         "generator.vllm.gpu_memory_utilization",
         "generator.vllm.max_num_seqs",
         "generator.vllm.max_restarts",
-        "generator.vllm.weight_transport",
+        "generator.weight_transport",
         "generator.merge_stepwise",
         "generator.verify_weight_sync",
         "generator.request_timeout_s",
@@ -253,6 +253,15 @@ def test_a_setting_that_is_gone_forks(tmp_path: Path) -> None:
     assert "resume_mode=fork" in violation.remedy
     assert "Set trainer.forgotten" not in violation.remedy, "nobody can: there is no such setting"
     assert "trainer.forgotten was 3 and is not set" in of_run.forked(config).notes
+
+
+def test_a_setting_is_known_by_its_older_name() -> None:
+    flat = flat_config(bases()[0])
+    older = {name: value for name, value in flat.items() if name != "generator.weight_transport"}
+    older["generator.vllm.weight_transport"] = "files"
+    (change,) = changes_since(older, flat, Config)
+    assert (change.setting, change.was, change.now) == ("generator.weight_transport", "files", "auto")
+    assert change.resume is Resume.FREE
 
 
 def test_an_entry_of_a_mapping_that_was_not_there_is_to_be_dropped(saved: list[Saved]) -> None:

@@ -1,8 +1,9 @@
-"""An engine that is broken or without its core under a living actor is given up and started anew like a dead actor."""
+"""An engine that is broken or without its core under a living actor is given up and started again like a dead actor."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,10 +12,13 @@ from typing import Any
 import pytest
 
 from skyrl_train.cluster.calls import Answer, RemoteActor
-from skyrl_train.cluster.engines import EnginePool
+from skyrl_train.cluster.endpoints import RayEndpoint
+from skyrl_train.cluster.engine_group import GroupEngine
+from skyrl_train.cluster.engine_worker import EngineWorker
+from skyrl_train.config.schema import PlacementConfig
 from skyrl_train.errors import EngineDeadError, EngineError, SkyrlTrainError
-from skyrl_train.learner.turns import DeviceTurns
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
 
 REQUEST = GenerationRequest(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(), seed=1)
 OUTPUT = GenerationOutput(token_ids=(3,), logprobs=(-0.5,), stop_reason=StopReason.LENGTH, weight_version=4)
@@ -42,12 +46,12 @@ class Remote:
 
 class Handle:
     def __init__(self, answer: Answer) -> None:
-        self.generate = Remote(lambda request: answer)
+        self.invoke_coroutine = Remote(lambda key, request: answer if key == "EngineWorker.generate" else None)
         self.ping = Remote(lambda: True)
 
 
-class Fleet:
-    """Implements what a pool uses of an `EngineFleet`."""
+class Group:
+    """Implements what a `GroupEngine` uses of an `EngineGroup`."""
 
     ready = True
 
@@ -57,37 +61,47 @@ class Fleet:
         self.alive = [True]
         self.lost: list[str] = []
 
+    def workers(self, actors: list[RemoteActor]) -> RayEndpoint[EngineWorker]:
+        return RayEndpoint(EngineWorker, actors, PlacementConfig(), threading.Lock())
+
     def lose(self, index: int, reason: str) -> bool:
         self.alive[index] = False
         self.lost.append(reason)
         return True
 
-    def start_anew(self, index: int) -> RemoteActor:
-        return self._actor()
-
-    def admit(self, index: int, actor: RemoteActor) -> None:
-        self.actors[index], self.alive[index] = actor, True
+    def restart(self, index: int, catch_up: Callable[..., None]) -> None:
+        catch_up()
+        self.actors[index], self.alive[index] = self._actor(), True
 
     def _actor(self) -> RemoteActor:
-        return RemoteActor(handle=Handle(self._answers.pop(0)), role="vllm engine", rank=0, log_folder=None)
+        return RemoteActor(handle=Handle(self._answers.pop(0)), role="inference engine", rank=0, log_folder=None)
 
 
-def make_pool(fleet: Fleet, folder: Path) -> EnginePool:
-    turns = DeviceTurns(None, shared=False, record_file=folder / "turns.jsonl")
-    pool = EnginePool(fleet, turns, silence_timeout_s=30.0)  # type: ignore[arg-type]
-    pool.bring_up_to_date = fleet.admit
-    return pool
+class Updates:
+    """Implements what a `GroupEngine` uses of a `WeightSync`."""
+
+    version = 4
+
+    def catch_up(self) -> None:
+        """At once."""
+
+
+def make_engine(group: Group, folder: Path) -> GroupEngine:
+    sharing = DeviceSharing(None, shared=False, record_file=folder / "turns.jsonl")
+    return GroupEngine(group, sharing, Updates(), silence_timeout_s=30.0)  # type: ignore[arg-type]
 
 
 def test_a_dead_core_under_a_living_actor_costs_its_request_nothing(tmp_path: Path) -> None:
-    fleet = Fleet(DEAD)
-    assert asyncio.run(make_pool(fleet, tmp_path).generate(REQUEST)) == OUTPUT
-    assert fleet.lost == [f"died: {DEAD}"]
-    assert fleet.alive == [True]
+    group = Group(DEAD)
+    engine = make_engine(group, tmp_path)
+    assert asyncio.run(engine.generate(REQUEST)) == OUTPUT
+    assert group.lost == [f"died: {DEAD}"]
+    assert group.alive == [True]
+    assert engine.weight_version == 4
 
 
 def test_a_request_that_an_engine_refuses_is_not_its_death(tmp_path: Path) -> None:
-    fleet = Fleet(EngineError("request r: too long"))
+    group = Group(EngineError("request r: too long"))
     with pytest.raises(EngineError, match="too long"):
-        asyncio.run(make_pool(fleet, tmp_path).generate(REQUEST))
-    assert fleet.lost == []
+        asyncio.run(make_engine(group, tmp_path).generate(REQUEST))
+    assert group.lost == []

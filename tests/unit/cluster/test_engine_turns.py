@@ -6,23 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.learner.turns import DeviceTurns
+from skyrl_train.endpoints import LocalEndpoint
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weight_sync.receiver import UpdatableEngine
 
 
-class FakeFleet:
-    """Engines that say what they were told."""
+class FakeEngine(UpdatableEngine):
+    """An engine that says what it was told."""
 
     def __init__(self, moves: list[str], who: str = "") -> None:
         self._moves, self._who = moves, who
-
-    def wait_ready(self) -> None:
-        """At once."""
 
     def sleep(self) -> None:
         self._moves.append(f"{self._who}sleep")
 
     def wake_up(self, tag: str) -> None:
         self._moves.append(f"{self._who}wake_up {tag}")
+
+
+def engines(moves: list[str], who: str = "") -> LocalEndpoint[UpdatableEngine]:
+    return LocalEndpoint(FakeEngine(moves, who))
 
 
 class FakeGroup:
@@ -44,10 +47,11 @@ class Shared:
     def __init__(self, folder: Path, *, shared: bool = True) -> None:
         self.moves: list[str] = []
         self.record = folder / "turns.jsonl"
-        self.turns = DeviceTurns(FakeFleet(self.moves), shared=shared, record_file=self.record)
+        self.turns = DeviceSharing(lambda: engines(self.moves), shared=shared, record_file=self.record)
         self.turns.models()
         for role in ("policy", "reference"):
-            self.turns.add(FakeGroup(role, self.moves))
+            group = FakeGroup(role, self.moves)
+            self.turns.add(role, group.onload, group.offload)
 
     def told(self) -> list[str]:
         """Since the last call."""
@@ -94,7 +98,7 @@ def test_two_models_are_there_together_where_one_takes_the_others_weights(shared
 
 
 def test_an_engine_started_anew_catches_up_beside_the_others_unless_the_policy_has_trained(shared: Shared) -> None:
-    turns, engine = shared.turns, FakeFleet(shared.moves, "one engine: ")
+    turns, engine = shared.turns, engines(shared.moves, "one engine: ")
     with turns.syncing():
         pass
     turns.engines()

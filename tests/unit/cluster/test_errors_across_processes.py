@@ -10,7 +10,7 @@ import pytest
 
 import skyrl_train
 from skyrl_train.cluster.calls import Answer
-from skyrl_train.cluster.learner_worker import answering
+from skyrl_train.cluster.endpoints import answer_of
 from skyrl_train.errors import ConfigError, DeadlineError, RankOutOfMemory, SkyrlTrainError, StopRequested, Violation
 
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -47,11 +47,10 @@ def test_an_error_comes_out_of_another_process_as_itself(kind: type[SkyrlTrainEr
     arguments = ARGUMENTS.get(kind.__name__, ("what happened",))
     raised = kind(*arguments)
 
-    @answering
     def broken() -> None:
         raise raised
 
-    answer: Answer = pickle.loads(pickle.dumps(broken()))
+    answer: Answer = pickle.loads(pickle.dumps(answer_of(broken)))
 
     with pytest.raises(kind) as caught:
         answer.unwrap()

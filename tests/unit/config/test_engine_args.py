@@ -14,7 +14,8 @@ from skyrl_train.config.schema import Config, LoraConfig, PlacementConfig, Platf
 from skyrl_train.config.validate import validate_config
 from skyrl_train.config.validate_engines import SET_BY_TRAINER, engine_args_fields
 from skyrl_train.errors import Violation
-from skyrl_train.inference.vllm_settings import engine_settings
+from skyrl_train.inference.vllm_settings import vllm_settings
+from skyrl_train.runs.build_engines import engine_settings
 
 needs_vllm = pytest.mark.skipif(not engine_args_fields(), reason="vllm is not installed")
 
@@ -35,7 +36,7 @@ def violations(config: Config) -> list[Violation]:
 def test_what_vllm_takes_is_passed_and_a_name_that_it_does_not_know_is_refused_before_vllm_is_imported() -> None:
     arguments = {"quantization": "fp8", "max_num_batched_tokens": 4096, "speculative_config": {"method": "ngram"}}
     assert violations(with_arguments(arguments)) == []
-    settings = engine_settings(with_arguments(arguments))
+    settings = vllm_settings(engine_settings(with_arguments(arguments)))
     assert {name: settings.arguments[name] for name in arguments} == arguments
     started = time.monotonic()
     (found,) = violations(with_arguments({"quantisation": "fp8"}))
@@ -74,8 +75,8 @@ def test_nothing_that_the_trainer_sets_can_be_overridden_but_how_prompts_are_cut
         generator=GeneratorConfig(backend="vllm", vllm=VLLMConfig(lora_sync="adapter", kv_cache_gib=1.0)),
     )
     set_here = {
-        *engine_settings(gpu).arguments,
-        *engine_settings(with_arguments({})).arguments,
+        *vllm_settings(engine_settings(gpu)).arguments,
+        *vllm_settings(engine_settings(with_arguments({}))).arguments,
         "weight_transfer_config",
     }
     left = {"enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}
@@ -85,10 +86,12 @@ def test_nothing_that_the_trainer_sets_can_be_overridden_but_how_prompts_are_cut
 
 
 def test_a_gpu_has_the_engines_own_defaults_and_a_cpu_does_not_compile() -> None:
-    gpu = engine_settings(
-        replace(with_arguments({}), platform=PlatformConfig(name="gpu", device="cuda:0"), deterministic=True)
+    gpu = vllm_settings(
+        engine_settings(
+            replace(with_arguments({}), platform=PlatformConfig(name="gpu", device="cuda:0"), deterministic=True)
+        )
     )
-    cpu = engine_settings(replace(with_arguments({}), deterministic=True))
+    cpu = vllm_settings(engine_settings(replace(with_arguments({}), deterministic=True)))
     assert "enforce_eager" not in gpu.arguments
     assert "enable_chunked_prefill" not in gpu.arguments
     assert gpu.arguments["enable_prefix_caching"] is True

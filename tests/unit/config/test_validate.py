@@ -90,10 +90,10 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"strategy__cpu_offload": True}, "strategy.cpu_offload"),
     ({"generator__backend": "vllm", "generator__vllm__num_engines": 2}, "generator.vllm.num_engines"),
     ({"generator__backend": "vllm", "placement__inference_num_nodes": 1}, "placement.inference_num_nodes"),
-    ({"generator__backend": "vllm", "generator__vllm__weight_transport": "files"}, "generator.vllm.weight_transport"),
+    ({"generator__backend": "vllm", "generator__weight_transport": "broadcast"}, "generator.weight_transport"),
     (
-        {"generator__backend": "vllm", "generator__vllm__weight_transport": "cuda_ipc"},
-        "generator.vllm.weight_transport",
+        {"generator__backend": "vllm", "generator__weight_transport": "cuda_ipc"},
+        "generator.weight_transport",
     ),
     (
         {"generator__backend": "vllm", "platform__name": "gpu", "platform__device": "cuda:1"},
@@ -171,7 +171,7 @@ def test_each_rule_names_the_field_that_breaks_it(broken: dict[str, Any], field:
         {"generator__backend": "vllm", "generator__vllm__tensor_parallel_size": 2},
         {
             "generator__backend": "vllm",
-            "generator__vllm__weight_transport": "cuda_ipc",
+            "generator__weight_transport": "cuda_ipc",
             "platform__name": "gpu",
             "platform__device": "cuda:0",
         },

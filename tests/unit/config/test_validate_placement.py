@@ -23,11 +23,11 @@ def violated(config: Config) -> list[str]:
 
 
 def placed(*, engines: int = 1, tensor_parallel: int = 1, transport: str = "auto", **settings: object) -> Config:
-    vllm = VLLMConfig(num_engines=engines, tensor_parallel_size=tensor_parallel, weight_transport=transport)  # type: ignore[arg-type]
+    vllm = VLLMConfig(num_engines=engines, tensor_parallel_size=tensor_parallel)
     return Config(
         platform=PlatformConfig(name="gpu"),
         placement=PlacementConfig(**{**RAY, **settings}),  # type: ignore[arg-type]
-        generator=GeneratorConfig(backend="vllm", vllm=vllm),
+        generator=GeneratorConfig(backend="vllm", vllm=vllm, weight_transport=transport),
         trainer=TrainerConfig(algorithm=AlgorithmConfig(kl_loss_coef=0.1)),
     )
 
@@ -66,8 +66,8 @@ def test_nodes_and_gpus_say_how_many_ranks_there_are() -> None:
             placed(colocate_all=True, policy_num_workers=8, ref_num_workers=8, engines=4, tensor_parallel=4),
             "generator.vllm.num_engines",
         ),
-        (placed(transport="cuda_ipc"), "generator.vllm.weight_transport"),
-        (placed(transport="broadcast", colocate_all=True), "generator.vllm.weight_transport"),
+        (placed(transport="cuda_ipc"), "generator.weight_transport"),
+        (placed(transport="broadcast", colocate_all=True), "generator.weight_transport"),
     ],
 )
 def test_a_contradiction_is_refused(config: Config, field: str) -> None:
@@ -82,7 +82,7 @@ def test_all_contradictions_are_said_at_once_with_their_remedies() -> None:
     assert [violation.field for violation in found] == [
         "placement.policy_num_workers",
         "generator.vllm.num_engines",
-        "generator.vllm.weight_transport",
+        "generator.weight_transport",
     ]
     assert "= 4" in found[0].rule
     assert found[1].remedy == "try generator.vllm.num_engines=2"

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Coroutine, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.hf import HFEngine
+from skyrl_train.runs.build_engines import sync_within_process
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
-from skyrl_train.weight_sync.transport import InlineTransport
+from skyrl_train.weights import stored_weights
 from tests.fakes import make_tiny_model, make_tokenizer
 
 T = TypeVar("T")
@@ -160,7 +162,7 @@ def weights_of(seed: int, **changes: Any) -> dict[str, torch.Tensor]:
 
 def test_new_weights_answer_as_a_model_made_with_them(engine: RecordingEngine) -> None:
     before = run(engine.generate(make_request("a")))
-    InlineTransport(engine).sync(iter(weights_of(1).items()), 5)
+    sync_within_process(engine, Path()).sync(stored_weights(weights_of(1)), 5)
     after = run(engine.generate(make_request("a")))
     other = RecordingEngine(seed=1)
     expected = run(other.generate(make_request("a")))
@@ -174,7 +176,7 @@ def test_every_tensor_is_copied(engine: RecordingEngine) -> None:
     """The last one too: the weights of all norms of a new model are alike, and these are not."""
     generator = torch.Generator().manual_seed(0)
     sent = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in weights_of(0).items()}
-    InlineTransport(engine).sync(iter(sent.items()), 1)
+    sync_within_process(engine, Path()).sync(stored_weights(sent), 1)
     for name, tensor in engine._model.named_parameters():
         assert torch.equal(tensor, sent[name]), name
 

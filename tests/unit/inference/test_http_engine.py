@@ -16,8 +16,9 @@ from skyrl_train.config.generation import HTTPConfig
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference import http
 from skyrl_train.inference.http import HTTPEngine
+from skyrl_train.runs.build_engines import sync_within_process
 from skyrl_train.types import GenerationRequest, SamplingParams, StopReason
-from skyrl_train.weight_sync.files import FileTransport
+from skyrl_train.weights import stored_weights
 
 REQUEST = GenerationRequest(
     request_id="r1", prompt_token_ids=(5, 6), sampling=SamplingParams(max_generate_length=4, top_k=7), seed=3
@@ -117,7 +118,7 @@ def test_the_token_is_sent_and_a_refusal_names_its_variable(monkeypatch: pytest.
 def test_weights_go_as_files_between_pause_and_resume_and_the_version_is_confirmed(tmp_path: Path) -> None:
     server = Server()
     engine = engine_for(server)
-    FileTransport(engine, tmp_path).sync(iter([("w", torch.ones(3))]), 4)
+    sync_within_process(engine, tmp_path).sync(stored_weights({"w": torch.ones(3)}), 4)
     paths = [path for path, _ in server.asked]
     assert paths[-8:] == [
         "/init_weight_transfer_engine",
@@ -146,7 +147,7 @@ def test_a_server_that_serves_another_version_is_not_resumed(tmp_path: Path) -> 
 
     engine._control = httpx.Client(base_url="http://server", transport=httpx.MockTransport(forgetful))
     with pytest.raises(EngineError, match="serves weights 'default' and not those of version 4"):
-        FileTransport(engine, tmp_path).sync(iter([("w", torch.ones(3))]), 4)
+        sync_within_process(engine, tmp_path).sync(stored_weights({"w": torch.ones(3)}), 4)
     assert server.asked[-1][0] == "/weight_info"
 
 
@@ -156,7 +157,7 @@ def test_a_server_that_was_started_anew_is_not_taken_for_the_one_that_has_the_we
 ) -> None:
     server = Server()
     engine = engine_for(server)
-    FileTransport(engine, tmp_path).sync(iter([("w", torch.ones(3))]), 4)
+    sync_within_process(engine, tmp_path).sync(stored_weights({"w": torch.ones(3)}), 4)
 
     async def ask_twice() -> None:
         await engine.generate(REQUEST)
@@ -171,14 +172,14 @@ def test_a_server_that_was_started_anew_is_not_taken_for_the_one_that_has_the_we
             server.version = "default"
         await engine.generate(REQUEST)
 
-    with pytest.raises(EngineError, match=r"'default' and not those of version 4.*started anew"):
+    with pytest.raises(EngineError, match=r"'default' and not those of version 4.*started again"):
         asyncio.run(ask_twice())
 
 
 def test_weights_are_confirmed_once_for_requests_that_run_together(tmp_path: Path) -> None:
     server = Server()
     engine = engine_for(server)
-    FileTransport(engine, tmp_path).sync(iter([("w", torch.ones(3))]), 4)
+    sync_within_process(engine, tmp_path).sync(stored_weights({"w": torch.ones(3)}), 4)
     asked = len(server.asked)
 
     async def takes_a_moment(request: httpx.Request) -> httpx.Response:

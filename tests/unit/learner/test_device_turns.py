@@ -10,9 +10,10 @@ import torch
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.learner.policy import BaseOfAdapter
-from skyrl_train.learner.turns import DeviceTurns, LearnerInTurn
+from skyrl_train.learner.shared_device import LearnerOnSharedDevice
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
-from tests.unit.cluster.test_engine_turns import FakeFleet
+from tests.unit.cluster.test_engine_turns import engines
 
 LENGTHS = [9, 4, 12, 7]
 
@@ -28,11 +29,11 @@ def closed(seed: int) -> MiniBatch:
 def test_steps_in_turns_are_bit_for_bit_those_of_a_model_that_stays(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path / "model")
     alone, moves = make_learner(folder), list[str]()
-    turns = DeviceTurns(FakeFleet(moves), shared=True, record_file=tmp_path / "turns.jsonl")
+    turns = DeviceSharing(lambda: engines(moves), shared=True, record_file=tmp_path / "turns.jsonl")
     turns.models()
     inside = make_learner(folder)
-    policy = LearnerInTurn(inside, turns)
-    reference = LearnerInTurn(make_learner(folder, role="reference"), turns)
+    policy = LearnerOnSharedDevice(inside, turns)
+    reference = LearnerOnSharedDevice(make_learner(folder, role="reference"), turns)
     assert policy.role == "policy"
     for seed in range(2):
         turns.engines()
@@ -53,10 +54,10 @@ def test_steps_in_turns_are_bit_for_bit_those_of_a_model_that_stays(tmp_path: Pa
 
 
 def test_a_reference_takes_the_policys_weights_while_both_are_there(tmp_path: Path) -> None:
-    turns = DeviceTurns(FakeFleet([]), shared=True, record_file=tmp_path / "turns.jsonl")
-    policy = LearnerInTurn(make_learner(save_tiny_model(tmp_path / "policy")), turns)
+    turns = DeviceSharing(lambda: engines([]), shared=True, record_file=tmp_path / "turns.jsonl")
+    policy = LearnerOnSharedDevice(make_learner(save_tiny_model(tmp_path / "policy")), turns)
     other = save_tiny_model(tmp_path / "other", seed=1)
-    reference = LearnerInTurn(make_learner(other, role="reference"), turns)
+    reference = LearnerOnSharedDevice(make_learner(other, role="reference"), turns)
     batch = make_batch(LENGTHS)
     assert not torch.equal(reference.forward(batch), policy.forward(batch))
     reference.load_weights(policy.weights())
@@ -64,9 +65,9 @@ def test_a_reference_takes_the_policys_weights_while_both_are_there(tmp_path: Pa
 
 
 def test_the_base_of_an_adapter_takes_the_policys_turn(tmp_path: Path) -> None:
-    turns = DeviceTurns(FakeFleet([]), shared=True, record_file=tmp_path / "turns.jsonl")
+    turns = DeviceSharing(lambda: engines([]), shared=True, record_file=tmp_path / "turns.jsonl")
     learner = make_learner(save_tiny_model(tmp_path / "model"))
-    policy = LearnerInTurn(learner, turns)
+    policy = LearnerOnSharedDevice(learner, turns)
     with pytest.raises(SkyrlTrainError, match="in the host's memory"):
         learner.forward(make_batch(LENGTHS))
     found = BaseOfAdapter(policy.forward_base).forward(make_batch(LENGTHS))

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from skyrl_train.distributed.process_group import Rendezvous, as_default_group, join, leave
+from skyrl_train.distributed.process_group import as_default_group, join, leave
+from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync.broadcast import WeightGroup
-from skyrl_train.weight_sync.buckets import Bucket, pack, unpack
+from skyrl_train.weight_sync.sender import WeightGroup
+from skyrl_train.weights import Bucket, pack, unpack
 
 CPU = torch.device("cpu")
 TENSORS = {"embed": torch.arange(600, dtype=torch.float32).view(200, 3), "scale": torch.tensor(1.5)}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync.buckets import Bucket, bucket_names, pack_bucket, unpack_bucket
+from skyrl_train.weights import Bucket, bucket_names, pack_bucket, unpack_bucket
 
 TENSORS = {
     "embed": torch.arange(6, dtype=torch.float32).view(2, 3),

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from skyrl_train.cluster.workers import planned_buckets
 from skyrl_train.config.schema import LoraConfig, ModelConfig
 from skyrl_train.distributed.strategy import SingleProcess
+from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.lora import add_adapter, merged_weights
-from skyrl_train.weight_sync.buckets import Bucket, Receiver, unpack, unpack_bucket, wire_dtype
-from skyrl_train.weight_sync.lending import borrow
-from skyrl_train.weight_sync.sender import WeightSender
+from skyrl_train.weight_sync.cuda_ipc import import_copy
+from skyrl_train.weight_sync.receiver import Receiver, wire_dtype
+from skyrl_train.weight_sync.sender import RankSender
+from skyrl_train.weights import Bucket, ModelWeights, WeightSender, stored_weights, unpack, unpack_bucket
 from tests.learner_cases import save_tiny_model
 
 CPU = torch.device("cpu")
 
 
-class OneRank:
-    """A `WorkerGroup` of this process."""
-
-    def __init__(self, sender: WeightSender) -> None:
-        self._sender = sender
-
-    def begin(self, method: str, *args: Any) -> list[Any]:
-        return [getattr(self._sender, method)(*args)]
-
-    def wait(self, method: str, phase: str, refs: Sequence[Any]) -> list[Any]:
-        return list(refs)
-
-
-def plan(sender: WeightSender, dtype: str = "") -> list[Bucket]:
-    return planned_buckets(OneRank(sender), dtype=dtype)  # type: ignore[arg-type]
+def plan(sender: RankSender, dtype: str = "") -> list[Bucket]:
+    return ModelWeights(LocalEndpoint[WeightSender](sender)).buckets(dtype=dtype)
 
 
 @pytest.fixture
@@ -45,29 +32,28 @@ def model(tmp_path: Path) -> Any:
 
 
 @pytest.fixture
-def sender(model: Any) -> WeightSender:
-    return WeightSender(model, SingleProcess(), CPU)
+def sender(model: Any) -> RankSender:
+    return RankSender(model, SingleProcess(), CPU)
 
 
 def shared_files() -> set[Path]:
     return set(Path("/dev/shm").glob("skyrl-weights-*"))
 
 
-def test_a_rank_lends_where_somebody_borrows_and_nothing_elsewhere(sender: WeightSender) -> None:
+def test_a_rank_exports_where_somebody_imports_and_nothing_elsewhere(sender: RankSender) -> None:
     (planned,) = plan(sender)
     before = shared_files()
     assert sender.device() == "cpu"
-    assert sender.lend(planned, {"GPU-of-another-rank"}) is None
+    assert not sender.export(planned, {"GPU-of-another-rank"}).handles
     assert shared_files() == before
-    lent = sender.lend(planned, {"cpu"})
-    assert lent is not None
-    flat = borrow(lent.handles, CPU, lent.num_bytes)
-    sender.reclaim()
+    exported = sender.export(planned, {"cpu"})
+    flat = import_copy(exported.handles, CPU, exported.num_bytes)
+    sender.close_export()
     assert shared_files() == before
-    assert [name for name, _ in unpack(lent, flat)] == list(planned.names)
+    assert [name for name, _ in unpack(exported, flat)] == list(planned.names)
 
 
-def test_matrices_travel_in_the_engines_type_and_vectors_in_their_own(sender: WeightSender, model: Any) -> None:
+def test_matrices_travel_in_the_engines_type_and_vectors_in_their_own(sender: RankSender, model: Any) -> None:
     own = dict(model.named_parameters())
     (whole,), (half,) = plan(sender), plan(sender, "bfloat16")
     assert set(whole.dtypes) == {"float32"}
@@ -77,7 +63,6 @@ def test_matrices_travel_in_the_engines_type_and_vectors_in_their_own(sender: We
     }
     assert half.num_bytes < 0.55 * whole.num_bytes
     carried = sender.carry(half)
-    assert carried is not None
     for name, tensor in unpack_bucket(carried):
         expected = own[name].detach().to(torch.bfloat16) if tensor.ndim > 1 else own[name].detach()
         assert torch.equal(tensor, expected), name
@@ -89,9 +74,8 @@ def test_a_merged_adapter_is_added_before_it_is_rounded(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=1e-3)
-    sender = WeightSender(model, SingleProcess(), CPU)
+    sender = RankSender(model, SingleProcess(), CPU)
     carried = sender.carry(plan(sender, "bfloat16")[0])
-    assert carried is not None
     merged = dict(merged_weights(model, lambda tensor: tensor))
     for name, tensor in unpack_bucket(carried):
         assert torch.equal(tensor, merged[name].to(tensor.dtype)), name
@@ -110,3 +94,21 @@ def test_a_merged_adapter_is_added_before_it_is_rounded(model: Any) -> None:
 )
 def test_weights_are_rounded_where_every_engine_would_do_so_itself(dtypes: tuple[str, ...], expected: str) -> None:
     assert wire_dtype(Receiver(device="cpu", dtype=dtype) for dtype in dtypes) == expected
+
+
+def test_weights_that_are_iterated_are_the_parameters_themselves(sender: RankSender, model: Any) -> None:
+    found = dict(ModelWeights(LocalEndpoint[WeightSender](sender)))
+    own = dict(model.named_parameters())
+    assert list(found) == list(own)
+    assert all(tensor.data_ptr() == own[name].data_ptr() for name, tensor in found.items()), "nothing is copied"
+
+
+def test_stored_weights_go_the_same_ways_as_a_models(tmp_path: Path) -> None:
+    tensors = {"matrix": torch.randn(3, 4), "vector": torch.randn(4)}
+    stored = stored_weights(tensors)
+    assert stored.scores is None
+    (planned,) = stored.buckets(dtype="bfloat16")
+    assert planned.dtypes == ("bfloat16", "float32")
+    (written,) = stored.senders.call(WeightSender.write, "sync", planned, tmp_path / "0.bin")
+    assert written.path == str(tmp_path / "0.bin")
+    assert torch.equal(dict(stored)["matrix"], tensors["matrix"])

@@ -3,38 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.cluster.calls import RemoteActor
-from skyrl_train.cluster.carriers import make_carrier
-from skyrl_train.cluster.engines import EnginePool
-from skyrl_train.cluster.fleet import EngineFleet
 from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.placement import Placement
 from skyrl_train.cluster.session import RaySession
-from skyrl_train.cluster.transport import RayTransport
-from skyrl_train.config.bundles import Layout, Role, count_engines, num_cpus, takes_turns
-from skyrl_train.config.generation import ships_adapter
+from skyrl_train.config.bundles import Layout, Role, count_engines, num_cpus
 from skyrl_train.config.learners import LearnerSettings, RunModels, layout_of, learner_settings, roles_of
 from skyrl_train.config.schema import ModelConfig, PlacementConfig
 from skyrl_train.learner.architectures import largest_parameter, weight_bytes
 from skyrl_train.learner.policy import BaseOfAdapter
-from skyrl_train.learner.turns import DeviceTurns
-from skyrl_train.model.causal_lm import load_tokenizer
-from skyrl_train.weight_sync.buckets import BUCKET_BYTES
-from skyrl_train.weight_sync.probe import WeightSyncProbe
-from skyrl_train.weight_sync.transport import SyncRecords
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weights import BUCKET_BYTES
 
 if TYPE_CHECKING:
+    from skyrl_train.cluster.engine_group import EngineGroup
     from skyrl_train.config.schema import Config
-    from skyrl_train.interfaces import InferenceEngine, WeightTransport
     from skyrl_train.trainers.steps import Learners
-    from skyrl_train.types import GenerationOutput, GenerationRequest
-
 
 _SLOWEST_LOAD = 50e6
 """Bytes a second at which weights arrive at least: from a busy network file system, or from the hub."""
@@ -53,7 +43,7 @@ class ClusterSettings:
 
 
 def cluster_settings(config: Config) -> ClusterSettings:
-    """Of reinforcement learning: models, and vLLM engines where `generator.backend` asks for some."""
+    """Return what a run of reinforcement learning reserves: for its models, and for engines with devices of their own."""
     models = [learner_settings(config, role).model for role in roles_of(config)]
     if count_engines(config.generator, config.placement):
         models.append(config.model)
@@ -92,48 +82,28 @@ class Cluster:
             timeout_s=placement.start_timeout_s,
             wait_for_nodes_s=placement.wait_for_nodes_s if placement.ray_address else 0.0,
         )
-        self._transport: RayTransport | None = None
-        self._policy: RayLearner | None = None
-        self._turns = DeviceTurns(None, shared=False, record_file=self._output("device_turns.jsonl"))
 
-    def build_engine(self, config: Config, stack: ExitStack) -> tuple[InferenceEngine, WeightTransport]:
-        """vLLM engines and what feeds them. Returns while they load."""
-        config = replace(config, placement=self.settings.placement)
-        fleet = EngineFleet(config, self.session, self.placement.slots("engine"))
-        stack.callback(fleet.close)
-        self._turns = DeviceTurns(
-            fleet,
-            shared=takes_turns(config.placement, config.generator, config.platform),
-            record_file=self._output("device_turns.jsonl"),
-        )
-        pool = EnginePool(fleet, self._turns, silence_timeout_s=config.placement.silence_timeout_s)
-        carrier = make_carrier(config, folder=self.session.folder)
-        self._transport = RayTransport(
-            pool,
-            carrier,
-            self._turns,
-            SyncRecords(
-                self._output("weight_sync.jsonl"),
-                self._probe(config, fleet, self._turns),
-                verify_each=config.generator.verify_weight_sync,
-            ),
-            adapter_only=ships_adapter(config.generator),
-        )
-        return pool, self._transport
-
-    def build_learners(self, models: RunModels, stack: ExitStack) -> Learners:
-        """Starts all models together, then waits for each. Where they share the engines' devices they start one after the
+    def build_learners(
+        self,
+        models: RunModels,
+        stack: ExitStack,
+        *,
+        sharing: DeviceSharing | None = None,
+        engines: EngineGroup | None = None,
+    ) -> Learners:
+        """Start all models together, then wait for each. Where they share the engines' devices they start one after the
         other, on devices that the engines have left."""
         from skyrl_train.trainers.steps import Learners
 
+        sharing = sharing or DeviceSharing()
         placement = self.settings.placement
 
         def start(settings: LearnerSettings) -> Callable[[], RayLearner]:
             slots = self.placement.slots(settings.role)
-            return start_learner(settings, placement, self.session, slots, turns=self._turns)
+            return start_learner(settings, placement, self.session, slots, sharing=sharing)
 
         learners: dict[Role, RayLearner] = {}
-        self._turns.models()
+        sharing.models()
         if placement.colocate_all:
             for each in models.learners:
                 learners[each.role] = start(each)()
@@ -142,36 +112,20 @@ class Cluster:
             learners = {role: wait() for role, wait in waits.items()}
         for learner in learners.values():
             stack.callback(learner.close)
-        policy = self._policy = learners["policy"]
-        self._write_actors({role: learner.group.actors for role, learner in learners.items()})
+        policy = learners["policy"]
+        groups: dict[str, Sequence[RemoteActor]] = {role: learner.group.actors for role, learner in learners.items()}
+        if engines is not None:
+            engines.wait_ready()
+            groups["engine"] = engines.actors
+        self._write_actors(groups)
         base = BaseOfAdapter(policy.forward_base) if models.base_is_reference else None
         return Learners(policy=policy, reference=base or learners.get("reference"), critic=learners.get("critic"))
 
-    def _output(self, name: str) -> Path:
-        return self.settings.output_dir / name
-
-    def _write_actors(self, groups: Mapping[str, tuple[RemoteActor, ...]]) -> None:
-        """`actors.json`: where each process is, for whoever looks after the run."""
-        if self._transport is not None:
-            self._transport.pool.fleet.wait_ready()
-            groups = {**groups, "engine": tuple(self._transport.pool.fleet.actors)}
+    def _write_actors(self, groups: Mapping[str, Sequence[RemoteActor]]) -> None:
+        """Write `actors.json`: where each process is, for whoever looks after the run."""
         content = {
             role: [vars(actor.identity) for actor in actors if actor.identity is not None]
             for role, actors in groups.items()
         }
-        self._output("actors.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-    def _probe(self, config: Config, fleet: EngineFleet, turns: DeviceTurns) -> WeightSyncProbe:
-        """Of all engines that live, together."""
-
-        def ask(request: GenerationRequest) -> list[tuple[str, GenerationOutput]]:
-            turns.engines()
-            names = [str(engine) for engine in fleet.living]
-            return list(zip(names, fleet.call("generate", "sync", request)))
-
-        return WeightSyncProbe(
-            ask=ask,
-            policy=lambda: self._policy,
-            config=config,
-            vocabulary=len(load_tokenizer(config.model)),
-        )
+        file = self.settings.output_dir / "actors.json"
+        file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from skyrl_train.errors import EngineError
-from skyrl_train.weight_sync.buckets import weighted_sum
-from skyrl_train.weight_sync.lending import Loan, borrow
+from skyrl_train.weight_sync.cuda_ipc import Export, import_copy
+from skyrl_train.weights import weighted_sum
 
 CPU = torch.device("cpu")
 
 
 def test_a_borrower_has_a_copy_that_outlives_the_loan() -> None:
     flat = torch.arange(2048).to(torch.uint8)
-    loan = Loan(flat)
-    copy = borrow(loan.handles, CPU, len(flat))
+    loan = Export(flat)
+    copy = import_copy(loan.handles, CPU, len(flat))
     path = Path(loan.handles["cpu"][0])
     assert path.exists()
     loan.close()
@@ -26,9 +26,9 @@ def test_a_borrower_has_a_copy_that_outlives_the_loan() -> None:
     assert torch.equal(copy, flat)
 
 
-def test_a_borrower_on_a_device_on_which_nobody_lends_is_told_where_they_do() -> None:
-    with pytest.raises(EngineError, match=r"lent on GPU-1, GPU-7, but an engine computes on cpu.*=shared_memory"):
-        borrow({"GPU-7": [], "GPU-1": []}, CPU, 8)
+def test_an_importer_on_a_device_on_which_nobody_exports_is_told_where_they_do() -> None:
+    with pytest.raises(EngineError, match=r"exported on GPU-1, GPU-7, but an engine computes on cpu.*=shared_memory"):
+        import_copy({"GPU-7": [], "GPU-1": []}, CPU, 8)
 
 
 def test_the_checksum_of_a_device_notices_any_word_that_changes_or_moves() -> None:

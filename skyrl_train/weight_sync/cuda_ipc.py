@@ -1,4 +1,4 @@
-"""Weights that never move between processes: the owner lends its memory, a borrower on the same device copies from it.
+"""Weights that never move between devices: a process exports its memory, and another on the same device copies from it.
 
 On CUDA devices a handle is what CUDA IPC needs, in plain numbers and bytes, so that it passes through any serialiser. On a
 CPU it is the name of a file in shared memory: the same calls in the same order, for machines without a GPU.
@@ -26,8 +26,8 @@ _COUNTER = slice(4, 6)
 """Of a handle: what names the count of those who still have to open it."""
 
 
-class Loan:
-    """Flat bytes that others may read for as long as this object is not closed."""
+class Export:
+    """Flat bytes that other processes may read for as long as this object is not closed."""
 
     def __init__(self, flat: Tensor) -> None:
         self._flat: Tensor | None = flat
@@ -46,7 +46,7 @@ class Loan:
         self.handles = {device_name(flat.device): [name]}
 
     def close(self) -> None:
-        """Takes the memory back, borrowed or not: borrowers must have copied what they need. Idempotent."""
+        """Take the memory back, whether it was opened or not: importers must have copied what they need. Idempotent."""
         if self._count is not None:
             self._count.release()
             self._count = None
@@ -57,7 +57,7 @@ class Loan:
 
 
 class _OpenCount:
-    """How many still have to open an exported CUDA block: 1 at first. Its borrower counts it down on letting go, and torch
+    """How many still have to open an exported CUDA block: 1 at first. Its importer counts it down on letting go, and torch
     frees the block only at 0, so that one which nobody opened would stay for ever unless its owner counts for them.
 
     Counted down twice the number would wrap around, which torch takes for many, so that it is read first: torch keeps the
@@ -69,10 +69,10 @@ class _OpenCount:
     def __init__(self, handle: bytes, index: int, *, device_index: int) -> None:
         self._handle, self._index, self._device_index = handle, index, device_index
         self._is_readable = self._read() == 1
-        """False under a torch that keeps its counts elsewhere: then every loan is taken for one that was borrowed."""
+        """False under a torch that keeps its counts elsewhere: then every export is taken for one that was opened."""
 
     def release(self) -> None:
-        """Counts down for a borrower that never came."""
+        """Count down for an importer that never came."""
         if self._is_readable and self._read() == 1:
             release: Any = torch.UntypedStorage._release_ipc_counter
             release(self._handle, self._index, device=self._device_index)
@@ -86,23 +86,23 @@ class _OpenCount:
             return None
 
 
-def borrow(handles: Mapping[str, Any], device: torch.device, num_bytes: int) -> Tensor:
-    """A copy of what the owner on `device` lends. Raises EngineError where nobody there does."""
+def import_copy(handles: Mapping[str, Any], device: torch.device, num_bytes: int) -> Tensor:
+    """Return a copy of what a process on `device` exports. Raises EngineError where none does."""
     name = device_name(device)
-    require_lenders([name], handles)
+    require_exporters([name], handles)
     handle = handles[name]
     if device.type == "cuda":
         return _open_cuda_handle(handle, device, num_bytes).clone()
     return torch.from_file(handle[0], shared=True, size=num_bytes, dtype=torch.uint8).clone()
 
 
-def require_lenders(borrowers: Iterable[str], lenders: Iterable[str]) -> None:
-    """Raises EngineError where a device on which weights are to be borrowed is not one on which they are lent."""
-    if alone := sorted(set(borrowers) - set(lenders)):
+def require_exporters(importers: Iterable[str], exporters: Iterable[str]) -> None:
+    """Raise EngineError where a device on which weights are to be imported is not one on which they are exported."""
+    if alone := sorted(set(importers) - set(exporters)):
         raise EngineError(
-            f"weights are lent on {', '.join(sorted(set(lenders)))}, but an engine computes on {', '.join(alone)}. Engines "
-            "that share the trainer's devices need a rank of the policy on each; or set "
-            "generator.vllm.weight_transport=shared_memory"
+            f"weights are exported on {', '.join(sorted(set(exporters)))}, but an engine computes on {', '.join(alone)}. "
+            "Engines that share the trainer's devices need a rank of the policy on each; or set "
+            "generator.weight_transport=shared_memory"
         )
 
 

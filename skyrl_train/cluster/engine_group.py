@@ -1,0 +1,286 @@
+"""The inference engines of a run on Ray actors: `EngineGroup`, and behind one `InferenceEngine` `GroupEngine`.
+
+A request goes to the engine that knows the beginning of its prompt. An engine that dies or falls silent is given up: its
+requests go to the others at once, and it is started again and brought to the current weights beside them. A request has
+one answer whatever happens: what a dead engine had computed is lost with it, and the seed makes the same again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor, ask_for_sign_of_life, kill, reason_of
+from skyrl_train.cluster.endpoints import RayEndpoint
+from skyrl_train.cluster.engine_worker import EngineWorker
+from skyrl_train.cluster.placement import Slot
+from skyrl_train.cluster.session import RaySession, forwarded_environment
+from skyrl_train.errors import EngineDeadError, EngineError
+from skyrl_train.inference.routing import PrefixRouter
+from skyrl_train.types import GenerationOutput, GenerationRequest
+from skyrl_train.weight_sync.receiver import UpdatableEngine
+
+if TYPE_CHECKING:
+    from skyrl_train.config.schema import PlacementConfig
+    from skyrl_train.endpoints import Endpoint, Pending, Phase
+    from skyrl_train.inference.settings import EngineSettings
+    from skyrl_train.registry import PartSpec
+    from skyrl_train.weight_sync.device_sharing import DeviceSharing
+    from skyrl_train.weight_sync.transport import WeightSync
+
+_MAX_LEAD = 32
+"""Requests that an engine may have in flight beyond the least busy one before prefixes stop to count."""
+_MAX_ATTEMPTS = 4
+
+logger = logging.getLogger(__name__)
+
+
+class EngineGroup:
+    """One actor per slot, known by its index. A dead one keeps its index, for whoever takes its place."""
+
+    def __init__(
+        self,
+        backend: PartSpec,
+        settings: EngineSettings,
+        placement: PlacementConfig,
+        session: RaySession,
+        slots: Sequence[Slot],
+        *,
+        num_threads: int,
+        max_restarts: int,
+    ) -> None:
+        """Start the actors and return at once; `wait_ready` waits for them.
+
+        Args:
+            backend: What makes an engine (`generator.backend`).
+            settings: What it is made from.
+            placement: Deadlines.
+            session: Where the actors run.
+            slots: One for each engine.
+            num_threads: CPU threads of an actor.
+            max_restarts: How often one engine may be started again.
+        """
+        self._backend, self._settings, self._placement = backend, settings, placement
+        self._session, self._slots = session, slots
+        self._num_threads, self._max_restarts = num_threads, max_restarts
+        self._in_order = threading.Lock()
+        self._restarts = [0] * len(slots)
+        self._late: dict[int, RemoteActor] = {}
+        """Engines that were started again and have no weights yet, by index."""
+        self.actors = [self._launch(index) for index in range(len(slots))]
+        """By index; of a dead engine, what it was."""
+        self.alive = [True] * len(slots)
+        self._starting: Pending[None] | None = self.workers(self.actors).begin_asking(EngineWorker.start, "start")
+
+    @property
+    def ready(self) -> bool:
+        """Whether `wait_ready` would return at once."""
+        return self._starting is None
+
+    def wait_ready(self) -> None:
+        """Wait until every engine has loaded the model. Raises DeadlineError, ActorError, EngineError."""
+        if self._starting is None:
+            return
+        self._locate(self.actors, "start")
+        self._starting.wait()
+        self._starting = None
+
+    def living(self) -> Endpoint[UpdatableEngine]:
+        """Return the engines that serve, in order."""
+        return self._endpoint([actor for actor, alive in zip(self.actors, self.alive) if alive])
+
+    def workers(self, actors: Sequence[RemoteActor]) -> RayEndpoint[EngineWorker]:
+        """Return the actors themselves, whatever they know of the model."""
+        return RayEndpoint(EngineWorker, actors, self._placement, self._in_order)
+
+    def for_update(self) -> Endpoint[UpdatableEngine]:
+        """Return the engines that are to take the next weights: those that serve, and those that waited for weights."""
+        for index, actor in self._late.items():
+            self._admit(index, actor)
+        self._late.clear()
+        return self.living()
+
+    def lose(self, index: int, reason: str) -> bool:
+        """Give an engine up, and return whether it may be started again."""
+        actor = self.actors[index]
+        self.alive[index] = False
+        logger.warning("%s %s\n%s", actor, reason, actor.log_tail())
+        kill([actor])
+        self._restarts[index] += 1
+        return self._restarts[index] <= self._max_restarts
+
+    def restart(
+        self, index: int, catch_up: Callable[[Endpoint[UpdatableEngine], Callable[[bool], None]], None]
+    ) -> None:
+        """Start an actor in a dead one's place, which serves once it has weights.
+
+        `catch_up` brings them to it, and says whether there were any; if not it waits for the next update. Raises as
+        `wait_ready` does.
+        """
+        actor = self._launch(index)
+        starting = self.workers([actor]).begin_asking(EngineWorker.start, "restart")
+        self._locate([actor], "restart")
+        starting.wait()
+        catch_up(self._endpoint([actor]), partial(self._join, index, actor))
+
+    def close(self) -> None:
+        """End the engines."""
+        kill([actor for actor, alive in zip(self.actors, self.alive) if alive])
+
+    def _join(self, index: int, actor: RemoteActor, has_weights: bool) -> None:
+        if has_weights:
+            self._admit(index, actor)
+            logger.warning("%s serves again, with the weights of the last sync", actor)
+        else:
+            self._late[index] = actor
+            logger.warning("%s was started again and waits for the next weights", actor)
+
+    def _admit(self, index: int, actor: RemoteActor) -> None:
+        self.actors[index], self.alive[index] = actor, True
+
+    def _endpoint(self, actors: Sequence[RemoteActor]) -> RayEndpoint[UpdatableEngine]:
+        return RayEndpoint(UpdatableEngine, actors, self._placement, self._in_order)
+
+    def _launch(self, index: int) -> RemoteActor:
+        variables = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
+        env = self._session.runtime_env(self._num_threads, **variables)
+        worker, slot = ray.remote(concurrency_groups={HEALTH: 1})(EngineWorker), self._slots[index]
+        options = worker.options(max_restarts=0, runtime_env=env, **slot.options)
+        secrets = forwarded_environment(secret=True)
+        return RemoteActor(
+            handle=options.remote(self._backend, self._settings, secrets=secrets, visible_devices=slot.visible_devices),
+            role="inference engine",
+            rank=index,
+            log_folder=self._session.log_folder,
+        )
+
+    def _locate(self, actors: Sequence[RemoteActor], phase: Phase) -> None:
+        for actor, identity in zip(actors, self.workers(actors).ask(EngineWorker.identify, phase)):
+            actor.found_at(identity)
+
+
+class GroupEngine:
+    """Implements `InferenceEngine`. `generate` is used from one event loop, everything else from one other thread."""
+
+    def __init__(
+        self, group: EngineGroup, sharing: DeviceSharing, updates: WeightSync, *, silence_timeout_s: float
+    ) -> None:
+        """An engine that gives no sign of life for `silence_timeout_s` while it owes answers is taken for dead."""
+        self.group = group
+        self._sharing, self._updates = sharing, updates
+        self._silence_timeout_s = silence_timeout_s
+        self._router = PrefixRouter(max_lead=_MAX_LEAD)
+        self._routed_version = -1
+        self._in_flight: list[set[asyncio.Future[Any]]] = [set() for _ in group.actors]
+        self._monitor: asyncio.Task[None] | None = None
+        self._revivals: set[asyncio.Task[None]] = set()
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the last sync that all engines confirmed."""
+        return self._updates.version
+
+    @contextlib.contextmanager
+    def lease(self) -> Iterator[None]:
+        """Requests join and leave a running batch, so nothing waits for anybody."""
+        yield
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Raises EngineError where no engine is left, or the request cannot be answered."""
+        if not self.group.ready:
+            await asyncio.to_thread(self.group.wait_ready)
+        if not self._sharing.engines_serve:
+            await asyncio.to_thread(self._sharing.engines)
+        if self._monitor is None or self._monitor.done():
+            self._monitor = asyncio.get_running_loop().create_task(self._watch_over())
+        for _ in range(_MAX_ATTEMPTS):
+            answer = await self._ask(await self._choose(request), request)
+            if answer is not None:
+                output: GenerationOutput = answer.unwrap()
+                return output
+        raise EngineError(f"request {request.request_id}: {_MAX_ATTEMPTS} engines died over it")
+
+    def close(self) -> None:
+        """End the engines."""
+        self.group.close()
+
+    async def _choose(self, request: GenerationRequest) -> int:
+        if self._routed_version != self._updates.version:
+            self._routed_version = self._updates.version
+            self._router.forget()
+        while True:
+            alive = {index for index, lives in enumerate(self.group.alive) if lives}
+            if alive:
+                return self._router.choose(request.prompt_token_ids, [len(each) for each in self._in_flight], alive)
+            if not self._revivals:
+                raise EngineError("no engine is left. Their last words are above; see generator.vllm.max_restarts")
+            await asyncio.wait(set(self._revivals), return_when=asyncio.FIRST_COMPLETED)
+
+    async def _ask(self, index: int, request: GenerationRequest) -> Answer | None:
+        """Return the answer; None where the engine died over it."""
+        actor = self.group.actors[index]
+        worker = self.group.workers([actor])
+        pending = worker.begin_asking(EngineWorker.generate, "generate", request).future()
+        self._in_flight[index].add(pending)
+        try:
+            answer = await pending
+            if not isinstance(answer.error, EngineDeadError):
+                return answer
+            self._lose(index, actor, f"died: {answer.error}")
+            return None
+        except ray.exceptions.RayError as error:
+            self._lose(index, actor, f"died: {reason_of(error)}")
+            return None
+        except asyncio.CancelledError:
+            if self._serves(index, actor):
+                worker.begin_asking(EngineWorker.abort, "generate", request.request_id)
+                raise
+            task = asyncio.current_task()
+            if task is not None and getattr(task, "cancelling", lambda: 0)():
+                raise
+            return None
+        finally:
+            self._in_flight[index].discard(pending)
+            if self._monitor is not None and not any(self._in_flight):
+                self._monitor.cancel()
+
+    def _serves(self, index: int, actor: RemoteActor) -> bool:
+        return self.group.alive[index] and self.group.actors[index] is actor
+
+    def _lose(self, index: int, actor: RemoteActor, reason: str) -> None:
+        """Give an engine up, once, and have it started again."""
+        if not self._serves(index, actor):
+            return
+        may_return = self.group.lose(index, reason)
+        for pending in list(self._in_flight[index]):
+            pending.cancel()
+        if may_return:
+            task = asyncio.get_running_loop().create_task(self._revive(index))
+            self._revivals.add(task)
+            task.add_done_callback(self._revivals.discard)
+
+    async def _revive(self, index: int) -> None:
+        try:
+            await asyncio.to_thread(self.group.restart, index, self._updates.catch_up)
+        except Exception as error:
+            logger.warning("engine %d could not be started again: %s", index, error)
+
+    async def _watch_over(self) -> None:
+        """Ask each engine for a sign of life while requests are in flight."""
+        limit = self._silence_timeout_s
+        while any(self._in_flight):
+            for index, actor in [(n, actor) for n, actor in enumerate(self.group.actors) if self.group.alive[n]]:
+                try:
+                    await asyncio.wait_for(asyncio.wrap_future(ask_for_sign_of_life(actor).future()), limit)
+                except asyncio.TimeoutError:
+                    self._lose(index, actor, f"gave no sign of life for {limit:g} s")
+                except ray.exceptions.RayError as error:
+                    self._lose(index, actor, f"died: {reason_of(error)}")
+            await asyncio.sleep(min(1.0, limit / 10))

@@ -1,0 +1,109 @@
+"""A learner of this process that shares its device with an engine and with other models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from skyrl_train.batch.minibatch import MiniBatch
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.learner.critic import CriticLearner
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.learner.sizing import make_meter, size_micro_batches
+from skyrl_train.telemetry.metrics import StepMetrics
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weights import ModelWeights
+
+if TYPE_CHECKING:
+    from skyrl_train.learner.sizing import SizingLimits, SizingReport
+
+
+class LearnerOnSharedDevice:
+    """A learner of this process that shares its device: takes its turn before it computes, is read or is written, as the
+    ranks of a `RayLearner` do. Implements `Learner` and, around a policy, `Reference` and `ScoresDistributions`."""
+
+    def __init__(self, learner: PolicyLearner | CriticLearner, sharing: DeviceSharing) -> None:
+        """`learner` has just been loaded; it leaves the device."""
+        self._learner, self._sharing = learner, sharing
+        self.role = learner.engine.name
+        residence = learner.engine.residence
+        sharing.add(self.role, lambda optimizer: residence.onload(optimizer=optimizer), residence.offload)
+
+    def forward(self, batch: TrainingInputBatch) -> Tensor:
+        """Log-probabilities or values, `[num_tokens]`."""
+        self._take_turn()
+        return self._learner.forward(batch)
+
+    def forward_base(self, batch: TrainingInputBatch) -> Tensor:
+        """As `forward`, with the policy's adapter off."""
+        self._take_turn()
+        return self._policy().forward_base(batch)
+
+    def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
+        """Entropies in place of log-probabilities."""
+        self._take_turn()
+        return self._policy().forward_entropy(batch)
+
+    def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
+        """Sums of squared probabilities in place of log-probabilities."""
+        self._take_turn()
+        return self._policy().forward_sum_pi_squared(batch)
+
+    def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
+        """Adds the gradient of the mini-batch's loss."""
+        self._take_turn(optimizer=True, trains=True)
+        return self._learner.forward_backward(mini_batch)
+
+    def optim_step(self) -> StepMetrics:
+        """One step; raises NonFiniteError before any weight moves."""
+        self._take_turn(optimizer=True, trains=True)
+        return self._learner.optim_step()
+
+    def weights(self) -> ModelWeights:
+        """Return the weights; whoever reads them sees to it that they are on the device, as `DeviceSharing.syncing` does."""
+        return ModelWeights(self._learner.weights().senders, role=self.role, scores=self.forward)
+
+    def load_weights(self, weights: ModelWeights) -> None:
+        """Those of the policy, which is on the device beside this one then."""
+        self._take_turn("policy")
+        self._policy().load_weights(weights)
+
+    def size_micro_batches(
+        self, limits: SizingLimits, stored: Mapping[str, tuple[SizingReport, ...]]
+    ) -> list[SizingReport]:
+        """Finds what fits while the others are away. `stored`: reports of an earlier run, by model."""
+        self._take_turn(optimizer=True, trains=True)
+        engine, own = self._learner.engine, stored.get(self.role, ())
+        meter = make_meter(engine.passes.device, limits)
+        return [size_micro_batches(self._learner, meter, limits, stored=own[0] if len(own) == 1 else None)]
+
+    def save(self, folder: Path) -> None:
+        """Raises CheckpointError."""
+        self._take_turn(optimizer=True)
+        self._learner.save(folder)
+
+    def load(self, folder: Path) -> None:
+        """Raises CheckpointError."""
+        self._take_turn(optimizer=True, trains=True)
+        self._learner.load(folder)
+
+    def export_hf(self, folder: Path) -> None:
+        """Raises ModelError."""
+        self._take_turn()
+        self._learner.export_hf(folder)
+
+    def close(self) -> None:
+        """Nothing to release."""
+        self._learner.close()
+
+    def _policy(self) -> PolicyLearner:
+        if not isinstance(self._learner, PolicyLearner):
+            raise SkyrlTrainError(f"the {self.role} model has no log-probabilities")
+        return self._learner
+
+    def _take_turn(self, *others: str, optimizer: bool = False, trains: bool = False) -> None:
+        self._sharing.models(self.role, *others, optimizer=optimizer, trains=trains)

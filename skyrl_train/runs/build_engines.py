@@ -1,0 +1,212 @@
+"""The inference engine that `generator.backend` names, in this process, beside it or on Ray, and what syncs its weights."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.config.bundles import takes_turns
+from skyrl_train.config.generation import ships_adapter
+from skyrl_train.config.parts import ENGINES, WEIGHT_TRANSPORTS
+from skyrl_train.endpoints import Endpoint, LocalEndpoint
+from skyrl_train.inference.local_engine import LocalEngine, WatchedEndpoint
+from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.learner.architectures import read_config
+from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.registry import PartSpec
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weight_sync.probe import ProbeSettings, WeightSyncProbe
+from skyrl_train.weight_sync.receiver import UpdatableEngine, updatable
+from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
+from skyrl_train.weight_sync.transports import RouteSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedTokenizerBase
+
+    from skyrl_train.cluster.engine_group import EngineGroup
+    from skyrl_train.config.schema import Config
+    from skyrl_train.interfaces import InferenceEngine, WeightTransport
+    from skyrl_train.runs.build_ray import Cluster
+
+ROUNDED_TOLERANCE = 0.5
+"""Above what 16-bit types and fused kernels make of a log-probability (0.2 was seen), far below that of wrong weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engines:
+    """What answers requests in a run, and how it gets new weights."""
+
+    engine: InferenceEngine
+    transport: WeightTransport
+    sharing: DeviceSharing
+    """Who has the devices when: engines, or models."""
+    group: EngineGroup | None = None
+    """The actors of the engines, on Ray."""
+
+
+def engine_settings(config: Config) -> EngineSettings:
+    """Return what the run's engines are made from."""
+    generator = config.generator
+    return EngineSettings(
+        model=config.model,
+        device=config.platform.device,
+        max_batch_size=generator.max_batch_size,
+        max_context_length=generator.max_context_length,
+        temperature=generator.sampling.temperature,
+        seed=config.seed,
+        seeds_by_request=generator.seeds == "request",
+        deterministic=config.deterministic,
+        on_gpu=config.platform.name == "gpu",
+        in_actor=config.placement.backend == "ray",
+        shares_devices=takes_turns(config.placement, config.generator, config.platform),
+        adapter=config.model.lora if ships_adapter(generator) else None,
+        request_timeout_s=generator.request_timeout_s,
+        vllm=generator.vllm,
+        http=generator.http,
+    )
+
+
+def build_engines(config: Config, stack: ExitStack, cluster: Cluster | None = None) -> Engines:
+    """Return the engine, in actors of `cluster` where it computes on devices of its own and there is one.
+
+    `stack` ends it. On Ray it returns while the engines load. Raises EngineError, ModelError.
+    """
+    tokenizer = load_tokenizer(config.model)
+    if not config.generator.has_own_devices:
+        return _in_this_process(config, tokenizer, stack)
+    if cluster is None:
+        return _beside_this_process(config, tokenizer, stack)
+    return _on_ray(config, tokenizer, stack, cluster)
+
+
+def _in_this_process(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack) -> Engines:
+    engine = ENGINES.resolve(config.generator.backend)(engine_settings(config), tokenizer)
+    stack.callback(engine.close)
+    sync = sync_within_process(engine, Path(config.output_dir), config.generator.weight_transport)
+    return Engines(engine=engine, transport=sync, sharing=DeviceSharing())
+
+
+def sync_within_process(engine: Any, folder: Path, transport: PartSpec = "auto") -> WeightSync:
+    """Return what brings weights to an engine of this process. `folder`: of the run."""
+    endpoint = LocalEndpoint(updatable(engine))
+    settings = RouteSettings(files=folder.absolute() / "weights", node_folder=_temporary_folder(), timeout_s=math.inf)
+    carry = WEIGHT_TRANSPORTS.resolve(transport)
+    return WeightSync(lambda: endpoint, carry, settings, DeviceSharing(), SyncRecords(None))
+
+
+def _beside_this_process(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack) -> Engines:
+    engine = ENGINES.resolve(config.generator.backend)(engine_settings(config), tokenizer)
+    stack.callback(engine.close)
+    watched = WatchedEndpoint(
+        updatable(engine),
+        call_timeout_s=config.placement.call_timeout_s,
+        silence_timeout_s=config.placement.silence_timeout_s,
+    )
+    sharing = DeviceSharing(
+        lambda: watched,
+        shared=takes_turns(config.placement, config.generator, config.platform),
+        record_file=Path(config.output_dir) / "device_turns.jsonl",
+    )
+    records = _records(config, lambda: watched, sharing, tokenizer)
+    sync = _weight_sync(config, lambda: watched, sharing, records, _temporary_folder())
+    return Engines(engine=LocalEngine(engine, watched, sharing), transport=sync, sharing=sharing)
+
+
+def _on_ray(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, cluster: Cluster) -> Engines:
+    from skyrl_train.cluster.engine_group import EngineGroup, GroupEngine
+
+    group = EngineGroup(
+        config.generator.backend,
+        engine_settings(config),
+        cluster.settings.placement,
+        cluster.session,
+        cluster.placement.slots("engine"),
+        num_threads=config.platform.num_threads,
+        max_restarts=config.generator.vllm.max_restarts,
+    )
+    stack.callback(group.close)
+    sharing = DeviceSharing(
+        group.living,
+        shared=takes_turns(config.placement, config.generator, config.platform),
+        record_file=Path(config.output_dir) / "device_turns.jsonl",
+        wait_ready=group.wait_ready,
+    )
+    records = _records(config, group.living, sharing, tokenizer)
+    sync = _weight_sync(config, group.for_update, sharing, records, cluster.session.folder or _temporary_folder())
+    engine = GroupEngine(group, sharing, sync, silence_timeout_s=config.placement.silence_timeout_s)
+    return Engines(engine=engine, transport=sync, sharing=sharing, group=group)
+
+
+def _temporary_folder() -> Path:
+    return Path(tempfile.gettempdir())
+
+
+def _weight_sync(
+    config: Config,
+    engines: Callable[[], Endpoint[UpdatableEngine]],
+    sharing: DeviceSharing,
+    records: SyncRecords,
+    node_folder: Path,
+) -> WeightSync:
+    return WeightSync(
+        engines,
+        WEIGHT_TRANSPORTS.resolve(config.generator.weight_transport),
+        RouteSettings(
+            files=Path(config.output_dir).absolute() / "weights",
+            node_folder=node_folder,
+            timeout_s=config.placement.call_timeout_s,
+            device=config.platform.device,
+            shared_devices=takes_turns(config.placement, config.generator, config.platform),
+        ),
+        sharing,
+        records,
+        adapter_only=ships_adapter(config.generator),
+    )
+
+
+def _records(
+    config: Config,
+    engines: Callable[[], Endpoint[UpdatableEngine]],
+    sharing: DeviceSharing,
+    tokenizer: PreTrainedTokenizerBase,
+) -> SyncRecords:
+    """Of engines that compute apart from the trainer, which a probe is sent to."""
+    probe = WeightSyncProbe(
+        engines=engines, sharing=sharing, settings=probe_settings(config, vocabulary=len(tokenizer))
+    )
+    file = Path(config.output_dir) / "weight_sync.jsonl"
+    return SyncRecords(file, probe, verify_each=config.generator.verify_weight_sync)
+
+
+def probe_settings(config: Config, *, vocabulary: int) -> ProbeSettings:
+    """Return what the probe of a weight sync is made from. `vocabulary`: token ids that there are."""
+    model = config.model
+    model_type = read_config(model.path, revision=model.revision).get("model_type", "of unknown type")
+    return ProbeSettings(
+        seed=config.seed,
+        vocabulary=vocabulary,
+        max_context_length=config.generator.max_context_length,
+        temperature=config.generator.sampling.temperature,
+        tolerance=tolerance(config),
+        model=f"{model.path} ({model_type})",
+    )
+
+
+def tolerance(config: Config) -> float:
+    """Largest difference that is accepted. Where each sync is verified it is `generator.weight_sync_tolerance`; the probe
+    of the first one alone, which nobody asked for, allows as much as rounding to 16 bits makes, and what is quantized is
+    measured and not refused."""
+    generator = config.generator
+    if generator.verify_weight_sync:
+        return generator.weight_sync_tolerance
+    if any("quant" in name or name == "kv_cache_dtype" for name in generator.vllm.engine_args):
+        return math.inf
+    engine_dtype = config.model.dtype if generator.vllm.dtype == "auto" else generator.vllm.dtype
+    exact = engine_dtype == config.model.dtype == "float32" and config.platform.name == "cpu"
+    return generator.weight_sync_tolerance if exact else max(generator.weight_sync_tolerance, ROUNDED_TOLERANCE)

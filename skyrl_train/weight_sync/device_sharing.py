@@ -1,0 +1,182 @@
+"""Device sharing: engines and models on the same devices, one of them at a time.
+
+Where they share devices (`config/bundles.py: takes_turns`), on Ray or in this process, only the one that works has its
+memory there; the others keep theirs in the host:
+
+    generate   engines                              everything else off
+    score      one model's parameters               engines asleep
+    update     one model, optimizer and gradients   engines asleep
+    sync       the policy's parameters              engines awake for weights, without keys and values
+
+Where they do not share them nobody moves; what is left is that weights are read for an engine that was started again only
+while they are those of the last sync.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_train.endpoints import Endpoint, Phase
+from skyrl_train.weight_sync.receiver import UpdatableEngine
+
+_AWAKE = ("weights", "kv_cache")
+"""What an engine has on the device, in the order in which it takes it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """A model that can leave its devices and come back to them, in this process or on ranks."""
+
+    onload: Callable[[bool], object]
+    """Brings it back, with its optimizer's state where asked for."""
+    offload: Callable[[], object]
+    """Everything to the host."""
+
+
+class DeviceSharing:
+    """Every move waits for the one before. Moves that change nothing cost nothing."""
+
+    def __init__(
+        self,
+        engines: Callable[[], Endpoint[UpdatableEngine]] | None = None,
+        *,
+        shared: bool = False,
+        record_file: Path | None = None,
+        wait_ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            engines: Gives those that live; None where a run has none of its own.
+            shared: Whether all engines and models are on the same devices.
+            record_file: Gets a line for each move; None writes nothing.
+            wait_ready: Returns once the engines have loaded the model.
+        """
+        self._engines, self.wait_ready = engines, wait_ready
+        self._shared = shared
+        self._record_file = record_file
+        self._models: dict[str, _Model] = {}
+        self._lock = threading.RLock()
+        self._awake: tuple[str, ...] = _AWAKE
+        self._on_device: dict[str, bool] = {}
+        """Models that are there, and whether with their optimizer."""
+        self._weights_moved = False
+
+    @property
+    def weights_moved(self) -> bool:
+        """Whether the policy may have trained since the last sync."""
+        return self._weights_moved
+
+    @property
+    def shared(self) -> bool:
+        """Whether engines and models are on the same devices."""
+        return self._shared
+
+    @property
+    def engines_serve(self) -> bool:
+        """Whether it is the engines' turn, so that a request need not ask for it."""
+        return not self._shared or (self._awake == _AWAKE and not self._on_device)
+
+    def add(self, role: str, onload: Callable[[bool], object], offload: Callable[[], object]) -> None:
+        """Take in a model that has just been loaded: it leaves the device at once.
+
+        `onload` brings it back, with its optimizer's state where asked for; `offload` moves everything to the host.
+        """
+        with self._lock:
+            self._models[role] = _Model(onload=onload, offload=offload)
+            if self._shared:
+                self._on_device[role] = True
+                self._put_off(role)
+
+    def engines(self) -> None:
+        """Requests will be answered. Before the first model is loaded: engines make room for it with `models()`."""
+        with self._lock:
+            if self._shared:
+                for role in list(self._on_device):
+                    self._put_off(role)
+                self._wake(_AWAKE)
+
+    def models(self, *roles: str, optimizer: bool = False, trains: bool = False) -> None:
+        """These models will compute, or be read or written; with their optimizers where asked for."""
+        with self._lock:
+            self._weights_moved = self._weights_moved or (trains and "policy" in roles)
+            if self._shared:
+                self._sleep()
+                self._put_on(*roles, optimizer=optimizer)
+
+    @contextmanager
+    def syncing(self) -> Iterator[None]:
+        """The policy's weights will be read for the engines; afterwards both have the same."""
+        with self._lock:
+            if self._shared:
+                if "policy" in self._models:
+                    self._put_on("policy", optimizer=False)
+                self._wake(_AWAKE[:1])
+            yield
+            self._weights_moved = False
+
+    @contextmanager
+    def catching_up(self, engine: Endpoint[UpdatableEngine]) -> Iterator[bool]:
+        """An engine that was started again wants the weights of the last sync; whether there are any such still. The
+        policy comes to the device beside the engines for it."""
+        with self._lock:
+            if self._shared and not self._weights_moved and "policy" in self._models and not self._on_device:
+                self._put_on("policy", optimizer=False)
+                yield True
+                self._put_off("policy")
+            else:
+                yield not self._weights_moved and not self._on_device
+            if self._awake != _AWAKE:
+                engine.call(UpdatableEngine.sleep, "restart")
+                for tag in self._awake:
+                    engine.call(UpdatableEngine.wake_up, "restart", tag)
+
+    def _sleep(self) -> None:
+        if self._engines is None or not self._awake:
+            return
+        self.wait_ready()
+        if self._awake != _AWAKE:
+            for role in list(self._on_device):
+                self._put_off(role)
+            self._wake(_AWAKE)  # vLLM puts to sleep what is wholly awake
+        started = time.monotonic()
+        self._engines().call(UpdatableEngine.sleep, "score")
+        self._awake = ()
+        self._record("engines sleep", started)
+
+    def _wake(self, tags: tuple[str, ...]) -> None:
+        if self._engines is None:
+            return
+        for tag in tags:
+            if tag not in self._awake:
+                started = time.monotonic()
+                phase: Phase = "sync" if tag == _AWAKE[0] else "generate"
+                self._engines().call(UpdatableEngine.wake_up, phase, tag)
+                self._awake = (*self._awake, tag)
+                self._record(f"engines wake: {tag}", started)
+
+    def _put_on(self, *roles: str, optimizer: bool) -> None:
+        for other in set(self._on_device) - set(roles):
+            self._put_off(other)
+        for role in roles:
+            if role not in self._on_device or (optimizer and not self._on_device[role]):
+                started = time.monotonic()
+                self._models[role].onload(optimizer)
+                self._on_device[role] = optimizer
+                self._record(f"{role} on" + (", with optimizer" if optimizer else ""), started)
+
+    def _put_off(self, role: str) -> None:
+        started = time.monotonic()
+        self._models[role].offload()
+        del self._on_device[role]
+        self._record(f"{role} off", started)
+
+    def _record(self, move: str, started: float) -> None:
+        if self._record_file is not None:
+            with self._record_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"move": move, "seconds": round(time.monotonic() - started, 4)}) + "\n")

@@ -1,0 +1,168 @@
+"""The ways by which weights get from the ranks of a model to engines, in this process or in others.
+
+    shared_memory   rank 0 --bytes--> every engine: shared memory within a node, on Ray the network between nodes; within one
+                    process the tensors themselves
+    broadcast       rank 0 --gloo or NCCL--> every worker of every engine, from device to device
+    cuda_ipc        ranks whose device a worker of an engine shares export the bucket, which the worker copies there
+    files           rank 0 writes a file, every engine reads it: for whatever nothing else works between
+
+Each is a function of both ends and some buckets, called in the middle of an update that `weight_sync/transport.py` begins
+and ends; a custom one (`generator.weight_transport`) is the same.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_train.endpoints import Endpoint, meeting_point
+from skyrl_train.weight_sync.cuda_ipc import Export, device_name, require_exporters
+from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
+from skyrl_train.weights import Bucket, ModelWeights, WeightSender, pack
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouteSettings:
+    """What is known of a way from a model to engines before either is there."""
+
+    files: Path
+    """Folder for weights as files, on a file system that trainer and engines share."""
+    node_folder: Path
+    """Folder of this machine, where processes of one node meet."""
+    timeout_s: float
+    """Deadline of meeting each other, and of each broadcast."""
+    device: str = "cpu"
+    """torch device of the trainer."""
+    shared_devices: bool = False
+    """Whether engines share the trainer's devices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """Both ends of an update that has begun."""
+
+    weights: ModelWeights
+    engines: Endpoint[UpdatableEngine]
+    receivers: tuple[Receiver, ...]
+    """All workers of these engines, equally many of each."""
+    settings: RouteSettings
+    kept: dict[str, Any]
+    """What a transport keeps from one sync to the next."""
+
+    @property
+    def senders(self) -> Endpoint[WeightSender]:
+        """The ranks of the model; all take part in a call that gathers parameters."""
+        return self.weights.senders
+
+
+Transport = Callable[[Route, Sequence[Bucket]], None]
+"""Brings the parameters that buckets describe to every engine. Raises what a call to an endpoint raises."""
+
+
+def shared_memory(route: Route, buckets: Sequence[Bucket]) -> None:
+    """Through shared memory, or Ray's object store; within one process nothing is copied."""
+    for pending in route.weights.handed_over(buckets):
+        route.engines.call(UpdatableEngine.update, "sync", pending.passed_on())
+
+
+def files(route: Route, buckets: Sequence[Bucket]) -> None:
+    """One file at a time, removed once it was read."""
+    folder = route.settings.files
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        for number, bucket in enumerate(buckets):
+            path = folder / f"{number:04d}.bin"
+            written = route.senders.begin(WeightSender.write, "sync", bucket, path)
+            written.wait()
+            route.engines.call(UpdatableEngine.update, "sync", written.passed_on())
+            path.unlink()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def broadcast(route: Route, buckets: Sequence[Bucket]) -> None:
+    """Through a group of processes, which is made again where the engines are not those that were met. Weights of no model
+    are in this process alone and travel as `shared_memory`."""
+    if route.weights.scores is None:
+        shared_memory(route, buckets)
+        return
+    ends = (route.senders.members, route.engines.members)
+    if route.kept.get("met") != ends:
+        route.kept["met"] = None
+        _meet(route)
+        route.kept["met"] = ends
+    for bucket in buckets:
+        # Ranks send while engines receive, so that both are waited for together.
+        taken = route.engines.begin(UpdatableEngine.update, "sync", bucket)
+        route.senders.begin(WeightSender.broadcast, "sync", bucket).wait(taken)
+
+
+def _meet(route: Route) -> None:
+    """Have rank 0 and all workers of the engines join one group."""
+    senders, engines = route.senders, route.engines
+    place = meeting_point(
+        [*senders.nodes, *engines.nodes],
+        folder=route.settings.node_folder,
+        port_of_first=lambda: senders.call(WeightSender.free_port, "sync")[0],
+        timeout_s=route.settings.timeout_s,
+    )
+    num_ranks, workers_per_engine = 1 + len(route.receivers), len(route.receivers) // len(engines.nodes)
+    first_ranks = [1 + workers_per_engine * index for index in range(len(engines.nodes))]
+    joining = engines.begin_each(
+        UpdatableEngine.meet, "sync", [place.rendezvous(rank, num_ranks) for rank in first_ranks]
+    )
+    others = [None] * (len(senders.nodes) - 1)
+    senders.begin_each(WeightSender.meet, "sync", [place.rendezvous(0, num_ranks), *others]).wait(joining)
+
+
+def cuda_ipc(route: Route, buckets: Sequence[Bucket]) -> None:
+    """Through exported memory. A handle says where the memory is; each worker of an engine is told of all of them and
+    copies what is on its device, whole. Weights of no model are on no device and travel as `shared_memory`."""
+    if route.weights.scores is None:
+        shared_memory(route, buckets)
+        return
+    importers = frozenset(receiver.device for receiver in route.receivers)
+    require_exporters(importers, route.senders.call(WeightSender.device, "sync"))
+    for bucket in buckets:
+        answers = route.senders.call(WeightSender.export, "sync", bucket, importers)
+        exported = [answer for answer in answers if answer.handles]
+        handles = {device: handle for answer in exported for device, handle in answer.handles.items()}
+        route.engines.call(UpdatableEngine.update, "sync", replace(exported[0], handles=handles))
+    route.senders.call(WeightSender.close_export, "sync")
+
+
+def auto(route: Route, buckets: Sequence[Bucket]) -> None:
+    """By the way that suits the engine: files to a server, shared_memory within a process and on a CPU, and between GPUs
+    cuda_ipc where engines share the trainer's and can open exported memory, else broadcast."""
+    if "auto" not in route.kept:
+        route.kept["auto"] = _choose(route)
+    transport: Transport = route.kept["auto"]
+    transport(route, buckets)
+
+
+def _choose(route: Route) -> Transport:
+    settings = route.settings
+    if any(receiver.reads_files for receiver in route.receivers):
+        return files
+    if settings.device == "cpu" or any(receiver.device in ("", "cpu") for receiver in route.receivers):
+        return shared_memory
+    if not settings.shared_devices:
+        return broadcast if not route.senders.is_local else shared_memory
+    if not route.senders.is_local:
+        return cuda_ipc
+    here = torch.device(settings.device)
+    if {receiver.device for receiver in route.receivers} != {device_name(here)}:
+        return shared_memory
+    # Drivers and containers may forbid it: it is tried once.
+    bucket, flat = pack([("probe", torch.zeros(1, device=here))], here)
+    export = Export(flat)
+    try:
+        can_import = route.engines.call(UpdatableEngine.can_import, "sync", replace(bucket, handles=export.handles))
+    finally:
+        export.close()
+    return cuda_ipc if all(can_import) else shared_memory

@@ -1,0 +1,339 @@
+"""The weights of a model and their way to an engine: neighbouring parameters as one flat array of bytes, with what it takes
+to check it.
+
+    ModelWeights --buckets--> groups of names --WeightSender--> Bucket + bytes --a transport--> unpack --> parameters
+
+The bytes travel in the bucket, in a file, in memory that its owner exports, or through a group of processes; the bucket
+says which of it and how to tell that they arrived.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from skyrl_train.endpoints import Endpoint, LocalEndpoint, Pending, Rendezvous
+from skyrl_train.errors import EngineError
+
+BUCKET_BYTES = 256 * 2**20
+_ALIGNMENT = 16
+_ROW_BYTES = 1024
+"""A bucket is a whole number of these."""
+_COLUMN_FACTOR = 0x9E3779B2
+"""Even, so that every factor in the sum below is odd and no change of a single word can vanish modulo 2^64."""
+_SUMMED_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Some whole parameters. Where none of `data`, `path`, `handles` and `tensors` is given, the bytes come through a
+    group of processes."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """Names of torch types, e.g. `float32`."""
+    shapes: tuple[tuple[int, ...], ...]
+    checksum: int | None = None
+    """Of the bytes; None where it comes behind them."""
+    data: NDArray[np.uint8] | None = None
+    """One parameter after the other, each at a multiple of 16 bytes."""
+    path: str = ""
+    """A file that holds the bytes."""
+    handles: Mapping[str, Any] = field(default_factory=dict)
+    """Exported memory that holds them, by device (`weight_sync/cuda_ipc.py`)."""
+    tensors: tuple[Tensor, ...] = ()
+    """The parameters themselves, within one process."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole bucket, gaps included."""
+        return _slices(self.dtypes, self.shapes)[1]
+
+    def fields(self) -> dict[str, Any]:
+        """Return what passes to another process, as keyword arguments."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "tensors"}
+
+
+def pack(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> tuple[Bucket, Tensor]:
+    """Copies tensors, from wherever they are, into one flat uint8 tensor on `device`; the bucket describes it."""
+    named = [(name, tensor.detach()) for name, tensor in tensors]
+    bucket = Bucket(
+        names=tuple(name for name, _ in named),
+        dtypes=tuple(dtype_name(tensor) for _, tensor in named),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in named),
+    )
+    slices, size = _slices(bucket.dtypes, bucket.shapes)
+    flat = torch.zeros(size, dtype=torch.uint8, device=device)
+    for (_, tensor), (start, num_bytes) in zip(named, slices):
+        flat[start : start + num_bytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+    return replace(bucket, checksum=checksum_of(flat)), flat
+
+
+def unpack(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, as views of `flat`. Raises EngineError where its bytes are not those that were packed."""
+    slices, size = _slices(bucket.dtypes, bucket.shapes)
+    if size != len(flat):
+        raise EngineError(f"weights from {bucket.names[0]!r} on are {len(flat)} bytes; their shapes make {size}")
+    if checksum_of(flat) != bucket.checksum:
+        raise EngineError(f"weights from {bucket.names[0]!r} on arrived damaged: their checksum differs")
+    for name, dtype, shape, (start, num_bytes) in zip(bucket.names, bucket.dtypes, bucket.shapes, slices):
+        yield name, flat[start : start + num_bytes].view(getattr(torch, dtype)).view(shape)
+
+
+def pack_bucket(tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
+    """A bucket that carries its bytes."""
+    bucket, flat = pack(tensors, torch.device("cpu"))
+    return replace(bucket, data=flat.numpy())
+
+
+def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """The parameters, copied out of a bucket that carries its bytes. Raises EngineError as `unpack` does."""
+    yield from unpack(bucket, copied(bucket))
+
+
+def copied(bucket: Bucket) -> Tensor:
+    """The bytes that a bucket carries, or that are in its file, on the CPU and in memory of their own."""
+    if bucket.data is not None:
+        return torch.from_numpy(bucket.data.copy())
+    return torch.from_numpy(np.fromfile(bucket.path, dtype=np.uint8))
+
+
+def in_file(bucket: Bucket, path: Path) -> Bucket:
+    """The same bucket, the bytes that it carries moved to a file. Raises OSError."""
+    if bucket.data is None:
+        raise ValueError("the bucket does not carry its bytes")
+    bucket.data.tofile(path)
+    return replace(bucket, data=None, path=str(path.absolute()))
+
+
+def checksum_of(flat: Tensor) -> int:
+    """CRC-32 on a CPU; on another device, where the bytes are to stay, a weighted sum of their words modulo 2^64, which
+    notices every change of one word. Sender and receiver hold a bucket on devices of one kind."""
+    return zlib.crc32(flat.numpy().data) if flat.device.type == "cpu" else weighted_sum(flat)
+
+
+def weighted_sum(flat: Tensor) -> int:
+    """Sum over rows r and columns c of `word * (2r + 1 + factor * (2c + 1))` modulo 2^64; 256 words of 32 bits a row."""
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    columns = (2 * torch.arange(_ROW_BYTES // 4, device=flat.device) + 1) * _COLUMN_FACTOR
+    row = 0
+    for start in range(0, len(flat), _SUMMED_BYTES):
+        part = flat[start : start + _SUMMED_BYTES]
+        words = part.view(torch.int32).view(-1, _ROW_BYTES // 4).to(torch.int64)
+        rows = 2 * torch.arange(row, row + len(words), device=flat.device) + 1
+        total += (words.sum(dim=1) * rows).sum() + (words.sum(dim=0) * columns).sum()
+        row += len(words)
+    return int(total)
+
+
+def bucket_names(sizes: Sequence[tuple[str, int]], limit_bytes: int = BUCKET_BYTES) -> list[tuple[str, ...]]:
+    """Neighbours whose sizes add up to at most `limit_bytes`; one that is larger stands alone."""
+    buckets: list[list[str]] = []
+    total = 0
+    for name, num_bytes in sizes:
+        if not buckets or total + num_bytes > limit_bytes:
+            buckets.append([])
+            total = 0
+        buckets[-1].append(name)
+        total += num_bytes
+    return [tuple(bucket) for bucket in buckets]
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return the type of a tensor as buckets name it, e.g. `float32`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def size_of(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes of one parameter."""
+    return int(np.prod(shape, dtype=np.int64)) * torch.empty(0, dtype=getattr(torch, dtype)).element_size()
+
+
+def _slices(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int]], int]:
+    """(start, bytes) of each parameter, and the size of the bucket."""
+    slices, position = [], 0
+    for dtype, shape in zip(dtypes, shapes):
+        num_bytes = size_of(dtype, shape)
+        slices.append((position, num_bytes))
+        position += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return slices, -(-position // _ROW_BYTES) * _ROW_BYTES
+
+
+Scores = Callable[[Any], Tensor]
+"""Log-probabilities of a `TrainingInputBatch`, as `Learner.forward` gives them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterFact:
+    """What can be known of a parameter without gathering it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """Whole, however it is sharded."""
+
+
+def facts_of(parameters: Mapping[str, Tensor]) -> tuple[ParameterFact, ...]:
+    """Return a fact for each tensor, in order."""
+    return tuple(
+        ParameterFact(name=name, dtype=dtype_name(tensor), shape=tuple(tensor.shape))
+        for name, tensor in parameters.items()
+    )
+
+
+class WeightSender:
+    """The weights of one rank's model. Methods that gather are called by all ranks, in step and with the same names.
+
+    `RankSender` of `weight_sync/sender.py` does all of it.
+    """
+
+    def describe(self) -> tuple[ParameterFact, ...]:
+        """Return a fact for every parameter, tied ones once, in the model's order; an adapter is part of what it adapts."""
+        raise NotImplementedError
+
+    def describe_adapter(self) -> tuple[ParameterFact, ...]:
+        """Return the facts of the adapter by itself, under names of its own; none where there is no adapter."""
+        raise NotImplementedError
+
+    def share(self, planned: Bucket) -> Bucket:
+        """Return the parameters of `planned` themselves, whole on every rank, for who reads them in this process before they
+        change."""
+        raise NotImplementedError
+
+    def carry(self, planned: Bucket) -> Bucket:
+        """Return the bytes of the parameters of `planned`, in its types, on rank 0; `planned` itself on other ranks."""
+        raise NotImplementedError
+
+    def write(self, planned: Bucket, path: Path) -> Bucket:
+        """Have rank 0 write them to a file. Raises OSError where the disk refuses."""
+        raise NotImplementedError
+
+    def free_port(self) -> int:
+        """Return a port of this node that nobody listens on at this moment."""
+        raise NotImplementedError
+
+    def meet(self, rendezvous: Rendezvous | None) -> None:
+        """Have rank 0 join the engines' workers, in place of any group that it was in; other ranks are given None."""
+        raise NotImplementedError
+
+    def broadcast(self, planned: Bucket) -> None:
+        """Send these parameters to those whom `meet` met, who must be waiting for them."""
+        raise NotImplementedError
+
+    def device(self) -> str:
+        """Return the name of the device on which this rank computes, the same in every process that uses it."""
+        raise NotImplementedError
+
+    def export(self, planned: Bucket, devices: Collection[str]) -> Bucket:
+        """Export the memory of these parameters until the next `export` or `close_export`, on a rank whose device is among
+        `devices`; the others return `planned`, since nobody would ever open their copy."""
+        raise NotImplementedError
+
+    def close_export(self) -> None:
+        """Take the exported memory back, which nobody reads any more. Idempotent."""
+        raise NotImplementedError
+
+
+class ModelWeights:
+    """The weights that a model has when they are read, whether it is in this process or spread over ranks in others.
+
+    Iterating gives whole tensors under their Hugging Face names, tied ones once, in the model's order. Whoever can do with
+    less asks for buckets, which need not pass through this process.
+    """
+
+    def __init__(self, senders: Endpoint[WeightSender], *, role: str = "policy", scores: Scores | None = None) -> None:
+        """
+        Args:
+            senders: One for each rank.
+            role: Model that the weights are of, for who shares its devices.
+            scores: Scores rows with these weights; None for weights that belong to no model, as those of a checkpoint.
+        """
+        self.senders, self.role, self.scores = senders, role, scores
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for pending in self.handed_over(self.buckets()):
+            yield from tensors_of(pending.wait()[0])
+
+    def buckets(self, *, adapter_only: bool = False, dtype: str = "") -> list[Bucket]:
+        """Return all weights, or those of the adapter, in buckets that say what they will hold.
+
+        `dtype` is what float32 matrices are rounded to on their way; empty leaves them. Vectors travel as they are: they
+        are few bytes, and engines keep some of them in float32 whatever their matrices are in.
+        """
+        describe = WeightSender.describe_adapter if adapter_only else WeightSender.describe
+        facts = {fact.name: fact for fact in self.senders.call(describe, "sync")[0]}
+        types = {
+            name: dtype
+            if dtype and not adapter_only and fact.dtype == "float32" and len(fact.shape) > 1
+            else fact.dtype
+            for name, fact in facts.items()
+        }
+        sizes = [(name, size_of(types[name], fact.shape)) for name, fact in facts.items()]
+        return [
+            Bucket(
+                names=names,
+                dtypes=tuple(types[name] for name in names),
+                shapes=tuple(facts[name].shape for name in names),
+            )
+            for names in bucket_names(sizes)
+        ]
+
+    def handed_over(self, buckets: Sequence[Bucket]) -> Iterator[Pending[Bucket]]:
+        """Have rank 0 hand over one bucket after the other: the tensors themselves within this process, else a copy of
+        their bytes. While the caller uses one the ranks gather the next."""
+        method = WeightSender.share if self.senders.is_local else WeightSender.carry
+        pending = [self.senders.begin(method, "sync", bucket) for bucket in buckets[:1]]
+        for index in range(len(buckets)):
+            current = pending.pop()
+            current.wait()
+            pending += [self.senders.begin(method, "sync", bucket) for bucket in buckets[index + 1 : index + 2]]
+            yield current
+
+
+def stored_weights(tensors: Mapping[str, Tensor]) -> ModelWeights:
+    """Return weights that belong to no model of this run, such as those of a checkpoint."""
+    return ModelWeights(LocalEndpoint[WeightSender](_StoredSender(tensors)))
+
+
+def tensors_of(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a bucket that carries them or their bytes. Raises EngineError for damaged bytes."""
+    yield from zip(bucket.names, bucket.tensors) if bucket.tensors else unpack_bucket(bucket)
+
+
+class _StoredSender(WeightSender):
+    """Tensors of this process in place of a model, which are sent as they are."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def describe(self) -> tuple[ParameterFact, ...]:
+        """Return a fact for each tensor."""
+        return facts_of(self._tensors)
+
+    def describe_adapter(self) -> tuple[ParameterFact, ...]:
+        """Return the same: where engines take adapters the tensors are one."""
+        return facts_of(self._tensors)
+
+    def share(self, planned: Bucket) -> Bucket:
+        """Return the tensors themselves."""
+        return replace(planned, tensors=tuple(tensor for _, tensor in self._chosen(planned)))
+
+    def carry(self, planned: Bucket) -> Bucket:
+        """Return their bytes."""
+        return pack_bucket(self._chosen(planned))
+
+    def write(self, planned: Bucket, path: Path) -> Bucket:
+        """Write them to a file. Raises OSError where the disk refuses."""
+        return in_file(self.carry(planned), path)
+
+    def _chosen(self, planned: Bucket) -> Iterator[tuple[str, Tensor]]:
+        for name, dtype in zip(planned.names, planned.dtypes):
+            yield name, self._tensors[name].detach().to(getattr(torch, dtype))
