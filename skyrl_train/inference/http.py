@@ -10,9 +10,7 @@ Start the server with the trainer's weight-transfer backend, so that it takes ne
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -82,11 +80,6 @@ class HTTPEngine(UpdatableEngine):
     def weight_version(self) -> int:
         """Of the last update that the server confirmed."""
         return self._version
-
-    @contextlib.contextmanager
-    def lease(self) -> Iterator[None]:
-        """The server batches as requests come."""
-        yield
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Tries again, with growing pauses, what the server did not answer or answered with a passing error: the seed

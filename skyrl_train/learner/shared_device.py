@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,39 +29,41 @@ class LearnerOnSharedDevice:
 
     def __init__(self, learner: PolicyLearner | CriticLearner, sharing: DeviceSharing) -> None:
         """`learner` has just been loaded; it leaves the device."""
-        self._learner, self._sharing = learner, sharing
+        self._learner = learner
         self.role = learner.engine.name
+        self._on_device = partial(sharing.models, self.role)
+        """Has the model brought to its device, with its optimizer where asked for."""
         residence = learner.engine.residence
         sharing.add(self.role, lambda optimizer: residence.onload(optimizer=optimizer), residence.offload)
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """Log-probabilities or values, `[num_tokens]`."""
-        self._take_turn()
+        self._on_device()
         return self._learner.forward(batch)
 
     def forward_base(self, batch: TrainingInputBatch) -> Tensor:
         """As `forward`, with the policy's adapter off."""
-        self._take_turn()
+        self._on_device()
         return self._policy().forward_base(batch)
 
     def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
         """Entropies in place of log-probabilities."""
-        self._take_turn()
+        self._on_device()
         return self._policy().forward_entropy(batch)
 
     def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
         """Sums of squared probabilities in place of log-probabilities."""
-        self._take_turn()
+        self._on_device()
         return self._policy().forward_sum_pi_squared(batch)
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Adds the gradient of the mini-batch's loss."""
-        self._take_turn(optimizer=True, trains=True)
+        self._on_device(optimizer=True, trains=True)
         return self._learner.forward_backward(mini_batch)
 
     def optim_step(self) -> StepMetrics:
         """One step; raises NonFiniteError before any weight moves."""
-        self._take_turn(optimizer=True, trains=True)
+        self._on_device(optimizer=True, trains=True)
         return self._learner.optim_step()
 
     def weights(self) -> ModelWeights:
@@ -69,31 +72,31 @@ class LearnerOnSharedDevice:
 
     def load_weights(self, weights: ModelWeights) -> None:
         """Those of the policy, which is on the device beside this one then."""
-        self._take_turn("policy")
+        self._on_device("policy")
         self._policy().load_weights(weights)
 
     def size_micro_batches(
         self, limits: SizingLimits, stored: Mapping[str, tuple[SizingReport, ...]]
     ) -> list[SizingReport]:
         """Finds what fits while the others are away. `stored`: reports of an earlier run, by model."""
-        self._take_turn(optimizer=True, trains=True)
+        self._on_device(optimizer=True, trains=True)
         engine, own = self._learner.engine, stored.get(self.role, ())
         meter = make_meter(engine.passes.device, limits)
         return [size_micro_batches(self._learner, meter, limits, stored=own[0] if len(own) == 1 else None)]
 
     def save(self, folder: Path) -> None:
         """Raises CheckpointError."""
-        self._take_turn(optimizer=True)
+        self._on_device(optimizer=True)
         self._learner.save(folder)
 
     def load(self, folder: Path) -> None:
         """Raises CheckpointError."""
-        self._take_turn(optimizer=True, trains=True)
+        self._on_device(optimizer=True, trains=True)
         self._learner.load(folder)
 
     def export_hf(self, folder: Path) -> None:
         """Raises ModelError."""
-        self._take_turn()
+        self._on_device()
         self._learner.export_hf(folder)
 
     def close(self) -> None:
@@ -104,6 +107,3 @@ class LearnerOnSharedDevice:
         if not isinstance(self._learner, PolicyLearner):
             raise SkyrlTrainError(f"the {self.role} model has no log-probabilities")
         return self._learner
-
-    def _take_turn(self, *others: str, optimizer: bool = False, trains: bool = False) -> None:
-        self._sharing.models(self.role, *others, optimizer=optimizer, trains=trains)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,10 @@ class UpdatableEngine:
     def suspended(self) -> bool:
         """Whether a process of it is stopped by a signal, so that no answer can come."""
         return False
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Announce a trajectory, as of `InferenceEngine`: requests join and leave a running batch, so nobody waits."""
+        return nullcontext()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return the engine's answer."""

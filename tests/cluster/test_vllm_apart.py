@@ -102,8 +102,8 @@ def logprobs_by_version(versions: Sequence[Mapping[str, Tensor]], asked: Generat
 
 def wait_for_tokens(engine: VLLMEngine, number: int) -> None:
     """Until every request has so many."""
-    assert engine._core is not None
-    while sum(len(running.token_ids) >= number for running in engine._core._requests.values()) < NUM_REQUESTS:
+    assert engine._thread.core is not None
+    while sum(len(running.token_ids) >= number for running in engine._thread.core._requests.values()) < NUM_REQUESTS:
         time.sleep(0.005)
 
 
@@ -151,7 +151,7 @@ def test_a_stopped_core_is_silent_and_a_killed_one_is_noticed_at_once(engine: VL
 
 
 def check_death(engine: VLLMEngine) -> None:
-    core = engine._core
+    core = engine._thread.core
     assert core is not None
     victim = core._client.processes[0]
     waiting = engine.submit(request("over-which-it-dies", 1500))

@@ -43,7 +43,7 @@ def test_seeds_of_the_engine_do_not_repeat_a_response(engine: VLLMEngine) -> Non
     sampling = SamplingParams(max_generate_length=24, temperature=2.0)
     bound = ask(engine, [1] * 5, sampling, name="bound")
     assert len({output.token_ids for output in bound}) == 1
-    core = engine._core
+    core = engine._thread.core
     assert core is not None
     of_request, core._settings = core._settings, replace(core._settings, seeds_by_request=False)
     try:
