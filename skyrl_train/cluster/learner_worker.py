@@ -130,18 +130,18 @@ class LearnerRank:
 
     def offload(self) -> None:
         """Move the model's memory to the host."""
-        self._learner.engine.residence.offload()
+        self._learner.engine.offloader.offload()
 
     def onload(self, optimizer: bool) -> None:
         """Bring the model back to its device, with its optimizer's state where asked for."""
-        self._learner.engine.residence.onload(optimizer=optimizer)
+        self._learner.engine.offloader.onload(optimizer=optimizer)
 
     def take_bucket(self, bucket: Bucket) -> int:
         """Replace the parameters that are in the bucket, and return how many they are."""
         from skyrl_train.learner.state import take_weights
 
         engine = self._learner.engine
-        engine.residence.require(optimizer=False)
+        engine.offloader.require(optimizer=False)
         return take_weights(engine.model, engine.parameters, unpack_bucket(bucket), role=self._role)
 
     def _policy(self) -> PolicyLearner:

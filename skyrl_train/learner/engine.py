@@ -27,9 +27,9 @@ from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import CheckpointError, NonFiniteError, SkyrlTrainError
 from skyrl_train.learner import state
 from skyrl_train.learner.healing import Healing
+from skyrl_train.learner.offload import Offloader
 from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
-from skyrl_train.learner.residence import Residence
 from skyrl_train.model.last_layer import narrow_last_layer
 from skyrl_train.model.lora import has_adapter, merged_weights
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
@@ -93,7 +93,7 @@ class ModelEngine:
             merge_turns=merge_turns,
         )
         self.healing = Healing(passes, drop_gradients=self._drop_gradients)
-        self.residence = Residence(
+        self.offloader = Offloader(
             model,
             name=name,
             device=self.passes.device,
@@ -139,7 +139,7 @@ class ModelEngine:
 
     def forward(self, batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
         """`[num_tokens]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
-        self.residence.require(optimizer=False)
+        self.offloader.require(optimizer=False)
         return self.healing.run(batch, lambda planned: self.passes.score(planned, batch, score), training=False)
 
     def forward_backward(
@@ -149,7 +149,7 @@ class ModelEngine:
 
         `num_documents`: trajectories of the whole mini-batch, of which `batch` may be one rank's share.
         """
-        self.residence.require(optimizer=False)
+        self.offloader.require(optimizer=False)
         step = self.num_optimizer_steps if self.optimizer else 0
         self._has_gradient = True
         found = self.healing.run(
@@ -166,7 +166,7 @@ class ModelEngine:
         are gone, so that the caller may go on with another mini-batch.
         """
         optimizer, config = self.optimizer, self._config or OptimizerConfig()
-        self.residence.require(optimizer=True)
+        self.offloader.require(optimizer=True)
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 # A mini-batch of padding alone is a step with gradient 0, as it is on a rank that computed dummy rows.
@@ -209,7 +209,7 @@ class ModelEngine:
             raise CheckpointError(
                 f"{folder}: save between optimizer steps; the {self.name} model has a pending gradient"
             )
-        self.residence.require(optimizer=True)
+        self.offloader.require(optimizer=True)
         if self.strategy.rank and not self.strategy.sharded:
             return
         state.write(
@@ -227,7 +227,7 @@ class ModelEngine:
 
     def load(self, folder: Path) -> None:
         """Inverse of `save`. Raises CheckpointError, before anything changes, where names, shapes or types differ."""
-        self.residence.require(optimizer=True)
+        self.offloader.require(optimizer=True)
         stored = state.read(
             folder,
             role=self.name,
@@ -249,7 +249,7 @@ class ModelEngine:
 
         An adapter is part of what it adapts. Tied parameters are one tensor under several names.
         """
-        self.residence.require(optimizer=False)
+        self.offloader.require(optimizer=False)
         full, rank = self.strategy.full, self.strategy.rank
         if has_adapter(self.model):
             return {name: whole.to("cpu") for name, whole in merged_weights(self.model, full) if rank == 0}
@@ -311,7 +311,7 @@ class HoldsModel:
             engine.model,
             engine.strategy,
             engine.passes.device,
-            require_there=lambda: engine.residence.require(optimizer=False),
+            require_there=lambda: engine.offloader.require(optimizer=False),
         )
 
     def save(self, folder: Path) -> None:

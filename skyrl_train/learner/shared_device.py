@@ -33,8 +33,8 @@ class LearnerOnSharedDevice:
         self.role = learner.engine.name
         self._on_device = partial(sharing.models, self.role)
         """Has the model brought to its device, with its optimizer where asked for."""
-        residence = learner.engine.residence
-        sharing.add(self.role, lambda optimizer: residence.onload(optimizer=optimizer), residence.offload)
+        offloader = learner.engine.offloader
+        sharing.add(self.role, lambda optimizer: offloader.onload(optimizer=optimizer), offloader.offload)
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         """Log-probabilities or values, `[num_tokens]`."""

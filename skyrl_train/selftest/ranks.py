@@ -157,13 +157,13 @@ def strategy_step(context: Context, *, name: str, dtype: str) -> str:
     learner.optim_step()
     stepped = weights_of(learner)
     learner.save(context.folder / "checkpoint")
-    residence = learner.engine.residence
+    offloader = learner.engine.offloader
     held = _bytes_on_cuda(learner.engine.held_tensors())
     allocated = torch.cuda.memory_allocated() if context.on_cuda else 0
-    residence.offload()
+    offloader.offload()
     freed = allocated - torch.cuda.memory_allocated() if context.on_cuda else 0
     assert freed >= 0.9 * held, f"offload freed {freed / 2**20:.1f} of {held / 2**20:.1f} MiB"
-    residence.onload(optimizer=True)
+    offloader.onload(optimizer=True)
     assert torch.equal(weights_of(learner), stepped), "weights changed while they were in the host's memory"
     learner.forward_backward(shard)
     learner.optim_step()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Tensors = Callable[[], Iterable[Tensor]]
 
 
-class Residence:
+class Offloader:
     """Memory of one model that comes and goes: parameters, buffers and gradients together, the optimizer's state by
     itself."""
 

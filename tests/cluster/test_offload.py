@@ -38,14 +38,14 @@ Move = Callable[[PolicyLearner], None]
 
 
 def leave_and_return(learner: PolicyLearner) -> None:
-    residence = learner.engine.residence
-    residence.offload()
-    residence.offload()
+    offloader = learner.engine.offloader
+    offloader.offload()
+    offloader.offload()
     held = [getattr(tensor, "_local_tensor", tensor).untyped_storage() for tensor in learner.engine.held_tensors()]
     assert all(storage.nbytes() == 0 or not storage.resizable() for storage in held)
     assert sum(not storage.resizable() for storage in held) == 0
-    residence.onload(optimizer=False)
-    residence.onload(optimizer=True)
+    offloader.onload(optimizer=False)
+    offloader.onload(optimizer=True)
 
 
 def stay(learner: PolicyLearner) -> None:
@@ -114,7 +114,7 @@ def variants(folder: Path) -> list[tuple[str, Config, Move]]:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Tensor], Tensor]]:
-    folder = save_tiny_model(tmp_path_factory.mktemp("residence"), tokenizer=True)
+    folder = save_tiny_model(tmp_path_factory.mktemp("offloader"), tokenizer=True)
     found: dict[str, tuple[dict[str, Tensor], Tensor]] = on_ranks(run_rank, folder)[0]
     for name, config, _ in variants(folder):
         if name in ("plain", "bfloat16"):
@@ -169,7 +169,7 @@ def test_a_model_in_the_host_refuses_to_be_used(tmp_path: Path) -> None:
         platform=PlatformConfig(),
     )
     learner = policy_of(config)
-    learner.engine.residence.offload()
+    learner.engine.offloader.offload()
     for use in (
         lambda: learner.forward(make_batch(LENGTHS)),
         lambda: learner.forward_backward(mini_batch(0)),
