@@ -42,7 +42,7 @@ class Bucket:
     """Names of torch types, e.g. `float32`."""
     shapes: tuple[tuple[int, ...], ...]
     checksum: int | None = None
-    """Of the bytes; None where it comes behind them."""
+    """Checksum of the bytes; None where it comes behind them."""
     data: NDArray[np.uint8] | None = None
     """One parameter after the other, each at a multiple of 16 bytes."""
     path: str = ""
@@ -54,7 +54,7 @@ class Bucket:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole bucket, gaps included."""
+        """Bytes of the whole bucket, gaps included."""
         return _slices(self.dtypes, self.shapes)[1]
 
     def fields(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def unpack(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def pack_bucket(tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-    """A bucket that carries its bytes."""
+    """Return a bucket that carries its bytes."""
     bucket, flat = pack(tensors, torch.device("cpu"))
     return replace(bucket, data=flat.numpy())
 
@@ -100,14 +100,14 @@ def unpack_bucket(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def copied(bucket: Bucket) -> Tensor:
-    """The bytes that a bucket carries, or that are in its file, on the CPU and in memory of their own."""
+    """Return the bytes that a bucket carries, or that are in its file, on the CPU and in memory of their own."""
     if bucket.data is not None:
         return torch.from_numpy(bucket.data.copy())
     return torch.from_numpy(np.fromfile(bucket.path, dtype=np.uint8))
 
 
 def in_file(bucket: Bucket, path: Path) -> Bucket:
-    """The same bucket, the bytes that it carries moved to a file. Raises OSError."""
+    """Return the same bucket, the bytes that it carries moved to a file. Raises OSError."""
     if bucket.data is None:
         raise ValueError("the bucket does not carry its bytes")
     bucket.data.tofile(path)
@@ -153,7 +153,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def size_of(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of one parameter."""
+    """Return the bytes of one parameter."""
     return int(np.prod(shape, dtype=np.int64)) * torch.empty(0, dtype=getattr(torch, dtype)).element_size()
 
 

@@ -32,14 +32,14 @@ _TAIL_LINES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a call came to. An error that the project raises on purpose is part of the answer: Ray would wrap it in one of
+    """The result of a call. An error that the project raises on purpose is part of the answer: Ray would wrap it in one of
     its own, with a traceback for a message."""
 
     value: Any = None
     error: SkyrlTrainError | None = None
 
     def unwrap(self) -> Any:
-        """The value. Raises the error."""
+        """Return the value. Raises the error."""
         if self.error is not None:
             raise self.error
         return self.value
@@ -72,7 +72,7 @@ class RemoteActor:
         return f"{self.role} rank {self.rank} ({where})"
 
     def log_tail(self) -> str:
-        """The last lines that the process wrote, for an error message."""
+        """Return the last lines that the process wrote, for an error message."""
         if self.log_folder is None or self.identity is None:
             return "Its log is in Ray's session folder on that node (/tmp/ray/session_latest/logs)."
         lines: list[str] = []
@@ -88,12 +88,12 @@ class RemoteActor:
 
 
 def node_address() -> str:
-    """Of the node that this process runs on."""
+    """Return the address of the node that this process runs on."""
     return str(ray.util.get_node_ip_address())
 
 
 def kill(actors: Sequence[RemoteActor]) -> None:
-    """Ends them at once, whatever they do. Ray only asks, which a stopped process does not hear: where it is on this
+    """End actors at once, whatever they do. Ray only asks, which a stopped process does not hear: where it is on this
     machine and still there a little later, the kernel tells it. Told sooner, Ray would report a crash."""
     for actor in actors:
         ray.kill(actor.handle, no_restart=True)
@@ -129,7 +129,7 @@ class Watch:
         self._timeout_s, self._silence_timeout_s = timeout_s, silence_timeout_s
 
     def wait(self, actors: Sequence[RemoteActor], refs: Sequence[Any]) -> list[Any]:
-        """The answers in order. Raises DeadlineError, ActorError, or what an actor raised on purpose."""
+        """Return the answers in order. Raises DeadlineError, ActorError, or what an actor raised on purpose."""
         started = time.monotonic()
         pings = _Pings(actors, self._silence_timeout_s)
         pending = dict(zip(refs, actors))
@@ -160,7 +160,7 @@ class Watch:
         return [ray.get(ref).unwrap() for ref in refs]
 
     def _raise_first(self, actors: Sequence[RemoteActor], refs: Sequence[Any]) -> None:
-        """Of all failures the likeliest cause: a death before an error on purpose before a crash, by rank."""
+        """Raise the likeliest cause of all failures: a death before an error on purpose before a crash, by rank."""
         found: list[tuple[int, int, Exception]] = []
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         for rank, (actor, ref) in enumerate(zip(actors, refs)):

@@ -45,11 +45,11 @@ class Shipped:
     row_offsets: NDArray[np.int64]
     metadata: BatchMetadata
     denominators: LossDenominators | None = None
-    """Of the whole mini-batch that these rows are a part of."""
+    """Denominators of the whole mini-batch that these rows are a part of."""
 
 
 def pack(batch: TrainingInputBatch, denominators: LossDenominators | None = None) -> Shipped:
-    """The rows as arrays that share their memory."""
+    """Return the rows as arrays that share their memory."""
     return Shipped(
         token_columns={name: column.numpy() for name, column in batch.token_columns.items()},
         row_columns={name: column.numpy() for name, column in batch.row_columns.items()},
@@ -60,7 +60,7 @@ def pack(batch: TrainingInputBatch, denominators: LossDenominators | None = None
 
 
 def unpack(shipped: Shipped) -> TrainingInputBatch:
-    """The rows as tensors over the arrays' memory, which is read-only; no operation of a batch writes in place."""
+    """Return the rows as tensors over the arrays' memory, which is read-only; no operation of a batch writes in place."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return TrainingInputBatch(
@@ -72,7 +72,7 @@ def unpack(shipped: Shipped) -> TrainingInputBatch:
 
 
 def unpack_mini_batch(shipped: Shipped) -> MiniBatch:
-    """A rank's part of a closed mini-batch. Raises ValueError for rows that were shipped without denominators."""
+    """Return a rank's part of a closed mini-batch. Raises ValueError for rows that were shipped without denominators."""
     if shipped.denominators is None:
         raise ValueError("these rows are not part of a closed mini-batch")
     return MiniBatch(batch=unpack(shipped), denominators=shipped.denominators)

@@ -64,30 +64,30 @@ class RayLearner:
         """Has the model brought to its devices, with its optimizer where asked for."""
 
     def forward(self, batch: TrainingInputBatch) -> Tensor:
-        """`[num_tokens]` in the batch's order."""
+        """Return log-probabilities or values, `[num_tokens]` in the batch's order."""
         return self._scores(LearnerRank.forward, batch)
 
     def forward_base(self, batch: TrainingInputBatch) -> Tensor:
-        """As `forward`, with the policy's adapter off."""
+        """Return what `forward` does with the policy's adapter off."""
         return self._scores(LearnerRank.forward_base, batch)
 
     def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
-        """Entropies in place of log-probabilities."""
+        """Return entropies in place of log-probabilities."""
         return self._scores(LearnerRank.forward_entropy, batch)
 
     def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
-        """Sums of squared probabilities in place of log-probabilities."""
+        """Return sums of squared probabilities in place of log-probabilities."""
         return self._scores(LearnerRank.forward_sum_pi_squared, batch)
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
-        """Each rank adds the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
+        """Have each rank add the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
         self._on_devices(optimizer=True, trains=True)
         staged = stage(mini_batch.batch, self._num_shares, together=self._together)
         shares = [pack(shard, mini_batch.denominators) for shard in staged.shards]
         return merge_metrics(_on_shares(self._ranks, LearnerRank.forward_backward, "update", shares))
 
     def optim_step(self) -> StepMetrics:
-        """One step on all ranks, or on none: raises NonFiniteError before any weight moves."""
+        """Take one step on all ranks, or on none: raises NonFiniteError before any weight moves."""
         return self._ranks.call(LearnerRank.optim_step, "update")[0]
 
     def weights(self) -> ModelWeights:
@@ -108,27 +108,27 @@ class RayLearner:
     def size_micro_batches(
         self, limits: SizingLimits, stored: Mapping[str, tuple[SizingReport, ...]]
     ) -> list[SizingReport]:
-        """Finds what fits on every rank; the ranks' reports. `stored`: those of an earlier run, by model."""
+        """Find what fits on every rank, and return the ranks' reports. `stored`: those of an earlier run, by model."""
         self._on_devices(optimizer=True, trains=True)
         return self._ranks.call(LearnerRank.size_micro_batches, "size", limits, stored.get(self.group.role, ()))
 
     def save(self, folder: Path) -> None:
-        """Written by the ranks: the folder must be on a file system that all nodes share."""
+        """Have the ranks write the checkpoint: the folder must be on a file system that all nodes share."""
         self._on_devices(optimizer=True)
         self._ranks.call(LearnerRank.save, "checkpoint", folder.absolute())
 
     def load(self, folder: Path) -> None:
-        """Also of a checkpoint that another number of ranks wrote."""
+        """Load a checkpoint, also one that another number of ranks wrote."""
         self._on_devices(optimizer=True, trains=True)
         self._ranks.call(LearnerRank.load, "load", folder.absolute())
 
     def export_hf(self, folder: Path) -> None:
-        """Gathered and written by rank 0."""
+        """Have rank 0 gather and write the model."""
         self._on_devices()
         self._ranks.call(LearnerRank.export_hf, "export", folder.absolute())
 
     def close(self) -> None:
-        """Ends the workers."""
+        """End the workers."""
         self.group.close()
 
     def _scores(self, method: Callable[[LearnerRank, Shipped], Scores], batch: TrainingInputBatch) -> Tensor:
@@ -154,7 +154,7 @@ def start_learner(
     *,
     sharing: DeviceSharing | None = None,
 ) -> Callable[[], RayLearner]:
-    """Starts one actor per slot, and returns at once; what is returned waits until all ranks have loaded the model.
+    """Start one actor per slot, and return at once; what is returned waits until all ranks have loaded the model.
 
     Raises DeadlineError naming the rank that does not come up, ActorError, or what loading raises.
     """

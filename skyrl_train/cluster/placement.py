@@ -26,9 +26,9 @@ from skyrl_train.config.bundles import Bundle, Layout, missing_room
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
 
 _SHARED_GPU = 0.2
-"""Of a GPU that policy, reference, critic and engine share; Ray only counts, so it need not add up to one exactly."""
+"""Share of a GPU for each of policy, reference, critic and engine; Ray only counts, so their sum need not be exactly one."""
 _ASK_TIMEOUT_S = 120.0
-"""Of starting a worker in each bundle of a group."""
+"""Deadline of starting a worker in each bundle of a group."""
 _NODE_ID = "ray.io/node-id"
 
 
@@ -70,7 +70,7 @@ class Placement:
             raise
 
     def slots(self, role: str) -> list[Slot]:
-        """One per rank or engine, in order. Raises SkyrlTrainError where an engine would lie on several nodes."""
+        """Return one slot per rank or engine. Raises SkyrlTrainError where an engine would lie on several nodes."""
         name, places = self._layout.seats[role]
         sharing = sum(group == name for group, _ in self._layout.seats.values())
         span = self._layout.bundles_per_engine if role == "engine" else 1
@@ -88,7 +88,7 @@ class Placement:
         ]
 
     def close(self) -> None:
-        """Gives the reservations back."""
+        """Give the reservations back."""
         for group in self._groups.values():
             remove_placement_group(group)
         self._groups = {}

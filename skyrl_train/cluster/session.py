@@ -80,7 +80,7 @@ class RaySession:
             raise SkyrlTrainError("this process is already connected to Ray; call ray.shutdown() before starting a run")
         self.is_local = not placement.ray_address
         self.folder: Path | None = None
-        """Of a session of this machine."""
+        """Folder of a session of this machine."""
         options: dict[str, Any] = {"namespace": name, "log_to_driver": False, "logging_level": logging.ERROR}
         if self.is_local:
             _stay_on_loopback()
@@ -159,7 +159,7 @@ class RaySession:
         }
 
     def close(self) -> None:
-        """Ends the actors and, of a session of this machine, every process of it. Idempotent and bounded."""
+        """End the actors and, of a session of this machine, every process of it. Idempotent and bounded."""
         if ray.is_initialized() or self._is_starting:
             # Behind a start that a signal cut short: Ray would end the process by a status of its own in the middle of it.
             self._is_starting = False
@@ -247,7 +247,7 @@ class _Resident:
             raise DeadlineError(what, timeout_s, remedy) from None
 
     def end(self) -> None:
-        """Lets the thread go."""
+        """Let the thread go."""
         self._calls.put(None)
 
     def _work(self) -> None:

@@ -78,7 +78,7 @@ class HTTPEngine(UpdatableEngine):
 
     @property
     def weight_version(self) -> int:
-        """Of the last update that the server confirmed."""
+        """Version of the last update that the server confirmed."""
         return self._version
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
@@ -164,7 +164,7 @@ class HTTPEngine(UpdatableEngine):
         return version
 
     def close(self) -> None:
-        """Closes the connections; the server goes on."""
+        """Close the connections; the server goes on."""
         self._control.close()
 
     async def _confirm_again(self) -> None:

@@ -23,9 +23,9 @@ class EngineSettings:
     max_context_length: int
     """Tokens of a prompt and its response together."""
     temperature: float = 1.0
-    """Of training rollouts, whose log-probabilities are trained on."""
+    """Temperature of training rollouts, whose log-probabilities are trained on."""
     seed: int = 0
-    """Of an engine that draws by itself."""
+    """Seed of an engine that draws by itself."""
     seeds_by_request: bool = True
     """Whether a response is drawn by the request's own seed, or by the engine's (`generator.seeds`)."""
     deterministic: bool = False

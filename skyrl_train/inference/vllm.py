@@ -128,11 +128,11 @@ class VLLMEngine(UpdatableEngine):
         return future
 
     def abort(self, request_id: str) -> None:
-        """Gives a request up; it ends with nothing, and stop reason `abort`."""
+        """Give a request up; it ends with nothing, and stop reason `abort`."""
         self._thread.post(lambda core: core.abort(request_id))
 
     def receivers(self) -> list[Receiver]:
-        """Its workers, one per device, by rank. Raises EngineError."""
+        """Return its workers, one per device, by rank. Raises EngineError."""
         found = self._thread.call(lambda core: core.ask_workers("receiver"))
         return [Receiver(device=device, dtype=dtype) for device, dtype in found]
 
@@ -142,7 +142,7 @@ class VLLMEngine(UpdatableEngine):
         return all(self._thread.call(lambda core: core.ask_workers("can_import", **how)))
 
     def meet(self, rendezvous: Rendezvous) -> None:
-        """Joins a trainer that broadcasts its weights. Raises EngineError."""
+        """Join a trainer that broadcasts its weights. Raises EngineError."""
         how = {"init_info": vars(rendezvous)}
         self._thread.call(lambda core: core.ask_workers("init_weight_transfer_engine", **how))
 
@@ -151,21 +151,21 @@ class VLLMEngine(UpdatableEngine):
         self._thread.call(lambda core: core.begin_update())
 
     def update(self, bucket: Bucket) -> None:
-        """Takes some of the weights. After an error the engine answers nothing any more."""
+        """Take some of the weights. After an error the engine answers nothing any more."""
         sent = pack_bucket(tensors_of(bucket)) if bucket.tensors else bucket
         self._thread.call(lambda core: core.update(sent))
 
     def finish_update(self, version: int, num_tensors: int) -> int:
-        """Serves with the new weights, under `version`, which it returns. `num_tensors` were sent in all."""
+        """Serve with the new weights, under `version`, which it returns. `num_tensors` were sent in all."""
         self._version = self._thread.call(lambda core: core.finish_update(version, num_tensors))
         return self._version
 
     def sleep(self) -> None:
-        """Frees the device for others."""
+        """Free the device for others."""
         self._thread.call(lambda core: core.sleep())
 
     def wake_up(self, tag: str) -> None:
-        """Takes the device again, for `weights` or for the `kv_cache`."""
+        """Take the device again, for `weights` or for the `kv_cache`."""
         self._thread.call(lambda core: core.wake_up(tag))
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ _CAPACITIES = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
-    """Of `vllm.EngineArgs`: room for one adapter of this rank."""
+    """Return arguments of `vllm.EngineArgs`: room for one adapter of this rank."""
     capacity = next(capacity for capacity in _CAPACITIES if capacity >= lora.rank)
     return {"enable_lora": True, "max_loras": 1, "max_lora_rank": capacity}
 

@@ -34,7 +34,7 @@ class _Running:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_version: int | None = None
-    """Of the first token; None before it."""
+    """Version that sampled the first token; None before it."""
 
     def take(self, completion: Any, version: int) -> None:
         """New tokens, sampled by weights of `version`."""
@@ -151,7 +151,7 @@ class VLLMCore:
             running.future.set_result(_answer(_Running(running.future), "abort", self.weight_version))
 
     def fail_all(self, error: EngineError) -> None:
-        """What runs or waits gets this error."""
+        """Give this error to what runs or waits."""
         for future in [*(running.future for running in self._requests.values()), *(future for _, future in self._held)]:
             if not future.done():
                 future.set_exception(error)
@@ -184,7 +184,7 @@ class VLLMCore:
         self._guarded(begin)
 
     def update(self, bucket: Bucket) -> None:
-        """Takes some of the weights."""
+        """Take some of the weights."""
 
         def receive() -> None:
             with _for_workers(bucket, separate=self._settings.separate_workers) as sent:
@@ -224,15 +224,15 @@ class VLLMCore:
         return self._guarded(finish)
 
     def sleep(self) -> None:
-        """Frees the device for others: weights to the host, key-value cache dropped."""
+        """Free the device for others: weights to the host, key-value cache dropped."""
         self._engine.sleep(level=1)
 
     def wake_up(self, tag: str) -> None:
-        """Takes the device again, for `weights` or for the `kv_cache`."""
+        """Take the device again, for `weights` or for the `kv_cache`."""
         self._engine.wake_up([tag])
 
     def close(self) -> None:
-        """Ends vLLM's processes; what still waits gets an EngineError."""
+        """End vLLM's processes; what still waits gets an EngineError."""
         self.fail_all(EngineError("the engine was closed"))
         self.processes.expect_end()
         self._client.close()

@@ -23,12 +23,12 @@ class VLLMSettings:
     """What vLLM is started with."""
 
     arguments: dict[str, Any]
-    """Of `vllm.EngineArgs`."""
+    """Arguments of `vllm.EngineArgs`."""
     stop_token_ids: tuple[int, ...]
     environment: dict[str, str]
-    """To be set before vLLM is imported."""
+    """Variables to be set before vLLM is imported."""
     core_environment: dict[str, str] = field(default_factory=dict)
-    """Of the core: where that is a process of its own, nothing else in this one may see it."""
+    """Environment of the core: where that is a process of its own, nothing else in this one may see it."""
     seeds_by_request: bool = True
     """Whether the noise of a response is that of its own seed, or of the engine's (`generator.seeds`)."""
     adapter: LoraConfig | None = None

@@ -33,7 +33,7 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """Where a trainer that broadcasts is to be met; nothing where it does not. The fields of a `Rendezvous`."""
 
     rank: int = 0
-    """Of this engine's first worker."""
+    """Rank of this engine's first worker."""
     num_ranks: int = 0
     init_method: str = ""
     timeout_s: float = 0.0

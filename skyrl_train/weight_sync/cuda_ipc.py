@@ -21,9 +21,9 @@ from skyrl_train.errors import EngineError
 _SHARED_MEMORY = Path("/dev/shm")
 _HANDLE_PARTS = slice(7, 10)
 _COUNTER_PARTS = slice(11, 15)
-"""Of what torch takes a shared CUDA tensor apart into; the rest follows from its being flat bytes."""
+"""Places in what torch takes a shared CUDA tensor apart into; the rest follows from its being flat bytes."""
 _COUNTER = slice(4, 6)
-"""Of a handle: what names the count of those who still have to open it."""
+"""Places in a handle that name the count of those who still have to open it."""
 
 
 class Export:
@@ -107,7 +107,7 @@ def require_exporters(importers: Iterable[str], exporters: Iterable[str]) -> Non
 
 
 def device_name(device: torch.device) -> str:
-    """The same in every process that uses the device, whatever number it has there."""
+    """Return a name that is the same in every process that uses the device, whatever number it has there."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return device.type

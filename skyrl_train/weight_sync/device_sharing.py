@@ -94,7 +94,7 @@ class DeviceSharing:
                 self._put_off(role)
 
     def engines(self) -> None:
-        """Requests will be answered. Before the first model is loaded: engines make room for it with `models()`."""
+        """Bring the engines to the devices, since requests will be answered."""
         with self._lock:
             if self._shared:
                 for role in list(self._on_device):
@@ -102,7 +102,10 @@ class DeviceSharing:
                 self._wake(_AWAKE)
 
     def models(self, *roles: str, optimizer: bool = False, trains: bool = False) -> None:
-        """These models will compute, or be read or written; with their optimizers where asked for."""
+        """Bring these models to the devices, with their optimizers where asked for; with none, engines make room.
+
+        `trains`: whether they may change there.
+        """
         with self._lock:
             self._weights_moved = self._weights_moved or (trains and "policy" in roles)
             if self._shared:
@@ -111,7 +114,7 @@ class DeviceSharing:
 
     @contextmanager
     def syncing(self) -> Iterator[None]:
-        """The policy's weights will be read for the engines; afterwards both have the same."""
+        """Have policy and engines ready for a sync, after which both have the same weights."""
         with self._lock:
             if self._shared:
                 if "policy" in self._models:

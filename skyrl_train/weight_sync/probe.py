@@ -33,7 +33,7 @@ class ProbeSettings:
     max_context_length: int
     """Tokens of the prompt and the answer together."""
     temperature: float
-    """Of training rollouts."""
+    """Temperature of training rollouts."""
     tolerance: float
     """Largest difference of a log-probability that is accepted."""
     model: str
@@ -90,7 +90,7 @@ def _difference(scores_of: Scores, request: GenerationRequest, output: Generatio
 
 
 def probe_row(prompt: tuple[int, ...], output: GenerationOutput) -> TrainingInputBatch:
-    """The row that a trainer scores: the prompt, and what an engine sampled after it."""
+    """Return the row that a trainer scores: the prompt, and what an engine sampled after it."""
     num_tokens = len(prompt) + len(output.token_ids)
     return TrainingInputBatch(
         token_columns={
