@@ -38,7 +38,7 @@ def key(comparison: Comparison) -> str:
 
 
 def table(document: str, num_draws: int) -> str:
-    """The rows, measured anew where the other trainer is installed, else as `document` has them."""
+    """The rows, remeasured where the other trainer is installed, else as `document` has them."""
     lines = [HEAD]
     for comparison in COMPARISONS:
         try:

@@ -1,8 +1,8 @@
 """`placement=auto`: backend, ranks, engines and what they share, chosen for the GPUs that there are.
 
     GPUs            models                                engines (generator=vllm)
-    1               take turns on it                      one, in turn with them
-    2 to 8          sharded over all, in turns            one a GPU, or each over 2, 4 or 8 where the model is large
+    1               share it with the engine              one, which sleeps while they compute
+    2 to 8          sharded over all, sharing them        one a GPU, or each over 2, 4 or 8 where the model is large
     several nodes   sharded over all                      the same on each node: no engine leaves its node
 
 Neither torch nor Ray is imported for well-known families of models, but for a cluster that is joined, whose GPUs Ray
@@ -29,21 +29,21 @@ from skyrl_train.learner.memory_facts import GATED, ModelFacts
 from skyrl_train.plan.dry_run import plan_memory
 
 ASSUMED_MEMORY_GB = 80.0
-"""Of a GPU that does not say how much it has."""
+"""Memory assumed of a GPU that does not say how much it has."""
 _COUNT_TIMEOUT_S = 30.0
-"""Of joining a cluster to count its GPUs."""
+"""Deadline of joining a cluster to count its GPUs."""
 _GPUS_OF_A_NODE = 8
-"""Of the nodes that a remedy proposes."""
+"""GPUs of each node that a remedy proposes."""
 _MOST_NODES = 16
-"""Of such a remedy."""
+"""The most nodes that a remedy proposes."""
 _ENGINE_OVERHEAD_BYTES = 2_000_000_000
-"""Of one engine beside weights, keys and values: activations of a prefill, and captured graphs."""
+"""What one engine takes beside weights, keys and values: activations of a prefill, and captured graphs."""
 _WEIGHTS_OF_ENGINE = 0.6
 """Largest share of an engine's memory that its weights should take, so that there is room for many sequences."""
 _TRAINED_BYTES = 16
-"""Of one parameter that AdamW trains: itself, its gradient and two averages, in float32."""
+"""Bytes of one parameter that AdamW trains: itself, its gradient and two averages, in float32."""
 _BUCKET_BYTES = 1 << 30
-"""Of weights on their way to the engines."""
+"""Bytes of the bucket in which weights travel to the engines."""
 _CHECKPOINTING, _OFFLOAD, _ADAPTER = (
     "model.gradient_checkpointing=true",
     "strategy.cpu_offload=true",
@@ -161,7 +161,7 @@ def _supervised(config: SFTConfig, devices: Devices) -> SFTConfig:
 
 
 def _chosen(placement: PlacementConfig, **settings: object) -> PlacementConfig:
-    """As it is recorded: the choice as if it were stated, and nothing left to choose."""
+    """Return the placement as it is recorded: the choice as if it were stated, and nothing left to choose."""
     done = {"auto": False, "num_gpus": 0, "num_nodes": 1, "gpu_memory_gb": 0.0, "backend": "ray"}
     return replace(placement, **{**done, **settings})  # type: ignore[arg-type]
 
@@ -174,7 +174,7 @@ def _even_nodes(devices: Devices) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """For reinforcement learning on GPUs."""
+    """The choice for reinforcement learning on GPUs."""
 
     config: Config
     devices: Devices
@@ -185,7 +185,7 @@ class _Choice:
         return int((self.devices.memory_gb or ASSUMED_MEMORY_GB) * 1e9)
 
     def made(self) -> Config:
-        """Raises ConfigError."""
+        """Return the config with its placement chosen. Raises ConfigError where nothing fits."""
         nodes, per_node = _even_nodes(self.devices)
         generator = self.config.generator
         if not generator.has_own_devices and generator.backend not in ("http", "replay"):  # an engine in this process
@@ -210,7 +210,7 @@ class _Choice:
         )
 
     def _over(self, nodes: int, per_node: int, facts: ModelFacts | None) -> Config:
-        """All models and engines in turns on all GPUs."""
+        """Return the config with all models and engines sharing all GPUs."""
         config, vllm = self.config, self.config.generator.vllm
         shares = {
             f"{role}_{name}": value

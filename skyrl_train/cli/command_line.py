@@ -35,7 +35,7 @@ from skyrl_train.registry import TARGET
 
 @dataclass(frozen=True, kw_only=True)
 class Root:
-    """One kind of run."""
+    """What checks one kind of run."""
 
     schema: type[AnyConfig]
     platform_group: str
@@ -45,7 +45,7 @@ class Root:
     """Whether models are trained, or only generate."""
 
     def violations(self, config: AnyConfig, *, refused: Collection[str]) -> list[Violation]:
-        """Rules between fields."""
+        """Return what breaks rules between fields."""
         if isinstance(config, SFTConfig):
             return validate_sft(config, refused=refused)
         return validate_config(config, refused=refused)
@@ -204,8 +204,9 @@ class CommandLine:
         return loaded.config.output_dir
 
     def _violations_of(self, loaded: Loaded[AnyConfig]) -> list[Violation]:
-        """Of names and types, then of rules between fields and of what is on this machine, with the placement that is
-        chosen here. Where rules are left to the caller, those between fields are named beside a refused value alone."""
+        """Return the violations of names and types, then of rules between fields and of what is on this machine, with
+        the placement that is chosen here. Where rules are left to the caller, those between fields are named beside a
+        refused value alone."""
         config, refused = loaded.config, loaded.refused
         if not self._rules:
             settings = self._root.of_settings(loaded.violations, config, refused=refused)

@@ -95,7 +95,7 @@ class Composer:
         return self._list(parent, ObjectType.GROUP)
 
     def choices(self, group: str) -> list[str]:
-        """What a group offers."""
+        """Return the names that a group offers."""
         return self._list(group, ObjectType.CONFIG)
 
     def _list(self, group: str, kind: ObjectType) -> list[str]:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script `skyrl-plan`; returns the exit status."""
     parser = argparse.ArgumentParser(prog="skyrl-plan", description=__doc__, allow_abbrev=False)
     parser.add_argument("--format", choices=("text", "json"), default="text")
-    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder with config groups of your own")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="a folder with custom config groups")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for skyrl_train.main")
     args = parser.parse_args(argv)
     folder = ["--config-dir", args.config_dir] if args.config_dir else []
@@ -102,7 +102,8 @@ def count_train_prompts(data: DataConfig, plan: PlanConfig, *, assumed: TrainerC
 
 
 def count_parameters(path: str) -> int | None:
-    """Of a model folder, read from the headers of its safetensors files; None where there are none on this machine."""
+    """Return the number of parameters in a model folder, read from the headers of its safetensors files; None where
+    there are none on this machine."""
     folder = Path(__file__).parents[1] / "assets" / path.removeprefix("builtin:") if ":" in path else Path(path)
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     return sum(_parameters_in(file) for file in files) or None
@@ -116,7 +117,7 @@ def _parameters_in(file: Path) -> int:
 
 
 def _lengths(recorded: str, *, step_wise: bool) -> RowLengths | None:
-    """Of the rollouts in `plan.lengths`, a file or a folder of them. Raises DataError."""
+    """Return the row lengths of `recorded` rollouts, a file or a folder; None where none are named. Raises DataError."""
     if not recorded:
         return None
     path = Path(recorded)

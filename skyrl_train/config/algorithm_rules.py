@@ -61,7 +61,7 @@ def _batch_normalize(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 
 def _bounds(algorithm: AlgorithmConfig, section: str, low: str, high: str, lowest: str) -> Iterator[Violation]:
-    """Of two settings of a section (empty: of the algorithm), of which the lower one must not be above the other."""
+    """The lower one of two settings of a section (empty: of the algorithm) must not be above the other."""
     node = getattr(algorithm, section) if section else algorithm
     low_value, high_value = getattr(node, low), getattr(node, high)
     name = f"{section}.{low}" if section else low
@@ -119,7 +119,7 @@ def _reward_weights(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 
 def _self_taught(algorithm: AlgorithmConfig, name: str) -> Iterator[Violation]:
-    """Of a weight of the divergence from the reference."""
+    """A self-taught policy has no weight on the divergence from a reference."""
     weight, estimator = getattr(algorithm, name), part_name(algorithm.advantage_estimator)
     yield from _require(
         not is_self_taught(algorithm) or weight == 0,

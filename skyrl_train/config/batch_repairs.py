@@ -1,6 +1,6 @@
 """Changes of batch sizes after which every rule holds, the least first.
 
-A change of one size is offered wherever one makes everything valid. Where none does, the fewest sizes that have to change
+A change of one size is offered if one makes everything valid. Where none does, the fewest sizes that have to change
 together are searched for: once the training batch and the micro-batch are chosen, the models no longer depend on each
 other, so that the best mini-batch and ranks of each are found apart and the whole search stays exact and short.
 """
@@ -45,7 +45,7 @@ class Repair:
     changes: tuple[tuple[str, int], ...]
 
     def applied(self, sizes: Sizes) -> Sizes:
-        """`sizes` after the change."""
+        """Return `sizes` after the change."""
         return _changed(sizes, dict(self.changes))
 
 
@@ -82,7 +82,7 @@ def nearest(value: int, candidates: Iterable[int], valid: Callable[[int], bool])
 
 
 def _changed(sizes: Sizes, changes: dict[str, int]) -> Sizes:
-    """As `dataclasses.replace`, without its checks of each field: the search makes thousands."""
+    """Return what `dataclasses.replace` would, without its checks of each field: the search makes thousands."""
     return Sizes(**{**vars(sizes), **changes})
 
 
@@ -106,7 +106,7 @@ class _Combined:
         self._best: dict[frozenset[str], tuple[_Cost, Repair]] = {}
         """The least change of each set of sizes, of those sets that have the fewest."""
         self._least: _Cost = (len(vars(sizes)), 0.0)
-        """Of what was found; nothing that costs more is looked into."""
+        """The cost of the best repair that was found; nothing that costs more is looked into."""
 
     def search(self) -> list[Repair]:
         """The best of each set of sizes, the least change first."""

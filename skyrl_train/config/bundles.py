@@ -109,7 +109,7 @@ def _sharing(placement: PlacementConfig) -> set[str]:
 
 
 def _nodes_of(placement: PlacementConfig, group: str) -> int:
-    """How many nodes a group is bound to; 0 where it goes wherever there is room."""
+    """How many nodes a group is bound to; 0 if any node with room will do."""
     if group == "engine":
         return placement.inference_num_nodes
     setting = "policy" if group == "shared" else _SETTINGS[group]
@@ -131,7 +131,7 @@ def count_engines(generator: GeneratorConfig, placement: PlacementConfig) -> int
     return generator.vllm.count(placement) if generator.has_own_devices else 0
 
 
-def takes_turns(placement: PlacementConfig, generator: GeneratorConfig, platform: PlatformConfig) -> bool:
+def shares_devices(placement: PlacementConfig, generator: GeneratorConfig, platform: PlatformConfig) -> bool:
     """Whether models and engines are on the same devices, one of them at a time: on Ray where the placement says so, without
     it also where an engine of this machine would fill the GPU that the models are on."""
     if placement.backend == "inline":

@@ -135,7 +135,7 @@ def is_refused(path: str, refused: Iterable[str]) -> bool:
 
 
 def seam_of(annotation: Any) -> Seam | None:
-    """Of a field that chooses a part, or a list of them; None for another field."""
+    """Return the seam of a field that chooses a part, or a list of them; None for another field."""
     seam = fact(annotation, Seam)
     inner = strip(annotation)
     if seam is None and get_origin(inner) is tuple:

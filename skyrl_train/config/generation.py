@@ -69,13 +69,13 @@ class VLLMConfig:
     """With `model.lora`: engines get all weights with the adapter merged, or the adapter alone, which they apply beside
     the weights of `model.path`: far fewer bytes a sync, somewhat slower generation."""
     max_restarts: Free[NonNegativeInt] = 1
-    """How often one dead engine is started anew before the run goes on without it (Ray)."""
+    """How often one dead engine is restarted before the run goes on without it (Ray)."""
     engine_args: Forks[Mapping[str, Any]] = field(default_factory=dict)
     """Anything else that the installed `vllm.EngineArgs` takes, e.g. {quantization: fp8}; not what the trainer sets."""
 
     @property
     def devices_per_engine(self) -> int:
-        """Tensor-parallel times pipeline-parallel."""
+        """The number of devices of one engine: tensor-parallel times pipeline-parallel."""
         return self.tensor_parallel_size * int(self.engine_args.get("pipeline_parallel_size", 1))
 
     def count(self, placement: PlacementConfig) -> int:
@@ -118,7 +118,7 @@ class GeneratorConfig:
     n_samples_per_prompt: Forks[PositiveInt] = 8
     """Trajectories per training prompt: the group over which GRPO compares."""
     agent_loop: Forks[Annotated[PartSpec, AGENT_LOOPS]] = "multi_turn"
-    """What makes one trajectory. multi_turn: the engine and the environment in turns, until either has had enough."""
+    """What makes one trajectory. multi_turn: the engine and the environment alternate until either has had enough."""
     max_turns: Forks[PositiveInt] = 2
     """Generations per trajectory."""
     max_context_length: Forks[PositiveInt] = 512

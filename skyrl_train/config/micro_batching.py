@@ -49,7 +49,7 @@ class MicroBatchConfig:
     was traced, and the difference is told. A plan reads it too: measure is counted there at once; trace and both are
     traced, and xla compiled, which takes up to minutes."""
     memory_retries: LayoutOnly[NonNegativeInt] = 3
-    """How often one mini-batch is cut smaller and computed anew where memory runs out nevertheless (auto)."""
+    """How often one mini-batch is cut smaller and recomputed if memory runs out nevertheless (auto)."""
 
     @property
     def sizes_itself(self) -> bool:

@@ -95,7 +95,7 @@ class PlacementConfig:
     ref_num_gpus_per_node: NonNegativeInt = 0
     """GPUs of each of them; 0 where `ref_num_workers` counts."""
     inference_num_nodes: NonNegativeInt = 0
-    """Nodes for engines alone; 0 puts engines wherever there is room."""
+    """Nodes for engines alone; 0 puts engines on any node with room."""
     inference_num_gpus_per_node: NonNegativeInt = 0
     """GPUs of each of them; 0 follows from the engines."""
     colocate_all: bool = False
@@ -124,7 +124,8 @@ class PlacementConfig:
 
 
 WHOLE_GRADIENTS_SHARE = 0.1
-"""Of a device's memory: so much the gradient of a whole model may take where `strategy.gradient_sync=auto` keeps it."""
+"""The share of a device's memory that the gradient of a whole model may take where `strategy.gradient_sync=auto` keeps
+it."""
 
 
 def sums_once_a_step(gradient_sync: str, *, gradient_bytes: int, device_bytes: int) -> bool:

@@ -44,9 +44,9 @@ class Devices:
     """GPUs to place on."""
 
     gpus_per_node: tuple[int, ...] = ()
-    """Of each node that has any."""
+    """The GPUs of each node that has any."""
     memory_gb: float = 0.0
-    """Of one of them, in GB (10^9 bytes), of the smallest where they differ; 0 where nothing tells."""
+    """Memory of one of them, in GB (10^9 bytes), of the smallest where they differ; 0 where nothing tells."""
     source: str = ""
     """Where this is known from, e.g. `/dev` or `placement.num_gpus=4`."""
 

@@ -122,10 +122,10 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """`environment=`: where answers are judged."""
+    """`environment=`: where answers are scored."""
 
     env_class: Forks[Annotated[PartSpec | None, ENVIRONMENTS]] = "word_problems"
-    """A built-in name, one registered in skyrl-gym, or a custom class; judges all rows, whatever they name. Its settings
+    """A built-in name, one registered in skyrl-gym, or a custom class; scores all rows, whatever they name. Its settings
     stand beside it, e.g. `{_target_: text2sql, db_path: /databases}`. null (`environment=by_row`) takes each row's own
     `env_class`."""
     step_timeout_s: Free[Seconds] = 60.0
@@ -359,7 +359,7 @@ class Config(RunConfig):
     data: DataConfig = field(default_factory=DataConfig)
     """Prompts."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """Where answers are judged."""
+    """Where answers are scored."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     """How rollouts are made."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -48,7 +48,7 @@ class SFTDataConfig:
     """Parquet or JSON-lines files, folders of them, hub names (`owner/name:split`, `owner/name/config:split`), or
     `builtin:NAME/SPLIT`."""
     weights: Forks[tuple[Weight, ...]] = ()
-    """For each entry of `train`, how often its rows are used per epoch (0.5: half of them, in turns); empty is once."""
+    """For each entry of `train`, how often its rows are used per epoch (0.5: half of them, alternating); empty is once."""
     validation: Free[tuple[str, ...]] = ("builtin:word_problems/validation",)
     """Held-out examples: each entry is a set with a loss of its own. Empty turns evaluation off."""
     reader: Free[Annotated[PartSpec, DATA_READERS]] = "by_name"
@@ -231,7 +231,7 @@ def _packing(trainer: SFTTrainerConfig, data: SFTDataConfig) -> list[Violation]:
 def _needs_validation(
     trainer: SFTTrainerConfig, data: SFTDataConfig, name: str, is_set: Callable[[Any], bool]
 ) -> Iterator[Violation]:
-    """Of a setting of `trainer` that reads the held-out loss."""
+    """A setting of `trainer` that reads the held-out loss needs held-out examples."""
     value = getattr(trainer, name)
     if is_set(value) and not data.validation:
         yield Violation(

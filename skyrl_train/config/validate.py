@@ -67,7 +67,8 @@ def _section(root: Any, name: str) -> Any:
 
 
 def part_violations(root: object, refused: Collection[str] = ()) -> Iterator[Violation]:
-    """Of settings that choose a part: there is none of that name, or it does not take the arguments beside it."""
+    """What is wrong with settings that choose a part: there is none of that name, or it does not take the arguments
+    beside it."""
     for field, seam in parts_of(type(root)).items():
         if seam.names_elsewhere or is_refused(field, refused):
             continue
@@ -79,7 +80,7 @@ def part_violations(root: object, refused: Collection[str] = ()) -> Iterator[Vio
 
 
 def _response_length(generator: GeneratorConfig, name: str) -> Iterator[Violation]:
-    """Of `generator.sampling` or `generator.eval_sampling`."""
+    """A response of `generator.sampling` or `generator.eval_sampling` leaves room for a prompt."""
     room, length = generator.max_context_length, getattr(generator, name).max_generate_length
     field = f"generator.{name}.max_generate_length"
     if length >= room:
@@ -327,7 +328,7 @@ SHARED_RULES: tuple[Rule, ...] = (
     _memory_probe,
     lora_targets,
 )
-"""Those of settings that every kind of run has."""
+"""The rules of settings that every kind of run has."""
 RULES: tuple[Rule, ...] = (
     *SHARED_RULES,
     *(partial(_response_length, name=name) for name in ("sampling", "eval_sampling")),

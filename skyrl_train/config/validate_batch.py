@@ -127,7 +127,7 @@ class _Search:
         return bool(self._options)
 
     def violations(self) -> list[Violation]:
-        """Of the rules that read nothing wrong."""
+        """Return the violations of rules that read nothing wrong."""
         return [
             Violation(
                 field=FIELDS[problem.field],

@@ -1,4 +1,4 @@
-"""Rules of inference engines: vLLM and the arguments of its own (by its source, unimported), servers, weight transport."""
+"""Rules of inference engines: vLLM and its own arguments (read from its source, unimported), servers, weight transport."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from skyrl_train.errors import Violation
 from skyrl_train.registry import did_you_mean, part_name
 
 LARGEST_VLLM_RANK = 512
-"""Of an adapter that vLLM applies."""
+"""The largest rank of an adapter that vLLM applies."""
 LARGEST_VLLM_TEMPERATURE = 2.0
 _FIELD = "generator.vllm.engine_args"
 _NONE = ""
@@ -90,7 +90,7 @@ def _engine_arguments(generator: GeneratorConfig) -> Iterator[Violation]:
 
 
 def _pipeline(generator: GeneratorConfig, placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Violation]:
-    """Of engines whose layers lie on several devices."""
+    """What excludes engines whose layers lie on several devices."""
     given = generator.vllm.engine_args
     if generator.backend != "vllm":
         return
@@ -158,7 +158,7 @@ def _verify_weight_sync(generator: GeneratorConfig) -> Iterator[Violation]:
 
 
 def _temperature(generator: GeneratorConfig, name: str) -> Iterator[Violation]:
-    """Of `generator.sampling` or `generator.eval_sampling`."""
+    """The temperature of `generator.sampling` or `generator.eval_sampling` is one that vLLM accepts."""
     if generator.backend not in ("vllm", "http"):
         return
     temperature = getattr(generator, name).temperature

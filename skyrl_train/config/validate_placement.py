@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from skyrl_train.config.algorithm import AlgorithmConfig, needs_reference
-from skyrl_train.config.bundles import takes_turns
+from skyrl_train.config.bundles import shares_devices
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import WEIGHT_TRANSPORTS
@@ -235,7 +235,7 @@ def _weight_transport(
     generator: GeneratorConfig, platform: PlatformConfig, placement: PlacementConfig
 ) -> Iterator[Violation]:
     name = WEIGHT_TRANSPORTS.name_of(generator.weight_transport)
-    shared = takes_turns(placement, generator, platform)
+    shared = shares_devices(placement, generator, platform)
     rule = ""
     if name == "cuda_ipc" and not (shared and platform.name == "gpu"):
         rule = "cuda_ipc needs engines that share GPUs with the policy: platform=gpu and placement.colocate_all=true"

@@ -28,7 +28,7 @@ class LearnerPlan:
     dummy_rows_per_pass: int
     """Rows without loss that make the shares of all ranks equal, where rows share no computation."""
     rows_per_rank: int
-    """Of one pass, dummy rows included; about so many where whole prompts are dealt out."""
+    """Rows of one pass on one rank, dummy rows included; about so many where whole prompts are dealt out."""
     train_micro_batches: int | None
     """Forwards and backwards that one rank accumulates in an optimizer step; None where that depends on the lengths
     (`token_budget`, `docs_per_step`, step-wise rows, layouts that share prefixes), and for the reference."""
@@ -54,12 +54,12 @@ class BatchPlan:
     total_steps: int
     """Training batches in the run."""
     optimizer_steps_per_batch: int
-    """Of the policy, over all update epochs. With `docs_per_step` at most so many: a step may reach more than its
+    """The policy's, over all update epochs. With `docs_per_step` at most so many: a step may reach more than its
     target, and failed trajectories are no documents."""
     fewest_optimizer_steps_per_batch: int
     """With `docs_per_step` where no trajectory fails and each step takes as many as it may; else as above."""
     total_optimizer_steps: int
-    """Of the policy, in the run: what its learning rate is scheduled over. Training batches in which only the critic is
+    """The policy's in the run: what its learning rate is scheduled over. Training batches in which only the critic is
     trained (`critic_warmup_steps`) have none."""
     critic_optimizer_steps_per_batch: int
     """0 where there is no critic."""
@@ -75,7 +75,7 @@ class BatchPlan:
 
     @property
     def fewest_total_optimizer_steps(self) -> int:
-        """Of the policy, in the run; `total_optimizer_steps` is the most."""
+        """The policy's in the run; `total_optimizer_steps` is the most."""
         return self.total_optimizer_steps // self.optimizer_steps_per_batch * self.fewest_optimizer_steps_per_batch
 
     @property

@@ -49,7 +49,7 @@ class DeviceMemory:
     """CUDA contexts of the processes that share a device."""
     passes: tuple[PassMemory, ...]
     engine_bytes: int
-    """Of an inference engine that shares the device, while it generates."""
+    """What an inference engine that shares the device takes while it generates."""
     resident_bytes: int
     """What models keep on that device meanwhile."""
     effort: str = ""
@@ -61,7 +61,7 @@ class DeviceMemory:
         return self.engine_bytes + self.resident_bytes + self.context_bytes <= self.device_bytes
 
     def violations(self) -> tuple[Violation, ...]:
-        """What cannot run."""
+        """Return what cannot run on the device."""
         return (*self._too_long(), *self._no_engine())
 
     def _too_long(self) -> Iterator[Violation]:
@@ -90,7 +90,7 @@ class DeviceMemory:
 
 
 def memory_lines(memory: DeviceMemory) -> Iterator[str]:
-    """For a terminal."""
+    """Yield the lines of a terminal on memory."""
     if memory.effort:
         yield f"activations {memory.effort}"
     for each in memory.passes:
@@ -115,7 +115,7 @@ def memory_lines(memory: DeviceMemory) -> Iterator[str]:
 
 
 def gigabytes(count: int) -> str:
-    """Of 10^9 bytes."""
+    """Return a count of bytes as text, in units of 10^9."""
     return f"{count / 1e9:.3g} GB"
 
 
@@ -127,7 +127,7 @@ class BundleGroup:
     num_bundles: int
     gpus_per_bundle: int
     num_nodes: int
-    """Nodes that it is bound to; 0 is wherever there is room."""
+    """Nodes that it is bound to; 0 is any node with room."""
     slots: tuple[tuple[str, int], ...]
     """Role to the number of its ranks or engines in the group."""
 
@@ -142,8 +142,8 @@ class PlacementReport:
     gpus_found: int
     found_in: str
     """Where the GPUs that were found were looked for; empty where they were not."""
-    in_turns: bool
-    """Whether models and engines share devices in turns."""
+    shares_devices: bool
+    """Whether models and engines share devices, one of them computing at a time."""
     groups: tuple[BundleGroup, ...]
     """None without Ray."""
     engines: str
@@ -153,7 +153,7 @@ class PlacementReport:
 
 
 def placement_lines(report: PlacementReport) -> Iterator[str]:
-    """For a terminal."""
+    """Yield the lines of a terminal on placement."""
     if report.gpus_needed or report.gpus_found:
         found = f", {report.gpus_found} found ({report.found_in})" if report.found_in else ""
         yield f"{'GPUs':<10} {report.gpus_needed} needed{found}"
@@ -162,7 +162,8 @@ def placement_lines(report: PlacementReport) -> Iterator[str]:
         each = f"{group.gpus_per_bundle} GPU{'s' * (group.gpus_per_bundle != 1)}" if group.gpus_per_bundle else "1 CPU"
         where = f" on {group.num_nodes} node{'s' * (group.num_nodes != 1)}" if group.num_nodes else ""
         slots = ", ".join(f"{count} {role}" for role, count in group.slots)
-        turns = ", in turns" if report.in_turns else ""
-        yield f"{group.name:<10} {group.num_bundles} bundle{'s' * (group.num_bundles != 1)} of {each}{where}: {slots}{turns}"
+        shared = ", one at a time" if report.shares_devices else ""
+        bundles = f"{group.num_bundles} bundle{'s' * (group.num_bundles != 1)} of {each}"
+        yield f"{group.name:<10} {bundles}{where}: {slots}{shared}"
     yield f"{'rollouts':<10} {report.engines}"
     yield f"{'training':<10} {report.training}"

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyrl_train.config.algorithm import needs_reference
-from skyrl_train.config.bundles import Layout, Role, count_engines, takes_turns
+from skyrl_train.config.bundles import Layout, Role, count_engines, shares_devices
 from skyrl_train.config.learners import LearnerSettings, gpus_needed, layout_of, learner_settings
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.platform import Devices
@@ -31,7 +31,7 @@ from skyrl_train.plan.report import PlanReport, micro_batching_text, rate_points
 from skyrl_train.registry import PartSpec, part_name
 
 _CONTEXT_BYTES = 1_000_000_000
-"""Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
+"""What one process holds on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
 
 
 def plan_batches(config: Config, *, num_train_prompts: int) -> BatchPlan:
@@ -128,7 +128,7 @@ def placement_report(config: Config, devices: Devices) -> PlacementReport:
         gpus_needed=gpus_needed(config),
         gpus_found=devices.num_gpus,
         found_in=devices.source,
-        in_turns=takes_turns(placement, config.generator, config.platform),
+        shares_devices=shares_devices(placement, config.generator, config.platform),
         groups=tuple(_groups(layout_of(config))) if placement.backend == "ray" else (),
         engines=_engines(config),
         training=f"layout {trainer.layout}, micro-batches {part_name(trainer.micro_batching)}",
@@ -161,21 +161,22 @@ def _engines(config: Config) -> str:
         "chunked prefill on" if gpu else "",
         f"{vllm.gpu_memory_utilization:.0%} of a GPU's memory" if gpu else "",
         "its core in a process of its own" if config.placement.backend == "inline" else "",
-        "in turns with the models"
-        if config.placement.backend == "inline" and takes_turns(config.placement, config.generator, config.platform)
+        "sharing a device with the models"
+        if config.placement.backend == "inline" and shares_devices(config.placement, config.generator, config.platform)
         else "",
     ]
     return ", ".join(part for part in parts if part)
 
 
 def plan_memory(config: Config) -> DeviceMemory | None:
-    """None where `plan.device_memory_gb` asks for nothing. Raises ModelError where a model's config cannot be had."""
+    """Return what passes hold on one device; None where `plan.device_memory_gb` asks for nothing. Raises ModelError
+    where a model's config cannot be had."""
     stated = config.trainer.memory_budget_gb * (1 << 30) if config.trainer.sizes_itself else 0.0
     device_bytes = int(config.plan.device_memory_gb * 1e9 or stated)
     if not device_bytes:
         return None
     facts, paths, effort = models_of(config), _paths(config), effort_of(config.trainer)
-    in_turns = takes_turns(config.placement, config.generator, config.platform)
+    one_at_a_time = shares_devices(config.placement, config.generator, config.platform)
     shared = {role: _sharing(config, role, facts) for role in facts}
     margin_bytes = int(device_bytes * config.trainer.memory_margin)
     engine = _engine_share(config)
@@ -183,7 +184,7 @@ def plan_memory(config: Config) -> DeviceMemory | None:
     processes = 0 if config.platform.name == "cpu" else 1
     passes: list[PassMemory] = []
     for role, each in facts.items():
-        beside = 0 if in_turns else sum(at_rest[other] for other in shared[role] if other != role)
+        beside = 0 if one_at_a_time else sum(at_rest[other] for other in shared[role] if other != role)
         contexts = processes * _CONTEXT_BYTES * _num_processes(config, len(shared[role]), engine=engine > 0)
         limit = device_bytes - margin_bytes - contexts - beside
         phases: tuple[Phase, ...] = ("scoring",) if role == "reference" else ("training", "scoring")
@@ -193,8 +194,8 @@ def plan_memory(config: Config) -> DeviceMemory | None:
         )
         for phase in phases:
             predicted = _pass(config, role, phase, planned, limit)
-            passes.append(_beside_measured(config, predicted, each, planned, 0 if in_turns else others))
-    with_engine = [] if in_turns else [role for role in facts if config.placement.backend == "inline"]
+            passes.append(_beside_measured(config, predicted, each, planned, 0 if one_at_a_time else others))
+    with_engine = [] if one_at_a_time else [role for role in facts if config.placement.backend == "inline"]
     return DeviceMemory(
         device_bytes=device_bytes,
         longest=config.generator.max_context_length,
@@ -228,7 +229,7 @@ def _pass(config: Config, role: str, phase: Phase, planned: PlannedPasses, limit
 def _beside_measured(
     config: Config, predicted: PassMemory, facts: MemoryFacts, planned: PlannedPasses, others_bytes: int
 ) -> PassMemory:
-    """With what a run of the same configuration measured, where `output_dir` holds its `memory.json`."""
+    """Return the prediction with what a run of the same configuration measured, if `output_dir` holds its `memory.json`."""
     try:
         content = json.loads((Path(config.output_dir) / "memory.json").read_text(encoding="utf-8"))
         report = content[predicted.role][0]
@@ -342,9 +343,9 @@ def _num_processes(config: Config, num_models: int, *, engine: bool) -> int:
 
 
 def _engine_share(config: Config) -> float:
-    """Of the device, where an engine shares it; it sleeps while the models compute."""
+    """Return the engine's share of the device, where it shares it; it sleeps while the models compute."""
     shares = (
-        takes_turns(config.placement, config.generator, config.platform)
+        shares_devices(config.placement, config.generator, config.platform)
         and config.generator.has_own_devices
         and config.platform.name != "cpu"
     )

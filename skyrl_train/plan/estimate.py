@@ -30,11 +30,11 @@ class RowLengths:
     """Tokens of the training rows of a number of trajectories."""
 
     trajectories: tuple[Rows, ...]
-    """Of each trajectory, the lengths of its rows: one, or one per turn."""
+    """The lengths of each trajectory's rows: one, or one per turn."""
     source: str
     """Where they come from, for the reader of the plan."""
     shared: tuple[Rows, ...] = ()
-    """Of each row, how many first tokens the row before it in its trajectory has too, and of a trajectory's first row
+    """For each row, how many first tokens the row before it in its trajectory has too, and of a trajectory's first row
     the length of its prompt; empty where that is not known."""
     prompts: tuple[tuple[int, ...], ...] = ()
     """Which trajectories are samples of one prompt; empty where that is not known."""
@@ -87,13 +87,13 @@ class PassEstimate:
     dummy_rows: int
     num_tokens: int
     layout: str
-    """Of the first rank; `auto` chooses for each."""
+    """The first rank's; `auto` chooses for each."""
     distinct_tokens: int
     """Positions that one rank without a cap would compute: each shared prefix once, no padding."""
     computed_tokens: int
     """Positions over all ranks, padding included, and prefixes where they are computed again."""
     micro_batches_per_rank: int
-    """Of the rank with the most; the others run dummies to keep step."""
+    """The micro-batches of the rank with the most; the others run dummies to keep step."""
     largest_micro_batch_tokens: int
     """Computed by the largest forward."""
     load_max_over_mean: float

@@ -25,7 +25,7 @@ TOKEN_BYTES = {
     "advantages": 4,
     "returns": 4,
 }
-"""Of a training batch's columns, per token; a test keeps them equal to the schema's."""
+"""Bytes of a training batch's columns, per token; a test keeps them equal to the schema's."""
 WEIGHT_BYTES = 8
 """`loss_weights`, which a closed mini-batch adds."""
 SCORE_BYTES = 4

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.config.bundles import takes_turns
+from skyrl_train.config.bundles import shares_devices
 from skyrl_train.config.generation import ships_adapter
 from skyrl_train.config.parts import ENGINES, WEIGHT_TRANSPORTS
 from skyrl_train.endpoints import Endpoint, LocalEndpoint
@@ -64,7 +64,7 @@ def engine_settings(config: Config) -> EngineSettings:
         deterministic=config.deterministic,
         on_gpu=config.platform.name == "gpu",
         in_actor=config.placement.backend == "ray",
-        shares_devices=takes_turns(config.placement, config.generator, config.platform),
+        shares_devices=shares_devices(config.placement, config.generator, config.platform),
         adapter=config.model.lora if ships_adapter(generator) else None,
         request_timeout_s=generator.request_timeout_s,
         vllm=generator.vllm,
@@ -110,7 +110,7 @@ def _beside_this_process(config: Config, tokenizer: PreTrainedTokenizerBase, sta
     )
     sharing = DeviceSharing(
         lambda: watched,
-        shared=takes_turns(config.placement, config.generator, config.platform),
+        shared=shares_devices(config.placement, config.generator, config.platform),
         record_file=Path(config.output_dir) / "device_turns.jsonl",
     )
     records = _records(config, lambda: watched, sharing, tokenizer)
@@ -133,7 +133,7 @@ def _on_ray(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
     stack.callback(group.close)
     sharing = DeviceSharing(
         group.living,
-        shared=takes_turns(config.placement, config.generator, config.platform),
+        shared=shares_devices(config.placement, config.generator, config.platform),
         record_file=Path(config.output_dir) / "device_turns.jsonl",
         wait_ready=group.wait_ready,
     )
@@ -162,7 +162,7 @@ def _weight_sync(
             node_folder=node_folder,
             timeout_s=config.placement.call_timeout_s,
             device=config.platform.device,
-            shared_devices=takes_turns(config.placement, config.generator, config.platform),
+            shared_devices=shares_devices(config.placement, config.generator, config.platform),
         ),
         sharing,
         records,

@@ -1,6 +1,6 @@
 """Device sharing: engines and models on the same devices, one of them at a time.
 
-Where they share devices (`config/bundles.py: takes_turns`), on Ray or in this process, only the one that works has its
+Where they share devices (`config/bundles.py: shares_devices`), on Ray or in this process, only the one that works has its
 memory there; the others keep theirs in the host:
 
     generate   engines                              everything else off
