@@ -15,7 +15,8 @@ from typing import Any
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.batch_repairs import find_repairs
 from skyrl_train.config.batch_rules import Problem, Sizes, problems
-from skyrl_train.config.fields import is_refused, recorded
+from skyrl_train.config.fields import fact, is_refused, recorded, strip, walk
+from skyrl_train.config.rules import Range
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import run_rules
 from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
@@ -42,22 +43,12 @@ _STRICTNESS = (
 )
 """Settings that decide whether uneven shares are refused."""
 
-_POSITIVE = (
-    "trainer.train_batch_size",
-    "trainer.policy_mini_batch_size",
-    "trainer.critic_mini_batch_size",
-    "trainer.update_epochs_per_batch",
-    "trainer.epochs",
-    "trainer.micro_train_batch_size_per_gpu",
-    "trainer.micro_forward_batch_size_per_gpu",
-    "trainer.max_tokens_per_microbatch",
-    "trainer.max_tokens_per_forward_microbatch",
-    "trainer.eval_batch_size",
-    "generator.n_samples_per_prompt",
-    "placement.policy_num_workers",
-    "placement.critic_num_workers",
-    "placement.ref_num_workers",
+_POSITIVE = tuple(
+    field.path
+    for field in walk(Config)
+    if field.path.count(".") == 1 and strip(field.annotation) is int and fact(field.annotation, Range) == Range(1)
 )
+"""Whole numbers of at least 1: a config that was made in Python was not checked field by field."""
 
 
 def validate_batch_sizes(
