@@ -1,6 +1,6 @@
-"""Masked sums, means and variances, and named errors for malformed tensors (plain `if`s, so that `python -O` keeps them).
+"""Masked sums, means and whitening, and named errors for malformed tensors (plain `if`s, so that `python -O` keeps them).
 
-Mean and variance always run over the same tokens: those of the mask.
+A mean and a variance always run over the same tokens: those of the mask.
 """
 
 from __future__ import annotations
@@ -30,16 +30,6 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     require_bool("mask", mask, values.shape)
     count = mask.sum() if dim is None else mask.sum(dim)
     return masked_sum(values, mask, dim) / count.clamp(min=1)
-
-
-def masked_var(values: Tensor, mask: Tensor, *, unbiased: bool = True) -> Tensor:
-    """Variance of `values` where `mask`, around the masked mean: `sum((x - mean)^2) / (n - 1)`, or `/ n`.
-
-    0 for fewer than two tokens. Raises BatchError for another shape or dtype.
-    """
-    centred = values - masked_mean(values, mask)
-    count = mask.sum() - (1 if unbiased else 0)
-    return masked_sum(centred.square(), mask) / count.clamp(min=1)
 
 
 def rounding_tolerance(magnitude: Tensor, dtype: torch.dtype) -> Tensor:

@@ -70,10 +70,6 @@ class AsyncBatchCollator(Generic[T]):
         """True from `submit` until `get` or `clear`, whether or not the batch is ready."""
         return self._slot is not None
 
-    def pending_step(self) -> int | None:
-        """Return the step in flight; None where there is none."""
-        return None if self._slot is None else self._slot[0]
-
     def submit(self, step: int) -> None:
         """Starts to make the batch of `step`.
 

@@ -72,10 +72,6 @@ class RowLengths:
     def all_rows(self) -> Rows:
         return np.concatenate(self.trajectories)
 
-    @property
-    def rows_per_trajectory(self) -> float:
-        return len(self.all_rows) / len(self.trajectories)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PassEstimate:

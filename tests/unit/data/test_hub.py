@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 import urllib.error
@@ -29,9 +30,10 @@ def test_a_hub_that_does_not_answer_is_given_up_within_seconds_and_not_asked_aga
 ) -> None:
     asked: list[float] = []
 
-    def hang(*args: object, timeout: float) -> None:
+    def hang(*args: object, timeout: float) -> io.BytesIO:
         asked.append(timeout)
         time.sleep(60)
+        return io.BytesIO()
 
     monkeypatch.setattr(urllib.request, "urlopen", hang)
     began = time.monotonic()
