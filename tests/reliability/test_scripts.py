@@ -173,7 +173,10 @@ def test_no_slow_test_is_fine_and_any_other_failure_counts(
 def test_the_slow_tests_take_the_same_arguments(installed_clone: Path, bin_dir: Path) -> None:
     result = run_installed(installed_clone, bin_dir, "test.sh", "-k", "a or b", "--slow")
 
-    assert result.stdout == "[-m][pytest][-k][a or b][-m][pytest][-m][slow and not cluster and not gpu][-k][a or b]"
+    cores = "[-n][auto][--maxprocesses][8][--dist][worksteal]"
+    assert result.stdout == (
+        f"[-m][pytest]{cores}[-k][a or b][-m][pytest][-m][slow and not cluster and not gpu]{cores}[-k][a or b]"
+    )
 
 
 def test_an_unknown_check_is_refused(installed_clone: Path, bin_dir: Path) -> None:
