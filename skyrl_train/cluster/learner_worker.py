@@ -23,7 +23,7 @@ from skyrl_train.cluster.endpoints import Served
 from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.metrics import StepMetrics
-from skyrl_train.weights import Bucket, WeightSender, unpack_bucket
+from skyrl_train.weights import Bucket, WeightSender, tensors_of
 
 if TYPE_CHECKING:
     from skyrl_train.config.learners import LearnerSettings
@@ -142,7 +142,7 @@ class LearnerRank:
 
         engine = self._learner.engine
         engine.offloader.require(optimizer=False)
-        return take_weights(engine.model, engine.parameters, unpack_bucket(bucket), role=self._role)
+        return take_weights(engine.model, engine.parameters, tensors_of(bucket), role=self._role)
 
     def _policy(self) -> PolicyLearner:
         from skyrl_train.learner.policy import PolicyLearner
