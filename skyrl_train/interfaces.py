@@ -64,7 +64,12 @@ class ScoresDistributions(Protocol):
 
 
 class InferenceEngine(Protocol):
-    """Token ids in, token ids and their log-probabilities out."""
+    """Token ids in, token ids and their log-probabilities out.
+
+    To take weights it also has `load_weights(weights, version)`, which is given pairs of Hugging Face name and tensor, all
+    of them, before the first request (version 0 in a new run) and after each step, and from which on `weight_version` is
+    `version`; or it derives from `weight_sync/receiver.py: UpdatableEngine`.
+    """
 
     @property
     def weight_version(self) -> int:

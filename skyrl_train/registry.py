@@ -12,7 +12,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -89,6 +89,8 @@ class Seam(Mapping[str, Any]):
     """What the part is called with, by position; its other parameters are for the user's keyword arguments."""
     readable: frozenset[str] = frozenset()
     """Columns that such a part can be given where it declares them; see `Reads.columns`."""
+    methods: tuple[str, ...] = ()
+    """What a custom part that is a class must define: `a|b` where one of two will do, `async a` for a coroutine."""
     names_elsewhere: bool = False
     """There are further names, which can only be looked up where they are used: who does so checks the part, too."""
     undeclared: Reads = field(default_factory=lambda: Reads(declared=False))
@@ -159,7 +161,8 @@ class Seam(Mapping[str, Any]):
             )
             remedy = "Change its declaration, @reads(...)"
             return [Violation(field=setting, rule=rule, value=repr(target), remedy=remedy)]
-        return list(argument_violations(part, arguments, field=setting, name=target, num_given=len(self.given)))
+        found = list(argument_violations(part, arguments, field=setting, name=target, given=self.given))
+        return [*found, *_missing_methods(part, self.methods, field=setting, name=target)]
 
     def _target(self, name: str, setting: str = "") -> str:
         if name in self.builtins:
@@ -187,19 +190,27 @@ def part_name(spec: PartSpec) -> str:
 
 
 def argument_violations(
-    part: Callable[..., Any], arguments: Mapping[str, Any], *, field: str, name: str, num_given: int = 0
+    part: Callable[..., Any], arguments: Mapping[str, Any], *, field: str, name: str, given: Sequence[str] = ()
 ) -> Iterator[Violation]:
-    """Keyword arguments that `part` does not take, and those that it needs and does not get.
+    """Keyword arguments that `part` does not take, those that it needs and does not get, and too few parameters for what
+    it is given by position.
 
     Args:
-        part: A class or a function, which is called with `num_given` arguments by position beside these.
+        part: A class or a function, which is called with `given` by position beside these.
         field: The setting, e.g. `trainer.algorithm.policy_loss`.
         name: As the part is called in the message.
     """
     try:
-        parameters = list(inspect.signature(part).parameters.values())[num_given:]
+        parameters = list(inspect.signature(part).parameters.values())
     except (TypeError, ValueError):  # some callables written in C say nothing of their parameters
         return
+    placed = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if len(placed) < len(given) and not any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        signature = f"{name}({', '.join(one.name for one in parameters)})"
+        remedy = "Give it parameters for them, before those of its own (docs/extending.md says what they are)"
+        yield Violation(field=field, rule=f"is called with ({', '.join(given)})", value=signature, remedy=remedy)
+        return
+    parameters = parameters[len(given) :]
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     known = [one.name for one in named]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
@@ -215,6 +226,21 @@ def argument_violations(
             yield Violation(
                 field=f"{field}.{one.name}", rule=f"must be given to {name}", value="nothing", remedy=remedy
             )
+
+
+def _missing_methods(part: Any, methods: Sequence[str], *, field: str, name: str) -> Iterator[Violation]:
+    if not inspect.isclass(part):
+        return
+    missing = [one for one in methods if not any(_defines(part, each) for each in one.split("|"))]
+    if missing:
+        rule = f"must define {', '.join(one.replace('|', ' or ') for one in missing)}"
+        remedy = "docs/extending.md says what each one does"
+        yield Violation(field=field, rule=rule, value=repr(name), remedy=remedy)
+
+
+def _defines(part: type, method: str) -> bool:
+    found = getattr(part, method.removeprefix("async "), None)
+    return found is not None and (not method.startswith("async ") or inspect.iscoroutinefunction(found))
 
 
 def did_you_mean(name: str, known: Mapping[str, object] | list[str]) -> str:

@@ -128,7 +128,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationRequest:
-    """Token ids in. `seed` is derived, so the answer does not depend on what else is in flight."""
+    """Token ids in. `seed` is derived, so the answer does not depend on what else is in flight.
+
+    `sampling.max_generate_length` is what the context window has left, where that is less than the setting.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -143,7 +146,7 @@ class GenerationOutput:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     """Log-probability of each sampled token under the distribution it was sampled from (after temperature, before
-    truncation by top_p, top_k and min_p); same length as `token_ids`."""
+    truncation by top_p, top_k and min_p; at temperature 0 that of temperature 1); same length as `token_ids`."""
     stop_reason: StopReason
     weight_version: int
     """Version of the weights that sampled the first token."""

@@ -154,7 +154,7 @@ class GeneratorConfig:
     GPUs cuda_ipc where engines share the trainer's, else broadcast."""
     verify_weight_sync: Free[bool] = False
     """After each sync, not the first alone, compare the engine's log-probabilities of a probe with the trainer's, and stop
-    where they drift."""
+    where they drift. For engines on devices of their own, which a custom one says with `@reads(own_devices=True)`."""
     weight_sync_tolerance: Free[PositiveFloat] = 0.001
     """Largest difference of a probe's log-probability that `verify_weight_sync` accepts; bfloat16 needs about 0.2. The
     probe of the first sync allows 0.5 where types are not float32 on a CPU."""

@@ -217,6 +217,7 @@ ENGINES = Seam(
         "replay": Builtin("skyrl_train.rollout.replay:ReplayGenerator", settings="generator.replay_path"),
     },
     given=("settings", "tokenizer"),
+    methods=("async generate", "lease", "close", "load_weights|update"),
 )
 """`(EngineSettings, tokenizer) -> InferenceEngine`, either with `load_weights(weights, version)` or derived from
 `weight_sync/receiver.py: UpdatableEngine`; replay reads recordings in place of an engine."""

@@ -153,7 +153,7 @@ def _verify_weight_sync(generator: GeneratorConfig) -> Iterator[Violation]:
             field="generator.verify_weight_sync",
             rule="needs engines on devices of their own, such as generator.backend=vllm",
             value="True",
-            remedy="add generator=vllm, or drop generator.verify_weight_sync",
+            remedy="add generator=vllm, declare a custom engine with @reads(own_devices=True), or drop the setting",
         )
 
 

@@ -69,6 +69,7 @@ def engine_settings(config: Config) -> EngineSettings:
         request_timeout_s=generator.request_timeout_s,
         vllm=generator.vllm,
         http=generator.http,
+        output_dir=Path(config.output_dir).absolute(),
     )
 
 

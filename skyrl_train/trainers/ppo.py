@@ -47,6 +47,7 @@ from skyrl_train.trainers.state import LoopState
 from skyrl_train.trainers.step_metrics import (
     batch_metrics,
     document_metrics,
+    engine_drift,
     rollout_metrics,
     speed_metrics,
     step_totals,
@@ -156,6 +157,8 @@ class PPOTrainer:
             )
             facts = StepFacts(step=step, rollouts=generated.everything, batch=batch)
             metrics = self.loop.observers.measure(facts, {**metrics, **controlled})
+        if (drift := engine_drift(metrics)) and not self.generator.is_recorded:
+            self.loop.console.warn(f"step {step}: {drift}")
         self._flush_rollouts()
         self.loop.record(
             step, metrics, speed=lambda timings: speed_metrics(timings, batch), is_evaluated=bool(evaluation)

@@ -24,6 +24,9 @@ from skyrl_train.types import Outcome, RolloutBatch, Trajectory
 RATIO_TOLERANCE = 0.1
 """A token whose probability under trainer and engine differs by more than this share counts as mismatched."""
 
+LARGEST_DRIFT = 0.2
+"""Mean distance of the engine's log-probabilities from the trainer's, in nats a token, that is warned about."""
+
 
 def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Rewards, groups, the environments' own numbers, turns, lengths, stop reasons and failures."""
@@ -69,6 +72,22 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
         variance = explained_variance(batch["values"], batch["returns"], mask)
         metrics |= {} if variance is None else {"critic/explained_variance": variance}
     return metrics
+
+
+def engine_drift(metrics: Mapping[str, float]) -> str:
+    """A warning where the engine's log-probabilities are those of another model than the trainer's; else empty.
+
+    Rounding in 16-bit types and fused kernels moves a token's log-probability by hundredths in the mean.
+    """
+    names = ("mismatch/logprob_diff_mean", "policy/rollout_logprob_diff")
+    name = next((name for name in names if name in metrics), "")
+    if not name or metrics[name] <= LARGEST_DRIFT:
+        return ""
+    return (
+        f"{name} is {metrics[name]:.2g}: the engine's log-probabilities are not those of the trainer's weights. Does it "
+        "serve the weights that it is given? generator.verify_weight_sync=true compares them after each sync, for engines "
+        "on devices of their own"
+    )
 
 
 def document_metrics(batch: TrainingInputBatch, docs_per_step: int) -> dict[str, float]:

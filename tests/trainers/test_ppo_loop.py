@@ -11,7 +11,7 @@ from skyrl_train.telemetry.learning_curve import draw_learning_curve
 from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.rollout_log import read_rollouts, write_rollouts
 from skyrl_train.trainers.state import TrainerState
-from tests.fakes_trainer import FakeLearner, fake_run, make_config
+from tests.fakes_trainer import FakeGenerator, FakeLearner, fake_run, make_config
 
 
 def test_the_number_of_optimizer_steps_is_the_plans(tmp_path):
@@ -36,6 +36,25 @@ def test_the_engine_has_the_policys_weights_before_each_rollout(tmp_path):
     assert run.engine.versions == [0, 1, 2, 3, 4]
     assert run.engine.weight == run.learner.weight
     assert run.learner.steps_and_versions[::2] == [(1, 0), (2, 1), (3, 2), (4, 3)]
+
+
+class StaleGenerator(FakeGenerator):
+    """Samples with weights that are far from the trainer's."""
+
+    def _trajectory(self, prompt, sample, step, purpose):
+        trajectory = super()._trajectory(prompt, sample, step, purpose)
+        turns = (replace(turn, response_logprobs=turn.response_logprobs - 1.5) for turn in trajectory.turns)
+        return replace(trajectory, turns=tuple(turns))
+
+
+def test_an_engine_that_does_not_serve_the_trainers_weights_is_warned_about(tmp_path):
+    right, stale = fake_run(tmp_path / "right"), fake_run(tmp_path / "stale")
+    stale.generator = StaleGenerator(stale.engine)
+    right.run()
+    stale.run()
+    assert "log-probabilities" not in right.output.getvalue()
+    said = " ".join(stale.output.getvalue().split())
+    assert "mismatch/logprob_diff_mean is 1.5: the engine's log-probabilities are not those of the trainer's" in said
 
 
 def test_each_step_takes_the_next_batch_of_prompts_and_evaluations_always_use_the_same_seeds(tmp_path):

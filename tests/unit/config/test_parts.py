@@ -20,7 +20,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig, needs_critic, needs_re
 from skyrl_train.config.fields import parts_of
 from skyrl_train.config.learners import needs_old_logprobs
 from skyrl_train.config.load import load_config
-from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS, MICRO_BATCH_STRATEGIES, POLICY_LOSSES
+from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS, ENGINES, MICRO_BATCH_STRATEGIES, POLICY_LOSSES
 from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import BatchError, ConfigError
@@ -176,6 +176,23 @@ def test_a_loss_that_reads_more_than_it_declares_is_not_given_a_number() -> None
     assert losses.isnan().any()
 
 
+def of_one(inputs: PolicyLossInputs) -> None:
+    """A loss that forgets the configuration."""
+
+
+class Silent:
+    """An engine that lacks most of what one does, and generates on the loop's thread."""
+
+    def __init__(self, settings: Any, tokenizer: Any) -> None:
+        """As engines are made."""
+
+    def generate(self, request: Any) -> None:
+        """Not a coroutine."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 @pytest.mark.parametrize(
     ("seam", "spec", "field", "told"),
     [
@@ -193,6 +210,13 @@ def test_a_loss_that_reads_more_than_it_declares_is_not_given_a_number() -> None
         (POLICY_LOSSES, "no_such_module:loss", "", "No module named 'no_such_module'"),
         (POLICY_LOSSES, "reglar", "", "Did you mean 'regular'?"),
         (MICRO_BATCH_STRATEGIES, {"_target_": "test_parts:in_one_go", "part": 2}, ".part", "Did you mean 'parts'?"),
+        (POLICY_LOSSES, "test_parts:of_one", "", "is called with (inputs, config); got test_parts:of_one(inputs)"),
+        (
+            ENGINES,
+            "test_parts:Silent",
+            "",
+            "must define async generate, lease, load_weights or update; got 'test_parts",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_part_is_named(seam: Seam, spec: Any, field: str, told: str) -> None:
