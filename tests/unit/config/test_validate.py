@@ -162,7 +162,7 @@ def test_each_rule_names_the_field_that_breaks_it(broken: dict[str, Any], field:
         {"trainer__algorithm__advantage_estimator": "gae", "critic__model__path": "policy"},
         {"critic__model__path": "policy", "critic__model__lora__rank": 8},
         {"trainer__algorithm__kl_loss_coef": 0.1, "trainer__algorithm__ref_update_interval": 2},
-        {"trainer__algorithm__policy_loss": "json:dumps"},
+        {"trainer__algorithm__policy_loss": "operator:add"},
         {"trainer__algorithm__step_rewards": "turn_return", "generator__step_wise_trajectories": True},
         {"trainer__algorithm__step_rewards": "turn_return", "trainer__algorithm__filters__overlong": True},
         {"data__validation": []},
