@@ -74,7 +74,7 @@ def measure(seeds: str, folder: Path, arguments: argparse.Namespace) -> list[flo
     )
     engine = VLLMEngine(engine_settings(config))
     if seeds.endswith("generators"):
-        engine._call(lambda core: setattr(core, "_is_keyed", False))
+        engine._thread.call(lambda core: setattr(core, "_is_keyed", False))
     sampling = SamplingParams(max_generate_length=arguments.tokens, top_p=arguments.top_p)
     speeds = []
     for repetition in range(_REPETITIONS + 1):

@@ -30,6 +30,7 @@ from skyrl_train.config.schema import (
 )
 from skyrl_train.errors import ActorError, DeadlineError, NonFiniteError
 from skyrl_train.interfaces import Learner
+from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.plan.batch_plan import BatchPlan
 from skyrl_train.plan.dry_run import plan_batches
 from tests.learner_cases import make_batch, policy_of, settings_of
@@ -112,7 +113,7 @@ def ray_learner(session: RaySession, config: Config, num_ranks: int) -> Iterator
         learner.close()
 
 
-def scores_of(learner: Learner) -> dict[str, Tensor]:
+def scores_of(learner: PolicyLearner | RayLearner) -> dict[str, Tensor]:
     """What the learner says of each token: log-probabilities, entropies and sums of squared probabilities."""
     batch = make_batch(LENGTHS)
     return {

@@ -34,7 +34,7 @@ class Colocated:
 
     policy: RayLearner
     reference: RayLearner
-    turns: DeviceSharing
+    sharing: DeviceSharing
     record: Path
 
 
@@ -79,12 +79,12 @@ def test_models_that_share_devices_in_turns_train_bit_for_bit_as_one_that_has_it
     colocated: Colocated, apart: list[tuple[Tensor, dict[str, Tensor]]], tmp_path: Path
 ) -> None:
     for seed in range(2):
-        colocated.turns.engines()
+        colocated.sharing.engines()
         scores, weights = step(colocated.policy, seed, reference=colocated.reference)
         assert torch.equal(scores, apart[seed][0])
         assert relative_difference(weights, apart[seed][1]) == 0.0
         colocated.policy.save(tmp_path / f"step{seed}")
-        with colocated.turns.syncing():
+        with colocated.sharing.syncing():
             assert relative_difference(weights_of(colocated.policy), weights) == 0.0
     moves = [json.loads(line)["move"] for line in colocated.record.read_text(encoding="utf-8").splitlines()]
     one_step = [

@@ -26,7 +26,7 @@ from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name, import_copy
-from skyrl_train.weight_sync.sender import WeightGroup, WeightSender
+from skyrl_train.weight_sync.sender import RankSender, WeightGroup
 from skyrl_train.weights import Bucket, pack, unpack
 from tests.learner_cases import save_tiny_model
 
@@ -52,10 +52,10 @@ def test_blocks_that_nobody_opens_go_back_to_the_device(device: torch.device) ->
     before = torch.cuda.memory_allocated(device)
     for _ in range(5):
         _, flat = pack([("weight", torch.randn(1024, 1024))], device)
-        loan = Export(flat)
+        export = Export(flat)
         del flat
-        loan.close()
-        loan.close()
+        export.close()
+        export.close()
         assert torch.cuda.memory_allocated(device) == before
 
 
@@ -66,20 +66,20 @@ def test_a_block_that_another_process_opened_goes_back_too(device: torch.device)
     for _ in range(2):
         weight = torch.randn(1024, 1024)
         bucket, flat = pack([("weight", weight)], device)
-        loan = Export(flat)
+        export = Export(flat)
         del flat
-        process = context.Process(target=_import_copy, args=(dict(loan.handles), bucket, answers))
+        process = context.Process(target=_import_copy, args=(dict(export.handles), bucket, answers))
         process.start()
         assert answers.get(timeout=120) == pytest.approx(float(weight.double().sum()))
         process.join(60)
-        loan.close()
+        export.close()
         torch.cuda.ipc_collect()
         assert torch.cuda.memory_allocated(device) == before
 
 
-def test_a_rank_lends_to_its_own_device_alone(device: torch.device, tmp_path: Path) -> None:
+def test_a_rank_exports_to_its_own_device_alone(device: torch.device, tmp_path: Path) -> None:
     model = load_causal_lm(ModelConfig(path=str(save_tiny_model(tmp_path))), device)
-    sender = WeightSender(model, SingleProcess(), device)
+    sender = RankSender(model, SingleProcess(), device)
     facts = sender.describe()
     planned = Bucket(
         names=tuple(fact.name for fact in facts),
@@ -87,14 +87,13 @@ def test_a_rank_lends_to_its_own_device_alone(device: torch.device, tmp_path: Pa
         shapes=tuple(fact.shape for fact in facts),
     )
     before = torch.cuda.memory_allocated(device)
-    assert sender.lend(planned, {"another device"}) is None
+    assert sender.export(planned, {"another device"}) is planned
     assert torch.cuda.memory_allocated(device) == before
-    lent = sender.lend(planned, {device_name(device)})
-    assert lent is not None
-    assert list(lent.handles) == [sender.device()]
+    exported = sender.export(planned, {device_name(device)})
+    assert list(exported.handles) == [sender.device()]
     with pytest.raises(EngineError, match="an engine computes on"):
-        import_copy({"another device": []}, device, lent.num_bytes)
-    sender.reclaim()
+        import_copy({"another device": []}, device, exported.num_bytes)
+    sender.close_export()
     assert torch.cuda.memory_allocated(device) == before
 
 
