@@ -13,6 +13,7 @@ import asyncio
 import inspect
 import socket
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,33 +28,33 @@ Phase = Literal["start", "restart", "size", "generate", "score", "update", "sync
 """What of a run a call belongs to, for error messages and deadlines."""
 
 
-class Pending(Generic[R]):
+class Pending(ABC, Generic[R]):
     """One call under way on each object of an endpoint."""
 
+    @abstractmethod
     def wait(self, *others: Pending[Any]) -> list[R]:
         """Return the results in order, once `others` are done as well. Raises what the first that fails raised."""
-        raise NotImplementedError
 
+    @abstractmethod
     def passed_on(self, index: int = 0) -> R:
         """Return the result of one object as an argument for another call, to which it goes directly.
 
         It may be a reference, so that nothing can be read from it here.
         """
-        raise NotImplementedError
 
 
-class Endpoint(Generic[W]):
+class Endpoint(ABC, Generic[W]):
     """Objects that have the methods of class `W`, called together."""
 
+    @abstractmethod
     def begin(
         self, method: Callable[Concatenate[W, P], R], phase: Phase, /, *args: P.args, **kwargs: P.kwargs
     ) -> Pending[R]:
         """Have every object do `method` with these arguments, and return at once."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin_each(self, method: Callable[[W, A], R], phase: Phase, each: Sequence[A], /) -> Pending[R]:
         """Have each object do `method` with an argument of its own, and return at once."""
-        raise NotImplementedError
 
     def call(
         self, method: Callable[Concatenate[W, P], R], phase: Phase, /, *args: P.args, **kwargs: P.kwargs
@@ -64,6 +65,7 @@ class Endpoint(Generic[W]):
         """
         return self.begin(method, phase, *args, **kwargs).wait()
 
+    @abstractmethod
     def ask(
         self,
         method: Callable[Concatenate[W, P], Coroutine[Any, Any, R]],
@@ -73,7 +75,6 @@ class Endpoint(Generic[W]):
         **kwargs: P.kwargs,
     ) -> list[R]:
         """Return the results of a method that is awaited where the objects are. Raises as `call` does."""
-        raise NotImplementedError
 
     @property
     def is_local(self) -> bool:
@@ -81,19 +82,19 @@ class Endpoint(Generic[W]):
         return False
 
     @property
+    @abstractmethod
     def members(self) -> tuple[object, ...]:
         """What tells the objects from others: they themselves, or their handles."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def names(self) -> tuple[str, ...]:
         """What messages call each object."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def nodes(self) -> tuple[str, ...]:
         """Address of the node of each object; empty for one of this process."""
-        raise NotImplementedError
 
 
 class _Done(Pending[R]):
