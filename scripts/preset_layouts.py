@@ -40,8 +40,7 @@ from transformers import AutoModelForCausalLM
 from skyrl_train.batch.layout import Layout as RowLayout
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.sharing import computed_together
-from skyrl_train.batch.stage import StagedBatch, stage
+from skyrl_train.batch.stage import StagedBatch, computed_together, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
 from skyrl_train.cli.composition import load_node

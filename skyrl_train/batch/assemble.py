@@ -18,7 +18,7 @@ import torch
 
 from skyrl_train.batch.boundaries import compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
 from skyrl_train.batch.documents import document_steps
-from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
+from skyrl_train.batch.microbatch import training_limit
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.parts import TRAJECTORY_ROWS
@@ -122,7 +122,7 @@ def _document_boundaries(
         ~row_columns["is_padding"],
         docs_per_step=trainer.docs_per_step,
         num_ranks=num_ranks,
-        admits=training_limit(make_micro_batch_strategy(trainer)),
+        admits=training_limit(trainer),
         exact=trainer.docs_per_step_exact,
     )
     return tuple((step.start, step.stop) for step in steps)

@@ -1,46 +1,112 @@
-"""Rows to ranks, so that each gets the same number of rows and an equal share of the work. numpy only."""
+"""Rows to ranks, so that each has an equal share of the work. numpy only.
+
+Where no rows share computation, each rank gets the same number of rows. Where they do, rows that share lie in groups, and
+a part of a group that goes to another rank computes again what its first row shared. What counts is the work of the
+busiest rank, for which all others wait: groups are dealt whole, and one is cut exactly where that lowers the busiest
+rank's work, the repeated work included.
+"""
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_train.batch.cost import CostModel
+from skyrl_train.batch.planner import RowFacts
+from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH, Rows
 from skyrl_train.errors import BatchError
 
+Costs = NDArray[np.float64]
+
 _TOLERANCE = 1e-4
-"""Stop exchanging rows once the busiest rank is this near the mean."""
-MAX_EXCHANGES = 400
+"""Rows are exchanged until the busiest rank is this near the mean."""
+_MAX_EXCHANGES = 400
 """After so many what is left is left."""
 _LIGHT_RANKS = 4
 """Partners tried first for each exchange: the least busy ranks."""
+_MOST_BLOCKS = 1024
+"""Blocks of one row per rank that are dealt one after the other. What comes after them is small: it is dealt at once."""
+_LEVEL = 1.005
+"""Groups are level with a busiest rank this near the mean: nothing more is moved or cut."""
+_LEVEL_STEP = 1e-5
+"""Share of the mean by which an exchange must lower the busiest rank's work."""
+_WORTH_A_CUT = 0.005
+"""Share of the mean by which a cut must lower the busiest rank's work."""
+_CUT_SIZES = 24
+"""Sizes of part that are tried for groups that exceed a rank's share, beside single rows."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CostModel:
-    """Work of a row: `per_token * length + per_squared_token * length^2`, in any unit.
+def deal(rows: RowFacts, num_ranks: int, cost: CostModel) -> tuple[list[Rows], Costs]:
+    """Row numbers of each rank, ascending, at least one; those past the last row are dummy rows. And each rank's work.
 
-    Linear layers cost per token, attention per pair of tokens. For a decoder of hidden size h the matrix products of a
-    layer are about `24 h^2` per token and causal attention `2 h` per pair, a ratio of `1 / (12 h)`; the default is
-    that of h = 2048. A wrong model costs speed, never correctness.
+    Where no rows share computation, each rank gets as many as the others. Rows without loss are computed by nobody: where
+    any share, such a row is a group by itself and counts as one token.
     """
+    groups = _groups(rows)
+    if num_ranks == 1 or groups is None or not groups.shared.any():
+        lengths = rows.lengths if groups is None else np.where(rows.loss_tokens > 0, rows.lengths, 1)
+        dummies = np.full(-rows.num_rows % num_ranks, DUMMY_ROW_LENGTH, dtype=np.int64)
+        costs = cost.of_rows(np.concatenate([lengths, dummies]))
+        dealt = deal_rows(costs, num_ranks)
+        return list(dealt), costs[dealt].sum(axis=1)
+    again = cost.of_rows(groups.shared)
+    found = deal_groups(cost.of_rows(groups.lengths) - again, again, groups.starts, num_ranks)
+    shares = [np.sort(groups.rows[places]) for places in found.places]
+    for number, rank in enumerate(rank for rank, each in enumerate(shares) if len(each) == 0):
+        shares[rank] = np.array([rows.num_rows + number])
+    return shares, found.loads
 
-    per_token: float = 1.0
-    per_squared_token: float = 1.0 / (12 * 2048)
 
-    def of(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """`[rows]`."""
-        exact = lengths.astype(np.float64)
-        return self.per_token * exact + self.per_squared_token * exact * exact
+@dataclass(frozen=True)
+class _Grouped:
+    """Rows in an order in which those that are computed together are neighbours."""
+
+    rows: Rows
+    lengths: Rows
+    """Tokens that are computed of each row in this order."""
+    shared: Rows
+    """First tokens of each row that the row before it in its group computes; 0 for the first of a group."""
+    starts: Rows
+    """Where groups begin in this order, and the end."""
+
+
+def _groups(rows: RowFacts) -> _Grouped | None:
+    """The rows by what is computed together: prompts, or hosts with what they compute; None where the layout computes
+    every row by itself."""
+    trained, untrained = np.flatnonzero(rows.loss_tokens > 0), np.flatnonzero(rows.loss_tokens == 0)
+    if rows.layout in ("prefix_shared", "auto"):
+        places = rows.places_of(trained)
+        by_group = np.lexsort((places, rows.prompts[trained]))
+        order = trained[by_group]
+        group = rows.prompts[order]
+        shared = rows.shared_along(places[by_group], group)
+    elif (rows.hosts != np.arange(rows.num_rows)).any():
+        order = trained[np.lexsort((rows.lengths[trained], rows.hosts[trained]))]
+        group = rows.hosts[order]
+        follows = np.diff(group, prepend=-1) == 0
+        shared = np.where(follows, np.concatenate([[0], rows.lengths[order][:-1]]), 0)
+    else:
+        return None
+    alone = np.ones(len(untrained), dtype=np.int64)
+    begins = np.concatenate([np.diff(group, prepend=-1) != 0, alone > 0])
+    return _Grouped(
+        rows=np.concatenate([order, untrained]),
+        lengths=np.concatenate([rows.lengths[order], alone]),
+        shared=np.concatenate([shared, alone - 1]),
+        starts=np.append(np.flatnonzero(begins), rows.num_rows),
+    )
 
 
 def deal_rows(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
     """Row numbers `[num_ranks, rows / num_ranks]` of each rank, ascending within a rank.
 
-    Sorted rows are dealt in blocks of one row per rank, the costliest of a block to the least busy rank; then rows of
-    the busiest rank are exchanged with rows of the least busy ones until they are level. O(n log n). Raises
-    BatchError where the rows do not divide evenly.
+    Sorted rows are dealt in blocks of one row per rank, the costliest of a block to the least busy rank, and after many
+    blocks in turns, forwards and backwards; then rows of the busiest rank are exchanged with rows of the least busy ones
+    until they are level. O(n log n). Raises BatchError where the rows do not divide evenly.
     """
     rows_per_rank, rest = divmod(len(costs), num_ranks)
     if rest:
@@ -51,10 +117,17 @@ def deal_rows(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
     blocks, block_costs = order.reshape(rows_per_rank, num_ranks), costs[order].reshape(rows_per_rank, num_ranks)
     dealt = np.empty((num_ranks, rows_per_rank), dtype=np.int64)
     loads = np.zeros(num_ranks)
-    for block in range(rows_per_rank):
+    for block in range(min(rows_per_rank, _MOST_BLOCKS)):
         ranks = np.argsort(loads, kind="stable")
         loads[ranks] += block_costs[block]
         dealt[ranks, block] = blocks[block]
+    if rows_per_rank > _MOST_BLOCKS:
+        ranks = np.argsort(loads, kind="stable")
+        others, rest_costs = blocks[_MOST_BLOCKS:], block_costs[_MOST_BLOCKS:]
+        # What one block gives a rank too much, the next one gives it too little.
+        others[1::2], rest_costs[1::2] = others[1::2, ::-1].copy(), rest_costs[1::2, ::-1].copy()
+        dealt[ranks, _MOST_BLOCKS:] = others.T
+        loads[ranks] += rest_costs.sum(axis=0)
     _exchange(costs, dealt, loads)
     dealt.sort(axis=1)
     return dealt
@@ -63,7 +136,7 @@ def deal_rows(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64]:
 def _exchange(costs: NDArray[np.float64], dealt: NDArray[np.int64], loads: NDArray[np.float64]) -> None:
     """Swaps one row of the busiest rank for a cheaper one of another, as long as that lowers the higher of the two."""
     mean = loads.mean()
-    for _ in range(MAX_EXCHANGES):
+    for _ in range(_MAX_EXCHANGES):
         busiest = int(loads.argmax())
         if loads[busiest] <= mean * (1 + _TOLERANCE):
             return
@@ -97,3 +170,155 @@ def best_swap(
     after = np.maximum(my_load - moved, their_load + moved)
     which, column = (int(index) for index in np.unravel_index(int(after.argmin()), after.shape))
     return float(after[which, column]), column, int(candidates[which, column])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DealtGroups:
+    """Places of the given order by rank."""
+
+    places: list[Rows]
+    """Of each rank, ascending; a rank may have none."""
+    loads: Costs
+    """`[ranks]`: work of each, with what is computed again."""
+    num_cuts: int
+    """Parts that groups were cut into, beyond one each."""
+
+
+def deal_groups(own: Costs, again: Costs, starts: Rows, num_ranks: int) -> DealtGroups:
+    """Deals `rows` in groups `[starts[g], starts[g + 1])` of an order.
+
+    `own` `[rows]`: cost of each row where the rows of its group before it are on the same rank. `again` `[rows]`: what
+    it costs more where they are not. O(rows + groups log groups).
+    """
+    groups = _Groups(own, again, starts, num_ranks)
+    pieces = groups.deal(starts)
+    heaviest = groups.cost.argmax()
+    if groups.cost[heaviest] > groups.cost.sum() / num_ranks:
+        repeated = again[starts[heaviest] : starts[heaviest + 1]].max()
+        sizes = groups.cost[heaviest] / np.geomspace(1.2, 2 * num_ranks, _CUT_SIZES) + repeated
+        tried = (groups.deal(groups.cut(size)) for size in [*sizes, 0.0])
+        levelest = min(tried, key=lambda each: float(each.loads.max()))
+        if levelest.loads.max() < pieces.loads.max() - _WORTH_A_CUT * pieces.loads.mean():
+            pieces = levelest
+    pieces = _level(groups, pieces)
+    runs = [[np.empty(0, dtype=np.int64)] for _ in range(num_ranks)]
+    for (start, stop), rank in zip(pairwise(pieces.bounds.tolist()), pieces.owner.tolist()):
+        runs[rank].append(np.arange(start, stop))
+    return DealtGroups(
+        places=[np.concatenate(parts) for parts in runs],
+        loads=pieces.loads,
+        num_cuts=len(pieces.bounds) - len(starts),
+    )
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Runs of places, who has them, and what they cost there."""
+
+    bounds: Rows
+    owner: Rows
+    costs: Costs
+    loads: Costs
+
+
+class _Groups:
+    """What is dealt out."""
+
+    def __init__(self, own: Costs, again: Costs, starts: Rows, num_ranks: int) -> None:
+        self.ends = np.concatenate([[0.0], np.cumsum(own)])
+        self.again, self.starts, self.num_ranks = again, starts, num_ranks
+        self.cost = np.diff(self.ends[starts])
+
+    def deal(self, bounds: Rows) -> _Pieces:
+        """Pieces `[bounds[i], bounds[i + 1])`, the costliest first, each to the least busy rank."""
+        costs = np.diff(self.ends[bounds]) + self.again[bounds[:-1]]
+        heap = [(0.0, rank) for rank in range(self.num_ranks)]
+        owner = np.empty(len(costs), dtype=np.int64)
+        for piece in np.argsort(-costs, kind="stable").tolist():
+            load, rank = heap[0]
+            owner[piece] = rank
+            heapq.heapreplace(heap, (load + float(costs[piece]), rank))
+        return self.pieces(bounds, owner)
+
+    def pieces(self, bounds: Rows, owner: Rows) -> _Pieces:
+        """With their costs: of several pieces of a group on one rank, the first alone repeats what they share."""
+        repeated = self.again[bounds[:-1]]
+        if len(bounds) > len(self.starts):
+            group = np.searchsorted(self.starts, bounds[:-1], side="right")
+            order = np.lexsort((group, owner))
+            follows = (np.diff(group[order]) == 0) & (np.diff(owner[order]) == 0)
+            repeated[order[1:][follows]] = 0.0
+        costs = np.diff(self.ends[bounds]) + repeated
+        loads = np.bincount(owner, weights=costs, minlength=self.num_ranks).astype(np.float64)
+        return _Pieces(bounds, owner, costs, loads)
+
+    def cut(self, size: float) -> Rows:
+        """Bounds of pieces of about `size` at most; groups within it stay whole."""
+        cuts: list[int] = []
+        for group in np.flatnonzero(self.cost > size).tolist():
+            at, stop = int(self.starts[group]), int(self.starts[group + 1])
+            while self.ends[stop] - self.ends[at] + self.again[at] > size:
+                reach = int(np.searchsorted(self.ends, self.ends[at] + size - self.again[at], side="right")) - 1
+                at = max(reach, at + 1)
+                if at >= stop:
+                    break
+                cuts.append(at)
+        return np.sort(np.concatenate([self.starts, np.array(cuts, dtype=np.int64)]))
+
+
+def _level(groups: _Groups, pieces: _Pieces) -> _Pieces:
+    """Exchanges or moves pieces of the busiest rank, and only where none helps cuts one, while that lowers its work."""
+    for _ in range(_MAX_EXCHANGES):
+        busiest = int(pieces.loads.argmax())
+        if pieces.loads[busiest] <= _LEVEL * pieces.loads.mean():
+            break
+        changed = _exchanged(groups, pieces, busiest) or _cut_one(groups, pieces, busiest)
+        if changed is None:
+            break
+        pieces = changed
+    return pieces
+
+
+def _exchanged(groups: _Groups, pieces: _Pieces, busiest: int) -> _Pieces | None:
+    """After one piece of the busiest rank went to a light one for a cheaper piece or for nothing; None where no such
+    exchange helps."""
+    mine = np.flatnonzero(pieces.owner == busiest)
+    best, given, taken, partner = pieces.loads[busiest], -1, -1, -1
+    for rank in np.argsort(pieces.loads, kind="stable")[:_LIGHT_RANKS].tolist():
+        theirs = np.flatnonzero(pieces.owner == rank)
+        costs = np.append(pieces.costs[theirs], 0.0)
+        after, give, take = best_swap(pieces.costs[mine], costs, pieces.loads[busiest], pieces.loads[rank])
+        if rank != busiest and after < best:
+            best, given, partner = after, int(mine[give]), rank
+            taken = int(theirs[take]) if take < len(theirs) else -1
+    if partner < 0:
+        return None
+    owner = pieces.owner.copy()
+    owner[given] = partner
+    if taken >= 0:
+        owner[taken] = busiest
+    return _better(groups.pieces(pieces.bounds, owner), pieces, busiest, _LEVEL_STEP)
+
+
+def _cut_one(groups: _Groups, pieces: _Pieces, busiest: int) -> _Pieces | None:
+    """After the end of one piece of the busiest rank went to the least busy one; None where no such cut helps."""
+    lightest = int(pieces.loads.argmin())
+    mine = np.flatnonzero(pieces.owner == busiest)
+    sizes = np.diff(pieces.bounds)[mine] - 1
+    piece = np.repeat(mine, sizes)
+    if len(piece) == 0:
+        return None
+    at = pieces.bounds[piece] + 1 + np.arange(len(piece)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    tail = groups.ends[pieces.bounds[piece + 1]] - groups.ends[at]
+    after = np.maximum(pieces.loads[busiest] - tail, pieces.loads[lightest] + tail + groups.again[at])
+    best = int(after.argmin())
+    bounds = np.insert(pieces.bounds, piece[best] + 1, at[best])
+    owner = np.insert(pieces.owner, piece[best] + 1, lightest)
+    return _better(groups.pieces(bounds, owner), pieces, busiest, _WORTH_A_CUT)
+
+
+def _better(changed: _Pieces, pieces: _Pieces, busiest: int, share: float) -> _Pieces | None:
+    """`changed` where the two ranks that changed have less than the busiest had, by that share of the mean at least."""
+    touched = changed.loads != pieces.loads
+    wanted = pieces.loads[busiest] - share * pieces.loads.mean()
+    return changed if touched.any() and changed.loads[touched].max() < wanted else None

@@ -32,8 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skyrl_train.batch.boundaries import moved, offsets_of
-from skyrl_train.batch.merge import hosts_of
-from skyrl_train.batch.prefix_tree import PrefixOrder, Segment, prefix_order, tree_segments
+from skyrl_train.batch.prefix_tree import PrefixOrder, Segment, hosts_of, prefix_order, tree_segments
 from skyrl_train.batch.scored_tokens import ScoredTokens, loss_tokens, sequence_offsets
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutName

@@ -1,17 +1,23 @@
-"""The seam of micro-batch planners: which rows go into one forward.
+"""The one planner: which rows go into one forward.
 
     plan(rows: RowFacts, **arguments) -> list[Forward]
 
-A planner is a pure function of facts in numpy, so the same one serves a run, where facts come from a batch, and a dry
-run, where they come from lengths alone. It decides about speed and memory, never about the gradient. A planner that
-declares `@reads("memory_budget")` is treated as `auto` is: the model is probed before the first step, `RowFacts.budget`
-is what was found to fit, and after an out-of-memory the planner is called again with a smaller one.
+What a plan is made of. `RowFacts` is what may be known of rows without their tokens: lengths, common first tokens,
+prompts, trajectories, and the limits of one forward. One object serves a run, which reads it from a batch (`facts_of`);
+dealing rows to ranks, which cuts it in shares (`RowFacts.take`, `batch/balance.py`); and a dry run, which draws it from
+lengths. A planner is a pure function of it, in numpy. The bundled ones are `fixed` and `token_budget`
+(`batch/forwards.py`); anyone's own has the same signature. Documents only count (`batch/documents.py`). First tokens are
+compared in one place (`batch/prefix_tree.py`), and costs are predicted by one model (`batch/cost.py`).
+
+A planner decides about speed and memory, never about the gradient. One that declares `@reads("memory_budget")` is treated
+as `auto` is: the model is probed before the first step, `RowFacts.budget` is what was found to fit, and after an
+out-of-memory the planner is called again with a smaller one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, get_args
@@ -19,14 +25,17 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch.token_budget import Rows, TokenBudget
+from skyrl_train.batch.cost import CostModel
+from skyrl_train.batch.prefix_tree import hosts_of, least_between, prefix_order
+from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH, Rows
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.errors import BatchError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from skyrl_train.batch.training_batch import TrainingInputBatch
+
+NO_LIMIT = 1 << 40
+"""Rows or positions: more than any batch has."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,47 +62,51 @@ class RowFacts:
     hosts: Rows
     """int64 `[num_rows]`: the row whose forward computes this one too, if both are in it; itself unless a later turn
     goes on from it and `generator.merge_stepwise=auto`."""
-    layout: LayoutChoice
+    layout: LayoutChoice = "padded"
     """`trainer.layout`, or what the model supports in its place. Only with `auto` may a forward name another."""
-    training: bool
+    training: bool = True
     """False for a forward without backward."""
-    budget: int
+    budget: int = NO_LIMIT
     """The most token positions of one forward of several rows: for a planner that reads `memory_budget` what was found
     to fit the memory; else `trainer.max_tokens_per_microbatch`, without backward
     `trainer.max_tokens_per_forward_microbatch`."""
     column_share: float = 0.0
     """What losses hold for a token of `[rows, longest]` that is not computed, as a share of a computed position."""
+    max_rows: int = NO_LIMIT
+    """`trainer.micro_train_batch_size_per_gpu`, without backward `trainer.micro_forward_batch_size_per_gpu`: for planners
+    that count rows."""
+    cost: CostModel = field(default_factory=CostModel)
+    """What a forward costs on this model and device."""
 
     @property
     def num_rows(self) -> int:
         """Rows of this rank."""
         return len(self.lengths)
 
+    @property
+    def default_layout(self) -> LayoutName:
+        """Of a forward that names none."""
+        return "prefix_shared" if self.layout == "auto" else self.layout
+
+    @property
+    def num_distinct(self) -> int:
+        """Positions of one forward of all rows that pads nothing."""
+        return self.positions(np.arange(self.num_rows), "packed" if self.layout == "padded" else None)
+
     def positions(self, rows: Sequence[int] | Rows, layout: LayoutName | None = None) -> int:
         """Token positions that one forward of `rows` computes, padding included and common first tokens once.
 
         Without a `layout` it is that of the rows, `prefix_shared` for `auto`.
         """
-        chosen = np.asarray(rows, dtype=np.int64)
-        if len(chosen) == 0:
+        if len(rows) == 0:
             return 0
-        name = layout or self.default_layout
-        if name == "prefix_shared":
-            # What two rows have in common is the least that neighbours between them in the order have in common.
-            places = np.sort(self._place_of_row[chosen])
-            common = np.minimum.reduceat(self.shared[: places[-1] + 1], places[:-1] + 1) if len(places) > 1 else 0
-            return int(self.lengths[chosen].sum() - np.sum(common))
-        # Of the rows that share a host, the longest one that is there computes the others.
-        by_host = chosen[np.lexsort((self.lengths[chosen], self.hosts[chosen]))]
-        is_longest = np.diff(self.hosts[by_host], append=-1) != 0
-        computed = self.lengths[by_host[is_longest]]
-        return int(len(computed) * computed.max() if name == "padded" else computed.sum())
+        return int(self.sizes([np.asarray(rows, dtype=np.int64)], layout).positions[0])
 
     def fits(self, rows: Sequence[int] | Rows, layout: LayoutName | None = None) -> bool:
         """Whether a forward of `rows` keeps within the budget. A single row always does: nothing can be cut smaller."""
-        chosen = np.asarray(rows, dtype=np.int64)
-        if len(chosen) <= 1:
+        if len(rows) <= 1:
             return True
+        chosen = np.asarray(rows, dtype=np.int64)
         positions = self.positions(chosen, layout)
         if (layout or self.default_layout) == "padded" or not self.column_share:
             return positions <= self.budget
@@ -101,16 +114,97 @@ class RowFacts:
         padded = len(chosen) * int(self.lengths[chosen].max())
         return padded <= self.budget or positions + self.column_share * max(0, padded - positions) <= self.budget
 
-    @property
-    def default_layout(self) -> LayoutName:
-        """Of a forward that names none."""
-        return "prefix_shared" if self.layout == "auto" else self.layout
+    def sizes(self, parts: Sequence[Rows], layout: LayoutName | None = None) -> ForwardSizes:
+        """What forwards of `parts` compute; each part holds at least one row."""
+        counts = np.array([len(part) for part in parts], dtype=np.int64)
+        rows, forward = np.concatenate(parts), np.repeat(np.arange(len(parts)), counts)
+        name = layout or self.default_layout
+        if name == "prefix_shared":
+            return self._tree_sizes(rows, forward)
+        # Of the rows that share a host, the longest one that is there computes the others.
+        by_host = np.lexsort((self.lengths[rows], self.hosts[rows], forward))
+        rows, forward = rows[by_host], forward[by_host]
+        is_longest = (np.diff(self.hosts[rows], append=-1) != 0) | (np.diff(forward, append=-1) != 0)
+        lengths, forward = self.lengths[rows[is_longest]], forward[is_longest]
+        begins = np.flatnonzero(np.diff(forward, prepend=-1))
+        computed = np.diff(begins, append=len(lengths))
+        if name == "padded":
+            longest = np.maximum.reduceat(lengths, begins)
+            return ForwardSizes(computed * longest, computed * longest * (longest + 1) / 2, np.ones_like(computed))
+        pairs = np.add.reduceat(lengths * (lengths + 1) / 2, begins)
+        return ForwardSizes(np.add.reduceat(lengths, begins), pairs, computed)
+
+    def _tree_sizes(self, rows: Rows, forward: Rows) -> ForwardSizes:
+        places = self.places_of(rows)
+        by_place = np.lexsort((places, forward))
+        places, rows, forward = places[by_place], rows[by_place], forward[by_place]
+        shared, lengths = self.shared_along(places, forward), self.lengths[rows]
+        begins = np.flatnonzero(np.diff(forward, prepend=-1))
+        pairs = (lengths * (lengths + 1) - shared * (shared + 1)) / 2
+        # A row attends to what it shares and to itself in two calls of the kernel, which are joined.
+        calls = 1 + (shared > 0)
+        return ForwardSizes(*(np.add.reduceat(each, begins) for each in (lengths - shared, pairs, calls)))
+
+    def shared_along(self, places: Rows, group: Rows) -> Rows:
+        """First tokens that the row at each of `places` (of `order`, ascending within a group) has in common with the one
+        before it in its group; 0 for the first of a group. Groups lie one after the other."""
+        shared = np.zeros(len(places), dtype=np.int64)
+        follows = np.flatnonzero(np.diff(group) == 0) + 1
+        shared[follows] = least_between(self.shared, places[follows - 1], places[follows])
+        return shared
+
+    def places_of(self, rows: Rows) -> Rows:
+        """Where each of `rows` is in `order`."""
+        return self._place_of_row[rows]
+
+    def take(self, rows: Rows) -> RowFacts:
+        """The facts of these rows alone, renumbered in this order; numbers from `num_rows` on are dummy rows."""
+        is_real = rows < self.num_rows
+        real, num_dummies = rows[is_real], int((~is_real).sum())
+        dummies = np.zeros(num_dummies, dtype=np.int64)
+        numbers = np.arange(len(rows))
+        of_real, of_dummies = numbers[is_real], numbers[~is_real]
+        places = self.places_of(real)
+        by_place = np.argsort(places)
+        # Of the rows that one host computed, the longest that is left computes the others.
+        by_host = np.lexsort((self.lengths[real], self.hosts[real]))
+        ends = np.flatnonzero(np.diff(self.hosts[real][by_host], append=-1))
+        hosts = numbers.copy()
+        hosts[of_real[by_host]] = of_real[by_host[ends[np.searchsorted(ends, np.arange(len(real)))]]]
+
+        def column(known: Rows, of_dummies: Rows) -> Rows:
+            joined = np.empty(len(rows), dtype=np.int64)
+            joined[is_real], joined[~is_real] = known[real], of_dummies
+            return joined
+
+        return replace(
+            self,
+            lengths=column(self.lengths, dummies + DUMMY_ROW_LENGTH),
+            loss_tokens=column(self.loss_tokens, dummies),
+            prompts=column(self.prompts, -1 - np.arange(num_dummies)),
+            trajectories=column(self.trajectories, -1 - np.arange(num_dummies)),
+            order=np.concatenate([of_real[by_place], of_dummies]),
+            shared=np.concatenate([self.shared_along(places[by_place], np.zeros_like(real)), dummies]),
+            hosts=hosts,
+        )
 
     @cached_property
     def _place_of_row(self) -> Rows:
         places = np.empty(self.num_rows, dtype=np.int64)
         places[self.order] = np.arange(self.num_rows)
         return places
+
+
+@dataclass(frozen=True)
+class ForwardSizes:
+    """What forwards compute, `[num_forwards]` each."""
+
+    positions: Rows
+    """Token positions, padding included."""
+    pairs: NDArray[np.float64]
+    """Tokens that attend to one another."""
+    calls: Rows
+    """Separate attention kernels in a layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,137 +217,75 @@ class Forward:
     """What computes them; None is the layout of the rows."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CustomPlanner:
-    """A planner where the bundled ones run. Implements MicroBatchStrategy."""
+Planner = Callable[[RowFacts], list[Forward]]
+"""With its arguments bound."""
 
-    plan: Callable[[RowFacts], list[Forward]]
-    """With its arguments bound."""
-    name: str
-    """As the configuration names it, for error messages."""
-    layout: LayoutChoice
-    merge_turns: bool
-    stated: TokenBudget
-    """The caps of the configuration. By them steps close at a number of documents: a step depends on no device."""
-    budgets: tuple[int, int] | None = None
-    """Positions in training and in scoring that were found to fit the memory; None: as stated, and not enforced."""
-    column_shares: tuple[float, float] = (0.0, 0.0)
-    """`RowFacts.column_share` in training and in scoring."""
 
-    def under(self, budgets: tuple[int, int], column_shares: tuple[float, float]) -> CustomPlanner:
-        """The same planner within budgets that were found."""
-        return replace(self, budgets=budgets, column_shares=column_shares)
+def facts_of(batch: TrainingInputBatch, *, layout: LayoutChoice, merge_turns: bool) -> RowFacts:
+    """The facts of a batch's rows, without limits. Tokens are compared only where `layout` or merged turns ask for it."""
+    bounds = batch.row_offsets.cpu().numpy()
+    loss_before = np.concatenate([[0], np.cumsum(batch["loss_mask"].cpu().numpy())])
+    order, shared = np.arange(batch.num_rows), np.zeros(batch.num_rows, dtype=np.int64)
+    if layout in ("prefix_shared", "auto"):
+        ids = batch["input_ids"].cpu().numpy()
+        found = prefix_order([ids[start:stop] for start, stop in pairwise(bounds.tolist())])
+        order, shared = np.array(found.rows, dtype=np.int64), np.array(found.shared, dtype=np.int64)
+    merges = merge_turns and "position_ids" not in batch
+    return RowFacts(
+        lengths=np.diff(bounds).astype(np.int64),
+        loss_tokens=np.diff(loss_before[bounds]).astype(np.int64),
+        prompts=batch["prompt_index"].cpu().numpy().astype(np.int64),
+        trajectories=batch["trajectory_index"].cpu().numpy().astype(np.int64),
+        order=order,
+        shared=shared,
+        hosts=hosts_of(batch) if merges else np.arange(batch.num_rows),
+        layout=layout,
+    )
 
-    def split(self, batch: TrainingInputBatch, *, training: bool) -> list[Tensor]:
-        """Row numbers of each forward."""
-        import torch
 
-        return [torch.from_numpy(forward.rows) for forward in self.forwards(batch, training=training)]
+def checked_forwards(plan: Planner, facts: RowFacts, *, name: str, within_budget: bool) -> list[Forward]:
+    """The forwards of `plan`, each with int64 rows and a layout; `name` is what the configuration calls it.
 
-    def layout_of(self, batch: TrainingInputBatch, *, training: bool) -> LayoutName:  # noqa: ARG002
-        """Of forwards that name none, and of dummy rows."""
-        return "prefix_shared" if self.layout == "auto" else self.layout
-
-    def admits(self, num_rows: int, longest: int, num_tokens: int, *, training: bool) -> bool:
-        """Whether such rows keep within the stated cap."""
-        return self.stated.admits(num_rows, longest, num_tokens, training=training)
-
-    def forwards(self, batch: TrainingInputBatch, *, training: bool) -> list[Forward]:
-        """The planner's forwards of a batch, every row in exactly one. Raises BatchError as `forwards_of`."""
-        if batch.num_rows == 0:
-            return []
-        return self.forwards_of(self._facts(batch, training=training))
-
-    def forwards_of(self, facts: RowFacts) -> list[Forward]:
-        """The planner's forwards, each with int64 rows and a layout.
-
-        Raises BatchError where a row is not in exactly one of them, a layout cannot be chosen, or several rows exceed a
-        budget that was found to fit the memory.
-        """
-        found: Any = self.plan(facts)
-        if not isinstance(found, list | tuple) or not all(isinstance(each, Forward) for each in found):
-            raise BatchError(f"{self._subject} must return a list of Forward(rows, layout), but returned {found!r:.80}")
-        forwards = [Forward(self._row_numbers(each.rows), self._layout(each.layout, facts)) for each in found]
-        self._check_rows(forwards, facts.num_rows)
-        if self.budgets is not None:
-            for forward in forwards:
-                self._check_budget(forward, facts)
-        return forwards
-
-    def make_facts(self, *, training: bool, **columns: Rows) -> RowFacts:
-        """Facts with the layout and the budget of this planner; `columns` are the arrays of RowFacts."""
-        phase = 0 if training else 1
-        return RowFacts(
-            layout=self.layout,
-            training=training,
-            budget=self.budgets[phase] if self.budgets else self.stated.cap(training=training),
-            column_share=self.column_shares[phase],
-            **columns,
-        )
-
-    def _facts(self, batch: TrainingInputBatch, *, training: bool) -> RowFacts:
-        from skyrl_train.batch.merge import hosts_of
-        from skyrl_train.batch.prefix_tree import prefix_order
-
-        bounds = batch.row_offsets.cpu().numpy()
-        loss_before = np.concatenate([[0], np.cumsum(batch["loss_mask"].cpu().numpy())])
-        order, shared = np.arange(batch.num_rows), np.zeros(batch.num_rows, dtype=np.int64)
-        if self.layout in ("prefix_shared", "auto"):
-            ids = batch["input_ids"].cpu().numpy()
-            sorted_rows = prefix_order([ids[start:stop] for start, stop in pairwise(bounds.tolist())])
-            order, shared = (np.array(each, dtype=np.int64) for each in (sorted_rows.rows, sorted_rows.shared))
-        merges = self.merge_turns and "position_ids" not in batch
-        return self.make_facts(
-            training=training,
-            lengths=np.diff(bounds).astype(np.int64),
-            loss_tokens=np.diff(loss_before[bounds]).astype(np.int64),
-            prompts=batch["prompt_index"].cpu().numpy().astype(np.int64),
-            trajectories=batch["trajectory_index"].cpu().numpy().astype(np.int64),
-            order=order,
-            shared=shared,
-            hosts=hosts_of(batch) if merges else np.arange(batch.num_rows),
-        )
-
-    @property
-    def _subject(self) -> str:
-        return f"trainer.micro_batching={self.name}"
-
-    def _row_numbers(self, rows: Sequence[int] | Rows) -> Rows:
-        numbers: NDArray[Any] = np.asarray(rows)
-        if numbers.ndim != 1 or len(numbers) == 0:
-            raise BatchError(
-                f"{self._subject} made a forward without rows, or not of a list of row numbers: {rows!r:.80}"
-            )
-        if numbers.dtype.kind not in "iu":
-            raise BatchError(f"{self._subject} must name rows by whole numbers; got {numbers.dtype} {rows!r:.80}")
-        return numbers.astype(np.int64)
-
-    def _layout(self, layout: LayoutName | None, facts: RowFacts) -> LayoutName:
-        if layout is None or layout == facts.layout:
-            return facts.default_layout
-        if facts.layout == "auto" and layout in get_args(LayoutName):
-            return layout
-        raise BatchError(
-            f"{self._subject} named the layout {layout!r} where rows have {facts.layout}. A planner chooses among "
-            f"{', '.join(get_args(LayoutName))} with trainer.layout=auto alone, of a model that supports all of them"
-        )
-
-    def _check_rows(self, forwards: list[Forward], num_rows: int) -> None:
-        rows = np.concatenate([np.asarray(forward.rows) for forward in forwards] or [np.zeros(0, dtype=np.int64)])
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < num_rows:
-            raise BatchError(f"{self._subject} named rows {int(rows.min())} to {int(rows.max())} of {num_rows} rows")
-        times = np.bincount(rows, minlength=num_rows)
-        wrong = np.flatnonzero(times != 1)
-        if len(wrong):
-            row = int(wrong[0])
-            raise BatchError(
-                f"{self._subject} put row {row} in {int(times[row])} forwards: every row belongs in exactly one"
-            )
-
-    def _check_budget(self, forward: Forward, facts: RowFacts) -> None:
+    Raises BatchError where a row is not in exactly one of them, a layout cannot be chosen, or, `within_budget`, several
+    rows exceed it.
+    """
+    found: Any = plan(facts)
+    if not isinstance(found, list | tuple) or not all(isinstance(each, Forward) for each in found):
+        raise BatchError(f"{name} must return a list of Forward(rows, layout), but returned {found!r:.80}")
+    forwards = [Forward(_row_numbers(each.rows, name), _layout(each.layout, facts, name)) for each in found]
+    rows = np.concatenate([np.asarray(forward.rows) for forward in forwards] or [np.zeros(0, dtype=np.int64)])
+    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < facts.num_rows:
+        raise BatchError(f"{name} named rows {int(rows.min())} to {int(rows.max())} of {facts.num_rows} rows")
+    times = np.bincount(rows, minlength=facts.num_rows)
+    wrong = np.flatnonzero(times != 1)
+    if len(wrong):
+        row = int(wrong[0])
+        raise BatchError(f"{name} put row {row} in {int(times[row])} forwards: every row belongs in exactly one")
+    for forward in forwards if within_budget else ():
         if not facts.fits(forward.rows, forward.layout):
             raise BatchError(
-                f"{self._subject} put {len(forward.rows)} rows with {facts.positions(forward.rows, forward.layout)} "
+                f"{name} put {len(forward.rows)} rows with {facts.positions(forward.rows, forward.layout)} "
                 f"positions (layout {forward.layout}) in one forward, where {facts.budget} were found to fit the memory. "
                 "Take another row only while rows.fits(row_numbers, layout) says so"
             )
+    return forwards
+
+
+def _row_numbers(rows: Sequence[int] | Rows, name: str) -> Rows:
+    numbers: NDArray[Any] = np.asarray(rows)
+    if numbers.ndim != 1 or len(numbers) == 0:
+        raise BatchError(f"{name} made a forward without rows, or not of a list of row numbers: {rows!r:.80}")
+    if numbers.dtype.kind not in "iu":
+        raise BatchError(f"{name} must name rows by whole numbers; got {numbers.dtype} {rows!r:.80}")
+    return numbers.astype(np.int64)
+
+
+def _layout(layout: LayoutName | None, facts: RowFacts, name: str) -> LayoutName:
+    if layout is None or layout == facts.layout:
+        return facts.default_layout
+    if facts.layout == "auto" and layout in get_args(LayoutName):
+        return layout
+    raise BatchError(
+        f"{name} named the layout {layout!r} where rows have {facts.layout}. A planner chooses among "
+        f"{', '.join(get_args(LayoutName))} with trainer.layout=auto alone, of a model that supports all of them"
+    )

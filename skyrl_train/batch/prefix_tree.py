@@ -1,13 +1,22 @@
-"""Rows in an order in which equal prefixes are neighbours, and the tree that they form. numpy only."""
+"""What rows have in common: the one place where first tokens are compared. numpy only.
+
+Rows are put in an order in which equal prefixes are neighbours. Two neighbours have so many first tokens in common; any
+two rows then have the least of what lies between them. Everything else follows from that: the tree that one forward
+computes, what a row adds to a rank or to a micro-batch, and which turn of a conversation computes the ones before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from skyrl_train.batch.token_budget import Rows
+    from skyrl_train.batch.training_batch import TrainingInputBatch
 
 
 class Segment(NamedTuple):
@@ -37,13 +46,24 @@ class PrefixOrder:
 
 def prefix_order(rows: Sequence[NDArray[np.int32]]) -> PrefixOrder:
     """Sorts rows of token ids (at least 0)."""
-    # big-endian, so that bytes sort as the numbers do
+    lengths = np.array([len(row) for row in rows], dtype=np.int64)
+    ids = np.concatenate([*rows, np.empty(0, dtype=np.int32)])
+    starts = np.cumsum(lengths) - lengths
+    # Big-endian bytes sort as the numbers do, and comparing them ends at the first difference.
     keys = [row.astype(">i4").tobytes() for row in rows]
-    order = sorted(range(len(rows)), key=keys.__getitem__)
-    shared = [0] * len(order)
-    for place in range(1, len(order)):
-        shared[place] = common_prefix(rows[order[place - 1]], rows[order[place]])
-    return PrefixOrder(rows=order, lengths=[len(rows[row]) for row in order], shared=shared)
+    order = np.array(sorted(range(len(keys)), key=keys.__getitem__), dtype=np.int64)
+    shared = np.zeros(len(order), dtype=np.int64)
+    left, right = order[:-1], order[1:]
+    shared[1:] = common_prefixes(ids, starts[left], starts[right], np.minimum(lengths[left], lengths[right]))
+    return PrefixOrder(rows=order.tolist(), lengths=lengths[order].tolist(), shared=shared.tolist())
+
+
+def common_prefixes(ids: NDArray[np.int32], left: Rows, right: Rows, sizes: Rows) -> Rows:
+    """`[pairs]`: of the `sizes` tokens of `ids` from `left` and from `right` on, how many are equal before the first that
+    differ."""
+    pairs = zip(left.tolist(), right.tolist(), sizes.tolist())
+    found = (common_prefix(ids[one : one + size], ids[other : other + size]) for one, other, size in pairs)
+    return np.fromiter(found, dtype=np.int64, count=len(sizes))
 
 
 def common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
@@ -52,6 +72,57 @@ def common_prefix(left: NDArray[np.int32], right: NDArray[np.int32]) -> int:
     differs = left[:size] != right[:size]
     first = int(differs.argmax()) if size else 0
     return first if size and differs[first] else size
+
+
+def least_between(shared: Rows, first: Rows, last: Rows) -> Rows:
+    """`[pairs]`: what the rows at places `first` and `last` (later ones) of an order have in common, where `shared` is
+    what each row of the order shares with the one before."""
+    common: Rows = shared[last]
+    apart = np.flatnonzero(last - first > 1)
+    if len(apart):
+        # Ranges from the last to the first: what `reduceat` sums up between two of them is then empty.
+        apart = apart[np.argsort(-first[apart], kind="stable")]
+        bounds = np.stack([first[apart] + 1, last[apart] + 1], axis=1).reshape(-1)
+        common = common.copy()
+        common[apart] = np.minimum.reduceat(np.append(shared, 0), bounds)[::2]
+    return common
+
+
+def hosts_of(rows: TrainingInputBatch) -> Rows:
+    """`[num_rows]`: the row that each row is computed in; itself where no later turn of its trajectory extends it.
+
+    One row per turn repeats the conversation so far in every row. Where the row of the next turn begins with all tokens
+    of a row, the longer one, its host, computes both: under causal attention the hidden states are the same. Each row
+    keeps its own mask, advantages, old log-probabilities and weights, so step identity and row-wise losses stay exact.
+    Where the prompt is no extension (a template that drops earlier reasoning, an edited history) a row is its own host.
+    """
+    host = np.arange(rows.num_rows, dtype=np.int64)
+    turn, is_next = _turns(rows)
+    row, following = turn[:-1][is_next], turn[1:][is_next]
+    starts, lengths = rows.row_offsets[:-1].cpu().numpy(), rows.lengths.cpu().numpy()
+    sizes = np.minimum(lengths[row], lengths[following])
+    common = common_prefixes(rows["input_ids"].cpu().numpy(), starts[row], starts[following], sizes)
+    extends = np.zeros(len(turn), dtype=bool)
+    extends[:-1][is_next] = common == lengths[row]
+    # In the order of turns, the host is the next row at which a run of extensions ends.
+    ends = np.flatnonzero(~extends)
+    host[turn] = turn[ends[np.searchsorted(ends, np.arange(len(turn)))]]
+    return host
+
+
+def merge_counts(rows: TrainingInputBatch) -> tuple[int, int]:
+    """Rows that another row computes, and rows that have a later turn which does not extend them."""
+    merged = int((hosts_of(rows) != np.arange(rows.num_rows)).sum())
+    return merged, int(_turns(rows)[1].sum()) - merged
+
+
+def _turns(rows: TrainingInputBatch) -> tuple[Rows, NDArray[np.bool_]]:
+    """Rows by trajectory, in the order of turns, padding left out; and whether each but the last is followed by a turn of
+    its own trajectory."""
+    trajectory = rows["trajectory_index"].cpu().numpy()
+    kept = np.flatnonzero(~rows["is_padding"].cpu().numpy())
+    kept = kept[np.lexsort((rows["step_index"].cpu().numpy()[kept], trajectory[kept]))]
+    return kept, np.diff(trajectory[kept]) == 0
 
 
 @dataclass

@@ -1,20 +1,32 @@
-"""A mini-batch to data-parallel ranks and back: dealt by work, what shares computation together, restored on collection."""
+"""A mini-batch to data-parallel ranks and back: equal work for each, what shares computation together, results put back
+in order."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.balance import CostModel
+from skyrl_train.batch.balance import deal
 from skyrl_train.batch.boundaries import token_positions
-from skyrl_train.batch.deal_groups import deal
-from skyrl_train.batch.sharing import Together, common_prefixes
+from skyrl_train.batch.cost import CostModel
+from skyrl_train.batch.planner import facts_of
 from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.errors import BatchError
+
+Together = Literal["row", "trajectory", "prompt"]
+"""The largest unit within which rows share computation."""
+
+
+def computed_together(layout: LayoutChoice, *, merge_turns: bool) -> Together:
+    """The unit that a layout shares computation within."""
+    if layout in ("prefix_shared", "auto"):
+        return "prompt"
+    return "trajectory" if merge_turns else "row"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +45,7 @@ class StagedBatch:
 
     @property
     def num_dummy_rows(self) -> int:
+        """Rows without loss that were added."""
         return len(self.order) - self.num_rows
 
     def collect(self, results: Sequence[Tensor]) -> Tensor:
@@ -51,7 +64,7 @@ class StagedBatch:
 def stage(
     batch: TrainingInputBatch, dp_size: int, *, cost: CostModel | None = None, together: Together = "row"
 ) -> StagedBatch:
-    """Deals the rows of `batch` out, with dummy rows where ranks need them.
+    """Shards the rows of `batch`, with dummy rows where ranks need them.
 
     Rows within one `together` unit share computation: units stay whole where ranks then have equal work, and what a row
     costs is what it adds. Where no rows share, each rank gets as many rows as the others.
@@ -60,12 +73,14 @@ def stage(
     than ranks, and gives each of them at least one row. Raises BatchError for an empty batch.
     """
     if batch.num_rows == 0:
-        raise BatchError("no rows to deal out")
-    common = common_prefixes(batch, "row" if "position_ids" in batch else together)
-    dealt, _ = deal(common, dp_size, cost or CostModel())
+        raise BatchError("no rows to shard")
+    if "position_ids" in batch:
+        together = "row"  # rows that hold several sequences each share nothing with one another
+    layout: LayoutChoice = "prefix_shared" if together == "prompt" else "packed"
+    facts = facts_of(batch, layout=layout, merge_turns=together == "trajectory")
+    dealt, _ = deal(facts, dp_size, cost or CostModel())
     padded = batch.pad_rows(sum(map(len, dealt)) - batch.num_rows)
-    rows = np.concatenate([common.rows, np.arange(batch.num_rows, padded.num_rows)])
-    shares = [torch.from_numpy(np.sort(rows[places])) for places in dealt]
+    shares = [torch.from_numpy(rows) for rows in dealt]
     return StagedBatch(
         shards=tuple(padded.take(rows) for rows in shares),
         order=torch.cat(shares),
@@ -83,7 +98,7 @@ def stage_chunks(
     cost: CostModel | None = None,
     together: Together = "row",
 ) -> list[StagedBatch]:
-    """`stage` for each `[start, stop)` range of rows: every mini-batch is padded and dealt out on its own."""
+    """`stage` for each `[start, stop)` range of rows: every mini-batch is padded and sharded on its own."""
     parts = (batch.slice(start, stop) for start, stop in mini_batch_boundaries)
     return [stage(part, dp_size, cost=cost, together=together) for part in parts]
 

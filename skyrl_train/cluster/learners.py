@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.sharing import Together, computed_together
-from skyrl_train.batch.stage import stage
+from skyrl_train.batch.stage import Together, computed_together, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.cluster.calls import HEALTH, RemoteActor
 from skyrl_train.cluster.endpoints import ActorGroup, stored

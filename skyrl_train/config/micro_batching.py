@@ -55,5 +55,4 @@ class MicroBatchConfig:
     def sizes_itself(self) -> bool:
         """Whether models are probed for the memory that their passes take: for `auto`, and for a custom planner that
         reads `memory_budget`."""
-        reads = MICRO_BATCH_STRATEGIES.reads(self.micro_batching)
-        return self.micro_batching == "auto" or "memory_budget" in reads.columns
+        return "memory_budget" in MICRO_BATCH_STRATEGIES.reads(self.micro_batching).columns

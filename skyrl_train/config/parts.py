@@ -85,18 +85,18 @@ POLICY_LOSSES = Seam(
 MICRO_BATCH_STRATEGIES = Seam(
     "trainer.micro_batching",
     {
-        "fixed": Builtin("skyrl_train.batch.microbatch:fixed", settings="trainer.micro_train_batch_size_per_gpu"),
+        "fixed": Builtin("skyrl_train.batch.forwards:fixed", settings="trainer.micro_train_batch_size_per_gpu"),
         "token_budget": Builtin(
-            "skyrl_train.batch.microbatch:token_budget", settings="trainer.max_tokens_per_microbatch"
+            "skyrl_train.batch.forwards:token_budget", settings="trainer.max_tokens_per_microbatch"
         ),
-        # Until a learner has found its own budget (batch/memory_batches.py).
-        "auto": Builtin("skyrl_train.batch.microbatch:token_budget", settings="trainer.memory_budget_gb"),
+        "auto": Builtin(
+            "skyrl_train.batch.forwards:token_budget", _reads("memory_budget"), settings="trainer.memory_budget_gb"
+        ),
     },
     given=("rows",),
     readable=frozenset({"memory_budget"}),
 )
-"""`(RowFacts) -> list[Forward]` for custom ones; see `batch/planner.py`. Bundled ones are called with the
-`MicroBatchConfig`, where their settings are."""
+"""`(RowFacts) -> list[Forward]`; see `batch/planner.py`."""
 
 DATA_READERS = Seam(
     "data.reader",

@@ -108,8 +108,6 @@ def build_engine(
         strategy=spread,
         name=settings.role,
         micro_batching=make_micro_batch_strategy(batching, merge_turns=settings.merge_turns),
-        layout=batching.layout,
-        merge_turns=settings.merge_turns,
         dtype=_compute_dtype(model),
         optimizer=settings.optimizer,
         total_optimizer_steps=settings.schedule.optimizer_steps,

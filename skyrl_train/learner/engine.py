@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from skyrl_train.batch.microbatch import MicroBatchStrategy
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator
 from skyrl_train.batch.schedule import learning_rate, schedule_position
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.parts import OPTIMIZERS
-from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
 from skyrl_train.endpoints import LocalEndpoint
@@ -48,17 +47,15 @@ class ModelEngine:
         model: PreTrainedModel,
         *,
         name: str,
-        micro_batching: MicroBatchStrategy,
+        micro_batching: MemoryAwareBatchIterator,
         dtype: torch.dtype = torch.float32,
         optimizer: OptimizerConfig | None = None,
         total_optimizer_steps: float = 0,
         total_documents: int = 0,
         strategy: ModelStrategy | None = None,
-        layout: LayoutChoice = "padded",
-        merge_turns: bool = False,
     ):
-        """`strategy` says how the model is spread over ranks; alone in its process unless given. `layout` must be exact
-        for the model (`model/layouts.py`); with `merge_turns`, turns that extend one another are computed together."""
+        """`strategy` says how the model is spread over ranks; alone in its process unless given. The layout of
+        `micro_batching` must be exact for the model (`model/layouts.py`)."""
         self.strategy = strategy or SingleProcess()
         narrow_last_layer(model)
         self.strategy.prepare(model)
@@ -89,8 +86,6 @@ class ModelEngine:
             name=name,
             dtype=dtype,
             micro_batching=micro_batching,
-            layout=layout,
-            merge_turns=merge_turns,
         )
         self.healing = Healing(passes, drop_gradients=self._drop_gradients)
         self.offloader = Offloader(

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, OneForward, TokenBudgets
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import MemoryLimitError, RankOutOfMemory
 from skyrl_train.learner.memory_meter import GIB, MemoryMeter
@@ -64,7 +64,7 @@ class Healing:
     def begin_probing(self, meter: MemoryMeter, *, held: Callable[[], Iterable[Tensor]]) -> None:
         """From now on each pass is one forward of all its rows; RankOutOfMemory is raised, on all ranks, and not healed."""
         self._batches, self._held = None, held
-        self.use(micro_batching=OneForward(), meter=meter)
+        self.use(micro_batching=self.passes.micro_batching.as_one_forward(), meter=meter)
 
     def use(self, **changes: Any) -> None:
         """From now on passes differ in these fields of `Passes`."""

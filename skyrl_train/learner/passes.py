@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
+from skyrl_train.batch.documents import reduction_schedule
 from skyrl_train.batch.layout import Layout, make_layout
-from skyrl_train.batch.merge import merge_counts
-from skyrl_train.batch.microbatch import MicroBatchStrategy, layout_of, micro_batches
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator
 from skyrl_train.batch.minibatch import rows_with_loss
+from skyrl_train.batch.prefix_tree import merge_counts
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.distributed.strategy import ModelStrategy
@@ -82,15 +83,23 @@ class Passes:
     strategy: ModelStrategy
     name: str
     dtype: torch.dtype
-    micro_batching: MicroBatchStrategy
-    layout: LayoutChoice
-    merge_turns: bool
+    micro_batching: MemoryAwareBatchIterator
     meter: MemoryMeter | None = None
     """Counts what passes allocate, where micro-batches size themselves."""
     without_memory: Callable[[], AbstractContextManager[None]] | None = None
     """Inside of which passes are traced (`learner/step_trace.py`) in place of computed; nothing is read back then."""
     forward: CurrentForward = field(default_factory=CurrentForward)
     """Shared by the objects that are made of one another."""
+
+    @property
+    def layout(self) -> LayoutChoice:
+        """What forwards compute; where it is `auto`, the planner chooses for each."""
+        return self.micro_batching.layout
+
+    @property
+    def merge_turns(self) -> bool:
+        """Whether turns that extend one another are computed together."""
+        return self.micro_batching.merge_turns
 
     @property
     def current(self) -> Size:
@@ -110,9 +119,8 @@ class Passes:
         _require_vocabulary(batch, self.model.config.get_text_config().vocab_size)
         rows = rows_with_loss(batch)
         kept = batch.take(rows)
-        name = layout_of(kept, self.micro_batching, self.layout, training=training)
-        parts = micro_batches(kept, self.micro_batching, training=training, agree=self.strategy.agree)
-        return [Planned(batch=part.batch, rows=rows[part.rows], layout=part.layout or name) for part in parts]
+        parts = self.micro_batching.iterate(kept, training=training, agree=self.strategy.agree)
+        return [Planned(batch=part.batch, rows=rows[part.rows], layout=part.layout) for part in parts]
 
     @torch.no_grad()
     def score(self, planned: Sequence[Planned], batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
@@ -134,8 +142,8 @@ class Passes:
         metrics: list[StepMetrics] = []
         losses: list[Tensor] = []
         surprises: list[Tensor] = []
-        for number, part in enumerate(planned, start=1):
-            self.strategy.begin_backward(self.model, is_last=number == len(planned))
+        for part, is_last in zip(planned, reduction_schedule(len(planned)) if planned else ()):
+            self.strategy.begin_backward(self.model, is_last=is_last)
             with self._computing(part) as (rows, layout):
                 loss, measured = self._loss_and_gradient(loss_of, rows, layout, step)
                 if self.without_memory is not None:

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from skyrl_train.batch.memory_batches import OneForward
 from skyrl_train.batch.memory_model import MemoryProbe, fit_memory_model, near_the_limit, probes_at_the_limit
+from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.errors import ModelError
 from skyrl_train.learner.compiled_probe import CompiledModel
 from skyrl_train.learner.memory import (
@@ -245,11 +245,11 @@ def _learner_without_weights(settings: LearnerSettings, facts: MemoryFacts) -> P
     engine = ModelEngine(
         model,
         name=settings.role,
-        micro_batching=OneForward(),
+        micro_batching=make_micro_batch_strategy(
+            settings.micro_batching, merge_turns=settings.merge_turns
+        ).as_one_forward(),
         dtype=torch.bfloat16 if facts.settings.dtype == "bfloat16" else torch.float32,
         optimizer=settings.optimizer,
         strategy=OneOfMany(),
-        layout=settings.micro_batching.layout,
-        merge_turns=settings.merge_turns,
     )
     return learner_of(engine, settings)

@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 import torch
 
-from skyrl_train.batch.memory_batches import TokenBudgets, under_budgets
 from skyrl_train.batch.memory_model import (
     MemoryModel,
     MemoryProbe,
@@ -25,6 +24,7 @@ from skyrl_train.batch.memory_model import (
     near_the_limit,
     probes_at_the_limit,
 )
+from skyrl_train.batch.microbatch import TokenBudgets
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.compiled_probe import CompiledModel
 from skyrl_train.learner.engine import ModelEngine
@@ -174,10 +174,7 @@ def size_micro_batches(
         )
     else:
         report = replace(stored, is_reused=True)
-    batches = under_budgets(
-        strategy, report.budgets, layout=engine.passes.layout, merge_turns=engine.passes.merge_turns
-    )
-    engine.healing.begin(meter, batches, retries=limits.retries, held=engine.held_tensors)
+    engine.healing.begin(meter, strategy.under(report.budgets), retries=limits.retries, held=engine.held_tensors)
     return report
 
 

@@ -9,13 +9,14 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch.balance import CostModel
-from skyrl_train.batch.deal_groups import deal
-from skyrl_train.batch.plan_forwards import pass_of_rank
+from skyrl_train.batch.balance import deal
+from skyrl_train.batch.cost import CostModel
+from skyrl_train.batch.microbatch import make_micro_batch_strategy
+from skyrl_train.batch.planner import RowFacts
 from skyrl_train.batch.prefix_tree import common_prefix
-from skyrl_train.batch.sharing import CommonPrefixes, Together, computed_together, grouped
 from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.plan.batch_plan import BatchPlan, LearnerPlan, ceil_div
 from skyrl_train.seeding import derive_seed
@@ -40,9 +41,19 @@ class RowLengths:
     """Which trajectories are samples of one prompt; empty where that is not known."""
 
     def draw(
-        self, rng: np.random.Generator, *, num_trajectories: int, samples: int, together: Together
-    ) -> CommonPrefixes:
-        """So many trajectories, in groups of `samples` of a prompt where prompts are known."""
+        self,
+        rng: np.random.Generator,
+        *,
+        num_trajectories: int,
+        samples: int,
+        layout: LayoutChoice,
+        merge_turns: bool,
+    ) -> RowFacts:
+        """The facts of the rows of so many trajectories, in groups of `samples` of a prompt where prompts are known.
+
+        Rows are in an order in which neighbours share: a turn extends the one before, and the trajectories of a prompt
+        have that in common.
+        """
         if self.prompts:
             chosen = rng.integers(0, len(self.prompts), ceil_div(num_trajectories, samples)).tolist()
             groups = [
@@ -58,14 +69,24 @@ class RowLengths:
         firsts = np.cumsum(sizes) - sizes
         is_first = np.zeros(len(lengths), dtype=bool)
         is_first[firsts] = True
-        prompt_of_trajectory = np.arange(len(drawn)) // samples
-        return grouped(
-            np.arange(len(lengths)),
-            lengths,
-            extends=~is_first & (shared > 0) & (shared == np.concatenate([[-1], lengths[:-1]])),
-            prompt=np.repeat(shared[firsts], sizes),
-            new_prompt=np.diff(np.repeat(prompt_of_trajectory, sizes), prepend=-1) != 0,
-            together=together,
+        before = np.concatenate([[-1], lengths[:-1]])
+        extends = ~is_first & (shared > 0) & (shared == before)
+        trajectories = np.repeat(np.arange(len(drawn)), sizes)
+        prompts = trajectories // samples
+        in_common = np.where(extends, before, np.repeat(shared[firsts], sizes))
+        in_common[np.diff(prompts, prepend=-1) != 0] = 0
+        numbers = np.arange(len(lengths))
+        # The last of a run of turns that extend one another computes the run.
+        last = np.flatnonzero(np.append(~extends[1:], True))
+        return RowFacts(
+            lengths=lengths,
+            loss_tokens=lengths - 1,
+            prompts=prompts,
+            trajectories=trajectories,
+            order=numbers,
+            shared=in_common if layout in ("prefix_shared", "auto") else np.zeros_like(lengths),
+            hosts=last[np.searchsorted(last, numbers)] if merge_turns else numbers,
+            layout=layout,
         )
 
     @property
@@ -183,30 +204,36 @@ def _estimate_pass(
     ranks, training = learner.data_parallel_size, learner.role != "reference"
     merge_turns = generator.merge_stepwise == "auto"
     rng = np.random.default_rng(derive_seed(seed, "estimate", ranks))
-    common = lengths.draw(
+    rows = lengths.draw(
         rng,
         num_trajectories=learner.sequences_per_pass,
         samples=generator.n_samples_per_prompt,
-        together=computed_together(trainer.layout, merge_turns=merge_turns),
+        layout=trainer.layout,
+        merge_turns=merge_turns,
     )
-    dealt, loads = deal(common, ranks, CostModel())
-    passes = [pass_of_rank(trainer, common, places, merge_turns=merge_turns, training=training) for places in dealt]
+    dealt, loads = deal(rows, ranks, CostModel())
+    planner = make_micro_batch_strategy(trainer, merge_turns=merge_turns)
+    layout, positions = "", []
+    for share in map(rows.take, dealt):
+        forwards = planner.forwards_of(share, training=training)
+        layout = layout or str(forwards[0].layout)
+        positions.append([share.positions(forward.rows, forward.layout) for forward in forwards])
     cap = trainer.max_tokens_per_microbatch if training else trainer.max_tokens_per_forward_microbatch
     limit = trainer.micro_train_batch_size_per_gpu if training else trainer.micro_forward_batch_size_per_gpu
     return PassEstimate(
         role=learner.role,
         training=training,
-        num_rows=len(common.rows),
-        dummy_rows=sum(map(len, dealt)) - len(common.rows),
-        num_tokens=int(common.lengths.sum()),
-        layout=passes[0].layout,
-        distinct_tokens=common.num_distinct,
-        computed_tokens=sum(sum(each.positions) for each in passes),
-        micro_batches_per_rank=max(len(each.positions) for each in passes),
-        largest_micro_batch_tokens=max(max(each.positions) for each in passes),
+        num_rows=rows.num_rows,
+        dummy_rows=sum(map(len, dealt)) - rows.num_rows,
+        num_tokens=int(rows.lengths.sum()),
+        layout=layout,
+        distinct_tokens=rows.num_distinct,
+        computed_tokens=sum(map(sum, positions)),
+        micro_batches_per_rank=max(map(len, positions)),
+        largest_micro_batch_tokens=max(map(max, positions)),
         load_max_over_mean=float(loads.max() / loads.mean()),
-        rows_over_cap=rows_over(common.lengths, cap) if trainer.micro_batching == "token_budget" else 0,
-        first_come_padding=_first_come_padding(common.lengths, limit),
+        rows_over_cap=rows_over(rows.lengths, cap) if trainer.micro_batching == "token_budget" else 0,
+        first_come_padding=_first_come_padding(rows.lengths, limit),
     )
 
 

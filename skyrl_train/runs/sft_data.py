@@ -179,7 +179,7 @@ def build_stream(settings: StepSettings, data: SFTData) -> StepStream:
 
 
 def _closing(settings: StepSettings) -> Closing:
-    from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
+    from skyrl_train.batch.microbatch import training_limit
     from skyrl_train.data.step_stream import by_documents, by_rows, by_tokens
 
     trainer = settings.trainer
@@ -187,7 +187,7 @@ def _closing(settings: StepSettings) -> Closing:
         return by_documents(
             trainer.docs_per_step,
             num_ranks=settings.num_shares,
-            admits=training_limit(make_micro_batch_strategy(trainer)),
+            admits=training_limit(trainer),
             exact=trainer.docs_per_step_exact,
         )
     return by_tokens(trainer.tokens_per_step) if trainer.tokens_per_step else by_rows(trainer.batch_size)

@@ -15,8 +15,7 @@ from skyrl_train.algorithms.critic_losses import ValueLossInputs, value_loss
 from skyrl_train.algorithms.kl import KL_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.batch.layout import Layout, spread_to_rows
-from skyrl_train.batch.sharing import computed_together
-from skyrl_train.batch.stage import stage
+from skyrl_train.batch.stage import computed_together, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.learner.policy import PolicyLearner

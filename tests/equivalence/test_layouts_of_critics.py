@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skyrl_train.batch.sharing import computed_together
-from skyrl_train.batch.stage import stage
+from skyrl_train.batch.stage import computed_together, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig

@@ -1,0 +1,154 @@
+"""What a forward and backward cost: one model, for dealing rows to ranks, for choosing a layout, and for a plan's times.
+
+    seconds = positions * linear layers + pairs * attention + loss tokens * head + calls * starting a kernel
+
+`positions` are what a forward computes, padding included; `pairs` are tokens that attend to one another; `loss tokens`
+are those that the head predicts; `calls` are attention kernels of a layer. Factors follow from the model's own
+configuration (`ModelShape`) and from what its device computes in a second (`DeviceRates`). The rates are stated for a
+kind of device and never measured in a run: what a micro-batch holds decides the order of sums, and a run that is resumed
+must cut as it did before. A wrong cost costs speed, never correctness. Imports neither torch nor a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.int64] | NDArray[np.float64]
+
+_BACKWARD = 2
+"""A backward computes each product twice: for the input and for the weight. Attention's computes scores again, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRates:
+    """What a device computes in a second where it is busy."""
+
+    linear_flops: float
+    """Floating-point operations of large matrix products."""
+    attention_flops: float
+    """The same of the attention kernel, masked pairs left out."""
+    kernel_s: float
+    """Seconds to start a kernel."""
+
+
+CPU = DeviceRates(linear_flops=8e10, attention_flops=5e10, kernel_s=2e-5)
+"""One core with AVX-512, float32."""
+
+RATES: dict[str, DeviceRates] = {
+    "H200": DeviceRates(linear_flops=6.5e14, attention_flops=3.5e14, kernel_s=5e-6),
+    "H100": DeviceRates(linear_flops=6.0e14, attention_flops=3.5e14, kernel_s=5e-6),
+    "A100": DeviceRates(linear_flops=2.4e14, attention_flops=1.5e14, kernel_s=6e-6),
+    "": DeviceRates(linear_flops=1.0e14, attention_flops=6e13, kernel_s=6e-6),
+}
+"""bfloat16, by what the device's name contains; the last is any other accelerator."""
+
+
+def rates_of(device_name: str) -> DeviceRates:
+    """The stated rates of a device: `cpu`, or a name as `torch.cuda.get_device_name` tells it."""
+    if device_name == "cpu":
+        return CPU
+    return next(rates for name, rates in RATES.items() if name in device_name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """What a decoder computes, in floating-point operations of a forward."""
+
+    num_layers: int
+    linear_flops_per_token: float
+    """Of all layers: twice the parameters that a token passes, in a mixture of experts those of its active ones."""
+    attention_flops_per_pair: float
+    """Of all layers, for a token and one that it attends to: scores and their values, twice each."""
+    head_flops_per_token: float
+    """Of the last layer, for a token that is predicted."""
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Of a model's configuration file; of the text model where there are others.
+
+        Raises KeyError for a configuration that names no hidden size, layers or heads.
+        """
+        text: Mapping[str, Any] = config.get("text_config") or config
+        hidden, layers, heads = (
+            int(text[name]) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+        )
+        head = int(text.get("head_dim") or hidden // heads)
+        kv_heads = int(text.get("num_key_value_heads") or heads)
+        projections = hidden * head * (2 * heads + 2 * kv_heads)
+        feed_forward = sum(_feed_forward_width(text, layer) for layer in range(layers))
+        return cls(
+            num_layers=layers,
+            # Gate, up and down: three products of the same size.
+            linear_flops_per_token=2.0 * (layers * projections + 3 * hidden * feed_forward),
+            attention_flops_per_pair=4.0 * heads * head * layers,
+            head_flops_per_token=2.0 * hidden * int(text.get("vocab_size") or 0),
+        )
+
+
+def _feed_forward_width(text: Mapping[str, Any], layer: int) -> int:
+    """Features between the products of a layer that a token passes: all of a dense layer, those of the active experts and
+    of the shared one where the layer has experts."""
+    hidden = int(text["hidden_size"])
+    dense = int(text.get("intermediate_size") or 4 * hidden)
+    active = int(text.get("num_experts_per_tok") or 0)
+    # Families name layers without experts in three ways: the first ones, by number, or all but every n-th.
+    every = int(text.get("decoder_sparse_step") or 1)
+    is_dense = layer < int(text.get("first_k_dense_replace") or 0) or layer in (text.get("mlp_only_layers") or ())
+    if not active or is_dense or (layer + 1) % every:
+        return dense
+    each = int(text.get("moe_intermediate_size") or dense)
+    shared = int(text.get("shared_expert_intermediate_size") or each * int(text.get("n_shared_experts") or 0))
+    return active * each + shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostModel:
+    """Cost of a forward and backward, in seconds, or in any other unit: only ratios decide what is planned.
+
+    The default is that of a decoder of hidden size 2048 in units of a position: with `24 h^2` operations per position
+    and `4 h` per pair in a layer, a pair costs `1 / (6 h)` of a position.
+    """
+
+    per_position: float = 1.0
+    per_pair: float = 1.0 / (6 * 2048)
+    per_loss_token: float = 0.0
+    per_call: float = 2.0
+    """Of one attention kernel in every layer: what a small model waits for it, and a large one hides."""
+
+    @classmethod
+    def of_model(cls, model: ModelShape, rates: DeviceRates) -> CostModel:
+        """In seconds of a forward and its backward."""
+        passes = 1 + _BACKWARD
+        return cls(
+            per_position=passes * model.linear_flops_per_token / rates.linear_flops,
+            # The backward of fused attention has five products for two in the forward.
+            per_pair=(1 + 2.5) * model.attention_flops_per_pair / rates.attention_flops,
+            per_loss_token=passes * model.head_flops_per_token / rates.linear_flops,
+            per_call=passes * model.num_layers * rates.kernel_s,
+        )
+
+    def of(self, positions: Counts, pairs: Counts, calls: Counts, loss_tokens: Counts | int = 0) -> NDArray[np.float64]:
+        """Elementwise, of the counts of forwards."""
+        cost: NDArray[np.float64] = (
+            positions * self.per_position
+            + pairs * self.per_pair
+            + calls * self.per_call
+            + loss_tokens * self.per_loss_token
+        )
+        return cost
+
+    def of_rows(self, lengths: NDArray[np.int64]) -> NDArray[np.float64]:
+        """`[rows]`: what a row of each length adds to a forward, starting kernels and the head left out."""
+        exact = lengths.astype(np.float64)
+        cost: NDArray[np.float64] = self.per_position * exact + self.per_pair / 2 * exact * exact
+        return cost
+
+    @property
+    def attention_over_linear_at_32k(self) -> float:
+        """Of a row of 32,768 tokens: what attention takes over what linear layers take."""
+        return 32768 / 2 * self.per_pair / self.per_position
