@@ -24,9 +24,9 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch.balance import CostModel, deal_rows
+from skyrl_train.batch.balance import deal_groups, deal_rows
 from skyrl_train.batch.boundaries import compute_prompt_mini_batch_boundaries
-from skyrl_train.batch.deal_groups import deal_groups
+from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over, split_packed, split_padded
 
 MAX_TOKENS = 16384
@@ -83,7 +83,7 @@ def plan_step(lengths: Rows, costs: NDArray[np.float64]) -> list[list[Rows]]:
 
 def measure(count: int) -> Result:
     lengths = long_tailed_lengths(count)
-    costs = CostModel().of(lengths)
+    costs = CostModel().of_rows(lengths)
     repeats = 3 if count <= 100_000 else 1
     deal_8_s, dealt_8 = timed(lambda: deal_rows(costs, 8), repeats)
     deal_64_s, dealt_64 = timed(lambda: deal_rows(costs, 64), repeats)
@@ -167,15 +167,15 @@ def positions_of(places: Rows, lengths: Rows, shared: Rows, starts: Rows, turns:
 def measure_dealing(what: str, prompts: int, samples: int, turns: int, num_ranks: int) -> Dealing:
     lengths, shared, starts = shared_rows(prompts, samples, turns)
     cost = CostModel()
-    again = cost.of(shared)
-    deal_s, groups = timed(lambda: deal_groups(cost.of(lengths) - again, again, starts, num_ranks), 3)
-    rows = list(deal_rows(cost.of(lengths), num_ranks))
+    again = cost.of_rows(shared)
+    deal_s, groups = timed(lambda: deal_groups(cost.of_rows(lengths) - again, again, starts, num_ranks), 3)
+    rows = list(deal_rows(cost.of_rows(lengths), num_ranks))
 
     def computed(dealt: list[Rows]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Positions of each rank, and their cost."""
         added = [positions_of(np.sort(places), lengths, shared, starts, turns, samples) for places in dealt]
         costs = [
-            (cost.of(lengths[np.sort(places)]) - cost.of(lengths[np.sort(places)] - each)).sum()
+            (cost.of_rows(lengths[np.sort(places)]) - cost.of_rows(lengths[np.sort(places)] - each)).sum()
             for places, each in zip(dealt, added)
         ]
         return np.array([each.sum() for each in added]), np.array(costs)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from skyrl_train.batch.boundaries import offsets_of
-from skyrl_train.batch.microbatch import MicroBatchStrategy, make_micro_batch_strategy
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, make_micro_batch_strategy
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.bundles import Role
@@ -77,10 +77,11 @@ def save_tiny_tokenizer(folder: Path) -> None:
     )
 
 
-def fixed_rows(rows: int, layout: LayoutChoice = "padded") -> MicroBatchStrategy:
+def fixed_rows(rows: int, layout: LayoutChoice = "padded", *, merge_turns: bool = False) -> MemoryAwareBatchIterator:
     """Micro-batches of at most so many rows, for training as for scoring."""
     return make_micro_batch_strategy(
-        TrainerConfig(micro_train_batch_size_per_gpu=rows, micro_forward_batch_size_per_gpu=rows, layout=layout)
+        TrainerConfig(micro_train_batch_size_per_gpu=rows, micro_forward_batch_size_per_gpu=rows, layout=layout),
+        merge_turns=merge_turns,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudgets
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.memory_meter import CountingMeter

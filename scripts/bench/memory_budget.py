@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from skyrl_train.batch.microbatch import MicroBatchStrategy, make_micro_batch_strategy
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -114,7 +114,7 @@ class BudgetCase:
         """Real tokens, for each fixed number of rows and, as 0, for the budget that was found; uncounted, in turns, the
         best of the rounds."""
         healing = self.learner.engine.healing
-        strategies: dict[int, MicroBatchStrategy] = {
+        strategies: dict[int, MemoryAwareBatchIterator] = {
             0: healing.passes.micro_batching,
             **{n: _fixed(n, self.layout) for n in rows},
         }
@@ -154,7 +154,7 @@ def random_step(seed: int) -> MiniBatch:
     return close_mini_batch(batch, loss_reduction="token_mean", max_sequence_length_for_norm=LONGEST)
 
 
-def _fixed(rows: int, layout: LayoutChoice) -> MicroBatchStrategy:
+def _fixed(rows: int, layout: LayoutChoice) -> MemoryAwareBatchIterator:
     return make_micro_batch_strategy(
         TrainerConfig(layout=layout, micro_train_batch_size_per_gpu=rows, micro_forward_batch_size_per_gpu=rows)
     )

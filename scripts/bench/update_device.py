@@ -13,15 +13,14 @@ matrix product measured here.
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from update_ours import Ours
 from update_work import KINDS, SIZES, ModelSize
 
-from skyrl_train.batch.forwards import forward_of_tree
-from skyrl_train.batch.prefix_tree import prefix_order
+from skyrl_train.batch.planner import facts_of
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.model.numerics import set_numerics
 
@@ -64,16 +63,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 def needed_flops(batch: TrainingInputBatch, size: ModelSize) -> float:
     """Of a forward and backward of the rows."""
-    ids, bounds = batch["input_ids"].numpy(), batch.row_offsets.tolist()
-    order = prefix_order([ids[start:stop] for start, stop in pairwise(bounds)])
-    tree = forward_of_tree(order, [range(batch.num_rows)])
+    facts = facts_of(batch, layout="prefix_shared", merge_turns=False)
+    tree = facts.sizes([np.arange(batch.num_rows)])
     query, kv = size.hidden, size.hidden // size.heads * size.kv_heads
     layer = size.hidden * (query + 2 * kv) + query * size.hidden + 3 * size.hidden * size.intermediate
     scored = int(batch["loss_mask"].sum())
     return (
-        6.0 * size.layers * layer * tree.positions
+        6.0 * size.layers * layer * float(tree.positions[0])
         + 6.0 * size.vocabulary * size.hidden * scored
-        + 12.0 * size.layers * query * tree.pairs
+        + 12.0 * size.layers * query * float(tree.pairs[0])
     )
 
 

@@ -74,8 +74,8 @@ def stage(
     """
     if batch.num_rows == 0:
         raise BatchError("no rows to shard")
-    if "position_ids" in batch:
-        together = "row"  # rows that hold several sequences each share nothing with one another
+    if "position_ids" in batch or dp_size == 1:
+        together = "row"  # rows that hold several sequences share nothing; one rank has all rows in any case
     layout: LayoutChoice = "prefix_shared" if together == "prompt" else "packed"
     facts = facts_of(batch, layout=layout, merge_turns=together == "trajectory")
     dealt, _ = deal(facts, dp_size, cost or CostModel())

@@ -20,7 +20,7 @@ from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.losses import policy_loss
 from skyrl_train.algorithms.step_columns import with_step_columns
 from skyrl_train.batch.assemble import assemble
-from skyrl_train.batch.microbatch import MicroBatchStrategy, make_micro_batch_strategy, micro_batches
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
@@ -66,7 +66,7 @@ class Layout:
     packed: bool = False
     """A token budget of the sum of lengths instead of rows times the longest."""
 
-    def strategy(self) -> MicroBatchStrategy:
+    def strategy(self) -> MemoryAwareBatchIterator:
         return make_micro_batch_strategy(
             TrainerConfig(
                 micro_batching=self.micro_batching,
@@ -287,10 +287,10 @@ def plain_gradient(
     added."""
     mini_batch = closed(step, batch_of, layout, rescoring(model, step, batch_of, layout, regime))
     shards = stage(mini_batch.batch, layout.dp_size).shards
-    counts = [len(layout.strategy().split(shard, training=True)) for shard in shards]
+    counts = [len(layout.strategy().forwards(shard, training=True)) for shard in shards]
     model.zero_grad(set_to_none=True)
     for shard in shards:
-        for micro_batch in micro_batches(shard, layout.strategy(), training=True, agree=lambda _: max(counts)):
+        for micro_batch in layout.strategy().iterate(shard, training=True, agree=lambda _: max(counts)):
             plain_loss(model, step.algorithm, micro_batch.batch).backward()  # type: ignore[no-untyped-call]
     return flat_gradient(model)
 

@@ -12,13 +12,12 @@ from layouts import ALL_DIFFERENT, Step, assert_same_gradient, fixed_rollouts, l
 from torch import Tensor, nn
 
 from skyrl_train.algorithms.kl import token_kl
-from skyrl_train.batch import microbatch
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, MicroBatch
 from skyrl_train.batch.minibatch import close_mini_batch
 from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
-from skyrl_train.learner import passes
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.learner_cases import make_double, save_tiny_model
 
@@ -74,12 +73,14 @@ def unmasked_mean(patch: pytest.MonkeyPatch) -> None:
 def denominators_per_micro_batch(patch: pytest.MonkeyPatch) -> None:
     """Each micro-batch divides by its own tokens."""
 
-    def planted(*arguments: object, **settings: object) -> Iterator[microbatch.MicroBatch]:
-        for part in microbatch.micro_batches(*arguments, **settings):  # type: ignore[arg-type]
+    iterate = MemoryAwareBatchIterator.iterate
+
+    def planted(*arguments: object, **settings: object) -> Iterator[MicroBatch]:
+        for part in iterate(*arguments, **settings):  # type: ignore[arg-type]
             closed = close_mini_batch(part.batch, loss_reduction="token_mean", max_sequence_length_for_norm=1)
             yield replace(part, batch=closed.batch)
 
-    patch.setattr(passes, "micro_batches", planted)
+    patch.setattr(MemoryAwareBatchIterator, "iterate", planted)
 
 
 def dummy_rows_counted(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ from layouts import (
 from torch import distributed, nn
 
 from skyrl_train.batch.documents import reduction_schedule
-from skyrl_train.batch.microbatch import micro_batches
 from skyrl_train.batch.stage import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
@@ -57,8 +56,8 @@ def compute_rank(model: nn.Module, rank: int, regime: Regime) -> dict[str, Any]:
     rescore = rescoring(model, STEP, fixed_rollouts(), replace(UNEVEN, dp_size=1), regime)
     shard = stage(closed(STEP, fixed_rollouts(), UNEVEN, rescore).batch, 2).shards[rank]
     model.zero_grad(set_to_none=True)
-    own = len(UNEVEN.strategy().split(shard, training=True))
-    parts = list(micro_batches(shard, UNEVEN.strategy(), training=True, agree=largest_anywhere))
+    own = len(UNEVEN.strategy().forwards(shard, training=True))
+    parts = list(UNEVEN.strategy().iterate(shard, training=True, agree=largest_anywhere))
     for part, reduces in zip(parts, reduction_schedule(len(parts))):
         plain_loss(model, STEP.algorithm, part.batch).backward()  # type: ignore[no-untyped-call]
         if reduces:

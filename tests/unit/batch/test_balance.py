@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_train.batch.balance import CostModel, deal_rows
+from skyrl_train.batch.balance import deal_rows
+from skyrl_train.batch.cost import CostModel
 from skyrl_train.errors import BatchError
 
 
@@ -14,11 +15,11 @@ def long_tailed(count, seed=0):
 
 
 def test_a_row_costs_its_tokens_and_their_square():
-    assert CostModel(per_token=2.0, per_squared_token=0.5).of(np.array([0, 4])).tolist() == [0, 16]
+    assert CostModel(per_position=2.0, per_pair=1.0).of_rows(np.array([0, 4])).tolist() == [0, 16]
 
 
 def test_the_default_is_that_of_a_hidden_size_of_2048():
-    assert CostModel().of(np.array([24576])).tolist() == [2 * 24576]
+    assert CostModel().of_rows(np.array([24576])).tolist() == [2 * 24576]
 
 
 def test_shares_are_equal_where_they_can_be():
@@ -46,14 +47,14 @@ def test_every_row_goes_to_one_rank(costs, num_ranks):
 
 @pytest.mark.parametrize(("count", "num_ranks"), [(1024, 8), (2048, 64), (4096, 64), (16384, 8), (16384, 64)])
 def test_long_tails_are_level_to_one_percent(count, num_ranks):
-    costs = CostModel().of(long_tailed(count))
+    costs = CostModel().of_rows(long_tailed(count))
     loads = costs[deal_rows(costs, num_ranks)].sum(axis=1)
     assert loads.max() / loads.mean() <= 1.01
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_where_one_row_outweighs_a_share_its_rank_has_the_lightest_others(seed):
-    costs = CostModel().of(long_tailed(256, seed))
+    costs = CostModel().of_rows(long_tailed(256, seed))
     loads = costs[deal_rows(costs, 64)].sum(axis=1)
     least = costs.max() + np.sort(costs)[:3].sum()
     assert loads.max() <= max(least, 1.01 * loads.mean()) * 1.02

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.batch.documents import document_steps, reduction_schedule
-from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
+from skyrl_train.batch.microbatch import training_limit
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.runs.rl import assembly_settings
@@ -41,7 +41,6 @@ def test_a_step_closes_after_the_micro_batch_that_reaches_the_target():
 
 def test_documents_are_summed_over_ranks_round_by_round():
     (first, second) = steps_of([1] * 12, target=5, ranks=3)
-    assert [[rows.tolist() for rows in rank] for rank in first.micro_batches] == [[[0, 1]], [[2, 3]], [[4, 5]]]
     assert (first.num_documents, first.overshoot, first.num_rounds) == (6, 1, 1)
     assert second.num_documents == 6
 
@@ -49,27 +48,26 @@ def test_documents_are_summed_over_ranks_round_by_round():
 def test_exact_cuts_the_last_micro_batch_at_the_target():
     steps = steps_of([1] * 10, target=3, exact=True)
     assert [step.num_documents for step in steps] == [3, 3, 3, 1]
-    assert [[rows.tolist() for rows in step.micro_batches[0]] for step in steps[:2]] == [[[0, 1], [2]], [[3, 4], [5]]]
+    assert [step.num_rounds for step in steps] == [2, 2, 2, 1]
     assert all(step.overshoot == 0 for step in steps)
 
 
 def test_what_is_left_over_is_a_step_of_its_own_and_short_ranks_run_dummies():
     steps = steps_of([1] * 9, target=8, ranks=4)
     assert [step.num_documents for step in steps] == [8, 1]
-    assert [len(rank) for rank in steps[1].micro_batches] == [1, 0, 0, 0]
-    assert steps[1].num_rounds == 1
+    assert [step.num_rounds for step in steps] == [1, 1]
 
 
 def test_a_document_of_several_rows_counts_once_and_stays_whole():
     steps = steps_of([3, 1, 1, 2], target=1, rows=2)
     assert [(step.start, step.stop, step.num_documents) for step in steps] == [(0, 3, 1), (3, 5, 2), (5, 7, 1)]
-    assert [rows.tolist() for rows in steps[0].micro_batches[0]] == [[0, 1], [2]]
+    assert [step.num_rounds for step in steps] == [2, 1, 1]
 
 
 def test_documents_without_loss_are_neither_counted_nor_computed():
     steps = steps_of([1, 1, 1, 1], target=2, rows=1, has_loss=[False, True, False, True])
     assert [(step.start, step.stop, step.num_documents) for step in steps] == [(0, 4, 2)]
-    assert [rows.tolist() for rows in steps[0].micro_batches[0]] == [[1], [3]]
+    assert steps[0].num_rounds == 2
 
 
 def test_nothing_with_loss_is_no_step():
@@ -106,20 +104,18 @@ def test_steps_partition_the_documents_and_overshoot_by_one_micro_batch_per_rank
     counts = [count for count, _ in documents]
     trajectory = np.repeat(np.arange(len(counts)), counts)
     steps = steps_of(counts, target=target, ranks=ranks, rows=rows, exact=exact, has_loss=has_loss)
-    computed = np.concatenate([r for s in steps for rank in s.micro_batches for r in rank]) if steps else np.zeros(0)
-    assert sorted(computed.tolist()) == [row for row, loss in enumerate(has_loss) if loss]
     if steps:
         assert (steps[0].start, steps[-1].stop) == (0, len(has_loss))
         assert all(step.stop == following.start for step, following in pairwise(steps))
     for number, step in enumerate(steps):
-        inside = [r for rank in step.micro_batches for part in rank for r in part.tolist()]
-        assert len({trajectory[row] for row in inside}) == step.num_documents
-        assert all(step.start <= row < step.stop for row in inside)
+        inside = [row for row in range(step.start, step.stop) if has_loss[row]]
+        assert len(set(trajectory[inside].tolist())) == step.num_documents
         assert step.num_documents_before == sum(earlier.num_documents for earlier in steps[:number])
         if number + 1 < len(steps):
             assert step.num_documents == target if exact else step.num_documents >= target
-        last = [len({trajectory[row] for row in rank[-1].tolist()}) for rank in step.micro_batches if rank]
-        assert step.overshoot < max(1, sum(last))
+        # A micro-batch holds at most `rows` documents, and every rank may have one that was not needed.
+        assert step.overshoot < max(1, ranks * rows)
+        assert step.num_rounds >= len(inside) / (ranks * rows)
 
 
 def test_the_schedule_of_a_number_of_micro_batches_is_built_once():
@@ -158,6 +154,6 @@ def test_a_batch_is_assembled_with_the_steps_that_documents_close():
 
 @pytest.mark.parametrize("strategy", ["token_budget", "test_microbatch:halves"])
 def test_steps_close_by_the_stated_cap_under_a_custom_planner_too(strategy):
-    admits = training_limit(make_micro_batch_strategy(TrainerConfig(micro_batching=strategy)))
+    admits = training_limit(TrainerConfig(micro_batching=strategy))
     assert admits(2, 4096, 5000)
     assert not admits(3, 4096, 5000)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from skyrl_train.batch.forwards import ForwardCost
+from skyrl_train.batch.cost import CostModel
+from skyrl_train.batch.forwards import fixed, token_budget
 from skyrl_train.batch.layout import (
     LAYOUTS,
     make_layout,
@@ -19,11 +23,9 @@ from skyrl_train.batch.layout import (
     shared_layout,
     spread_to_rows,
 )
-from skyrl_train.batch.layout_split import split_forwards
-from skyrl_train.batch.merge import hosts_of, merge_counts
-from skyrl_train.batch.microbatch import FixedRows, layout_of, make_micro_batch_strategy
-from skyrl_train.batch.prefix_tree import Segment, prefix_order, tree_segments
-from skyrl_train.batch.token_budget import TokenBudget
+from skyrl_train.batch.microbatch import make_micro_batch_strategy
+from skyrl_train.batch.planner import Forward, RowFacts, facts_of
+from skyrl_train.batch.prefix_tree import Segment, hosts_of, merge_counts, prefix_order, tree_segments
 from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_lengths
 from skyrl_train.config.schema import TrainerConfig
 
@@ -139,54 +141,55 @@ def test_values_go_back_to_their_rows_with_their_gradient() -> None:
     assert values.grad.tolist() == [1, 0, 0, 0, 2, 0, 0]
 
 
-def split(
-    rows: TrainingInputBatch, planner: FixedRows | TokenBudget, layout: str, *, merge: bool = False
-) -> list[list[int]]:
-    forwards = split_forwards(rows, planner, layout, training=True, merge=merge)  # type: ignore[arg-type]
-    return sorted(sorted(forward.rows.tolist()) for forward in forwards)
+def forwards_of(
+    rows: TrainingInputBatch, layout: str, *, tokens: int = 0, num_rows: int = 0, merge: bool = False
+) -> tuple[RowFacts, list[Forward]]:
+    """Under a cap of tokens or of rows."""
+    facts = facts_of(rows, layout=layout, merge_turns=merge)  # type: ignore[arg-type]
+    if num_rows:
+        return facts, fixed(replace(facts, max_rows=num_rows))
+    return facts, token_budget(replace(facts, budget=tokens))
 
 
-def tokens(cap: int) -> TokenBudget:
-    return TokenBudget(tokens_per_train_micro_batch=cap, tokens_per_forward_micro_batch=cap, padded=False)
+def split(rows: TrainingInputBatch, layout: str, **limits: Any) -> list[list[int]]:
+    return sorted(sorted(np.asarray(forward.rows).tolist()) for forward in forwards_of(rows, layout, **limits)[1])
 
 
 GROUPS = rows_of([A, B, C], [D, D, D], [A, B, D], [D, D, E], prompts=[0, 1, 0, 1])
 
 
 def test_rows_of_a_prompt_stay_together_and_count_what_they_do_not_share() -> None:
-    assert split(GROUPS, tokens(4), "prefix_shared") == [[0, 2], [1, 3]]
-    assert split(GROUPS, tokens(8), "prefix_shared") == [[0, 1, 2, 3]]
-    assert split(GROUPS, FixedRows(rows_per_train_micro_batch=2, rows_per_forward_micro_batch=2), "prefix_shared") == [
-        [0, 2],
-        [1, 3],
-    ]
+    assert split(GROUPS, "prefix_shared", tokens=4) == [[0, 2], [1, 3]]
+    assert split(GROUPS, "prefix_shared", tokens=8) == [[0, 1, 2, 3]]
+    assert split(GROUPS, "prefix_shared", num_rows=2) == [[0, 2], [1, 3]]
 
 
 def test_a_group_over_the_cap_is_cut_between_rows() -> None:
-    assert split(GROUPS, tokens(3), "prefix_shared") == [[0], [1], [2], [3]]
+    assert split(GROUPS, "prefix_shared", tokens=3) == [[0], [1], [2], [3]]
 
 
 def test_merged_turns_count_as_the_row_that_computes_them() -> None:
     rows = rows_of([A, B], [A, B, C], [D, E], [D, E, A, B], trajectories=[0, 0, 1, 1])
-    assert split(rows, tokens(7), "packed", merge=True) == [[0, 1, 2, 3]]
-    assert split(rows, tokens(6), "packed", merge=True) == [[0, 1], [2, 3]]
+    assert split(rows, "packed", tokens=7, merge=True) == [[0, 1, 2, 3]]
+    assert split(rows, "packed", tokens=6, merge=True) == [[0, 1], [2, 3]]
 
 
 @given(rows=ROWS, cap=st.integers(2, 30))
 def test_the_predicted_positions_are_those_computed_and_within_the_cap(rows: list[list[int]], cap: int) -> None:
     batch = rows_of(*rows)
     for name, merge in (("packed", True), ("packed", False), ("prefix_shared", False)):
-        forwards = split_forwards(batch, tokens(cap), name, training=True, merge=merge)  # type: ignore[arg-type]
-        assert sorted(row for forward in forwards for row in forward.rows.tolist()) == list(range(len(rows)))
+        facts, forwards = forwards_of(batch, name, tokens=cap, merge=merge)
+        assert sorted(int(row) for forward in forwards for row in forward.rows) == list(range(len(rows)))
         for forward in forwards:
-            layout = LAYOUTS[name](batch.take(forward.rows.tolist()), merge=merge)  # type: ignore[index]
-            assert layout.num_positions == forward.positions
-            assert forward.positions <= cap or len(forward.rows) == 1 or merge
+            layout = LAYOUTS[name](batch.take(torch.as_tensor(forward.rows)), merge=merge)  # type: ignore[index]
+            assert layout.num_positions == facts.positions(forward.rows)
+            assert layout.num_positions <= cap or len(forward.rows) == 1 or merge
 
 
 def auto(rows: TrainingInputBatch) -> str:
     trainer = TrainerConfig(layout="auto", micro_batching="token_budget")
-    return layout_of(rows, make_micro_batch_strategy(trainer, merge_turns=True), "auto", training=True)
+    (forward,) = make_micro_batch_strategy(trainer, merge_turns=True).forwards(rows, training=True)
+    return str(forward.layout)
 
 
 def test_auto_shares_long_prefixes() -> None:
@@ -202,9 +205,13 @@ def test_auto_pads_short_rows_of_one_length() -> None:
     assert auto(rows_of([A, A, A], [B, B, B], [C, C, C])) == "padded"
 
 
-def test_the_cost_model_is_what_it_says() -> None:
-    forward = split_forwards(TWO, tokens(100), "packed", training=True, merge=False)
-    assert ForwardCost(per_pair=0.5, per_call=10.0).of(forward) == 7 + 0.5 * (6 + 10) + 10 * 2
+def test_what_forwards_compute_is_counted_for_each_layout() -> None:
+    facts = facts_of(TWO, layout="auto", merge_turns=False)
+    both, cost = [np.array([0, 1])], CostModel(per_pair=0.5, per_call=10.0)
+    expected = {"padded": 8 + 0.5 * 20 + 10, "packed": 7 + 0.5 * (6 + 10) + 20, "prefix_shared": 5 + 0.5 * (6 + 7) + 30}
+    for name, number in expected.items():
+        sizes = facts.sizes(both, name)  # type: ignore[arg-type]
+        assert cost.of(sizes.positions, sizes.pairs, sizes.calls).tolist() == [number]
 
 
 class Half:

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, OneForward, TokenBudgets
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.batch.training_batch import batch_of_lengths
 
 LENGTHS = [4, 9, 2, 7, 3, 12]
 
 
 def rows_of(batches: MemoryAwareBatchIterator, *, training: bool) -> list[list[int]]:
-    return [part.tolist() for part in batches.split(batch_of_lengths(LENGTHS), training=training)]
+    return [part.rows.tolist() for part in batches.iterate(batch_of_lengths(LENGTHS), training=training)]
 
 
 def test_each_phase_has_its_budget_of_computed_positions() -> None:
@@ -44,4 +44,6 @@ def test_every_rank_runs_as_many_forwards() -> None:
 
 
 def test_one_forward_takes_all_rows() -> None:
-    assert [part.tolist() for part in OneForward().split(batch_of_lengths([3, 5]), training=True)] == [[0, 1]]
+    batches = MemoryAwareBatchIterator(TokenBudgets(training=1, forward=1))
+    assert rows_of(batches, training=True) == [[5], [1], [3], [0], [4], [2]]
+    assert rows_of(batches.as_one_forward(), training=True) == [[0, 1, 2, 3, 4, 5]]

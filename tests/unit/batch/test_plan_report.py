@@ -262,9 +262,9 @@ def test_recorded_rollouts_are_planned_as_they_will_be_computed(micro_batching, 
 
     batch = assemble(rollouts, assembly_settings(config, rows=ROWS[step_wise]), global_step=1, weight_version=0)
     strategy = make_micro_batch_strategy(config.trainer, merge_turns=True)
-    parts = strategy.split(batch, training=True)
-    name = strategy.layout_of(batch, training=True)
-    positions = [LAYOUTS[name](batch.take(part), merge=True).num_positions for part in parts]
+    parts = strategy.forwards(batch, training=True)
+    name = parts[0].layout
+    positions = [LAYOUTS[name](batch.take(part.rows), merge=True).num_positions for part in parts]
     assert (estimate.layout, estimate.computed_tokens) == (name, sum(positions))
     assert (estimate.micro_batches_per_rank, estimate.largest_micro_batch_tokens) == (len(parts), max(positions))
     assert estimate.num_tokens == batch.num_tokens

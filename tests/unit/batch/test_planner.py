@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.batch.layout import make_layout
-from skyrl_train.batch.memory_batches import BudgetedPlanner, TokenBudgets, under_budgets
-from skyrl_train.batch.microbatch import make_micro_batch_strategy, micro_batches
-from skyrl_train.batch.planner import CustomPlanner, Forward, RowFacts
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets, make_micro_batch_strategy
+from skyrl_train.batch.planner import Forward, RowFacts
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.config.schema import Config, TrainerConfig
@@ -54,9 +53,9 @@ def planner_of(
     layout: LayoutChoice = "padded",
     tokens: int = 8192,
     merge: bool = False,
-) -> CustomPlanner:
+) -> MemoryAwareBatchIterator:
     spec = plan if isinstance(plan, dict) else f"test_planner:{plan.__name__}"
-    found = make_micro_batch_strategy(
+    return make_micro_batch_strategy(
         TrainerConfig(
             micro_batching=spec,
             layout=layout,
@@ -65,27 +64,26 @@ def planner_of(
         ),
         merge_turns=merge,
     )
-    assert isinstance(found, CustomPlanner)
-    return found
 
 
-def told(forwards: Any) -> CustomPlanner:
+def told(forwards: Any) -> MemoryAwareBatchIterator:
     return planner_of({"_target_": "test_planner:as_told", "forwards": forwards})
 
 
 def facts_of(batch: TrainingInputBatch, *, training: bool = True, **settings: Any) -> RowFacts:
     """What a planner is told of a batch."""
-    seen: list[RowFacts] = []
+    SEEN.clear()
+    planner_of(noting, **settings).forwards(batch, training=training)
+    return SEEN[0]
 
-    def plan(rows: RowFacts) -> list[Forward]:
-        seen.append(rows)
-        return [Forward(np.arange(rows.num_rows))]
 
-    made = planner_of(greedy, **settings)
-    CustomPlanner(
-        plan=plan, name="seen", layout=made.layout, merge_turns=made.merge_turns, stated=made.stated
-    ).forwards(batch, training=training)
-    return seen[0]
+SEEN: list[RowFacts] = []
+
+
+def noting(rows: RowFacts) -> list[Forward]:
+    """Notes what it is told."""
+    SEEN.append(rows)
+    return [Forward(np.arange(rows.num_rows))]
 
 
 def test_a_planner_is_told_of_rows_as_the_example_says() -> None:
@@ -174,24 +172,18 @@ def test_a_planner_that_asks_what_fits_keeps_within_a_budget_that_was_found(
 ) -> None:
     batch = turns_batch(turns, branches=branches)
     budgets = TokenBudgets(training=tokens, forward=2 * tokens, cell_shares=(share, 0.0))
-    strategy = under_budgets(planner_of(greedy, layout=layout, merge=merge), budgets, layout=layout, merge_turns=merge)
-    assert isinstance(strategy, BudgetedPlanner)
+    strategy = planner_of(greedy, layout=layout, merge=merge).under(budgets)
     for training, cap in ((True, tokens), (False, 2 * tokens)):
-        parts = list(micro_batches(batch, strategy, training=training))
+        parts = list(strategy.iterate(batch, training=training))
         assert sorted(row for part in parts for row in part.rows.tolist()) == list(range(batch.num_rows))
         for part in parts:
             assert part.layout is not None
             computed = make_layout(part.batch, part.layout, merge=merge).num_positions
             assert computed <= cap or part.batch.num_rows == 1
-    fewer = len(list(micro_batches(batch, strategy, training=True)))
+    fewer = len(list(strategy.iterate(batch, training=True)))
     strategy.lower(max(1, tokens // 2), training=True)
-    assert len(list(micro_batches(batch, strategy, training=True))) >= fewer
-    assert strategy.planner.make_facts(training=False, **_no_rows()).budget == 2 * tokens
-
-
-def _no_rows() -> dict[str, Any]:
-    nothing = np.zeros(0, dtype=np.int64)
-    return dict.fromkeys(("lengths", "loss_tokens", "prompts", "trajectories", "order", "shared", "hosts"), nothing)
+    assert len(list(strategy.iterate(batch, training=True))) >= fewer
+    assert strategy.budgets.of(training=False) == 2 * tokens
 
 
 @pytest.mark.parametrize(
@@ -213,39 +205,37 @@ def _no_rows() -> dict[str, Any]:
 )
 def test_an_answer_that_cannot_be_used_is_refused_by_name(forwards: Any, message: str) -> None:
     with pytest.raises(BatchError, match=rf"trainer.micro_batching=test_planner:as_told\(.*{message}"):
-        list(micro_batches(BATCH, told(forwards), training=True))
+        list(told(forwards).iterate(BATCH, training=True))
 
 
 def test_rows_beyond_a_budget_that_was_found_are_refused_before_memory_runs_out() -> None:
     together = told([Forward([0, 1, 2])])
-    found = under_budgets(together, TokenBudgets(training=11, forward=12), layout="padded", merge_turns=False)
-    assert len(list(micro_batches(BATCH, found, training=False))) == 1
+    found = together.under(TokenBudgets(training=11, forward=12))
+    assert len(list(found.iterate(BATCH, training=False))) == 1
     with pytest.raises(
         BatchError, match=r"put 3 rows with 12 positions \(layout padded\) in one forward, where 11 were"
     ):
-        list(micro_batches(BATCH, found, training=True))
-    stated = CustomPlanner(
-        plan=together.plan, name="it", layout="padded", merge_turns=False, stated=planner_of(greedy, tokens=2).stated
-    )
-    assert len(list(micro_batches(BATCH, stated, training=True))) == 1, "a stated cap is the planner's to keep"
+        list(found.iterate(BATCH, training=True))
+    stated = planner_of({"_target_": "test_planner:as_told", "forwards": [Forward([0, 1, 2])]}, tokens=2)
+    assert len(list(stated.iterate(BATCH, training=True))) == 1, "a stated cap is the planner's to keep"
 
 
 def test_with_layout_auto_each_forward_may_have_its_own() -> None:
     planner = planner_of(
         {"_target_": "test_planner:as_told", "forwards": [Forward([1, 0]), Forward([2], "packed")]}, layout="auto"
     )
-    parts = list(micro_batches(BATCH, planner, training=True, agree=lambda count: count + 1))
+    parts = list(planner.iterate(BATCH, training=True, agree=lambda count: count + 1))
     assert [(part.rows.tolist(), part.layout) for part in parts] == [
         ([1, 0], "prefix_shared"),
         ([2], "packed"),
-        ([], None),
+        ([], "packed"),
     ]
     with pytest.raises(BatchError, match="chooses among padded, packed, prefix_shared"):
-        list(micro_batches(BATCH, told([Forward([0, 1, 2], "square")]), training=True))  # type: ignore[arg-type]
+        list(told([Forward([0, 1, 2], "square")]).iterate(BATCH, training=True))  # type: ignore[arg-type]
 
 
 def test_a_planner_is_not_asked_about_no_rows() -> None:
-    assert list(micro_batches(BATCH.slice(0, 0), told(None), training=True)) == []
+    assert list(told(None).iterate(BATCH.slice(0, 0), training=True)) == []
 
 
 def test_a_planner_that_reads_the_memory_budget_needs_one_and_any_other_takes_none() -> None:

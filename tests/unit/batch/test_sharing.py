@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.batch.deal_groups import deal_groups
-from skyrl_train.batch.layout import packed_layout, shared_layout
-from skyrl_train.batch.sharing import Together, common_prefixes, computed_together
-from skyrl_train.batch.stage import stage
+from skyrl_train.batch.balance import deal, deal_groups
+from skyrl_train.batch.cost import CostModel
+from skyrl_train.batch.layout import make_layout, packed_layout, shared_layout
+from skyrl_train.batch.planner import RowFacts, facts_of
+from skyrl_train.batch.stage import Together, computed_together, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from tests.layout_cases import Row, batch_of_rows, tree_batch
 
@@ -49,38 +50,63 @@ def test_what_a_layout_computes_together(layout: str, merge: bool, together: str
     assert computed_together(layout, merge_turns=merge) == together  # type: ignore[arg-type]
 
 
+def in_a_tree(batch: TrainingInputBatch) -> RowFacts:
+    return facts_of(batch, layout="prefix_shared", merge_turns=False)
+
+
+def merged(batch: TrainingInputBatch) -> RowFacts:
+    return facts_of(batch, layout="packed", merge_turns=True)
+
+
 def test_samples_share_their_prompt() -> None:
-    common = common_prefixes(samples((3, [1, 2]), (2, [4])), "prompt")
-    assert (common.shared.tolist(), common.starts.tolist()) == ([0, 3, 0], [0, 2, 3])
-    assert common.num_distinct == 3 + 1 + 2 + 2 + 4
+    facts = in_a_tree(samples((3, [1, 2]), (2, [4])))
+    assert (facts.order.tolist(), facts.shared.tolist()) == ([0, 1, 2], [0, 3, 0])
+    assert facts.num_distinct == 3 + 1 + 2 + 2 + 4
 
 
 def test_turns_share_all_of_the_turn_before_or_the_prompt() -> None:
-    assert common_prefixes(turns(extends=True), "prompt").shared.tolist() == [0, 3, 2]
-    assert common_prefixes(turns(extends=False), "prompt").shared.tolist() == [0, 2, 2]
+    assert in_a_tree(turns(extends=True)).shared.tolist() == [0, 3, 2]
+    assert in_a_tree(turns(extends=False)).shared.tolist() == [0, 2, 2]
 
 
 def test_where_turns_are_merged_trajectories_share_nothing() -> None:
-    common = common_prefixes(turns(extends=True), "trajectory")
-    assert (common.shared.tolist(), common.starts.tolist()) == ([0, 3, 0], [0, 2, 3])
-    assert common_prefixes(turns(extends=False), "trajectory").shared.tolist() == [0, 0, 0]
-
-
-def test_rows_without_loss_share_nothing() -> None:
-    batch = samples((3, [1, 2]))
-    masked = batch.with_columns(loss_mask=batch["loss_mask"] & (torch.arange(batch.num_tokens) < 4))
-    common = common_prefixes(masked, "prompt")
-    assert (common.rows.tolist(), common.shared.tolist(), common.starts.tolist()) == ([0, 1], [0, 0], [0, 1, 2])
+    assert merged(turns(extends=True)).hosts.tolist() == [1, 1, 2]
+    assert merged(turns(extends=False)).hosts.tolist() == [0, 1, 2]
+    assert not merged(turns(extends=True)).shared.any()
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10_000))
-def test_no_more_is_predicted_to_be_shared_than_is(seed: int) -> None:
-    """Of rows with different tokens after the prompt; elsewhere a prediction may miss what happens to be equal."""
+@given(st.integers(0, 10_000), st.integers(0, 1000))
+def test_the_facts_of_some_rows_are_those_of_the_rows_alone(seed: int, other: int) -> None:
+    """What a dry run takes of its rows for a rank is what the rank finds in its shard."""
     batch = tree_batch(seed)
     kept = batch.take((~batch["is_padding"]).nonzero().squeeze(1))
-    assert common_prefixes(kept, "prompt").num_distinct >= shared_layout(kept).num_positions
-    assert common_prefixes(kept, "trajectory").num_distinct == packed_layout(kept, merge=True).num_positions
+    assert in_a_tree(kept).num_distinct == shared_layout(kept).num_positions
+    assert merged(kept).num_distinct == packed_layout(kept, merge=True).num_positions
+    generator = torch.Generator().manual_seed(other)
+    chosen = torch.randperm(kept.num_rows, generator=generator)[: 1 + other % kept.num_rows]
+    alone, taken = in_a_tree(kept.take(chosen)), in_a_tree(kept).take(chosen.numpy())
+    assert taken.lengths.tolist() == alone.lengths.tolist()
+    assert (taken.shared.sum(), taken.num_distinct) == (alone.shared.sum(), alone.num_distinct)
+    assert taken.prompts.tolist() == alone.prompts.tolist()
+    in_turns = chosen.sort().values
+    expected = make_layout(kept.take(in_turns), "packed", merge=True).num_positions
+    # Of a conversation whose turn in between is elsewhere, the facts know what one forward of all turns would share.
+    assert merged(kept).take(in_turns.numpy()).num_distinct >= expected
+
+
+def test_dummy_rows_share_nothing() -> None:
+    taken = in_a_tree(samples((3, [1, 2]))).take(np.array([2, 1, 0, 3]))
+    assert (taken.lengths.tolist(), taken.loss_tokens.tolist()) == ([2, 5, 4, 2], [0, 2, 1, 0])
+    assert (taken.order.tolist(), taken.shared.tolist()) == ([2, 1, 0, 3], [0, 3, 0, 0])
+    assert len(set(taken.prompts.tolist())) == 3
+
+
+def test_rows_without_loss_count_as_one_token() -> None:
+    batch = samples((3, [1, 2, 3]))
+    masked = batch.with_columns(loss_mask=batch["loss_mask"] & (torch.arange(batch.num_tokens) < 9))
+    (rows,), loads = deal(in_a_tree(masked), 1, CostModel(per_pair=0.0))
+    assert (rows.tolist(), loads.tolist()) == ([0, 1, 2], [4 + 5 + 1])
 
 
 def test_samples_stay_together_where_that_is_level() -> None:

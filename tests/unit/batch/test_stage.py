@@ -67,7 +67,7 @@ def test_a_result_that_does_not_fit_its_shard_is_named():
 
 
 def test_an_empty_batch_is_refused():
-    with pytest.raises(BatchError, match=r"no rows to deal out"):
+    with pytest.raises(BatchError, match=r"no rows to shard"):
         stage(rows_of_lengths(2).slice(0, 0), 2)
 
 

@@ -99,5 +99,5 @@ def test_the_layout_says_what_is_computed(layout, sizes):
     trainer = TrainerConfig(micro_batching="token_budget", layout=layout, max_tokens_per_microbatch=16)
     batch = make_batch([("a", 0, range(8)), ("b", 1, range(4)), ("c", 2, range(4))])
     strategy = make_micro_batch_strategy(trainer)
-    assert [len(rows) for rows in strategy.split(batch, training=True)] == sizes
-    assert [len(rows) for rows in strategy.split(batch, training=False)] == [3]
+    assert [len(forward.rows) for forward in strategy.forwards(batch, training=True)] == sizes
+    assert [len(forward.rows) for forward in strategy.forwards(batch, training=False)] == [3]

@@ -55,7 +55,7 @@ def make_critic(
     engine = ModelEngine(
         model,
         name="critic",
-        micro_batching=fixed_rows(rows_per_micro_batch),
+        micro_batching=fixed_rows(rows_per_micro_batch, layout, merge_turns=merge_turns),
         optimizer=OptimizerConfig(lr=lr),
         total_optimizer_steps=10,
         layout=layout,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_train.batch.memory_batches import BudgetedPlanner, MemoryAwareBatchIterator, TokenBudgets
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.batch.planner import Forward, RowFacts
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
@@ -132,7 +132,7 @@ def test_where_memory_runs_out_the_planner_is_called_again_with_a_smaller_budget
     calm, budgets = start(config, tmp_path / "calm.json")
     learner, _ = start(config, tmp_path / "disturbed.json")
     batches, meter = learner.engine.passes.micro_batching, FailingMeter()
-    assert isinstance(batches, BudgetedPlanner)
+    assert isinstance(batches, MemoryAwareBatchIterator)
     batches.lower(64, training=True)
     learner.engine.healing.begin(meter, batches, retries=3, held=learner.engine.held_tensors)
     closed = close(make_batch(LENGTHS))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudgets
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import MemoryLimitError

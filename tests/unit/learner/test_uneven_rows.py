@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import OptimizerConfig
