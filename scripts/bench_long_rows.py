@@ -110,7 +110,6 @@ def make_learner(folder: Path, size: int, args: argparse.Namespace) -> Any:
         load_causal_lm(config, "cpu"),
         name="policy",
         micro_batching=make_micro_batch_strategy(trainer),
-        layout="packed",
         optimizer=OptimizerConfig(lr=0.0),
         total_optimizer_steps=10,
         strategy=Sharded(device=torch.device("cpu"), dtype=torch.float32, cpu_offload=False, group=group),

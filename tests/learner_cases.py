@@ -124,7 +124,6 @@ def make_learner(
         model,
         name=role,
         micro_batching=fixed_rows(rows_per_micro_batch, layout),
-        layout=layout,
         dtype=dtype,
         optimizer=(optimizer or OptimizerConfig(lr=1e-2)) if role == "policy" else None,
         total_optimizer_steps=total_optimizer_steps,
@@ -147,7 +146,6 @@ def supervised_learner(
         model,
         name="policy",
         micro_batching=make_micro_batch_strategy(trainer),
-        layout=layout,
         optimizer=OptimizerConfig(lr=1e-2),
         total_optimizer_steps=10,
     )

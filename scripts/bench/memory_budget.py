@@ -69,7 +69,6 @@ class BudgetCase:
             micro_batching=_fixed(1, layout),
             optimizer=OptimizerConfig(),
             total_optimizer_steps=1,
-            layout=layout,
         )
         algorithm = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.01)
         self.learner = PolicyLearner(engine, model=ModelConfig(), algorithm=algorithm, temperature=1.0)

@@ -225,7 +225,9 @@ def _learner(case: MemoryCase, model: Any) -> PolicyLearner | CriticLearner:
         options = {"use_reentrant": False, "preserve_rng_state": False}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     model.train()
-    one_micro_batch = TrainerConfig(micro_train_batch_size_per_gpu=10**6, micro_forward_batch_size_per_gpu=10**6)
+    one_micro_batch = TrainerConfig(
+        layout=case.layout, micro_train_batch_size_per_gpu=10**6, micro_forward_batch_size_per_gpu=10**6
+    )
     engine = ModelEngine(
         model,
         name=case.role,
@@ -233,7 +235,6 @@ def _learner(case: MemoryCase, model: Any) -> PolicyLearner | CriticLearner:
         optimizer=None if case.role == "reference" else OptimizerConfig(lr=1e-9),
         total_optimizer_steps=10,
         dtype=torch.bfloat16 if case.dtype == "bfloat16" else torch.float32,
-        layout=case.layout,
     )
     algorithm = AlgorithmConfig(kl_loss_coef=0.01, entropy_coef=0.01)
     if case.role == "critic":

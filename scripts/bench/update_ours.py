@@ -94,8 +94,6 @@ class Ours:
             model,
             name="policy",
             micro_batching=make_micro_batch_strategy(trainer, merge_turns=merge),
-            layout=layout,
-            merge_turns=merge,
             dtype=torch.bfloat16 if bf16 else torch.float32,
             optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.0),
             total_optimizer_steps=100,

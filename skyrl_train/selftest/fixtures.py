@@ -130,7 +130,6 @@ def make_learner(
         model,
         name="policy",
         micro_batching=make_micro_batch_strategy(trainer),
-        layout=layout,
         dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32,
         optimizer=OptimizerConfig(lr=1e-3),
         total_optimizer_steps=10,

@@ -26,13 +26,14 @@ from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from skyrl_train.algorithms.ratios import Turns, masked
 from skyrl_train.algorithms.sequence_losses import gspo, reads_sequences, statistic_of
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
+from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.registry import reads
-from tests.learner_cases import make_double, make_learner, save_tiny_model
+from tests.learner_cases import fixed_rows, make_double, make_learner, save_tiny_model
 
 TRAJECTORY = AlgorithmConfig(sequence_unit="trajectory", loss_reduction="sequence_mean", eps_clip_high=0.4)
 
@@ -99,14 +100,13 @@ def test_a_custom_loss_declares_what_it_reads_of_its_sequence(model: nn.Module) 
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "prefix_shared"])
-def test_numbers_of_distributions_are_those_of_the_full_softmax(tmp_path: Path, layout: str) -> None:
+def test_numbers_of_distributions_are_those_of_the_full_softmax(tmp_path: Path, layout: LayoutChoice) -> None:
     config = ModelConfig(path=str(save_tiny_model(tmp_path)))
     plain, laid_out = (load_causal_lm(config, "cpu") for _ in range(2))
     make_double(plain)
     make_double(laid_out)
     batch = closed(Step(algorithm=TRAJECTORY), fixed_rollouts(), Layout(step_wise=True)).batch
-    strategy = Layout(rows=4, packed=layout != "padded").strategy()
-    engine = ModelEngine(laid_out, name="policy", micro_batching=strategy, layout=layout, optimizer=OptimizerConfig())
+    engine = ModelEngine(laid_out, name="policy", micro_batching=fixed_rows(4, layout), optimizer=OptimizerConfig())
     learner = PolicyLearner(engine, model=ModelConfig(), algorithm=TRAJECTORY, temperature=1.0)
     with torch.no_grad():
         logits = plain(input_ids=batch.padded("input_ids").long()).logits

@@ -58,8 +58,6 @@ def make_critic(
         micro_batching=fixed_rows(rows_per_micro_batch, layout, merge_turns=merge_turns),
         optimizer=OptimizerConfig(lr=lr),
         total_optimizer_steps=10,
-        layout=layout,
-        merge_turns=merge_turns,
     )
     return CriticLearner(engine, model=config, algorithm=AlgorithmConfig(value_clip=value_clip))
 

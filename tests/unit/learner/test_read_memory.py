@@ -12,7 +12,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.learner.memory_meter import CountingMeter
 from tests.layout_cases import close
-from tests.learner_cases import make_batch, make_learner, save_tiny_model
+from tests.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
 
 LENGTH, ROWS = 48, 32
 ROUNDING = 1.01
@@ -24,7 +24,7 @@ def peaks(folder: Path, layout: LayoutChoice, prompt_length: int) -> list[int]:
         folder, algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02), rows_per_micro_batch=ROWS
     )
     engine, batch = learner.engine, make_batch([LENGTH] * ROWS, prompt_length=prompt_length, dtype=torch.float32)
-    engine.healing.use(layout=layout)
+    engine.healing.use(micro_batching=fixed_rows(ROWS, layout))
     meter, found = CountingMeter(1 << 40), list[int]()
     for training in (True, False):
         engine.healing.begin_probing(meter, held=engine.held_tensors)

@@ -64,7 +64,6 @@ def with_adapter(folder: Path) -> PolicyLearner:
         model,
         name="policy",
         micro_batching=fixed_rows(4, "packed"),
-        layout="packed",
         dtype=torch.bfloat16,
         optimizer=OptimizerConfig(lr=1e-3),
         total_optimizer_steps=10,

@@ -30,8 +30,8 @@ def test_one_long_row_with_hundreds_of_short_ones_stays_within_the_budget(tmp_pa
         algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02),
         double=False,
         optimizer=OptimizerConfig(lr=1e-2),
+        layout=layout,
     )
-    learner.engine.healing.use(layout=layout)
     meter = CountingMeter(LIMITS.limit_bytes)
     report = size_micro_batches(learner, meter, LIMITS)
     assert 0 < report.budgets.cell_shares[0] < 1
