@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.documents import Admits
-from skyrl_train.batch.forwards import one_forward, token_budget
+from skyrl_train.batch.forwards import fixed, one_forward, token_budget
 from skyrl_train.batch.planner import NO_LIMIT, Forward, Planner, RowFacts, checked_forwards, facts_of
 from skyrl_train.config.micro_batching import MicroBatchConfig
 from skyrl_train.config.parts import MICRO_BATCH_STRATEGIES
@@ -130,10 +130,12 @@ class MemoryAwareBatchIterator:
         self.budgets = replace(self.budgets, training=lowered) if training else replace(self.budgets, forward=lowered)
 
     def under(self, budgets: TokenBudgets) -> MemoryAwareBatchIterator:
-        """The same within budgets that were found. `token_budget` keeps within them wherever cutting helps; what someone
-        else's planner does is checked."""
+        """The same within budgets that were found: by someone else's planner, whose answer is checked, or by
+        `token_budget`, which keeps within them wherever cutting helps."""
         found = copy(self)
-        found.budgets, found._checks_budget = budgets, self._plan is not token_budget
+        if self._plan is fixed:  # knows of no budget
+            found._plan = token_budget
+        found.budgets, found._checks_budget = budgets, found._plan is not token_budget
         return found
 
     def as_one_forward(self) -> MemoryAwareBatchIterator:
