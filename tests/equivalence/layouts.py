@@ -20,8 +20,10 @@ from skyrl_train.algorithms.kl import token_kl
 from skyrl_train.algorithms.losses import policy_loss
 from skyrl_train.algorithms.step_columns import with_step_columns
 from skyrl_train.batch.assemble import assemble
-from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, make_micro_batch_strategy
+from skyrl_train.batch.forwards import token_budget
+from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets, make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
+from skyrl_train.batch.planner import Forward, RowFacts
 from skyrl_train.batch.stage import stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
@@ -67,14 +69,21 @@ class Layout:
     """A token budget of the sum of lengths instead of rows times the longest."""
 
     def strategy(self) -> MemoryAwareBatchIterator:
+        if self.packed and self.micro_batching == "token_budget":
+            budgets = TokenBudgets(training=self.tokens, forward=TrainerConfig().max_tokens_per_forward_microbatch)
+            return MemoryAwareBatchIterator(budgets, plan=by_sum_of_lengths)
         return make_micro_batch_strategy(
             TrainerConfig(
                 micro_batching=self.micro_batching,
                 micro_train_batch_size_per_gpu=self.rows,
                 max_tokens_per_microbatch=self.tokens,
-                layout="packed" if self.packed else "padded",
             )
         )
+
+
+def by_sum_of_lengths(rows: RowFacts) -> list[Forward]:
+    """A planner: padded forwards of rows that would fit the budget packed."""
+    return [Forward(forward.rows) for forward in token_budget(replace(rows, layout="packed"))]
 
 
 def layouts() -> st.SearchStrategy[Layout]:
