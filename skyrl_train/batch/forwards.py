@@ -8,14 +8,14 @@ that what the cut computes again costs less.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from skyrl_train.batch.planner import Forward, RowFacts
-from skyrl_train.batch.token_budget import Rows, ranges, split_packed, split_padded, split_rows
+from skyrl_train.batch.token_budget import Rows, pieces, ranges, split_packed, split_padded, split_rows
 from skyrl_train.config.rules import LayoutName
 
 LAYOUT_CHOICES: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
@@ -83,20 +83,23 @@ def _split_hosts(rows: RowFacts, layout: LayoutName, *, counts_rows: bool) -> li
 
 
 @dataclass(frozen=True)
-class _Units:
-    """Runs of places in the order, of one prompt each: what stays together in a forward if it may."""
+class _Runs:
+    """Runs of neighbours in the order: units, or parts of units, one after the other or not."""
 
     begins: Rows
-    """Where each unit begins; the next begins where it ends."""
-    num_places: int
+    """The place in the order where each begins."""
+    ends: Rows
     sizes: Rows
     """What a forward of each alone computes, in rows or in positions."""
 
-    def places(self, units: Sequence[int] | Rows) -> Rows:
-        """The places of these units, in order."""
-        chosen = np.sort(np.asarray(units, dtype=np.int64))
-        ends = np.append(self.begins[1:], self.num_places)
-        return ranges(self.begins[chosen], ends[chosen] - self.begins[chosen])
+    def rows_of(self, rows: RowFacts, forwards: Sequence[Rows]) -> list[Rows]:
+        """The row numbers of each forward, in the order, where forwards are given by their runs."""
+        counts = np.array([len(forward) for forward in forwards])
+        runs, forward = np.concatenate(forwards), np.repeat(np.arange(len(forwards)), counts)
+        runs = runs[np.lexsort((self.begins[runs], forward))]
+        lengths = self.ends[runs] - self.begins[runs]
+        num_rows = np.add.reduceat(lengths, np.cumsum(counts) - counts)
+        return pieces(rows.order[ranges(self.begins[runs], lengths)], np.cumsum(num_rows) - num_rows)
 
 
 def _split_tree(rows: RowFacts, *, counts_rows: bool) -> list[Rows]:
@@ -107,22 +110,22 @@ def _split_tree(rows: RowFacts, *, counts_rows: bool) -> list[Rows]:
     if counts_rows:
         ones = np.ones(rows.num_rows, dtype=np.int64)
         units = _units(rows, whole=ones, own=ones, limit=rows.max_rows)
-        return [rows.order[units.places(part)] for part in split_packed(units.sizes, rows.max_rows)]
+        return units.rows_of(rows, split_packed(units.sizes, rows.max_rows))
     # `whole` is what a row computes where it is the first of a forward, `own` where the row before it is there too.
     whole, limit = rows.lengths[rows.order], rows.budget
     own = whole - rows.shared
     units = _units(rows, whole=whole, own=own, limit=limit)
-    together = split_packed(units.sizes, limit)
-    fewest = max(1, -(-int(units.sizes.sum()) // limit))
+    together, total = split_packed(units.sizes, limit), int(units.sizes.sum())
+    fewest = -(-total // limit)
     if len(together) > _WORTH_CUTTING * fewest and len(units.begins) < rows.num_rows:
-        cut = _Filling(units, whole, own, limit).run(fewest)
-        repeated = sum(int(whole[begin] - own[begin]) for begin in cut.repeats) / int(units.sizes.sum())
-        if len(together) / len(cut.bins) - 1 > _GAIN_OVER_LOSS * repeated:
-            return [rows.order[np.sort(np.concatenate(bin_))] for bin_ in cut.bins]
-    return [rows.order[units.places(part)] for part in together]
+        runs, cut = _Filling(units, whole, own, limit).run(fewest)
+        growth = int(runs.sizes.sum()) / total - 1
+        if len(together) / len(cut) - 1 > _GAIN_OVER_LOSS * growth:
+            return runs.rows_of(rows, cut)
+    return units.rows_of(rows, together)
 
 
-def _units(rows: RowFacts, *, whole: Rows, own: Rows, limit: int) -> _Units:
+def _units(rows: RowFacts, *, whole: Rows, own: Rows, limit: int) -> _Runs:
     """Rows of one prompt that are neighbours; a unit over the limit is cut into the longest runs that keep within it."""
     prompts = rows.prompts[rows.order]
     begins = np.flatnonzero(np.diff(prompts, prepend=prompts[0] - 1))
@@ -142,65 +145,63 @@ def _units(rows: RowFacts, *, whole: Rows, own: Rows, limit: int) -> _Units:
             reach = int(before[at] + own[at] - whole[at]) + limit
             at = max(at + 1, min(end, int(np.searchsorted(before + own, reach, side="right"))))
     begins = np.union1d(begins, np.array(cuts, dtype=np.int64))
-    return _Units(begins, rows.num_rows, size(begins, np.append(begins[1:], rows.num_rows)))
+    ends = np.append(begins[1:], rows.num_rows)
+    return _Runs(begins, ends, size(begins, ends))
 
 
 class _Filling:
     """Units into as few forwards as their sizes allow: whole where one fits, and what is left in parts, each the largest
     that fits anywhere, in the forward that it fills best."""
 
-    def __init__(self, units: _Units, whole: Rows, own: Rows, limit: int) -> None:
-        self._units, self._whole, self._own, self._limit = units, whole, own, limit
-        self._after = np.cumsum(own)
+    def __init__(self, units: _Runs, whole: Rows, own: Rows, limit: int) -> None:
+        self._units, self._limit = units, limit
+        self._whole, self._shortest = whole.tolist(), int(whole.min())
+        self._after: list[int] = np.cumsum(own).tolist()
         self._rooms: list[tuple[int, int]] = []
-        """Room and number of each bin, ascending: the tightest that takes a size is found by bisection."""
-        self.bins: list[list[Rows]] = []
-        """The places of each forward."""
-        self.repeats: list[int] = []
-        """Where parts begin that repeat what their unit shares."""
+        """Room and number of each forward that takes another row, ascending: the tightest is found by bisection."""
+        self._num_forwards = 0
+        self._runs: list[tuple[int, int, int, int]] = []
+        """Begin, end, size, and the forward it went to."""
 
-    def run(self, fewest: int) -> _Filling:
-        """Opens no more than `fewest` bins for whole units, and others only for what fits nowhere."""
-        ends = np.append(self._units.begins[1:], self._units.num_places).tolist()
-        begins, sizes = self._units.begins.tolist(), self._units.sizes.tolist()
+    def run(self, fewest: int) -> tuple[_Runs, list[Rows]]:
+        """The runs and those of each forward. No more than `fewest` forwards are begun for whole units, and others only
+        for what fits nowhere."""
+        begins, ends, sizes = (each.tolist() for each in (self._units.begins, self._units.ends, self._units.sizes))
         to_cut: list[int] = []
         for unit in np.argsort(-self._units.sizes, kind="stable").tolist():
-            if (
-                (self._rooms and self._rooms[-1][0] >= sizes[unit])
-                or len(self.bins) < fewest
-                or sizes[unit] > self._limit
-            ):
+            fits = bool(self._rooms) and self._rooms[-1][0] >= sizes[unit]
+            if fits or self._num_forwards < fewest or sizes[unit] > self._limit:
                 self._put(begins[unit], ends[unit], sizes[unit])
             else:
                 to_cut.append(unit)
         for unit in to_cut:
             self._put_in_parts(begins[unit], ends[unit])
-        return self
+        begin, end, size, forward = np.array(self._runs, dtype=np.int64).T
+        by_forward = np.argsort(forward, kind="stable")
+        return _Runs(begin, end, size), pieces(by_forward, np.flatnonzero(np.diff(forward[by_forward], prepend=-1)))
 
     def _put_in_parts(self, begin: int, end: int) -> None:
-        at = begin
-        while at < end:
-            first, room = int(self._whole[at]), self._rooms[-1][0] if self._rooms else 0
+        while begin < end:
+            first, room = self._whole[begin], self._rooms[-1][0] if self._rooms else 0
             if first > room:
                 room = self._limit
             # The first row is computed whole, those after it add their own tokens.
-            reach = int(self._after[at]) - first + room
-            stop = max(at + 1, min(end, int(np.searchsorted(self._after, reach, side="right"))))
-            self._put(at, stop, first + int(self._after[stop - 1] - self._after[at]))
-            if at > begin:
-                self.repeats.append(at)
-            at = stop
+            before = self._after[begin] - first
+            stop = max(begin + 1, bisect_right(self._after, before + room, begin, end))
+            self._put(begin, stop, self._after[stop - 1] - before)
+            begin = stop
 
     def _put(self, begin: int, end: int, size: int) -> None:
-        """Places `[begin, end)` go where least room is left after them."""
+        """The run goes where least room is left after it."""
         index = bisect_left(self._rooms, (size, -1))
         if index == len(self._rooms):
-            self.bins.append([])
-            room, number = max(size, self._limit), len(self.bins) - 1
+            room, number = max(size, self._limit), self._num_forwards
+            self._num_forwards += 1
         else:
             room, number = self._rooms.pop(index)
-        self.bins[number].append(np.arange(begin, end))
-        insort(self._rooms, (room - size, number))
+        self._runs.append((begin, end, size, number))
+        if room - size >= self._shortest:
+            insort(self._rooms, (room - size, number))
 
 
 def _narrowed(rows: RowFacts, forward: Forward) -> list[Forward]:
