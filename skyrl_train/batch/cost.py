@@ -121,6 +121,15 @@ class CostModel:
     """Of one attention kernel in every layer: what a small model waits for it, and a large one hides."""
 
     @classmethod
+    def of_config(cls, config: Mapping[str, Any], *, device: str) -> CostModel:
+        """The cost of the model that has this configuration file on a device of this name (`rates_of`); the default for a
+        configuration that does not tell its sizes in the usual words."""
+        try:
+            return cls.of_model(ModelShape.of_config(config), rates_of(device))
+        except (KeyError, TypeError, ValueError):
+            return cls()
+
+    @classmethod
     def of_model(cls, model: ModelShape, rates: DeviceRates) -> CostModel:
         """In seconds of a forward and its backward."""
         passes = 1 + _BACKWARD

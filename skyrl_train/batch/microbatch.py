@@ -74,7 +74,7 @@ class MemoryAwareBatchIterator:
         self._name = name
         self._max_rows = max_rows
         self._checks_budget = checks_budget
-        self._cost = cost or CostModel()
+        self.cost = cost or CostModel()
 
     def iterate(
         self,
@@ -120,7 +120,7 @@ class MemoryAwareBatchIterator:
             budget=self.budgets.of(training=training),
             column_share=self.budgets.cell_shares[phase],
             max_rows=self._max_rows[phase],
-            cost=self._cost,
+            cost=self.cost,
         )
         return checked_forwards(self._plan, facts, name=self._name, within_budget=self._checks_budget)
 

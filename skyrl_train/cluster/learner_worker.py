@@ -26,6 +26,7 @@ from skyrl_train.telemetry.metrics import StepMetrics
 from skyrl_train.weights import Bucket, WeightSender, tensors_of
 
 if TYPE_CHECKING:
+    from skyrl_train.batch.cost import CostModel
     from skyrl_train.config.learners import LearnerSettings
     from skyrl_train.config.rules import LayoutChoice
     from skyrl_train.learner.critic import CriticLearner
@@ -178,8 +179,8 @@ class LearnerWorker:
         """Return a port of this node that nobody listens on at this moment, for the ranks to meet at."""
         return free_port()
 
-    def start(self, rendezvous: Rendezvous) -> LayoutChoice:
-        """Meet the other ranks and load the model. Return the layout that is exact for it."""
+    def start(self, rendezvous: Rendezvous) -> tuple[LayoutChoice, CostModel]:
+        """Meet the other ranks and load the model. Return the layout that is exact for it, and what its rows cost."""
         from skyrl_train.distributed.process_group import join
         from skyrl_train.learner.build import build_learner, build_strategy
         from skyrl_train.model.numerics import set_numerics
@@ -193,7 +194,8 @@ class LearnerWorker:
         learner = build_learner(self._settings, strategy=strategy)
         self._served.add(LearnerRank, LearnerRank(learner, self._settings.role))
         self._served.add(WeightSender, learner.sender())
-        return learner.engine.passes.layout
+        batching = learner.engine.passes.micro_batching
+        return batching.layout, batching.cost
 
 
 def _numpy(scores: torch.Tensor) -> Scores:

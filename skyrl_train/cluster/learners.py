@@ -14,6 +14,7 @@ import ray
 import torch
 from torch import Tensor
 
+from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.stage import Together, computed_together, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
@@ -46,6 +47,7 @@ class RayLearner:
         *,
         sharing: DeviceSharing,
         together: Together = "row",
+        cost: CostModel | None = None,
         sequence_parallel_size: int = 1,
     ) -> None:
         """
@@ -53,11 +55,13 @@ class RayLearner:
             group: The actors of the ranks, which have loaded the model.
             sharing: Who else is on the devices, and when.
             together: Rows within one such unit share computation on a rank, and go to one where that is level.
+            cost: What rows cost, by which ranks get equal work.
             sequence_parallel_size: So many consecutive ranks compute the same rows together.
         """
         self.group = group
         self._ranks = group.of(LearnerRank)
         self._together = together
+        self._cost = cost
         self._num_shares = data_parallel_size(len(group.actors), sequence_parallel_size)
         self._on_devices = partial(sharing.models, group.role)
         """Has the model brought to its devices, with its optimizer where asked for."""
@@ -81,7 +85,7 @@ class RayLearner:
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Have each rank add the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
         self._on_devices(optimizer=True, trains=True)
-        staged = stage(mini_batch.batch, self._num_shares, together=self._together)
+        staged = stage(mini_batch.batch, self._num_shares, cost=self._cost, together=self._together)
         shares = [pack(shard, mini_batch.denominators) for shard in staged.shards]
         return merge_metrics(_on_shares(self._ranks, LearnerRank.forward_backward, "update", shares))
 
@@ -132,7 +136,7 @@ class RayLearner:
 
     def _scores(self, method: Callable[[LearnerRank, Shipped], Scores], batch: TrainingInputBatch) -> Tensor:
         self._on_devices()
-        staged = stage(batch, self._num_shares, together=self._together)
+        staged = stage(batch, self._num_shares, cost=self._cost, together=self._together)
         results = _on_shares(self._ranks, method, "score", [pack(shard) for shard in staged.shards])
         return staged.collect([torch.from_numpy(np.array(result)) for result in results])
 
@@ -184,7 +188,7 @@ def start_learner(
             for actor, identity in zip(actors, workers.call(LearnerWorker.identify, "start")):
                 actor.found_at(identity)
             places = _rendezvous(workers, session, settings.collective_timeout_s)
-            layout = workers.begin_each(LearnerWorker.start, "start", places).wait()[0]
+            layout, cost = workers.begin_each(LearnerWorker.start, "start", places).wait()[0]
         except BaseException:
             with suppress(SkyrlTrainError):
                 group.close()
@@ -200,6 +204,7 @@ def start_learner(
             group,
             sharing=shared,
             together=together,
+            cost=cost,
             sequence_parallel_size=settings.strategy.sequence_parallel_size,
         )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.config.learners import LearnerSettings
 from skyrl_train.config.schema import ModelConfig
@@ -74,6 +75,12 @@ def learner_of(engine: ModelEngine, settings: LearnerSettings) -> PolicyLearner 
     )
 
 
+def _cost_of(model: PreTrainedModel, device: torch.device) -> CostModel:
+    """What rows cost on ranks of this model, the same on all of them."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return CostModel.of_config(model.config.get_text_config().to_dict(), device=name)
+
+
 def build_engine(
     settings: LearnerSettings,
     *,
@@ -107,7 +114,11 @@ def build_engine(
         loaded,
         strategy=spread,
         name=settings.role,
-        micro_batching=make_micro_batch_strategy(batching, merge_turns=settings.merge_turns),
+        micro_batching=make_micro_batch_strategy(
+            batching,
+            merge_turns=settings.merge_turns,
+            cost=_cost_of(loaded, torch.device(settings.platform.device)),
+        ),
         dtype=_compute_dtype(model),
         optimizer=settings.optimizer,
         total_optimizer_steps=settings.schedule.optimizer_steps,

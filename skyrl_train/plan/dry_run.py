@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from skyrl_train.batch.cost import CostModel
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import Layout, Role, count_engines, shares_devices
 from skyrl_train.config.learners import LearnerSettings, gpus_needed, layout_of, learner_settings
@@ -20,7 +22,8 @@ from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
-from skyrl_train.errors import ConfigError, MemoryLimitError, Violation
+from skyrl_train.errors import ConfigError, MemoryLimitError, ModelError, Violation
+from skyrl_train.learner.architectures import read_config
 from skyrl_train.learner.memory import MemoryFacts, MemorySettings, Phase, resident_bytes
 from skyrl_train.learner.planned_passes import PlannedPasses, effort_of, planned_passes
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
@@ -82,7 +85,14 @@ def make_plan_report(
     lengths = lengths or assumed_lengths(
         config.generator, seed=config.seed, max_prompt_length=config.data.max_prompt_length
     )
-    estimates = estimate_passes(plan, lengths, trainer=config.trainer, generator=config.generator, seed=config.seed)
+    estimates = estimate_passes(
+        plan,
+        lengths,
+        trainer=config.trainer,
+        generator=config.generator,
+        seed=config.seed,
+        costs=planned_costs(config),
+    )
     return PlanReport(
         plan=plan,
         num_train_prompts=num_train_prompts,
@@ -117,6 +127,16 @@ def make_plan_report(
         memory=memory,
         placement=placement,
     )
+
+
+def planned_costs(config: Config) -> dict[str, CostModel]:
+    """What rows cost on each model whose config is on this machine, by its sizes and the stated rates of its device."""
+    costs: dict[str, CostModel] = {}
+    device = "cpu" if config.platform.name == "cpu" else ""
+    for role, path in _paths(config).items():
+        with suppress(ModelError):
+            costs[role] = CostModel.of_config(read_config(path, revision=config.model.revision), device=device)
+    return costs
 
 
 def placement_report(config: Config, devices: Devices) -> PlacementReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -191,14 +191,28 @@ def assumed_lengths(generator: GeneratorConfig, *, seed: int, max_prompt_length:
 
 
 def estimate_passes(
-    plan: BatchPlan, lengths: RowLengths, *, trainer: TrainerConfig, generator: GeneratorConfig, seed: int
+    plan: BatchPlan,
+    lengths: RowLengths,
+    *,
+    trainer: TrainerConfig,
+    generator: GeneratorConfig,
+    seed: int,
+    costs: Mapping[str, CostModel] | None = None,
 ) -> list[PassEstimate]:
-    """One optimizer step of each model that learns, and one scoring by the reference."""
-    return [_estimate_pass(learner, lengths, trainer, generator, seed) for learner in plan.learners]
+    """One optimizer step of each model that learns, and one scoring by the reference. `costs`: by role, where known."""
+    return [
+        _estimate_pass(learner, lengths, trainer, generator, seed, (costs or {}).get(learner.role) or CostModel())
+        for learner in plan.learners
+    ]
 
 
 def _estimate_pass(
-    learner: LearnerPlan, lengths: RowLengths, trainer: TrainerConfig, generator: GeneratorConfig, seed: int
+    learner: LearnerPlan,
+    lengths: RowLengths,
+    trainer: TrainerConfig,
+    generator: GeneratorConfig,
+    seed: int,
+    cost: CostModel,
 ) -> PassEstimate:
     """Deals and cuts one pass over trajectories drawn from `lengths` (with a derived seed)."""
     ranks, training = learner.data_parallel_size, learner.role != "reference"
@@ -211,8 +225,8 @@ def _estimate_pass(
         layout=trainer.layout,
         merge_turns=merge_turns,
     )
-    dealt, loads = deal(rows, ranks, CostModel())
-    planner = make_micro_batch_strategy(trainer, merge_turns=merge_turns)
+    dealt, loads = deal(rows, ranks, cost)
+    planner = make_micro_batch_strategy(trainer, merge_turns=merge_turns, cost=cost)
     layout, positions = "", []
     for share in map(rows.take, dealt):
         forwards = planner.forwards_of(share, training=training)
