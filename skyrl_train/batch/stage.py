@@ -72,22 +72,7 @@ def stage(
     A closed mini-batch keeps its `loss_weights`, so that its shards' losses add up to its own. Works with fewer rows
     than ranks, and gives each of them at least one row. Raises BatchError for an empty batch.
     """
-    if batch.num_rows == 0:
-        raise BatchError("no rows to shard")
-    if "position_ids" in batch or dp_size == 1:
-        together = "row"  # rows that hold several sequences share nothing; one rank has all rows in any case
-    layout: LayoutChoice = "prefix_shared" if together == "prompt" else "packed"
-    facts = facts_of(batch, layout=layout, merge_turns=together == "trajectory")
-    dealt, _ = deal(facts, dp_size, cost or CostModel())
-    padded = batch.pad_rows(sum(map(len, dealt)) - batch.num_rows)
-    shares = [torch.from_numpy(rows) for rows in dealt]
-    return StagedBatch(
-        shards=tuple(padded.take(rows) for rows in shares),
-        order=torch.cat(shares),
-        row_offsets=padded.row_offsets,
-        num_rows=batch.num_rows,
-        num_tokens=batch.num_tokens,
-    )
+    return stage_chunks(batch, [(0, batch.num_rows)], dp_size, cost=cost, together=together)[0]
 
 
 def stage_chunks(
@@ -100,7 +85,26 @@ def stage_chunks(
 ) -> list[StagedBatch]:
     """`stage` for each `[start, stop)` range of rows: every mini-batch is padded and sharded on its own."""
     parts = (batch.slice(start, stop) for start, stop in mini_batch_boundaries)
-    return [stage(part, dp_size, cost=cost, together=together) for part in parts]
+    return [_staged(part, dp_size, cost or CostModel(), together) for part in parts]
+
+
+def _staged(batch: TrainingInputBatch, dp_size: int, cost: CostModel, together: Together) -> StagedBatch:
+    if batch.num_rows == 0:
+        raise BatchError("no rows to shard")
+    if "position_ids" in batch or dp_size == 1:
+        together = "row"  # rows that hold several sequences share nothing; one rank has all rows in any case
+    layout: LayoutChoice = "prefix_shared" if together == "prompt" else "packed"
+    facts = facts_of(batch, layout=layout, merge_turns=together == "trajectory")
+    dealt, _ = deal(facts, dp_size, cost)
+    padded = batch.pad_rows(sum(map(len, dealt)) - batch.num_rows)
+    shares = [torch.from_numpy(rows) for rows in dealt]
+    return StagedBatch(
+        shards=tuple(padded.take(rows) for rows in shares),
+        order=torch.cat(shares),
+        row_offsets=padded.row_offsets,
+        num_rows=batch.num_rows,
+        num_tokens=batch.num_tokens,
+    )
 
 
 def restore_rows(flat: Tensor, order: Tensor, row_offsets: Tensor) -> Tensor:
