@@ -4,10 +4,11 @@
     python scripts/bench_batching.py --sizes 1024 102400 --json
 
 For each number of sequences with long-tailed lengths (log-normal, median 1,000, sigma 1, at most 16,384 tokens):
-dealing to 8 and to 64 ranks, cutting rows under a cap of 16,384 tokens, padded and packed, and the mini-batch
-boundaries of step-wise rows. Then, for layouts that compute common tokens once, positions that all ranks compute where
-rows are dealt by length alone and where groups of rows are kept together. `--check` exits with status 1 where a promise
-of docs/batch_sizes.md is broken.
+balancing over 8 and 64 ranks, cutting rows under a cap of 16,384 tokens, padded and packed, and the mini-batch
+boundaries of step-wise rows. Then the same cuts of other lengths: how full micro-batches are, how level, and how long it
+took. For layouts that compute common tokens once, positions that all ranks compute where rows go to ranks by length alone
+and where groups of rows are kept together; and forwards of groups under a cap of one and a half groups. Seconds are of
+the process, on one thread. `--check` exits with status 1 where a promise of docs/batch_sizes.md is broken.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch.balance import deal_groups, deal_rows
+from skyrl_train.batch.balance import balance_groups, balance_rows
 from skyrl_train.batch.boundaries import compute_prompt_mini_batch_boundaries
 from skyrl_train.batch.cost import CostModel
+from skyrl_train.batch.forwards import token_budget
+from skyrl_train.batch.planner import RowFacts
 from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over, split_packed, split_padded
 
 MAX_TOKENS = 16384
@@ -69,24 +72,24 @@ def timed(run: Callable[[], T], repeats: int) -> tuple[float, T]:
     """Best of some repeats, and the result."""
     best, result = math.inf, None
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = time.process_time()
         result = run()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert result is not None
     return best, result
 
 
 def plan_step(lengths: Rows, costs: NDArray[np.float64]) -> list[list[Rows]]:
     """Micro-batches of each of 8 ranks."""
-    return [split_padded(lengths[rows], MAX_TOKENS) for rows in deal_rows(costs, 8)]
+    return [split_padded(lengths[rows], MAX_TOKENS) for rows in balance_rows(costs, 8)]
 
 
 def measure(count: int) -> Result:
     lengths = long_tailed_lengths(count)
     costs = CostModel().of_rows(lengths)
     repeats = 3 if count <= 100_000 else 1
-    deal_8_s, dealt_8 = timed(lambda: deal_rows(costs, 8), repeats)
-    deal_64_s, dealt_64 = timed(lambda: deal_rows(costs, 64), repeats)
+    deal_8_s, dealt_8 = timed(lambda: balance_rows(costs, 8), repeats)
+    deal_64_s, dealt_64 = timed(lambda: balance_rows(costs, 64), repeats)
     padded_s, padded = timed(lambda: split_padded(lengths, MAX_TOKENS), repeats)
     packed_s, packed = timed(lambda: split_packed(lengths, MAX_TOKENS), repeats)
     step_s, _ = timed(lambda: plan_step(lengths, costs), repeats)
@@ -120,6 +123,90 @@ def largest(lengths: Rows, parts: list[Rows], *, padded_layout: bool) -> float:
     """Computed tokens of the largest micro-batch over the cap."""
     fitting = [part for part in parts if not rows_over(lengths[part], MAX_TOKENS)]
     return max(computed_tokens(lengths[part], padded=padded_layout) for part in fitting) / MAX_TOKENS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """One number of sequences of some distribution, cut in one way."""
+
+    lengths: str
+    num_sequences: int
+    padded: bool
+    num_micro_batches: int
+    fill: float
+    """Computed tokens of the mean micro-batch over the cap."""
+    level: float
+    """Computed tokens of the largest micro-batch over the mean."""
+    cut_s: float
+
+
+def distributions(count: int) -> dict[str, Rows]:
+    """Lengths of 20 to 16,384 tokens."""
+    rng = np.random.default_rng(count)
+    short, long = rng.normal(300, 50, count), rng.normal(12_000, 1_000, count)
+    drawn = {
+        "uniform": rng.uniform(20, MAX_TOKENS, count),
+        "bimodal": np.where(rng.random(count) < 0.5, short, long),
+        "equal": np.full(count, 1_000.0),
+        "Pareto": 200 * (1 + rng.pareto(1.2, count)),
+        "log-normal": 1_000 * np.exp(rng.standard_normal(count)),
+    }
+    return {name: lengths.clip(20, MAX_TOKENS).astype(np.int64) for name, lengths in drawn.items()}
+
+
+def measure_cut(name: str, lengths: Rows, *, padded: bool) -> Cut:
+    split = split_padded if padded else split_packed
+    cut_s, parts = timed(lambda: split(lengths, MAX_TOKENS), 2)
+    computed = np.array([computed_tokens(lengths[part], padded=padded) for part in parts])
+    return Cut(
+        lengths=name,
+        num_sequences=len(lengths),
+        padded=padded,
+        num_micro_batches=len(parts),
+        fill=float(computed.mean() / MAX_TOKENS),
+        level=float(computed.max() / computed.mean()),
+        cut_s=cut_s,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeGroups:
+    """Groups of rows that share a prompt, under a cap of one and a half groups."""
+
+    what: str
+    num_rows: int
+    fewest: int
+    """Forwards that the distinct tokens would fill."""
+    num_forwards: int
+    repeated: float
+    """Positions that are computed again, over the distinct ones."""
+    plan_s: float
+
+
+def measure_whole_groups(what: str, prompts: int, samples: int) -> WholeGroups:
+    lengths, shared, _ = shared_rows(prompts, samples, 1)
+    numbers = np.arange(len(lengths))
+    rows = RowFacts(
+        lengths=lengths,
+        loss_tokens=lengths - 1,
+        prompts=numbers // samples,
+        trajectories=numbers,
+        order=numbers,
+        shared=shared,
+        hosts=numbers,
+        layout="prefix_shared",
+        budget=int(1.5 * (lengths - shared).sum() / prompts),
+    )
+    plan_s, forwards = timed(lambda: token_budget(rows), 2)
+    computed = int(rows.sizes([np.asarray(forward.rows) for forward in forwards]).positions.sum())
+    return WholeGroups(
+        what=what,
+        num_rows=rows.num_rows,
+        fewest=-(-rows.num_distinct // rows.budget),
+        num_forwards=len(forwards),
+        repeated=computed / rows.num_distinct - 1,
+        plan_s=plan_s,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +255,8 @@ def measure_dealing(what: str, prompts: int, samples: int, turns: int, num_ranks
     lengths, shared, starts = shared_rows(prompts, samples, turns)
     cost = CostModel()
     again = cost.of_rows(shared)
-    deal_s, groups = timed(lambda: deal_groups(cost.of_rows(lengths) - again, again, starts, num_ranks), 3)
-    rows = list(deal_rows(cost.of_rows(lengths), num_ranks))
+    deal_s, groups = timed(lambda: balance_groups(cost.of_rows(lengths) - again, again, starts, num_ranks), 3)
+    rows = list(balance_rows(cost.of_rows(lengths), num_ranks))
 
     def computed(dealt: list[Rows]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Positions of each rank, and their cost."""
@@ -205,6 +292,26 @@ DEALINGS = [
 ]
 
 
+WHOLE_GROUPS = [
+    ("512 prompts x 8 samples", 512, 8),
+    ("512 prompts x 16 samples", 512, 16),
+    ("5,120 prompts x 20 samples", 5120, 20),
+]
+
+
+def print_cuts(cuts: list[Cut], whole: list[WholeGroups]) -> None:
+    print(f"\n{'lengths':<12}{'sequences':>11}  {'layout':<7}{'micro-batches':>14}{'fill':>8}{'level':>8}{'cut':>10}")
+    for each in cuts:
+        layout = "padded" if each.padded else "packed"
+        print(f"{each.lengths:<12}{each.num_sequences:>11,}  {layout:<7}{each.num_micro_batches:>14,}", end="")
+        print(f"{each.fill:>8.4f}{each.level:>8.4f}{each.cut_s:>8.3f} s")
+    print(f"\n{'groups under a cap of 1.5':<34}{'fewest':>8}{'forwards':>10}{'repeated':>10}{'plan':>10}")
+    for group in whole:
+        print(
+            f"{group.what:<34}{group.fewest:>8,}{group.num_forwards:>10,}{group.repeated:>10.1%}{group.plan_s:>8.3f} s"
+        )
+
+
 def print_dealings(dealings: list[Dealing]) -> None:
     print(
         f"\n{'rows that share prefixes':<34}{'ranks':>6}  {'distinct':>12}  {'by rows':>14}  {'by groups':>14}", end=""
@@ -217,9 +324,17 @@ def print_dealings(dealings: list[Dealing]) -> None:
         print(f"  {load:>14}  {each.busiest:>20.2f}  {each.deal_s:>6.3f} s")
 
 
-def broken_promises(results: list[Result], dealings: list[Dealing]) -> list[str]:
+def broken_promises(
+    results: list[Result], dealings: list[Dealing], cuts: list[Cut], whole: list[WholeGroups]
+) -> list[str]:
     """What does not hold, in words."""
     found = []
+    for cut in cuts:
+        if 100_000 <= cut.num_sequences <= 110_000 and cut.cut_s > 0.2:
+            found.append(f"{cut.num_sequences} {cut.lengths} sequences: cutting took {cut.cut_s:.2f} s")
+    for group in whole:
+        if group.num_forwards > 1.05 * group.fewest:
+            found.append(f"{group.what}: {group.num_forwards} forwards where {group.fewest} would do")
     for each in dealings:
         if each.busiest < 0.98:
             found.append(
@@ -286,12 +401,20 @@ def main() -> int:
         parser.error(f"sizes must be multiples of 64, to be dealt to 8 and 64 ranks; got {wrong}")
     results = [measure(size) for size in arguments.sizes]
     dealings = [measure_dealing(*case) for case in DEALINGS]
+    whole = [measure_whole_groups(*case) for case in WHOLE_GROUPS]
+    cuts = [
+        measure_cut(name, lengths, padded=padded)
+        for size in arguments.sizes
+        for name, lengths in distributions(size).items()
+        for padded in (False, True)
+    ]
     if arguments.json:
-        print("\n".join(json.dumps(asdict(result)) for result in [*results, *dealings]))
+        print("\n".join(json.dumps(asdict(result)) for result in [*results, *dealings, *cuts, *whole]))
     else:
         print_table(results)
+        print_cuts(cuts, whole)
         print_dealings(dealings)
-    broken = broken_promises(results, dealings) if arguments.check else []
+    broken = broken_promises(results, dealings, cuts, whole) if arguments.check else []
     print("\n".join(broken), end="\n" if broken else "")
     return 1 if broken else 0
 

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.balance import deal
+from skyrl_train.batch.balance import shard_rows
 from skyrl_train.batch.boundaries import token_positions
 from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.planner import facts_of
@@ -95,7 +95,7 @@ def _staged(batch: TrainingInputBatch, dp_size: int, cost: CostModel, together: 
         together = "row"  # rows that hold several sequences share nothing; one rank has all rows in any case
     layout: LayoutChoice = "prefix_shared" if together == "prompt" else "packed"
     facts = facts_of(batch, layout=layout, merge_turns=together == "trajectory")
-    dealt, _ = deal(facts, dp_size, cost)
+    dealt, _ = shard_rows(facts, dp_size, cost)
     padded = batch.pad_rows(sum(map(len, dealt)) - batch.num_rows)
     shares = [torch.from_numpy(rows) for rows in dealt]
     return StagedBatch(

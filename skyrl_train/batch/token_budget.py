@@ -150,7 +150,7 @@ def _level(descending: Rows, max_tokens: int) -> _Packed:
     return packed
 
 
-def deal_longest_first(descending: Rows, num_bins: int) -> list[Rows]:
+def balance_longest_first(descending: Rows, num_bins: int) -> list[Rows]:
     """Each row to the bin with the fewest tokens so far; positions in `descending` (lengths) of each bin, of which
     there are at most as many as rows."""
     dealt = _dealt(descending, num_bins)

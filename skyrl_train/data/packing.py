@@ -17,7 +17,7 @@ import torch
 
 from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.minibatch import MiniBatch
-from skyrl_train.batch.token_budget import Rows, deal_longest_first, split_packed
+from skyrl_train.batch.token_budget import Rows, balance_longest_first, split_packed
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError
 
@@ -46,7 +46,7 @@ def plan_packing(lengths: Rows, *, max_tokens: int, align: int = 1, num_ranks: i
     # More bins are needed than fit tightest: dealing the rows over all of them evens out their tokens, which a rank waits
     # for; only where that overfills one are the tight bins kept and the fullest of them cut.
     order = np.argsort(-lengths, kind="stable")
-    dealt = [order[positions] for positions in deal_longest_first(lengths[order], num_bins)]
+    dealt = [order[positions] for positions in balance_longest_first(lengths[order], num_bins)]
     fits = max(int(lengths[rows].sum()) for rows in dealt) <= capacity
     return dealt if fits else _cut_fullest(bins, lengths, num_bins)
 

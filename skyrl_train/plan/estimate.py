@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.batch.balance import deal
+from skyrl_train.batch.balance import shard_rows
 from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.planner import RowFacts
@@ -225,7 +225,7 @@ def _estimate_pass(
         layout=trainer.layout,
         merge_turns=merge_turns,
     )
-    dealt, loads = deal(rows, ranks, cost)
+    dealt, loads = shard_rows(rows, ranks, cost)
     planner = make_micro_batch_strategy(trainer, merge_turns=merge_turns, cost=cost)
     layout, positions = "", []
     for share in map(rows.take, dealt):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_train.batch.balance import deal, deal_groups
+from skyrl_train.batch.balance import balance_groups, shard_rows
 from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.layout import make_layout, packed_layout, shared_layout
 from skyrl_train.batch.planner import RowFacts, facts_of
@@ -105,7 +105,7 @@ def test_dummy_rows_share_nothing() -> None:
 def test_rows_without_loss_count_as_one_token() -> None:
     batch = samples((3, [1, 2, 3]))
     masked = batch.with_columns(loss_mask=batch["loss_mask"] & (torch.arange(batch.num_tokens) < 9))
-    (rows,), loads = deal(in_a_tree(masked), 1, CostModel(per_pair=0.0))
+    (rows,), loads = shard_rows(in_a_tree(masked), 1, CostModel(per_pair=0.0))
     assert (rows.tolist(), loads.tolist()) == ([0, 1, 2], [4 + 5 + 1])
 
 
@@ -122,7 +122,7 @@ def test_a_prompt_is_cut_where_ranks_would_wait() -> None:
 
 def test_it_is_not_cut_where_the_prompt_is_most_of_it() -> None:
     """Cut in two, the busiest of three ranks would still compute the prompt and a response token."""
-    places = deal_groups(np.array([1000.0, 1.0]), np.array([0.0, 999.0]), np.array([0, 2]), 3).places
+    places = balance_groups(np.array([1000.0, 1.0]), np.array([0.0, 999.0]), np.array([0, 2]), 3).places
     assert sorted(map(len, places)) == [0, 0, 2]
 
 
@@ -161,7 +161,7 @@ def test_every_row_goes_to_one_rank_and_loads_are_what_it_computes(
     again = np.repeat([float(prompt) for prompt, _ in prompts], sizes)
     again[starts[:-1]] = 0.0
     own[starts[:-1]] += [prompt for prompt, _ in prompts]
-    dealt = deal_groups(own, again, starts, num_ranks)
+    dealt = balance_groups(own, again, starts, num_ranks)
     assert sorted(np.concatenate(dealt.places).tolist()) == list(range(len(own)))
     group = np.repeat(np.arange(len(prompts)), sizes)
     for rank, places in enumerate(dealt.places):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
-from skyrl_train.batch.token_budget import computed_tokens, rows_over, split_packed, split_padded
+from skyrl_train.batch.token_budget import balance_longest_first, computed_tokens, rows_over, split_packed, split_padded
 from skyrl_train.config.schema import TrainerConfig
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=60)
@@ -92,6 +92,33 @@ def test_packed_micro_batches_are_those_of_first_fit_decreasing():
             else:
                 rooms[fitting] -= length
         assert len(split_packed(lengths, max_tokens)) == len(rooms)
+
+
+@pytest.mark.parametrize("num_rows", [400, 12_000])
+def test_long_and_short_rows_are_level_however_many_there_are(num_rows):
+    """Two long rows do not fit one micro-batch, so that all short ones are left to level them."""
+    rng = np.random.default_rng(0)
+    lengths = np.where(np.arange(num_rows) % 2, rng.integers(8_500, 9_500, num_rows), rng.integers(200, 400, num_rows))
+    parts = split_packed(lengths, 16_384)
+    tokens = np.array([lengths[part].sum() for part in parts])
+    assert sorted(np.concatenate(parts).tolist()) == list(range(num_rows))
+    assert len(parts) == num_rows // 2
+    assert tokens.max() <= 1.05 * tokens.mean()
+
+
+def test_rows_are_spread_in_rounds_nearly_as_one_by_one():
+    descending = np.sort(np.random.default_rng(1).integers(100, 2_000, 9_000))[::-1]
+    spread = balance_longest_first(descending, 700)
+    tokens = np.array([descending[positions].sum() for positions in spread])
+    assert sorted(np.concatenate(spread).tolist()) == list(range(9_000))
+    assert tokens.max() <= 1.02 * tokens.mean()
+
+
+def test_a_million_rows_of_few_lengths_are_packed_at_once():
+    lengths = np.repeat([6_000, 900, 40], [1_000, 100_000, 900_000])
+    parts = split_packed(lengths, 16_384)
+    assert sum(map(len, parts)) == 1_001_000
+    assert len(parts) <= 1.002 * lengths.sum() / 16_384
 
 
 @pytest.mark.parametrize(("layout", "sizes"), [("padded", [1, 2]), ("auto", [3]), ("packed", [3])])
