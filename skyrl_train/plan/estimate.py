@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from skyrl_train.batch.balance import shard_rows
 from skyrl_train.batch.cost import CostModel
-from skyrl_train.batch.microbatch import make_micro_batch_strategy
+from skyrl_train.batch.documents import DocumentStep, document_steps
+from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
 from skyrl_train.batch.planner import RowFacts
 from skyrl_train.batch.prefix_tree import common_prefix
 from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over
@@ -119,6 +120,8 @@ class PassEstimate:
     """Rows that exceed the token budget by themselves and go alone."""
     first_come_padding: float
     """Padding's share of what is computed with `fixed` micro-batches in the order of arrival, for comparison."""
+    document_steps: tuple[DocumentStep, ...] = ()
+    """With `docs_per_step`, the optimizer steps of one training batch of such rows."""
 
     @property
     def padding(self) -> float:
@@ -201,9 +204,42 @@ def estimate_passes(
 ) -> list[PassEstimate]:
     """One optimizer step of each model that learns, and one scoring by the reference. `costs`: by role, where known."""
     return [
-        _estimate_pass(learner, lengths, trainer, generator, seed, (costs or {}).get(learner.role) or CostModel())
+        replace(
+            _estimate_pass(learner, lengths, trainer, generator, seed, (costs or {}).get(learner.role) or CostModel()),
+            document_steps=_document_steps(plan, learner, lengths, trainer, generator, seed),
+        )
         for learner in plan.learners
     ]
+
+
+def _document_steps(
+    plan: BatchPlan,
+    learner: LearnerPlan,
+    lengths: RowLengths,
+    trainer: TrainerConfig,
+    generator: GeneratorConfig,
+    seed: int,
+) -> tuple[DocumentStep, ...]:
+    """Where the optimizer steps of one training batch close that count documents; of a model that learns."""
+    if not trainer.docs_per_step or learner.role == "reference":
+        return ()
+    rows = lengths.draw(
+        np.random.default_rng(derive_seed(seed, "documents")),
+        num_trajectories=plan.num_samples_per_batch,
+        samples=generator.n_samples_per_prompt,
+        layout="packed",
+        merge_turns=False,
+    )
+    steps = document_steps(
+        rows.lengths,
+        rows.trajectories,
+        rows.loss_tokens > 0,
+        docs_per_step=trainer.docs_per_step,
+        num_ranks=learner.data_parallel_size,
+        admits=training_limit(trainer),
+        exact=trainer.docs_per_step_exact,
+    )
+    return tuple(steps)
 
 
 def _estimate_pass(

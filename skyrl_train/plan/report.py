@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from math import ceil
 
@@ -176,6 +176,18 @@ def _estimate_lines(report: PlanReport) -> Iterator[str]:
             f"{'':<10} {estimate.micro_batches_per_rank:,} micro-batches on the fullest rank, the largest of "
             f"{estimate.largest_micro_batch_tokens:,} tokens; busiest rank {estimate.load_max_over_mean:.3f} x the mean"
         )
+        if steps := estimate.document_steps:
+            yield (
+                f"{'':<10} documents close {len(steps)} steps a batch, of {_span(step.num_documents for step in steps)} "
+                f"in {_span(step.num_rounds for step in steps)} micro-batches on a rank; at most "
+                f"{max(step.overshoot for step in steps)} over the target"
+            )
+
+
+def _span(counts: Iterable[int]) -> str:
+    """`3`, or `3 to 5`."""
+    found = sorted(counts)
+    return f"{found[0]}" if found[0] == found[-1] else f"{found[0]} to {found[-1]}"
 
 
 def rate_points(role: str, optimizer: OptimizerConfig, total: float) -> Iterator[RatePoint]:

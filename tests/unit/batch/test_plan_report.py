@@ -288,3 +288,20 @@ def test_whole_prompts_go_to_ranks_where_prefixes_are_shared():
     (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=16), assumed_lengths(config))
     assert estimate.computed_tokens < 1.05 * estimate.distinct_tokens
     assert estimate.load_max_over_mean < 1.05
+
+
+def test_a_run_that_counts_documents_is_told_where_its_steps_close():
+    """Ten trajectories of one row, micro-batches of three rows on one rank, four documents wanted."""
+    config = make_config(
+        prompts=5,
+        mini_batch=5,
+        n_samples=2,
+        trainer={"docs_per_step": 4, "micro_train_batch_size_per_gpu": 3},
+    )
+    (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=5), of_lengths([30]))
+    assert [(step.num_documents, step.num_rounds, step.overshoot) for step in estimate.document_steps] == [
+        (6, 2, 2),
+        (4, 2, 0),
+    ]
+    text = render_text(make_plan_report(config, num_train_prompts=5, lengths=of_lengths([30])))
+    assert "documents close 2 steps a batch, of 4 to 6 in 2 micro-batches on a rank; at most 2 over the target" in text
