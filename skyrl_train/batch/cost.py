@@ -79,6 +79,7 @@ class ModelShape:
         )
         head = int(text.get("head_dim") or hidden // heads)
         kv_heads = int(text.get("num_key_value_heads") or heads)
+        # Query and output have all heads; key and value are shared by groups of them.
         projections = hidden * head * (2 * heads + 2 * kv_heads)
         feed_forward = sum(_feed_forward_width(text, layer) for layer in range(layers))
         return cls(

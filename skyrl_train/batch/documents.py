@@ -104,6 +104,7 @@ def _fill_step(
     total = len(documents.starts)
     count = finished_rounds = 0
     while taken + count < total:
+        # The rank with the fewest micro-batches is next; once it has one more than all finished rounds, a round is over.
         rank = min(range(num_ranks), key=micro_batches.__getitem__)
         if micro_batches[rank] > finished_rounds:
             finished_rounds = micro_batches[rank]
@@ -128,6 +129,7 @@ def _count_fitting(documents: _Documents, first: int, most: int, admits: Admits)
         num_tokens = int(documents.tokens_before[stop] - documents.tokens_before[first])
         return admits(num_rows, int(documents.longest[first:stop].max()), num_tokens)
 
+    # Twice as far with every step, then back in halves: the work grows with the logarithm of what fits.
     fitting, step = 1, 1
     while fitting + step <= most and fit(fitting + step):
         fitting, step = fitting + step, 2 * step

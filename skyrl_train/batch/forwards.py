@@ -35,6 +35,7 @@ def fixed(rows: RowFacts) -> list[Forward]:
 def token_budget(rows: RowFacts) -> list[Forward]:
     """At most `rows.budget` computed positions in a forward, as few forwards as are found, and level ones."""
     forwards = _cheapest(rows, counts_rows=False)
+    # A cap of the configuration counts what is computed. Only a budget that was found knows what losses pad beside it.
     if not rows.column_share:
         return forwards
     return [narrow for forward in forwards for narrow in _narrowed(rows, forward)]
@@ -78,6 +79,7 @@ def _split_hosts(rows: RowFacts, layout: LayoutName, *, counts_rows: bool) -> li
         parts = (split_padded if layout == "padded" else split_packed)(lengths, rows.budget)
     if len(hosts) == rows.num_rows:
         return parts
+    # Rows of a host lie together in `by_host`: those of a forward are the runs of its hosts.
     by_host, begins = np.argsort(host_of_row, kind="stable"), np.cumsum(sizes) - sizes
     return [by_host[ranges(begins[part], sizes[part])] for part in parts]
 
@@ -117,8 +119,10 @@ def _split_tree(rows: RowFacts, *, counts_rows: bool) -> list[Rows]:
     units = _units(rows, whole=whole, own=own, limit=limit)
     together, total = split_packed(units.sizes, limit), int(units.sizes.sum())
     fewest = -(-total // limit)
+    # Units of single rows cannot be cut; and where whole units nearly fill their forwards, nothing is to be gained.
     if len(together) > _WORTH_CUTTING * fewest and len(units.begins) < rows.num_rows:
         runs, cut = _Filling(units, whole, own, limit).run(fewest)
+        # Fewer forwards save starting kernels and gathering weights; what a cut repeats costs arithmetic.
         growth = int(runs.sizes.sum()) / total - 1
         if len(together) / len(cut) - 1 > _GAIN_OVER_LOSS * growth:
             return runs.rows_of(rows, cut)
@@ -168,6 +172,7 @@ class _Filling:
         for what fits nowhere."""
         begins, ends, sizes = (each.tolist() for each in (self._units.begins, self._units.ends, self._units.sizes))
         to_cut: list[int] = []
+        # The largest first, as in packing: a small unit finds room later, a large one does not.
         for unit in np.argsort(-self._units.sizes, kind="stable").tolist():
             fits = bool(self._rooms) and self._rooms[-1][0] >= sizes[unit]
             if fits or self._num_forwards < fewest or sizes[unit] > self._limit:
@@ -200,7 +205,7 @@ class _Filling:
         else:
             room, number = self._rooms.pop(index)
         self._runs.append((begin, end, size, number))
-        if room - size >= self._shortest:
+        if room - size >= self._shortest:  # else no row fits any more, and the search is shorter without it
             insort(self._rooms, (room - size, number))
 
 

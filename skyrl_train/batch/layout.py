@@ -161,6 +161,7 @@ def shared_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:  
 
     `merge` says nothing here: a row that extends another shares all of it in any case.
     """
+    # Sequences, not rows: of a row that was packed of several, each begins at the root of the tree.
     bounds = sequence_offsets(rows).tolist()
     ids = rows["input_ids"].cpu().numpy()
     order = prefix_order([ids[start:stop] for start, stop in pairwise(bounds)])
@@ -202,6 +203,7 @@ def make_layout(
 
 def part_of(layout: Layout, group: PositionGroup) -> Layout:
     """This rank's columns. Rows are filled up to a multiple of the ranks; behind segments, the filler is one of them."""
+    # Collectives exchange equal parts, so that every rank needs as many columns as the others.
     width = layout.input_ids.shape[1]
     full = width + -width % group.size
     own = [
@@ -231,6 +233,7 @@ def _tree_positions(bounds: list[int], order: PrefixOrder) -> tuple[NDArray[np.i
     size, previous = 0, np.empty(0, dtype=np.int64)
     for row, shared, length in zip(order.rows, order.shared, order.lengths):
         own = position_of_token[bounds[row] : bounds[row] + length]
+        # What the row has in common with the one before it in the order is computed there.
         own[:shared] = previous[:shared]
         own[shared:] = np.arange(size, size + length - shared)
         depths.append(np.arange(shared, length))
@@ -287,6 +290,7 @@ def find_scored(rows: TrainingInputBatch, layout: Layout) -> ScoredTokens:
             read=torch.unique(before),
             num_loss_tokens=len(marked),
         )
+    # Tokens at one position are predicted by one state: the head computes it once and hands it to all of them.
     _, copies = torch.unique(layout.position_of_token[tokens], return_inverse=True)
     number = torch.arange(len(copies), device=copies.device)
     one_of = torch.empty_like(copies[: int(copies.max()) + 1 if len(copies) else 0]).scatter_(0, copies, number)

@@ -110,7 +110,8 @@ class RowFacts:
         positions = self.positions(chosen, layout)
         if (layout or self.default_layout) == "padded" or not self.column_share:
             return positions <= self.budget
-        # Losses pad their columns to rows times the longest, whatever the model computes.
+        # Losses pad their columns to rows times the longest, whatever the model computes: one long row with many short ones
+        # may hold more memory there than in the model.
         padded = len(chosen) * int(self.lengths[chosen].max())
         return padded <= self.budget or positions + self.column_share * max(0, padded - positions) <= self.budget
 
@@ -128,6 +129,7 @@ class RowFacts:
         lengths, forward = self.lengths[rows[is_longest]], forward[is_longest]
         begins = np.flatnonzero(np.diff(forward, prepend=-1))
         computed = np.diff(begins, append=len(lengths))
+        # A token attends to itself and to all before it: n (n + 1) / 2 pairs of a row, padding included where it is one.
         if name == "padded":
             longest = np.maximum.reduceat(lengths, begins)
             return ForwardSizes(computed * longest, computed * longest * (longest + 1) / 2, np.ones_like(computed))
@@ -135,6 +137,7 @@ class RowFacts:
         return ForwardSizes(np.add.reduceat(lengths, begins), pairs, computed)
 
     def _tree_sizes(self, rows: Rows, forward: Rows) -> ForwardSizes:
+        # In the order of the tree, what a row adds is what it does not share with the row before it in its forward.
         places = self.places_of(rows)
         by_place = np.lexsort((places, forward))
         places, rows, forward = places[by_place], rows[by_place], forward[by_place]
@@ -159,6 +162,7 @@ class RowFacts:
 
     def take(self, rows: Rows) -> RowFacts:
         """The facts of these rows alone, renumbered in this order; numbers from `num_rows` on are dummy rows."""
+        # Dummy rows are told like others, so that a dry run counts what they compute; they share nothing with any row.
         is_real = rows < self.num_rows
         real, num_dummies = rows[is_real], int((~is_real).sum())
         dummies = np.zeros(num_dummies, dtype=np.int64)
@@ -181,6 +185,7 @@ class RowFacts:
             self,
             lengths=column(self.lengths, dummies + DUMMY_ROW_LENGTH),
             loss_tokens=column(self.loss_tokens, dummies),
+            # No batch numbers its prompts below 0: every dummy row is a prompt by itself.
             prompts=column(self.prompts, -1 - np.arange(num_dummies)),
             trajectories=column(self.trajectories, -1 - np.arange(num_dummies)),
             order=np.concatenate([of_real[by_place], of_dummies]),
@@ -230,6 +235,7 @@ def facts_of(batch: TrainingInputBatch, *, layout: LayoutChoice, merge_turns: bo
         ids = batch["input_ids"].cpu().numpy()
         found = prefix_order([ids[start:stop] for start, stop in pairwise(bounds.tolist())])
         order, shared = np.array(found.rows, dtype=np.int64), np.array(found.shared, dtype=np.int64)
+    # Rows that hold several sequences each are no turns of one conversation.
     merges = merge_turns and "position_ids" not in batch
     return RowFacts(
         lengths=np.diff(bounds).astype(np.int64),
@@ -249,7 +255,7 @@ def checked_forwards(plan: Planner, facts: RowFacts, *, name: str, within_budget
     Raises BatchError where a row is not in exactly one of them, a layout cannot be chosen, or, `within_budget`, several
     rows exceed it.
     """
-    found: Any = plan(facts)
+    found: Any = plan(facts)  # someone else's code: what its signature promises is checked, too
     if not isinstance(found, list | tuple) or not all(isinstance(each, Forward) for each in found):
         raise BatchError(f"{name} must return a list of Forward(rows, layout), but returned {found!r:.80}")
     forwards = [Forward(_row_numbers(each.rows, name), _layout(each.layout, facts, name)) for each in found]

@@ -179,8 +179,8 @@ def _estimate_lines(report: PlanReport) -> Iterator[str]:
         if steps := estimate.document_steps:
             yield (
                 f"{'':<10} documents close {len(steps)} steps a batch, of {_span(step.num_documents for step in steps)} "
-                f"in {_span(step.num_rounds for step in steps)} micro-batches on a rank; at most "
-                f"{max(step.overshoot for step in steps)} over the target"
+                f"over {_span(step.num_rounds for step in steps)} rounds of micro-batches, up to "
+                f"{max(step.overshoot for step in steps)} beyond the target"
             )
 
 

@@ -304,4 +304,6 @@ def test_a_run_that_counts_documents_is_told_where_its_steps_close():
         (4, 2, 0),
     ]
     text = render_text(make_plan_report(config, num_train_prompts=5, lengths=of_lengths([30])))
-    assert "documents close 2 steps a batch, of 4 to 6 in 2 micro-batches on a rank; at most 2 over the target" in text
+    assert (
+        "documents close 2 steps a batch, of 4 to 6 over 2 rounds of micro-batches, up to 2 beyond the target" in text
+    )
