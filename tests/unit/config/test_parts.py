@@ -243,7 +243,7 @@ def test_a_part_is_read_from_a_configuration_and_needs_its_target() -> None:
 
 
 def test_a_built_in_part_has_its_name_however_it_is_written() -> None:
-    target = "skyrl_train.batch.microbatch.token_budget"
+    target = "skyrl_train.batch.forwards.token_budget"
     for spec in ("token_budget", {"_target_": "token_budget"}, {"_target_": target}, target.replace(".t", ":t")):
         assert load_config({"trainer": {"micro_batching": spec}}).trainer.micro_batching == "token_budget"
 
