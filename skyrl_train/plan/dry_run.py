@@ -28,7 +28,7 @@ from skyrl_train.learner.memory import MemoryFacts, MemorySettings, Phase, resid
 from skyrl_train.learner.planned_passes import PlannedPasses, effort_of, planned_passes
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
 from skyrl_train.plan.device_report import BundleGroup, DeviceMemory, PassMemory, PlacementReport
-from skyrl_train.plan.estimate import RowLengths, assumed_lengths, estimate_passes
+from skyrl_train.plan.estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
 from skyrl_train.plan.notes import estimate_notes, plan_notes
 from skyrl_train.plan.report import PlanReport, micro_batching_text, rate_points, storage_items
 from skyrl_train.registry import PartSpec, part_name
@@ -85,14 +85,7 @@ def make_plan_report(
     lengths = lengths or assumed_lengths(
         config.generator, seed=config.seed, max_prompt_length=config.data.max_prompt_length
     )
-    estimates = estimate_passes(
-        plan,
-        lengths,
-        trainer=config.trainer,
-        generator=config.generator,
-        seed=config.seed,
-        costs=planned_costs(config),
-    )
+    estimates = _estimates(config, plan, lengths)
     return PlanReport(
         plan=plan,
         num_train_prompts=num_train_prompts,
@@ -126,6 +119,17 @@ def make_plan_report(
         ),
         memory=memory,
         placement=placement,
+    )
+
+
+def _estimates(config: Config, plan: BatchPlan, lengths: RowLengths) -> list[PassEstimate]:
+    return estimate_passes(
+        plan,
+        lengths,
+        trainer=config.trainer,
+        generator=config.generator,
+        seed=config.seed,
+        costs=planned_costs(config),
     )
 
 
