@@ -5,7 +5,7 @@
     python scripts/bench_memory.py budget                 # the budget, 1,000 micro-batches under it, throughput
     python scripts/bench_memory.py budget --layout packed --micro-batches 200 --check
 
-Counted is what `learner/memory_meter.py` sees of the real engine's passes on a CPU, tensor by tensor.
+Counted is what `memory/meter.py` sees of the real engine's passes on a CPU, tensor by tensor.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from torch import Tensor
 from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.memory_meter import CountingMeter
+from skyrl_train.memory.meter import CountingMeter
 
 DEADLINE_S = 60.0
 """Of each collective: a rank that is left waiting for another fails after so long."""
@@ -43,7 +43,7 @@ def size_itself(
         layout=engine.passes.layout,
         merge_turns=engine.passes.merge_turns,
     )
-    engine.healing.begin(meter, batches, retries=retries, held=engine.held_tensors)
+    engine.oom_retry.begin(meter, batches, retries=retries, resident=engine.held_tensors)
     return batches
 
 

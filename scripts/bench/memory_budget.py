@@ -17,11 +17,11 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.memory_meter import CountingMeter
 from skyrl_train.learner.passes import Planned
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.probe import probe_rows
-from skyrl_train.learner.sizing import SizingLimits, SizingReport, size_micro_batches
+from skyrl_train.memory.meter import CountingMeter
+from skyrl_train.memory.probe import probe_rows
+from skyrl_train.memory.sizing import SizingLimits, SizingReport, size_micro_batches
 
 LONGEST = 256
 ROWS_PER_STEP = 128
@@ -98,7 +98,7 @@ class BudgetCase:
 
     def fits(self, rows: int, steps: Sequence[MiniBatch]) -> bool:
         """Whether so many rows in each micro-batch stay within the limit in all of these steps."""
-        healing, own = self.learner.engine.healing, self.learner.engine.passes.micro_batching
+        healing, own = self.learner.engine.oom_retry, self.learner.engine.passes.micro_batching
         healing.use(micro_batching=_fixed(rows, self.layout))
         try:
             for step in steps:
@@ -113,7 +113,7 @@ class BudgetCase:
     def tokens_per_cpu_s(self, steps: Sequence[MiniBatch], rows: Sequence[int], rounds: int) -> dict[int, float]:
         """Real tokens, for each fixed number of rows and, as 0, for the budget that was found; uncounted, in turns, the
         best of the rounds."""
-        healing = self.learner.engine.healing
+        healing = self.learner.engine.oom_retry
         strategies: dict[int, MicroBatchStrategy] = {
             0: healing.passes.micro_batching,
             **{n: _fixed(n, self.layout) for n in rows},

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+from skyrl_train.learner.memory import MemorySettings, Phase, memory_facts, predict, resident_bytes
+from skyrl_train.learner.memory_facts import facts_of_model
 from torch import nn
 
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
@@ -16,10 +18,8 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.memory import MemorySettings, Phase, memory_facts, predict, resident_bytes
-from skyrl_train.learner.memory_facts import facts_of_model
-from skyrl_train.learner.memory_meter import CountingMeter
 from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.memory.meter import CountingMeter
 from skyrl_train.model.lora import add_adapter
 
 Role = Literal["policy", "reference", "critic"]

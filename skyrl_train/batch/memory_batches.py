@@ -1,6 +1,6 @@
 """Micro-batches that size themselves: rows packed under the token budgets that were found to fit the memory.
 
-The budgets are positions that a forward computes, one for training and one for scoring (see `batch/memory_model.py`).
+The budgets are positions that a forward computes, one for training and one for scoring (see `memory/fit.py`).
 They are the same on all ranks and may be lowered on the way, on all ranks alike.
 
 Losses pad their columns to rows times the longest, whatever the model computes. Where rows are packed, one long row and

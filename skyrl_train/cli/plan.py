@@ -3,7 +3,7 @@
 Prints every batch size, the padding to be expected, learning rates, what is kept and moved, and every violation at once.
 `plan.lengths=FILE` takes the lengths of recorded rollouts; `--format json` is for scripts. Exit status 2 where something
 is violated. `plan.device_memory_gb=80` adds what each pass holds on such a device, by kind, and the largest micro-batch
-that fits: predicted, without one.
+that fits: predicted, without one; the first plan of a model traces its step, which takes seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from skyrl_train.data.hub import is_cached
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, SkyrlTrainError
-from skyrl_train.plan.dry_run import make_plan_report, placement_report, plan_memory
+from skyrl_train.plan.dry_run import make_plan_report, placement_report
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
+from skyrl_train.plan.memory import plan_memory
 from skyrl_train.plan.report import render_text, to_json
 from skyrl_train.telemetry.rollout_log import read_rollouts
 
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             config, found, assumed = place_for_plan(config)
             notes += assumed
-            placement, memory = placement_report(config, found), plan_memory(config)
+            placement = placement_report(config, found)
+            memory = plan_memory(config, announce=lambda text: sys.stderr.write(f"note: {text}\n"))
             violations = [*validate_config(config), *(memory.violations() if memory else ())]
         except ConfigError as error:  # no placement can be chosen: the rules are those of all else
             violations = [*error.violations, *validate_config(config, refused=["placement"])]

@@ -14,7 +14,8 @@ of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,21 @@ ELEMENTS_PER_TILE_ACCELERATOR = 1 << 26
 TOKENS_PER_PRODUCT = 4096
 """Tokens elsewhere whose logits' gradients are kept, in the compute type, for one product with the hidden states: each reads
 and writes the weight's gradient in float32, which a tile of 442 (at 152,000 entries) does not pay for."""
+
+
+_traced_for = ""
+"""The type of device whose tiles a trace of memory forms; empty where tiles are computed."""
+
+
+@contextmanager
+def tiles_for_trace(device_type: str) -> Iterator[None]:
+    """Form tiles as large as on a device of this type, and only as many as show what all of them take, meanwhile."""
+    global _traced_for
+    before, _traced_for = _traced_for, device_type
+    try:
+        yield
+    finally:
+        _traced_for = before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +106,17 @@ class _TileMaths:
     surprises: list[Tensor] | None
     """Where to note a gradient that is not the foreseen one; None: it is computed anew."""
 
+    def tiles(self, num_tokens: int) -> Iterator[slice]:
+        """The tiles of so many tokens, in order; of a trace a few that take what all of them do."""
+        starts: Sequence[int] = range(0, num_tokens, self.tokens_per_tile)
+        if _traced_for:
+            # the second tile is formed while the first is there still, and a product comes with the last of its tokens
+            last_of_product = max(1, self.tokens_per_product // self.tokens_per_tile) - 1
+            chosen = sorted({0, 1, last_of_product, len(starts) - 1})
+            starts = [starts[number] for number in chosen if number < len(starts)]
+        for start in starts:
+            yield slice(start, min(num_tokens, start + self.tokens_per_tile))
+
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """`[tokens, vocabulary]` in float32 (float64 for float64), and the derivative of the cap where there is one."""
         z = torch.nn.functional.linear(hidden.to(self.compute_dtype), weight)
@@ -140,8 +167,7 @@ class _TokenScore(torch.autograd.Function):
         tile_weight = weight.to(maths.compute_dtype)
         kept: Tensor | None = None
         kept_slope: Tensor | None = None
-        for start in range(0, num_tokens, maths.tokens_per_tile):
-            tile = slice(start, min(num_tokens, start + maths.tokens_per_tile))
+        for tile in maths.tiles(num_tokens):
             z, slope = maths.logits(hidden[tile], tile_weight, bias)
             log_p = torch.log_softmax(z, dim=-1)
             logprobs[tile] = log_p.gather(1, targets[tile, None]).squeeze(1)
@@ -180,8 +206,7 @@ class _TokenScore(torch.autograd.Function):
             return foreseen.result(weight)
         found = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad, maths)
         tile_weight = weight.to(maths.compute_dtype)
-        for start in range(0, hidden.shape[0], maths.tokens_per_tile):
-            tile = slice(start, start + maths.tokens_per_tile)
+        for tile in maths.tiles(hidden.shape[0]):
             z, slope = (kept, kept_slope) if kept is not None else maths.logits(hidden[tile], tile_weight, bias)
             log_p = z - log_sum_exp[tile, None]
             by_entropy = None if grad_entropy is None else grad_entropy[tile]
@@ -231,8 +256,6 @@ class _Gradients:
     """Logits' gradients of neighbouring tiles are kept up to so many tokens for one product."""
     kept: Tensor | None = None
     """`[at most tokens_per_product, vocabulary]` in the compute type."""
-    first: int = 0
-    """The first token whose gradient is kept."""
 
     @classmethod
     def like(
@@ -252,17 +275,16 @@ class _Gradients:
         if self.bias is not None:
             self.bias += grad_z.sum(0)
         num_tokens, stop = len(hidden), tile.start + len(grad_z)
-        if tile.start == self.first and (stop == num_tokens or len(grad_z) == self.tokens_per_product):
+        first = tile.start - tile.start % self.tokens_per_product
+        if tile.start == first and (stop == num_tokens or len(grad_z) == self.tokens_per_product):
             self._multiply(tile.start, grad_z.to(weight.dtype), hidden, weight)
-            self.first = stop
             return
         if self.kept is None:
             size = min(num_tokens, self.tokens_per_product)
             self.kept = grad_z.new_empty(size, grad_z.shape[1], dtype=weight.dtype)
-        self.kept[tile.start - self.first : stop - self.first] = grad_z
-        if stop - self.first == self.tokens_per_product or stop == num_tokens:
-            self._multiply(self.first, self.kept[: stop - self.first], hidden, weight)
-            self.first = stop
+        self.kept[tile.start - first : stop - first] = grad_z
+        if stop - first == self.tokens_per_product or stop == num_tokens:
+            self._multiply(first, self.kept[: stop - first], hidden, weight)
         if stop == num_tokens:
             self.kept = None
 
@@ -310,7 +332,7 @@ def token_scores(
     With `of_distribution` its numbers stand in place of the log-probabilities, without a gradient.
     """
     vocabulary = head.weight.shape[0]
-    on_host = hidden.device.type == "cpu"
+    on_host = (_traced_for or hidden.device.type) == "cpu"
     budget = ELEMENTS_PER_TILE if on_host else ELEMENTS_PER_TILE_ACCELERATOR
     maths = _TileMaths(
         scale=head.scale / temperature,

@@ -11,8 +11,9 @@ from skyrl_train.batch.schedule import learning_rate
 from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
 from skyrl_train.errors import Violation
 from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, span
-from skyrl_train.plan.device_report import DeviceMemory, PlacementReport, gigabytes, memory_lines, placement_lines
+from skyrl_train.plan.device_report import PlacementReport, placement_lines
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
+from skyrl_train.plan.memory import DeviceMemory, gigabytes, memory_lines
 from skyrl_train.plan.notes import PlanNote, percent
 from skyrl_train.registry import part_name
 

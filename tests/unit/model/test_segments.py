@@ -16,7 +16,7 @@ from skyrl_train.batch.layout import packed_layout, shared_layout
 from skyrl_train.batch.prefix_tree import Segment, prefix_order, tree_segments
 from skyrl_train.batch.training_batch import batch_of_lengths
 from skyrl_train.learner import memory
-from skyrl_train.learner.memory_meter import CountingMeter
+from skyrl_train.memory.meter import CountingMeter
 from skyrl_train.model import segments as segments_module
 from skyrl_train.model.segments import Segments, block_size
 

@@ -9,11 +9,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-import skyrl_train.model.logprobs as logprobs
-from skyrl_train.errors import MemoryLimitError, ModelError
-from skyrl_train.learner import memory
-from skyrl_train.learner.architectures import known_architectures, model_facts, read_config, weight_bytes
 from skyrl_train.learner.memory import (
     MemorySettings,
     memory_facts,
@@ -23,6 +18,11 @@ from skyrl_train.learner.memory import (
     resident_bytes,
 )
 from skyrl_train.learner.memory_facts import facts_from_config, facts_of_model
+
+import skyrl_train.model.logprobs as logprobs
+from skyrl_train.errors import MemoryLimitError, ModelError
+from skyrl_train.learner import memory
+from skyrl_train.memory.model_sizes import known_architectures, model_facts, read_config, weight_bytes
 
 SMALL = {
     "model_type": "llama",

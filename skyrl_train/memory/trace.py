@@ -4,10 +4,10 @@ The learner's own `forward_backward` and `forward` go through model, layout, los
 training, but on tensors that have shapes and no memory (FakeTensorMode): torch dispatches every operation and autograd
 saves what it saves, while nothing is computed or allocated. `CountingMeter` adds up what would have been there.
 
-    parameters, buffers --stand-ins of the same shapes--> the learner's own pass --meter--> what it adds at its peak
+    parameters, buffers --stand-ins of the same shapes--> the learner's own pass --meter--> what it adds, by section
 
 Of a sharded model the pass is traced as if its parameters were whole, in the type in which they are gathered; what ranks
-gather and sum on the way comes on top as `memory.py` counts it.
+gather and sum on the way comes on top, counted. Of the tiles of logits, which all take the same, a few are formed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,37 +25,51 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.errors import ModelError, SkyrlTrainError
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.memory import MemoryFacts, MemorySettings, bytes_of_sharding, memory_facts
-from skyrl_train.learner.memory_blocks import BackboneCost, Cost
-from skyrl_train.learner.memory_facts import facts_of_model
-from skyrl_train.learner.memory_meter import CountingMeter
+from skyrl_train.memory.fit import IN_BACKWARD, IN_EMBEDDING, IN_HEAD, IN_LAYER, PassPeaks
+from skyrl_train.memory.meter import CountingMeter
+from skyrl_train.memory.model_sizes import ParameterCounts
+from skyrl_train.model.last_layer import decoder_layers
+from skyrl_train.model.logprobs import tiles_for_trace
+
+if TYPE_CHECKING:
+    from skyrl_train.memory.oom_retry import SizedEngine
 
 _UNLIMITED_BYTES = 1 << 62
+
+
+def count_parameters(engine: SizedEngine) -> ParameterCounts:
+    """Count the parameters of a model that may be sharded, or on the meta device."""
+    blocks = [sum(each.numel() for each in layer.parameters()) for layer in decoder_layers(engine.model)] or [0]
+    total = sum(each.numel() for each in engine.model.parameters())
+    trained = sum(each.numel() for each in engine.parameters.values())
+    return ParameterCounts(total=total, trained=trained, block=max(blocks), root=total - sum(blocks))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTrace:
     """Traces passes of one model on this rank. Talks to no other rank."""
 
-    engine: ModelEngine
-    held_bytes: int
+    engine: SizedEngine
+    held_bytes: int = 0
     """What lies on the device between passes: parameters, optimizer state, other models of the process."""
+    device_type: str = ""
+    """The type of device for which tiles of logits are formed; empty is the engine's own."""
 
-    def peak_bytes(self, run_pass: Callable[[], object], *, training: bool) -> int:
-        """What this rank would hold at the peak of `run_pass`, which calls the learner's `forward_backward` (`training`)
-        or `forward`. Raises ModelError where the model or the loss does not run on tensors without memory."""
+    def run(self, run_pass: Callable[[], object], *, training: bool) -> PassPeaks:
+        """Return what `run_pass` would add, which calls the learner's `forward_backward` (`training`) or `forward`.
+
+        Raises ModelError where the model or the loss does not run on tensors without memory.
+        """
         engine, meter = self.engine, CountingMeter(_UNLIMITED_BYTES)
         try:
-            with _without_memory(engine) as stand_ins:
-                engine.healing.begin_probing(meter, held=lambda: ())
+            with _without_memory(engine) as stand_ins, tiles_for_trace(self.device_type or engine.passes.device.type):
+                engine.oom_retry.begin_probing(meter, resident=lambda: ())
                 if training:
                     engine.strategy.hold_gradients(engine.model, engine.parameters.values())
                 meter.adopt(stand_ins)
                 meter.adopt(each.grad for each in engine.parameters.values() if each.grad is not None)
-                resident = meter.in_use_bytes()
-                run_pass()
-                growing = engine.healing.take_peak() - resident
+                with _sections(engine, meter) as sections:
+                    run_pass()
                 if training:
                     engine.zero_grad()
         except SkyrlTrainError:
@@ -65,22 +79,83 @@ class StepTrace:
                 f"{engine.name}: its step cannot be traced, since it does not run on tensors without memory "
                 f"({type(error).__name__}: {error}). Set trainer.memory_probe=measure"
             ) from error
-        return self.resident_bytes(training=training) + growing
+        return PassPeaks(sections=sections.peaks, kept=sections.kept)
+
+    def peak_bytes(self, run_pass: Callable[[], object], *, training: bool) -> int:
+        """Return what this rank would hold at the peak of `run_pass`. Raises ModelError."""
+        return self.resident_bytes(training=training) + self.run(run_pass, training=training).peak_bytes
 
     def resident_bytes(self, *, training: bool) -> int:
-        """What a pass finds on the device, its gradients included, and what a sharded model's ranks exchange meanwhile."""
+        """Return what a pass finds on the device, its gradients included, and what a sharded model's ranks exchange
+        meanwhile."""
         engine = self.engine
         gradients = _gradient_bytes(engine) if training else 0
-        exchanged = bytes_of_sharding(_facts_of_shards(engine), training=training) if engine.strategy.sharded else 0
-        return self.held_bytes + gradients + exchanged
+        if not engine.strategy.sharded:
+            return self.held_bytes + gradients
+        counts = count_parameters(engine)
+        exchanged = counts.exchanged(
+            compute_bytes=engine.passes.dtype.itemsize, num_ranks=engine.strategy.num_ranks, training=training
+        )
+        return self.held_bytes + gradients + sum(exchanged.values())
+
+
+@dataclass
+class _Sections:
+    """Peaks of a pass, section by section."""
+
+    meter: CountingMeter
+    resident: int
+    peaks: dict[str, int] = field(default_factory=dict)
+    kept: int = 0
+
+    def end(self, name: str) -> None:
+        """A section ends here; the next begins at what is held now."""
+        self.peaks[name] = max(self.peaks.get(name, 0), self.meter.peak_bytes() - self.resident)
+        self.meter.reset_peak()
 
 
 @contextmanager
-def _without_memory(engine: ModelEngine) -> Iterator[list[Tensor]]:
-    """The stand-ins, which the engine and its model have in place of their parameters and buffers meanwhile. The engine is
-    alone in its process, and its passes read nothing back."""
+def _sections(engine: SizedEngine, meter: CountingMeter) -> Iterator[_Sections]:
+    """Cuts the pass inside where the last hidden state is there, where its gradient is, and where that of the embedded
+    tokens is."""
+    found = _Sections(meter=meter, resident=meter.in_use_bytes())
+    model: Any = engine.model
+    last = [IN_HEAD]
+
+    def at_gradient(tensor: Any, ended: str, begun: str) -> None:
+        def cut(_: Tensor) -> None:
+            found.end(ended)
+            last.append(begun)
+
+        if tensor.requires_grad:
+            tensor.register_hook(cut)
+
+    def after_layers(_module: object, _inputs: object, output: Any) -> None:
+        found.end(IN_LAYER)
+        found.kept = max(found.kept, meter.in_use_bytes() - found.resident)
+        at_gradient(output.last_hidden_state, IN_HEAD, IN_BACKWARD)
+
+    def after_embedding(_module: object, _inputs: object, output: Tensor) -> None:
+        at_gradient(output, IN_BACKWARD, IN_EMBEDDING)
+
+    handles = [
+        model.base_model.register_forward_hook(after_layers),
+        model.get_input_embeddings().register_forward_hook(after_embedding),
+    ]
+    try:
+        yield found
+        found.end(last[-1])
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _without_memory(engine: SizedEngine) -> Iterator[list[Tensor]]:
+    """Yields the stand-ins, which the engine and its model have in place of their parameters and buffers meanwhile."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     named = _stand_ins(engine, mode)
+    own: dict[str, Any] = {name: named[name] for name in engine.parameters}
 
     @contextmanager
     def computing() -> Iterator[None]:
@@ -92,12 +167,12 @@ def _without_memory(engine: ModelEngine) -> Iterator[list[Tensor]]:
         _hooks_of_shards_off(engine.model),
         _nothing_packed(),
         torch.compiler.set_stance("force_eager"),
-        engine.traced({name: _as_parameter(named[name]) for name in engine.parameters}, computing),
+        engine.traced(own, computing),
     ):
         yield list({id(each): each for each in named.values()}.values())
 
 
-def _stand_ins(engine: ModelEngine, mode: FakeTensorMode) -> dict[str, Tensor]:
+def _stand_ins(engine: SizedEngine, mode: FakeTensorMode) -> dict[str, Tensor]:
     """By name; tied parameters are one. Those of a sharded model are whole and have the type in which they are gathered."""
     model, device = engine.model, engine.passes.device
     device = torch.device("cpu") if device.type == "meta" else device
@@ -118,13 +193,8 @@ def _stand_ins(engine: ModelEngine, mode: FakeTensorMode) -> dict[str, Tensor]:
     return named
 
 
-def _as_parameter(tensor: Tensor) -> nn.Parameter:
-    assert isinstance(tensor, nn.Parameter)
-    return tensor
-
-
-def _gradient_bytes(engine: ModelEngine) -> int:
-    """Of the gradients that lie on the device between the micro-batches of a step."""
+def _gradient_bytes(engine: SizedEngine) -> int:
+    """What the gradients take that lie on the device between the micro-batches of a step."""
     total = 0
     for parameter in engine.parameters.values():
         local: Tensor = getattr(parameter, "_local_tensor", parameter)
@@ -132,21 +202,6 @@ def _gradient_bytes(engine: ModelEngine) -> int:
         if engine.strategy.keeps_whole_gradients or local.device.type in (engine.passes.device.type, "meta"):
             total += kept.numel() * kept.element_size()
     return total
-
-
-def _facts_of_shards(engine: ModelEngine) -> MemoryFacts:
-    """What `bytes_of_sharding` reads: sizes, types, and how much is trained. Layers are traced, not counted."""
-    trained = [parameter for parameter in engine.parameters.values() if parameter.requires_grad]
-    everything = len(trained) == len(list(engine.model.parameters()))
-    settings = MemorySettings(
-        strategy="fsdp2",
-        num_ranks=engine.strategy.num_ranks,
-        dtype="bfloat16" if engine.passes.dtype == torch.bfloat16 else "float32",
-        optimizer="adamw" if trained else "none",
-        lora_rank=0 if everything else 1,
-    )
-    nothing = BackboneCost(saved=Cost(), attention=Cost(), scoring=(), backward=())
-    return memory_facts(facts_of_model(engine.model), settings, nothing)
 
 
 @contextmanager

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from skyrl_train.batch.memory_model import fit_memory_model, probes_at_the_limit
-from skyrl_train.errors import ModelError, SkyrlTrainError
-from skyrl_train.learner.compiled_probe import CompiledModel, CompiledProbe
 from skyrl_train.learner.memory_facts import facts_of_model
-from skyrl_train.learner.sizing import SizingLimits, size_all
+
+from skyrl_train.errors import ModelError, SkyrlTrainError
+from skyrl_train.memory.fit import fit_memory_model, probes_at_the_limit
+from skyrl_train.memory.sizing import SizingLimits, size_all
+from skyrl_train.memory.xla import CompiledModel, CompiledProbe
 from tests.learner_cases import make_learner, save_tiny_model
 
 

@@ -14,11 +14,11 @@ from skyrl_train.batch.memory_batches import MemoryAwareBatchIterator, TokenBudg
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import MemoryLimitError
-from skyrl_train.learner.memory_meter import CountingMeter
 from skyrl_train.learner.optimizer import allocate_state, build_optimizer
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.probe import Prober, lengths_to_probe
-from skyrl_train.learner.sizing import (
+from skyrl_train.memory.meter import CountingMeter
+from skyrl_train.memory.probe import Prober, lengths_to_probe
+from skyrl_train.memory.sizing import (
     SizingLimits,
     SizingReport,
     report_from_json,
@@ -111,7 +111,7 @@ def test_every_micro_batch_under_the_budget_fits(folder: Path) -> None:
     for round_ in range(5):
         lengths = torch.randint(4, 33, (40,), generator=generator).tolist()
         learner.forward_backward(close(make_batch(lengths, seed=round_)))
-        metrics = learner.optim_step() | learner.engine.healing.metrics()
+        metrics = learner.optim_step() | learner.engine.oom_retry.metrics()
         assert metrics["memory/policy_redone"].value == 0
     prober = Prober(learner=learner, meter=CountingMeter(MIB << 10))
     rows = report.training.tokens // 32

@@ -11,10 +11,10 @@ import pytest
 from skyrl_train.config.bundles import Role
 from skyrl_train.config.schema import Config, CriticConfig, LoraConfig
 from skyrl_train.errors import ModelError
-from skyrl_train.learner.memory_meter import CountingMeter
-from skyrl_train.learner.planned_passes import Effort, PlannedPasses, planned_passes
-from skyrl_train.learner.probe import Prober
-from skyrl_train.learner.sizing import hold_everything
+from skyrl_train.memory.meter import CountingMeter
+from skyrl_train.memory.predict import Effort, PlannedPasses, planned_passes
+from skyrl_train.memory.probe import Prober
+from skyrl_train.memory.sizing import hold_everything
 from skyrl_train.plan.dry_run import models_of
 from tests.learner_cases import critic_of, policy_of, save_tiny_model, settings_of
 
