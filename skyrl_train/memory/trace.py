@@ -159,7 +159,7 @@ def _without_memory(engine: SizedEngine) -> Iterator[list[Tensor]]:
 
     @contextmanager
     def computing() -> Iterator[None]:
-        with mode, _Numbers():  # type: ignore[no-untyped-call]
+        with mode, _Answers():  # type: ignore[no-untyped-call]
             yield
 
     with (
@@ -235,9 +235,12 @@ def _nothing_packed() -> Iterator[None]:
         library.find_packed_sequence_indices = original
 
 
-class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers where a pass reads a number of a tensor without memory: metrics, and checks that hold. Sizes never depend on
-    one, or the pass would wait for its device."""
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Answers what tensors without memory cannot.
+
+    A pass reads numbers of them for metrics, and for checks that hold; sizes never depend on one, or the pass would wait
+    for its device. And torch states the shape of a product of experts for bfloat16 alone, though it multiplies others.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -245,4 +248,15 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype: torch.dtype = args[0].dtype
             return True if dtype == torch.bool else 0.0 if dtype.is_floating_point else 0
+        if func is torch.ops.aten._grouped_mm.default:
+            return _product_of_experts(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+def _product_of_experts(left: Tensor, right: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The empty result of `torch._grouped_mm`: rows of `left` in groups that end at `offs`, each times its matrix of
+    `right`; or, of two matrices, a product for each group, which is what gradients of the matrices are."""
+    if left.dim() == 2 and right.dim() == 2 and offs is not None:
+        return left.new_empty(len(offs), left.shape[0], right.shape[1])
+    batch = left.shape[:1] if left.dim() == 3 and right.dim() == 3 else ()
+    return left.new_empty(*batch, left.shape[-2], right.shape[-1])
