@@ -1,109 +1,133 @@
-"""A plan's traced step takes what the run's own one takes, for models as runs train them, and no weights are read."""
+"""What a plan predicts of a model's passes is what the run's passes take, and no weights are read."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
-from shutil import copyfile
 
 import pytest
 
-from skyrl_train.config.bundles import Role
-from skyrl_train.config.schema import Config, CriticConfig, LoraConfig
-from skyrl_train.errors import ModelError
-from skyrl_train.memory.meter import CountingMeter
-from skyrl_train.memory.predict import Effort, PlannedPasses, planned_passes
-from skyrl_train.memory.probe import Prober
-from skyrl_train.memory.sizing import hold_everything
-from skyrl_train.plan.dry_run import models_of
-from tests.learner_cases import critic_of, policy_of, save_tiny_model, settings_of
+from skyrl_train.config.schema import Config, CriticConfig
+from skyrl_train.errors import MemoryLimitError
+from skyrl_train.memory import predict
+from skyrl_train.memory.model_sizes import ParameterCounts
+from skyrl_train.memory.predict import DeviceShare, Effort, PredictedPasses
+from skyrl_train.plan.memory import models_of
+from tests.learner_cases import save_tiny_model
 
-LONGEST, ROWS = 24, 40
-BASE = Config()
-CPU = replace(BASE, platform=replace(BASE.platform, name="cpu", device="cpu"))
-ALONE = {
-    "padded": CPU,
-    "checkpointing": replace(CPU, model=replace(CPU.model, gradient_checkpointing=True)),
-    "packed adapter in bfloat16": replace(
-        CPU,
-        model=replace(CPU.model, lora=LoraConfig(rank=4), dtype="bfloat16"),
-        trainer=replace(CPU.trainer, layout="packed"),
-    ),
-}
-"""In one process on a CPU, where a run can be measured."""
-COUNTED = {
-    "sharded over two ranks": replace(
-        CPU,
-        strategy=replace(CPU.strategy, name="fsdp2"),
-        placement=replace(CPU.placement, backend="ray", policy_num_workers=2, critic_num_workers=2),
-    ),
-    "on an accelerator": replace(CPU, platform=replace(CPU.platform, name="cuda", device="cuda")),
-}
-"""Elsewhere."""
+LONGEST = 24
+COUNTS = ParameterCounts(total=1000, trained=1000, block=300, root=100)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_model(tmp_path_factory.mktemp("model"), tokenizer=True)
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-@pytest.fixture(scope="module")
-def bare(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Without weights."""
-    bare = tmp_path_factory.mktemp("bare")
-    copyfile(folder / "config.json", bare / "config.json")
-    return bare
-
-
-def config_at(folder: Path, config: Config) -> Config:
-    return replace(
+def predicted(folder: Path, effort: Effort | None = None, **changes: object) -> PredictedPasses:
+    config = Config()
+    config = replace(
         config,
+        platform=replace(config.platform, name="cpu", device="cpu"),
         model=replace(config.model, path=str(folder)),
         critic=replace(CriticConfig(), model=replace(CriticConfig().model, path="policy")),
         generator=replace(config.generator, max_context_length=LONGEST),
+        **changes,  # type: ignore[arg-type]
     )
+    return models_of(config, effort or Effort())["policy"]
 
 
-def passes(config: Config, bare: Path, role: Role, source: str) -> PlannedPasses:
-    config = config_at(bare, config)
-    own = replace(config, trainer=replace(config.trainer, memory_probe=source))  # type: ignore[arg-type]
-    settings = settings_of(own, role)
-    settings = replace(settings, model=replace(settings.model, path=str(bare)))
-    return planned_passes(settings, LONGEST, models_of(own)[role], Effort(how="traced"))
+@pytest.mark.parametrize("name", ["bundled", "30M dense", "tiny mixture of experts", "30M dense, adapter"])
+def test_predicted_peaks_are_within_a_few_percent_of_measured_ones(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))
+    from memory_predict import CASES, predictions
+
+    (case,) = (case for case in CASES if case.name == name)
+    for found in predictions(replace(case, rows=(3,)), tmp_path / "model"):
+        assert abs(found.error) < 0.05, found
 
 
-@pytest.mark.parametrize(("name", "role"), [*((name, "policy") for name in ALONE), ("padded", "critic")])
-def test_a_plan_traces_what_the_run_takes(folder: Path, bare: Path, name: str, role: Role) -> None:
-    config = config_at(folder, ALONE[name])
-    learner = critic_of(config) if role == "critic" else policy_of(config)
-    meter = CountingMeter(1 << 40)
-    hold_everything(learner.engine, meter)
-    prober, traced = Prober(learner=learner, meter=meter), passes(config, bare, role, "trace")
-    for phase in ("training", "scoring"):
-        measured = prober.probe(ROWS, LONGEST, training=phase == "training")
-        assert measured is not None
-        # buffers and the bias of a value head are not counted
-        assert traced.estimate(phase, ROWS).peak_bytes == pytest.approx(measured.peak_bytes, abs=1024), phase  # type: ignore[arg-type]
+def test_what_was_traced_once_is_remembered_and_needs_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    first, second = Effort(), Effort()
+    estimate = predicted(folder, first).estimate("training", 5)
+    assert first.num_sizes > 0
+    again = predicted(folder, second)
+    monkeypatch.setattr(PredictedPasses, "_tracers", lambda _: pytest.fail("traced again"))
+    assert again.estimate("training", 5) == estimate
+    assert second.line() == "traced by an earlier plan, nothing was run"
 
 
-@pytest.mark.parametrize("name", COUNTED)
-def test_what_cannot_be_measured_here_is_traced_as_it_is_counted(bare: Path, name: str) -> None:
-    counted, traced = (passes(COUNTED[name], bare, "policy", source) for source in ("measure", "trace"))
-    for phase in ("training", "scoring"):
-        expected, found = counted.estimate(phase, ROWS), traced.estimate(phase, ROWS)  # type: ignore[arg-type]
-        assert found.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.05), phase
+def test_another_model_another_setting_and_another_version_are_traced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    files = {predicted(folder)._file}
+    longer = predicted(folder, trainer=replace(Config().trainer, layout="packed"))
+    files.add(longer._file)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 128}), encoding="utf-8")
+    files.add(predicted(folder)._file)
+    monkeypatch.setattr("skyrl_train.memory.model_sizes.version", lambda _: "0")
+    files.add(predicted(folder)._file)
+    assert len(files) == 4
 
 
-@pytest.mark.slow
-def test_the_budget_of_a_traced_step_is_near_the_counted_one(bare: Path) -> None:
-    counted, traced = (passes(CPU, bare, "policy", source) for source in ("measure", "both"))
-    limit = counted.estimate("training", ROWS).peak_bytes
-    expected = counted.token_budget("training", limit)
-    assert traced.token_budget("training", limit) == pytest.approx(expected, rel=0.1)
+def test_layers_that_are_alike_are_traced_as_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    types = {"layer_types": ["full_attention"] * 7} if config.get("layer_types") else {}
+    content = json.dumps({**config, "num_hidden_layers": 7, **types})
+    (folder / "config.json").write_text(content, encoding="utf-8")
+    few = predicted(folder)
+    assert few._depths == (2, 4)
+    found = few.estimate("training", 4)
+    monkeypatch.setattr(predict, "_DEPTHS", (7, 7))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    whole = predicted(folder).estimate("training", 4)
+    assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.001)
+    assert found.moment == whole.moment
 
 
-def test_a_search_that_takes_too_long_says_so(bare: Path) -> None:
-    traced = passes(CPU, bare, "policy", "trace")
-    traced.effort.seconds = 1e6  # type: ignore[attr-defined]
-    with pytest.raises(ModelError, match=r"0 sizes were traced in .* Set trainer\.memory_probe=measure"):
-        traced.token_budget("scoring", 1 << 30)
+def test_a_budget_is_what_fits_and_a_row_that_does_not_is_named(tmp_path: Path) -> None:
+    passes = predicted(save_tiny_model(tmp_path / "model"))
+    limit = passes.estimate("training", 6).peak_bytes + 1
+    budget = passes.token_budget("training", limit)
+    assert passes.estimate("training", budget // LONGEST).peak_bytes <= limit
+    assert 6 * LONGEST <= budget < 7 * LONGEST
+    with pytest.raises(MemoryLimitError, match=rf"one row of {LONGEST} tokens takes \d+ bytes in training"):
+        passes.token_budget("training", 1000)
+
+
+# What does not depend on a micro-batch, by hand
+
+
+def test_what_lies_there_all_the_time() -> None:
+    assert DeviceShare().resident(COUNTS, training=True) == {
+        "parameters": 4000,
+        "gradients": 4000,
+        "optimizer state": 8000,
+    }
+    scored = replace(COUNTS, trained=0)
+    assert DeviceShare(state_bytes=0).resident(scored, training=False) == {"parameters": 4000}
+
+
+def test_shards_are_equal_parts_and_may_lie_in_host_memory() -> None:
+    shares = DeviceShare(num_ranks=4, sharded=True)
+    assert shares.resident(COUNTS, training=False) == {"parameters": 1000, "optimizer state": 2000}
+    assert replace(shares, cpu_offload=True).resident(COUNTS, training=True) == {}
+    whole = replace(shares, gradient_sync="step").resident(COUNTS, training=True)
+    assert whole["gradients"] == 4000, "kept whole until the last micro-batch of a step"
+
+
+def test_ranks_of_a_sharded_model_exchange_layers_and_gradients() -> None:
+    shares = DeviceShare(num_ranks=4, sharded=True, compute_bytes=2)
+    assert shares.exchanged(COUNTS, training=True) == {
+        "gathered parameters": 2 * (100 + 2 * 300),
+        "gradients in flight": 4 * 300 + 4 * 75,
+    }
+    assert "gradients in flight" not in shares.exchanged(replace(COUNTS, trained=10), training=True)
+    assert DeviceShare().exchanged(COUNTS, training=True) == {}

@@ -1,8 +1,7 @@
-"""Probing, budgets and healing of one process, with a byte budget on the CPU."""
+"""Probing, budgets and retries after out-of-memory of one process, with a byte budget on the CPU."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +17,8 @@ from skyrl_train.learner.optimizer import allocate_state, build_optimizer
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.memory.meter import CountingMeter
 from skyrl_train.memory.probe import Prober, lengths_to_probe
-from skyrl_train.memory.sizing import (
-    SizingLimits,
-    SizingReport,
-    report_from_json,
-    report_to_json,
-    size_all,
-)
+from skyrl_train.memory.report import SizingReport, read_reports, write_reports
+from skyrl_train.memory.sizing import SizingLimits, size_all
 from tests.layout_cases import close, flat_gradient
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.memory_cases import MIB, FailingMeter, size_itself
@@ -128,10 +122,15 @@ def test_models_of_one_process_share_its_budget(folder: Path) -> None:
     assert together["policy"].budgets.training < alone.budgets.training
 
 
-def test_a_report_survives_json_and_is_used_again_for_the_same_model_alone(folder: Path) -> None:
+def through_json(report: SizingReport, folder: Path) -> SizingReport:
+    write_reports(folder / "memory.json", {report.name: (report,)})
+    return read_reports(folder / "memory.json")[report.name][0]
+
+
+def test_a_report_survives_json_and_is_used_again_for_the_same_model_alone(folder: Path, tmp_path: Path) -> None:
     learner = learner_of(folder)
     report = size_all([learner], LIMITS, {})["policy"]
-    restored = report_from_json(json.loads(json.dumps(report_to_json(report))))
+    restored = through_json(report, tmp_path)
     assert restored == report
     again = size_all([learner_of(folder)], LIMITS, {"policy": restored})["policy"]
     assert again == replace(report, is_reused=True)
@@ -222,7 +221,9 @@ ROOMY = SizingLimits(longest=32, max_rows=64, limit_bytes=4 * MIB, margin=0.05, 
 
 
 @pytest.mark.parametrize("role", ["reference", pytest.param("policy", marks=pytest.mark.slow)])
-def test_both_measures_from_the_prediction_on_and_tells_the_difference(folder: Path, role: str) -> None:
+def test_both_measures_from_the_prediction_on_and_tells_the_difference(
+    folder: Path, tmp_path: Path, role: str
+) -> None:
     measured = size_all([learner_of(folder, role=role)], ROOMY, {})[role]
     both = size_all([learner_of(folder, role=role)], replace(ROOMY, source="both"), {})[role]
     for mine, other in ((both.training, measured.training), (both.forward, measured.forward)):
@@ -232,7 +233,7 @@ def test_both_measures_from_the_prediction_on_and_tells_the_difference(folder: P
             assert mine.predicted_tokens == pytest.approx(other.tokens, rel=0.02)
             assert mine.probes[0].positions > other.probes[0].positions
     assert f"forward {both.forward.predicted_tokens} (" in both.line()
-    assert report_from_json(json.loads(json.dumps(report_to_json(both)))) == both
+    assert through_json(both, tmp_path) == both
 
 
 def test_a_trace_runs_nothing_and_names_a_row_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
