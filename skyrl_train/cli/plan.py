@@ -31,6 +31,7 @@ from skyrl_train.plan.dry_run import make_plan_report, placement_report
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
 from skyrl_train.plan.memory import plan_memory
 from skyrl_train.plan.report import render_text, to_json
+from skyrl_train.plan.time import rates_of
 from skyrl_train.telemetry.rollout_log import read_rollouts
 
 CONFIG_NAME = "config"
@@ -61,11 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         report = make_plan_report(
             config,
             num_train_prompts=num_train_prompts,
-            lengths=_lengths(config.plan.lengths, step_wise=config.generator.is_step_wise),
+            lengths=_lengths(_rollouts_of(config.plan), step_wise=config.generator.is_step_wise),
             num_parameters=count_parameters(config.model.path),
             violations=violations,
             memory=memory,
             placement=placement,
+            rates=rates_of(config.plan),
         )
     except SkyrlTrainError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
@@ -116,6 +118,12 @@ def _parameters_in(file: Path) -> int:
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _rollouts_of(plan: PlanConfig) -> str:
+    """Where the lengths are recorded: what is stated, or the rollouts of the run whose rates are taken."""
+    recorded = Path(plan.rates) / "rollouts"
+    return plan.lengths or (str(recorded) if plan.rates and any(recorded.glob("train_step_*")) else "")
 
 
 def _lengths(recorded: str, *, step_wise: bool) -> RowLengths | None:

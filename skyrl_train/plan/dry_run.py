@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import Layout, count_engines, shares_devices
-from skyrl_train.config.learners import gpus_needed, layout_of
+from skyrl_train.config.learners import gpus_needed, layout_of, needs_old_logprobs
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
 from skyrl_train.plan.device_report import BundleGroup, PlacementReport
-from skyrl_train.plan.estimate import RowLengths, assumed_lengths, estimate_passes
+from skyrl_train.plan.estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
 from skyrl_train.plan.memory import DeviceMemory
 from skyrl_train.plan.notes import estimate_notes, plan_notes
 from skyrl_train.plan.report import PlanReport, micro_batching_text, rate_points, storage_items
+from skyrl_train.plan.time import Rates, RunTime, disk_bytes, run_time, work_of_step
 from skyrl_train.registry import part_name
 
 _CONTEXT_BYTES = 1_000_000_000
@@ -41,6 +43,7 @@ def make_plan_report(
     violations: Sequence[Violation] = (),
     memory: DeviceMemory | None = None,
     placement: PlacementReport | None = None,
+    rates: Rates | None = None,
 ) -> PlanReport:
     """The report of a run over `num_train_prompts` prompts; never raises for sizes that do not fit together.
 
@@ -50,6 +53,7 @@ def make_plan_report(
         violations: of other rules, to be shown with those of the batch sizes.
         memory: what passes hold on a device, where that is asked for.
         placement: which devices the run reserves, where that is known.
+        rates: how fast a rank is, where that is known.
     """
     found = [*violations]
     known = {(violation.field, violation.rule) for violation in violations}
@@ -107,7 +111,19 @@ def make_plan_report(
         ),
         memory=memory,
         placement=placement,
+        time=None if rates is None else _time(config, plan, lengths, estimates, rates),
+        disk=disk_bytes(plan, lengths, config.trainer, num_parameters=num_parameters),
     )
+
+
+def _time(
+    config: Config, plan: BatchPlan, lengths: RowLengths, estimates: Sequence[PassEstimate], rates: Rates
+) -> RunTime:
+    reference = needs_reference(config.trainer.algorithm)
+    scored = needs_old_logprobs(config.trainer) + reference + bool(config.critic.model.path)
+    work = work_of_step(plan, lengths, estimates, rates, models_scored=scored)
+    devices = gpus_needed(config) or 1
+    return run_time(rates, work, config.trainer, total_steps=plan.total_steps, num_devices=devices)
 
 
 def placement_report(config: Config, devices: Devices) -> PlacementReport:
