@@ -37,7 +37,7 @@ class FailingMeter(CountingMeter):
 def size_itself(
     engine: ModelEngine, meter: CountingMeter, *, tokens: int, retries: int = 3
 ) -> MemoryAwareBatchIterator:
-    """Micro-batches of at most so many positions, healed."""
+    """Micro-batches of at most so many positions, retried where memory runs out."""
     batches = MemoryAwareBatchIterator(
         TokenBudgets(training=tokens, forward=tokens),
         layout=engine.passes.layout,

@@ -151,7 +151,7 @@ def test_a_row_that_does_not_fit_is_named_with_what_to_change(folder: Path) -> N
         size_all([learner_of(folder)], limits, {})
 
 
-def healed(
+def retried(
     folder: Path, *refused: int, tokens: int = 64, retries: int = 3
 ) -> tuple[PolicyLearner, MemoryAwareBatchIterator]:
     learner = learner_of(folder, double=True)
@@ -162,7 +162,7 @@ def healed(
 
 
 def test_memory_that_runs_out_leaves_the_gradient_as_it_would_have_been(folder: Path) -> None:
-    expected_of, _ = healed(folder)
+    expected_of, _ = retried(folder)
     expected_metrics = expected_of.forward_backward(close(make_batch(LENGTHS)))
     expected = flat_gradient(expected_of)
     meter = FailingMeter()
@@ -171,7 +171,7 @@ def test_memory_that_runs_out_leaves_the_gradient_as_it_would_have_been(folder: 
     counted.forward_backward(close(make_batch(LENGTHS)))
     last = meter.num_allocations  # by then micro-batches before this one have left gradients, which must go
     for refused in [(1,), (150,), (290,), (last,), (60, 400)]:
-        learner, batches = healed(folder, *refused)
+        learner, batches = retried(folder, *refused)
         metrics = learner.forward_backward(close(make_batch(LENGTHS)))
         found = flat_gradient(learner)
         assert float((found - expected).abs().max()) < 1e-12 * float(expected.abs().max()) + 1e-15
@@ -181,9 +181,9 @@ def test_memory_that_runs_out_leaves_the_gradient_as_it_would_have_been(folder: 
         assert batches.budgets.forward == 64
 
 
-def test_a_scoring_is_healed_too(folder: Path) -> None:
-    calm, _ = healed(folder)
-    learner, batches = healed(folder, 40)
+def test_a_scoring_is_retried_too(folder: Path) -> None:
+    calm, _ = retried(folder)
+    learner, batches = retried(folder, 40)
     batch = make_batch(LENGTHS)
     assert torch.allclose(learner.forward(batch), calm.forward(batch), atol=1e-12)
     assert batches.budgets == TokenBudgets(training=64, forward=batches.budgets.forward)
@@ -191,16 +191,16 @@ def test_a_scoring_is_healed_too(folder: Path) -> None:
 
 
 def test_it_gives_up_after_so_many_times_and_on_a_row_alone(folder: Path) -> None:
-    learner, _ = healed(folder, *range(1, 400), retries=1)
+    learner, _ = retried(folder, *range(1, 400), retries=1)
     with pytest.raises(MemoryLimitError, match=r"after 1 smaller attempts.*trainer.memory_budget_gb"):
         learner.forward_backward(close(make_batch(LENGTHS)))
-    learner, _ = healed(folder, 3)
+    learner, _ = retried(folder, 3)
     with pytest.raises(MemoryLimitError, match=r"1 rows of at most 16 tokens.*cannot be cut further"):
         learner.forward_backward(close(make_batch([16])))
 
 
 def test_other_errors_are_not_taken_for_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner, batches = healed(folder)
+    learner, batches = retried(folder)
 
     def broken(*arguments: object, **settings: object) -> None:
         raise ValueError("a fault of its own")
@@ -221,9 +221,7 @@ ROOMY = SizingLimits(longest=32, max_rows=64, limit_bytes=4 * MIB, margin=0.05, 
 
 
 @pytest.mark.parametrize("role", ["reference", pytest.param("policy", marks=pytest.mark.slow)])
-def test_both_measures_from_the_prediction_on_and_tells_the_difference(
-    folder: Path, tmp_path: Path, role: str
-) -> None:
+def test_both_measures_from_the_prediction_on_and_tells_the_difference(folder: Path, tmp_path: Path, role: str) -> None:
     measured = size_all([learner_of(folder, role=role)], ROOMY, {})[role]
     both = size_all([learner_of(folder, role=role)], replace(ROOMY, source="both"), {})[role]
     for mine, other in ((both.training, measured.training), (both.forward, measured.forward)):
