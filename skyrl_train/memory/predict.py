@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Phase = Literal["training", "scoring"]
 
-_DEPTHS = (2, 4)
+_DEPTHS = (2, 3)
 """Decoder layers of the models that are traced, where layers are alike and there are more."""
 _MOST_POSITIONS = 1 << 20
 """Of a size that is traced; what more would take follows from the line."""
@@ -157,7 +157,7 @@ class PredictedPasses:
 
     def estimate(self, phase: Phase, rows: int) -> MemoryEstimate:
         """Return what a micro-batch of `rows` of the longest rows takes. Raises ModelError."""
-        lower, upper = self._around(phase, lambda at, _: at >= rows)
+        lower, upper = self._around(phase, lambda at, _: at >= rows) if rows > 1 else (1, 1)
         peaks = self._at(phase, lower).between(self._at(phase, upper), (rows - lower) / max(1, upper - lower))
         training = phase == "training"
         kinds = self.share.resident(self.counts, training=training)

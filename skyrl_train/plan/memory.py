@@ -167,7 +167,7 @@ def plan_memory(
         contexts = context_bytes * _num_processes(config, len(sharing), engine=engine > 0)
         limit = device_bytes - margin_bytes - contexts - others
         phases: tuple[Phase, ...] = ("scoring",) if role == "reference" else ("training", "scoring")
-        for phase in phases:
+        for phase in phases[:1] if one_row else phases:  # a row that can be trained can be scored
             found = _pass(predicted, role, phase, limit, one_row=one_row)
             passes.append(found if one_row else _beside_measured(config, found, phase, predicted, others))
     with_engine = [] if one_at_a_time else [role for role in models if config.placement.backend == "inline"]

@@ -83,7 +83,7 @@ def test_layers_that_are_alike_are_traced_as_few(tmp_path: Path, monkeypatch: py
     content = json.dumps({**config, "num_hidden_layers": 7, **types})
     (folder / "config.json").write_text(content, encoding="utf-8")
     few = predicted(folder)
-    assert few._depths == (2, 4)
+    assert few._depths == (2, 3)
     found = few.estimate("training", 4)
     monkeypatch.setattr(predict, "_DEPTHS", (7, 7))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
