@@ -21,7 +21,8 @@ from skyrl_train.learner.passes import Planned
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.memory.meter import CountingMeter
 from skyrl_train.memory.probe import probe_rows
-from skyrl_train.memory.sizing import SizingLimits, SizingReport, size_micro_batches
+from skyrl_train.memory.report import SizingReport
+from skyrl_train.memory.sizing import SizingLimits, size_micro_batches
 
 LONGEST = 256
 ROWS_PER_STEP = 128

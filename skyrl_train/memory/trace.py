@@ -29,7 +29,7 @@ from skyrl_train.memory.fit import IN_BACKWARD, IN_EMBEDDING, IN_HEAD, IN_LAYER,
 from skyrl_train.memory.meter import CountingMeter
 from skyrl_train.memory.model_sizes import ParameterCounts
 from skyrl_train.model.last_layer import decoder_layers
-from skyrl_train.model.logprobs import tiles_for_trace
+from skyrl_train.model.tiles import tiles_for_trace
 
 if TYPE_CHECKING:
     from skyrl_train.memory.oom_retry import SizedEngine

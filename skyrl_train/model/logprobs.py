@@ -14,8 +14,7 @@ of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,32 +24,7 @@ from torch import Tensor
 from skyrl_train.batch.layout import Layout, find_scored, spread_to_rows
 from skyrl_train.batch.scored_tokens import ScoredTokens
 from skyrl_train.batch.training_batch import TrainingInputBatch
-
-ELEMENTS_PER_TILE = 1 << 21
-"""Logits per tile on a CPU: 8 MiB in float32, near the size of a core's caches."""
-TOKENS_PER_TILE = 128
-"""At least so many tokens, whatever the vocabulary: each tile reads the whole weight, which fewer would not pay for."""
-ELEMENTS_PER_TILE_ACCELERATOR = 1 << 26
-"""Logits per tile elsewhere: 256 MiB in float32, enough rows to fill the device."""
-
-TOKENS_PER_PRODUCT = 4096
-"""Tokens elsewhere whose logits' gradients are kept, in the compute type, for one product with the hidden states: each reads
-and writes the weight's gradient in float32, which a tile of 442 (at 152,000 entries) does not pay for."""
-
-
-_traced_for = ""
-"""The type of device whose tiles a trace of memory forms; empty where tiles are computed."""
-
-
-@contextmanager
-def tiles_for_trace(device_type: str) -> Iterator[None]:
-    """Form tiles as large as on a device of this type, and only as many as show what all of them take, meanwhile."""
-    global _traced_for
-    before, _traced_for = _traced_for, device_type
-    try:
-        yield
-    finally:
-        _traced_for = before
+from skyrl_train.model.tiles import Tiles, make_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,21 +75,9 @@ class _TileMaths:
     scale: float
     softcap: float | None
     compute_dtype: torch.dtype
-    tokens_per_tile: int
-    tokens_per_product: int
+    tiles: Tiles
     surprises: list[Tensor] | None
     """Where to note a gradient that is not the foreseen one; None: it is computed anew."""
-
-    def tiles(self, num_tokens: int) -> Iterator[slice]:
-        """The tiles of so many tokens, in order; of a trace a few that take what all of them do."""
-        starts: Sequence[int] = range(0, num_tokens, self.tokens_per_tile)
-        if _traced_for:
-            # the second tile is formed while the first is there still, and a product comes with the last of its tokens
-            last_of_product = max(1, self.tokens_per_product // self.tokens_per_tile) - 1
-            chosen = sorted({0, 1, last_of_product, len(starts) - 1})
-            starts = [starts[number] for number in chosen if number < len(starts)]
-        for start in starts:
-            yield slice(start, min(num_tokens, start + self.tokens_per_tile))
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """`[tokens, vocabulary]` in float32 (float64 for float64), and the derivative of the cap where there is one."""
@@ -167,7 +129,7 @@ class _TokenScore(torch.autograd.Function):
         tile_weight = weight.to(maths.compute_dtype)
         kept: Tensor | None = None
         kept_slope: Tensor | None = None
-        for tile in maths.tiles(num_tokens):
+        for tile in maths.tiles.of(num_tokens):
             z, slope = maths.logits(hidden[tile], tile_weight, bias)
             log_p = torch.log_softmax(z, dim=-1)
             logprobs[tile] = log_p.gather(1, targets[tile, None]).squeeze(1)
@@ -182,7 +144,7 @@ class _TokenScore(torch.autograd.Function):
                     expected[1, tile] = by_entropy
                 grad_z = _grad_of_logits(log_p, p, targets[tile], by_logprob, by_entropy, entropy[tile])
                 foreseen.add(tile, maths.through_head(grad_z, slope), hidden, tile_weight)
-            elif num_tokens <= maths.tokens_per_tile and differentiated:
+            elif num_tokens <= maths.tiles.tokens_per_tile and differentiated:
                 kept, kept_slope = z, slope
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum_exp, entropy, expected, kept, kept_slope)
         ctx.maths, ctx.with_entropy, ctx.foreseen = maths, with_entropy, foreseen
@@ -206,7 +168,7 @@ class _TokenScore(torch.autograd.Function):
             return foreseen.result(weight)
         found = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad, maths)
         tile_weight = weight.to(maths.compute_dtype)
-        for tile in maths.tiles(hidden.shape[0]):
+        for tile in maths.tiles.of(hidden.shape[0]):
             z, slope = (kept, kept_slope) if kept is not None else maths.logits(hidden[tile], tile_weight, bias)
             log_p = z - log_sum_exp[tile, None]
             by_entropy = None if grad_entropy is None else grad_entropy[tile]
@@ -261,12 +223,11 @@ class _Gradients:
     def like(
         cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool], maths: _TileMaths
     ) -> _Gradients:
-        tiles, _ = divmod(maths.tokens_per_product, maths.tokens_per_tile)
         return cls(
             hidden=torch.empty_like(hidden) if needed[0] else None,
             weight=torch.zeros_like(weight, dtype=_accumulator(weight.dtype)) if needed[1] else None,
             bias=torch.zeros_like(bias) if needed[2] and bias is not None else None,
-            tokens_per_product=max(1, tiles) * maths.tokens_per_tile,
+            tokens_per_product=maths.tiles.tokens_per_product,
         )
 
     def add(self, tile: slice, grad_z: Tensor, hidden: Tensor, weight: Tensor) -> None:
@@ -331,15 +292,11 @@ def token_scores(
 
     With `of_distribution` its numbers stand in place of the log-probabilities, without a gradient.
     """
-    vocabulary = head.weight.shape[0]
-    on_host = (_traced_for or hidden.device.type) == "cpu"
-    budget = ELEMENTS_PER_TILE if on_host else ELEMENTS_PER_TILE_ACCELERATOR
     maths = _TileMaths(
         scale=head.scale / temperature,
         softcap=head.softcap,
         compute_dtype=compute_dtype or hidden.dtype,
-        tokens_per_tile=tokens_per_tile or max(TOKENS_PER_TILE, budget // vocabulary),
-        tokens_per_product=tokens_per_product or (1 if on_host else TOKENS_PER_PRODUCT),
+        tiles=make_tiles(hidden.device.type, head.weight.shape[0], tokens_per_tile, tokens_per_product),
         surprises=surprises,
     )
     with torch.autocast(hidden.device.type, enabled=False):
@@ -355,7 +312,7 @@ def token_scores(
 @torch.no_grad()
 def _by_tile(hidden: Tensor, head: OutputHead, maths: _TileMaths, of_distribution: OfDistribution) -> Tensor:
     weight = head.weight.to(maths.compute_dtype)
-    tiles = (maths.logits(tile, weight, head.bias)[0] for tile in torch.split(hidden, maths.tokens_per_tile))
+    tiles = (maths.logits(tile, weight, head.bias)[0] for tile in torch.split(hidden, maths.tiles.tokens_per_tile))
     return torch.cat([of_distribution(torch.log_softmax(z, dim=-1)) for z in tiles])
 
 
