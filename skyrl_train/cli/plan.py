@@ -21,12 +21,13 @@ from skyrl_train.cli import preflight
 from skyrl_train.cli.auto_placement import place_for_plan
 from skyrl_train.cli.composition import as_in_a_run, load_node
 from skyrl_train.cli.preflight import config_loader
-from skyrl_train.config.schema import Config, DataConfig, PlanConfig, TrainerConfig
+from skyrl_train.config.schema import Config, DataConfig, ModelConfig, PlanConfig, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.data.hub import is_cached
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.rows import find_sources
-from skyrl_train.errors import ConfigError, DataError, SkyrlTrainError
+from skyrl_train.errors import ConfigError, DataError, ModelError, SkyrlTrainError
+from skyrl_train.memory.model_sizes import model_sizes
 from skyrl_train.plan.dry_run import make_plan_report, placement_report
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
 from skyrl_train.plan.memory import plan_memory
@@ -50,12 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _compose(args.overrides, args.config_dir)
         num_train_prompts, note = count_train_prompts(config.data, config.plan, assumed=config.trainer)
         notes = [note] if note else []
-        placement, memory = None, None
+        placement, memory, asked_for_memory = None, None, config.plan.device_memory_gb > 0
         try:
             config, found, assumed = place_for_plan(config)
             notes += assumed
             placement = placement_report(config, found)
-            memory = plan_memory(config, announce=lambda text: sys.stderr.write(f"note: {text}\n"))
+            try:
+                memory = plan_memory(config, announce=lambda text: sys.stderr.write(f"note: {text}\n"))
+            except ModelError as error:
+                if asked_for_memory:
+                    raise
+                notes.append(f"Memory is left out. {error}")
             violations = [*validate_config(config), *(memory.violations() if memory else ())]
         except ConfigError as error:  # no placement can be chosen: the rules are those of all else
             violations = [*error.violations, *validate_config(config, refused=["placement"])]
@@ -63,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             config,
             num_train_prompts=num_train_prompts,
             lengths=_lengths(_rollouts_of(config.plan), step_wise=config.generator.is_step_wise),
-            num_parameters=count_parameters(config.model.path),
+            num_parameters=_num_parameters(config.model, config.plan, is_known=memory is not None),
             violations=violations,
             memory=memory,
             placement=placement,
@@ -111,6 +117,14 @@ def count_parameters(path: str) -> int | None:
     folder = Path(__file__).parents[1] / "assets" / path.removeprefix("builtin:") if ":" in path else Path(path)
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
     return sum(_parameters_in(file) for file in files) or None
+
+
+def _num_parameters(model: ModelConfig, plan: PlanConfig, *, is_known: bool) -> int | None:
+    """Return the parameters of the policy's model: of its files, or where its memory was predicted, of its sizes."""
+    counted = count_parameters(model.path)
+    if counted is None and is_known:
+        return model_sizes(plan.architecture or model.path, revision=model.revision).parameters
+    return counted
 
 
 def _parameters_in(file: Path) -> int:

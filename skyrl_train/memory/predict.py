@@ -246,7 +246,8 @@ class PredictedPasses:
 
             for depth in self._depths:
                 learner = self.make_learner(depth)
-                trace = StepTrace(engine=learner.engine, device_type=self.share.device_type)
+                remedy = "Set plan.architecture to a model of about the same sizes"
+                trace = StepTrace(engine=learner.engine, device_type=self.share.device_type, remedy=remedy)
                 self._probers.append(Prober(learner=learner, meter=CountingMeter(0), trace=trace))
         return self._probers
 

@@ -54,6 +54,8 @@ class StepTrace:
     """What lies on the device between passes: parameters, optimizer state, other models of the process."""
     device_type: str = ""
     """The type of device for which tiles of logits are formed; empty is the engine's own."""
+    remedy: str = "Set trainer.memory_probe=measure"
+    """What to do where the step cannot be traced."""
 
     def run(self, run_pass: Callable[[], object], *, training: bool) -> PassPeaks:
         """Return what `run_pass` would add, which calls the learner's `forward_backward` (`training`) or `forward`.
@@ -77,7 +79,7 @@ class StepTrace:
         except Exception as error:
             raise ModelError(
                 f"{engine.name}: its step cannot be traced, since it does not run on tensors without memory "
-                f"({type(error).__name__}: {error}). Set trainer.memory_probe=measure"
+                f"({type(error).__name__}: {error}). {self.remedy}"
             ) from error
         return PassPeaks(sections=sections.peaks, kept=sections.kept)
 

@@ -102,6 +102,21 @@ def test_a_budget_is_what_fits_and_a_row_that_does_not_is_named(tmp_path: Path) 
         passes.token_budget("training", 1000)
 
 
+@pytest.mark.slow
+def test_a_plan_asks_xla_where_it_is_told_to(tmp_path: Path) -> None:
+    pytest.importorskip("jax", reason="the extra `jax` is not installed")
+    folder = save_tiny_model(tmp_path / "model")
+    effort = Effort(how="compiled by XLA")
+    compiled, traced = predicted(folder, effort), predicted(folder)
+    assert compiled._file != traced._file
+    for phase in ("training", "scoring"):
+        resident = traced.resident_bytes(phase)  # type: ignore[arg-type]
+        assert compiled.resident_bytes(phase) == resident  # type: ignore[arg-type]
+        growing = [each.estimate(phase, 16).peak_bytes - resident for each in (compiled, traced)]  # type: ignore[arg-type]
+        assert 0.3 < growing[0] / growing[1] < 3.0, phase
+    assert "compiled by XLA at" in effort.line()
+
+
 # What does not depend on a micro-batch, by hand
 
 
