@@ -2,7 +2,7 @@
 
 For each size of a group, so many processes on gloo (FSDP2, float32, one thread each) take one update on one packed row,
 half of whose tokens carry loss. Reported of the fullest rank: the most bytes of tensors that the pass held beyond what was
-there before it, counted tensor by tensor (`learner/memory_meter.py`); and seconds of CPU time. Gradient norms must agree.
+there before it, counted tensor by tensor (`memory/meter.py`); and seconds of CPU time. Gradient norms must agree.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run_rank(rank: int, folder: Path, size: int, args: argparse.Namespace) -> No
     import torch
 
     from skyrl_train.distributed.process_group import Rendezvous, join, leave
-    from skyrl_train.learner.memory_meter import CountingMeter
+    from skyrl_train.memory.meter import CountingMeter
 
     place = f"file://{folder}/store_{size}"
     join(Rendezvous(rank=rank, num_ranks=size, init_method=place, timeout_s=TIMEOUT_S), torch.device("cpu"))

@@ -1,17 +1,17 @@
-"""Memory of passes over micro-batches: predicted against counted; the budget that is found, and what it gives.
+"""Memory of passes over micro-batches: predicted against measured; the budget that is found, and what it gives.
 
-    python scripts/bench_memory.py predict                # three models, ten shapes each, training and scoring
-    python scripts/bench_memory.py predict --variants     # bfloat16, checkpointing, packed rows, critic, adapter, reference
+    python scripts/bench_memory.py predict                # four models at three numbers of rows, training and scoring
     python scripts/bench_memory.py budget                 # the budget, 1,000 micro-batches under it, throughput
     python scripts/bench_memory.py budget --layout packed --micro-batches 200 --check
 
-Counted is what `learner/memory_meter.py` sees of the real engine's passes on a CPU, tensor by tensor.
+Measured is what `memory/meter.py` sees of the real engine's passes on a CPU, tensor by tensor.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,8 +21,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    predict = commands.add_parser("predict", help="predicted against counted peaks")
-    predict.add_argument("--variants", action="store_true", help="one model in many settings instead")
+    commands.add_parser("predict", help="predicted against measured peaks")
     budget = commands.add_parser("budget", help="what a byte limit gives")
     budget.add_argument("--limit-mib", type=float, default=32.0)
     budget.add_argument("--layout", choices=("padded", "packed", "prefix_shared"), default="padded")
@@ -34,25 +33,21 @@ def main() -> None:
     {"predict": run_predict, "budget": run_budget}[args.command](args)
 
 
-def run_predict(args: argparse.Namespace) -> None:
-    """A line for each model and shape, and the largest and mean error."""
-    from memory_predict import SIZES, VARIANTS, MemoryCase, measure, sizes_cases
+def run_predict(args: argparse.Namespace) -> None:  # noqa: ARG001
+    """A line for each model and number of rows, and the largest and mean error."""
+    from memory_predict import CASES, predictions
 
-    cases: list[MemoryCase] = (
-        list(VARIANTS) if args.variants else [case for size in SIZES for case in sizes_cases(size)]
-    )
-    print("| case | rows | longest | positions | pass | counted MB | predicted MB | error | of what grows |")
-    print("|---|--:|--:|--:|---|--:|--:|--:|--:|")
+    print("| model | pass | rows | measured MB | predicted MB | error |\n|---|---|--:|--:|--:|--:|")
     errors: list[float] = []
-    for case in cases:
-        for found in measure(case):
-            errors.append(abs(found.error))
-            print(
-                f"| {case.name} | {len(case.lengths)} | {max(case.lengths)} | {case.positions} | {found.phase} | "
-                f"{found.counted_bytes / 1e6:.1f} | {found.predicted_bytes / 1e6:.1f} | {found.error:+.1%} | "
-                f"{found.growing_error:+.1%} |",
-                flush=True,
-            )
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            for found in predictions(case, Path(folder)):
+                errors.append(abs(found.error))
+                print(
+                    f"| {case.name} | {found.phase} | {found.rows} | {found.measured_bytes / 1e6:.1f} | "
+                    f"{found.predicted_bytes / 1e6:.1f} | {found.error:+.1%} |",
+                    flush=True,
+                )
     print(f"\n{len(errors)} passes: largest error {max(errors):.1%}, mean {sum(errors) / len(errors):.1%}")
 
 

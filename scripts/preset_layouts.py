@@ -150,7 +150,7 @@ class SpreadLearner:
             micro_forward_batch_size_per_gpu=ROWS_PER_MICRO_BATCH,
         )
         batching = make_micro_batch_strategy(trainer, merge_turns=layout.merges)
-        learner.engine.healing.use(micro_batching=batching)
+        learner.engine.oom_retry.use(micro_batching=batching)
 
     def staged(self, batch: TrainingInputBatch) -> StagedBatch:
         together = computed_together(self.layout.choice, merge_turns=self.layout.merges)

@@ -114,7 +114,7 @@ def use_layout(
         max_tokens_per_forward_microbatch=tokens or 1,
     )
     batching = make_micro_batch_strategy(trainer, merge_turns=merge)
-    learner.engine.healing.use(micro_batching=batching)
+    learner.engine.oom_retry.use(micro_batching=batching)
 
 
 def flat_gradient(learner: PolicyLearner) -> Tensor:

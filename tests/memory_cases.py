@@ -8,7 +8,7 @@ from torch import Tensor
 from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.memory_meter import CountingMeter
+from skyrl_train.memory.meter import CountingMeter
 
 DEADLINE_S = 60.0
 """Of each collective: a rank that is left waiting for another fails after so long."""
@@ -37,13 +37,13 @@ class FailingMeter(CountingMeter):
 def size_itself(
     engine: ModelEngine, meter: CountingMeter, *, tokens: int, retries: int = 3
 ) -> MemoryAwareBatchIterator:
-    """Micro-batches of at most so many positions, healed."""
+    """Micro-batches of at most so many positions, retried where memory runs out."""
     batches = MemoryAwareBatchIterator(
         TokenBudgets(training=tokens, forward=tokens),
         layout=engine.passes.layout,
         merge_turns=engine.passes.merge_turns,
     )
-    engine.healing.begin(meter, batches, retries=retries, held=engine.held_tensors)
+    engine.oom_retry.begin(meter, batches, retries=retries, resident=engine.held_tensors)
     return batches
 
 

@@ -17,11 +17,12 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.memory_meter import CountingMeter
 from skyrl_train.learner.passes import Planned
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.probe import probe_rows
-from skyrl_train.learner.sizing import SizingLimits, SizingReport, size_micro_batches
+from skyrl_train.memory.meter import CountingMeter
+from skyrl_train.memory.probe import probe_rows
+from skyrl_train.memory.report import SizingReport
+from skyrl_train.memory.sizing import SizingLimits, size_micro_batches
 
 LONGEST = 256
 ROWS_PER_STEP = 128
@@ -97,37 +98,37 @@ class BudgetCase:
 
     def fits(self, rows: int, steps: Sequence[MiniBatch]) -> bool:
         """Whether so many rows in each micro-batch stay within the limit in all of these steps."""
-        healing, own = self.learner.engine.healing, self.learner.engine.passes.micro_batching
-        healing.use(micro_batching=_fixed(rows, self.layout))
+        retry, own = self.learner.engine.oom_retry, self.learner.engine.passes.micro_batching
+        retry.use(micro_batching=_fixed(rows, self.layout))
         try:
             for step in steps:
-                self._run(healing.passes.plan(step.batch, training=True), step)
+                self._run(retry.passes.plan(step.batch, training=True), step)
         except torch.OutOfMemoryError:
             return False
         finally:
-            healing.use(micro_batching=own)
+            retry.use(micro_batching=own)
             self.learner.engine.zero_grad()
         return True
 
     def tokens_per_cpu_s(self, steps: Sequence[MiniBatch], rows: Sequence[int], rounds: int) -> dict[int, float]:
         """Real tokens, for each fixed number of rows and, as 0, for the budget that was found; uncounted, in turns, the
         best of the rounds."""
-        healing = self.learner.engine.healing
+        retry = self.learner.engine.oom_retry
         strategies: dict[int, MemoryAwareBatchIterator] = {
-            0: healing.passes.micro_batching,
+            0: retry.passes.micro_batching,
             **{n: _fixed(n, self.layout) for n in rows},
         }
         tokens = sum(step.batch.num_tokens for step in steps)
         best = dict.fromkeys(strategies, 0.0)
         for _ in range(rounds):
             for rows_or_0, strategy in strategies.items():
-                healing.use(meter=None, micro_batching=strategy)
+                retry.use(meter=None, micro_batching=strategy)
                 began = time.process_time()
                 for step in steps:
-                    self._run(healing.passes.plan(step.batch, training=True), step)
+                    self._run(retry.passes.plan(step.batch, training=True), step)
                 best[rows_or_0] = max(best[rows_or_0], tokens / (time.process_time() - began))
                 self.learner.engine.zero_grad()
-        healing.use(meter=self.meter, micro_batching=strategies[0])
+        retry.use(meter=self.meter, micro_batching=strategies[0])
         return best
 
     def _run(self, planned: Sequence[Planned], step: MiniBatch) -> None:

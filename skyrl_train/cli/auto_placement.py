@@ -24,9 +24,8 @@ from skyrl_train.config.sft import AnyConfig, SFTConfig, sft_layout
 from skyrl_train.config.validate import validate_config
 from skyrl_train.data.hub import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation
-from skyrl_train.learner.architectures import model_facts
-from skyrl_train.learner.memory_facts import GATED, ModelFacts
-from skyrl_train.plan.dry_run import plan_memory
+from skyrl_train.memory.model_sizes import ModelSizes, model_sizes
+from skyrl_train.plan.memory import plan_memory
 
 ASSUMED_MEMORY_GB = 80.0
 """Memory assumed of a GPU that does not say how much it has."""
@@ -209,7 +208,7 @@ class _Choice:
             ]
         )
 
-    def _over(self, nodes: int, per_node: int, facts: ModelFacts | None) -> Config:
+    def _over(self, nodes: int, per_node: int, facts: ModelSizes | None) -> Config:
         """Return the config with all models and engines sharing all GPUs."""
         config, vllm = self.config, self.config.generator.vllm
         shares = {
@@ -228,7 +227,7 @@ class _Choice:
         vllm = replace(vllm, num_engines=engines, tensor_parallel_size=size)
         return replace(config, generator=replace(config.generator, vllm=vllm))
 
-    def _tensor_parallel_size(self, config: Config, facts: ModelFacts, per_node: int) -> int:
+    def _tensor_parallel_size(self, config: Config, facts: ModelSizes, per_node: int) -> int:
         """The fewest GPUs with which an engine has room for many sequences; the most that the model can be split over
         where there is no such number."""
         heads, kv_heads = facts.num_heads, facts.num_kv_heads
@@ -245,11 +244,11 @@ class _Choice:
         return config.generator.vllm.gpu_memory_utilization * self.memory_bytes - _ENGINE_OVERHEAD_BYTES
 
     @staticmethod
-    def _engine_weights(config: Config, facts: ModelFacts) -> int:
+    def _engine_weights(config: Config, facts: ModelSizes) -> int:
         dtype = config.model.dtype if config.generator.vllm.dtype == "auto" else config.generator.vllm.dtype
         return facts.parameters * (4 if dtype == "float32" else 2)
 
-    def _syncs(self, config: Config, facts: ModelFacts, size: int) -> bool:
+    def _syncs(self, config: Config, facts: ModelSizes, size: int) -> bool:
         """Whether there is room for the policy's parameters beside the engine's weights, which lie on a GPU together in a
         sync."""
         if not self.training:
@@ -259,7 +258,7 @@ class _Choice:
         needed = parameters + self._engine_weights(config, facts) / size + _BUCKET_BYTES + _ENGINE_OVERHEAD_BYTES
         return needed <= self.memory_bytes
 
-    def _problem(self, placed: Config, facts: ModelFacts) -> str | None:
+    def _problem(self, placed: Config, facts: ModelSizes) -> str | None:
         """Why it does not fit, if it does not."""
         if placed.generator.has_own_devices:
             size, longest = placed.generator.vllm.tensor_parallel_size, placed.generator.max_context_length
@@ -273,15 +272,18 @@ class _Choice:
                 return (
                     f"in a weight sync the policy's parameters and an engine's weights over {size} are on them together"
                 )
-        if not self.training or facts.family not in GATED:
+        if not self.training:
             return None
         plan = replace(placed.plan, device_memory_gb=self.memory_bytes / 1e9)
-        counted = replace(placed.trainer, memory_probe="measure")  # compiling for each candidate would take minutes
-        memory = plan_memory(replace(placed, plan=plan, trainer=counted))
+        traced = replace(placed.trainer, memory_probe="trace")  # compiling for each candidate would take minutes
+        try:
+            memory = plan_memory(replace(placed, plan=plan, trainer=traced), one_row=True)
+        except ModelError:  # nothing is known of a model whose step cannot be traced
+            return None
         violations = memory.violations() if memory is not None else ()
         return violations[0].rule if violations else None
 
-    def _remedy(self, facts: ModelFacts) -> str:
+    def _remedy(self, facts: ModelSizes) -> str:
         """Settings, and a number of GPUs, that fit."""
         nodes, per_node = _even_nodes(self.devices)
         found: list[str] = []
@@ -309,21 +311,20 @@ class _Choice:
         return "try " + ", or ".join(found) + host
 
 
-def _facts(config: Config) -> ModelFacts | None:
+def _facts(config: Config) -> ModelSizes | None:
     """Sizes of the policy's model; None where its config cannot be had here, so that nothing can be predicted."""
     path, revision = config.plan.architecture or config.model.path, config.model.revision
     with suppress(ModelError):
-        return model_facts(path, revision=revision)
+        return model_sizes(path, revision=revision)
     if fetch_config(path, revision=revision):
         with suppress(ModelError):
-            return model_facts(path, revision=revision)
+            return model_sizes(path, revision=revision)
     return None
 
 
 def can_predict(config: Config) -> bool:
-    """Whether the memory of the policy's model follows from its config alone, without running it."""
-    facts = _facts(config)
-    return facts is not None and facts.family in GATED
+    """Return whether the config of the policy's model is here, from which its memory follows."""
+    return _facts(config) is not None
 
 
 def _new_violations(placed: Config, before: Config) -> set[str]:

@@ -3,7 +3,7 @@
 Prints every batch size, the padding to be expected, learning rates, what is kept and moved, and every violation at once.
 `plan.lengths=FILE` takes the lengths of recorded rollouts; `--format json` is for scripts. Exit status 2 where something
 is violated. `plan.device_memory_gb=80` adds what each pass holds on such a device, by kind, and the largest micro-batch
-that fits: predicted, without one.
+that fits: predicted, without one; the first plan of a model traces its step, which takes seconds.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ from skyrl_train.cli import preflight
 from skyrl_train.cli.auto_placement import place_for_plan
 from skyrl_train.cli.composition import as_in_a_run, load_node
 from skyrl_train.cli.preflight import config_loader
-from skyrl_train.config.schema import Config, DataConfig, PlanConfig, TrainerConfig
+from skyrl_train.config.schema import Config, DataConfig, ModelConfig, PlanConfig, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.data.hub import is_cached
 from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.rows import find_sources
-from skyrl_train.errors import ConfigError, DataError, SkyrlTrainError
-from skyrl_train.plan.dry_run import make_plan_report, placement_report, plan_memory
+from skyrl_train.errors import ConfigError, DataError, ModelError, SkyrlTrainError
+from skyrl_train.memory.model_sizes import model_sizes
+from skyrl_train.plan.dry_run import make_plan_report, placement_report
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
+from skyrl_train.plan.memory import plan_memory
 from skyrl_train.plan.report import render_text, to_json
+from skyrl_train.plan.time import rates_of
 from skyrl_train.telemetry.rollout_log import read_rollouts
 
 CONFIG_NAME = "config"
@@ -48,22 +51,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _compose(args.overrides, args.config_dir)
         num_train_prompts, note = count_train_prompts(config.data, config.plan, assumed=config.trainer)
         notes = [note] if note else []
-        placement, memory = None, None
+        placement, memory, asked_for_memory = None, None, config.plan.device_memory_gb > 0
         try:
             config, found, assumed = place_for_plan(config)
             notes += assumed
-            placement, memory = placement_report(config, found), plan_memory(config)
+            placement = placement_report(config, found)
+            try:
+                memory = plan_memory(config, announce=lambda text: sys.stderr.write(f"note: {text}\n"))
+            except ModelError as error:
+                if asked_for_memory:
+                    raise
+                notes.append(f"Memory is left out. {error}")
             violations = [*validate_config(config), *(memory.violations() if memory else ())]
         except ConfigError as error:  # no placement can be chosen: the rules are those of all else
             violations = [*error.violations, *validate_config(config, refused=["placement"])]
         report = make_plan_report(
             config,
             num_train_prompts=num_train_prompts,
-            lengths=_lengths(config.plan.lengths, step_wise=config.generator.is_step_wise),
-            num_parameters=count_parameters(config.model.path),
+            lengths=_lengths(_rollouts_of(config.plan), step_wise=config.generator.is_step_wise),
+            num_parameters=_num_parameters(config.model, config.plan, is_known=memory is not None),
             violations=violations,
             memory=memory,
             placement=placement,
+            rates=rates_of(config.plan),
         )
     except SkyrlTrainError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
@@ -109,11 +119,25 @@ def count_parameters(path: str) -> int | None:
     return sum(_parameters_in(file) for file in files) or None
 
 
+def _num_parameters(model: ModelConfig, plan: PlanConfig, *, is_known: bool) -> int | None:
+    """Return the parameters of the policy's model: of its files, or where its memory was predicted, of its sizes."""
+    counted = count_parameters(model.path)
+    if counted is None and is_known:
+        return model_sizes(plan.architecture or model.path, revision=model.revision).parameters
+    return counted
+
+
 def _parameters_in(file: Path) -> int:
     """A safetensors file begins with the length of its JSON header, as 8 bytes little-endian."""
     with file.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _rollouts_of(plan: PlanConfig) -> str:
+    """Where the lengths are recorded: what is stated, or the rollouts of the run whose rates are taken."""
+    recorded = Path(plan.rates) / "rollouts"
+    return plan.lengths or (str(recorded) if plan.rates and any(recorded.glob("train_step_*")) else "")
 
 
 def _lengths(recorded: str, *, step_wise: bool) -> RowLengths | None:

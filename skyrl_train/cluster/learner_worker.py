@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from skyrl_train.config.rules import LayoutChoice
     from skyrl_train.learner.critic import CriticLearner
     from skyrl_train.learner.policy import PolicyLearner
-    from skyrl_train.learner.sizing import SizingLimits, SizingReport
+    from skyrl_train.memory.report import SizingReport
+    from skyrl_train.memory.sizing import SizingLimits
 
 Scores = NDArray[np.float32]
 """float `[tokens of the rows]`."""
@@ -111,7 +112,7 @@ class LearnerRank:
 
     def size_micro_batches(self, limits: SizingLimits, stored: Sequence[SizingReport]) -> SizingReport:
         """Find what fits, together with the other ranks; `stored` are the reports of an earlier run, by rank."""
-        from skyrl_train.learner.sizing import make_meter, size_micro_batches
+        from skyrl_train.memory.sizing import make_meter, size_micro_batches
 
         engine = self._learner.engine
         own = stored[engine.strategy.rank] if len(stored) == engine.strategy.num_ranks else None

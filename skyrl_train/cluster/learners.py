@@ -33,7 +33,8 @@ from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weights import ModelWeights, WeightSender
 
 if TYPE_CHECKING:
-    from skyrl_train.learner.sizing import SizingLimits, SizingReport
+    from skyrl_train.memory.report import SizingReport
+    from skyrl_train.memory.sizing import SizingLimits
 
 R = TypeVar("R")
 

@@ -46,8 +46,7 @@ class MicroBatchConfig:
     """Where micro-batches that size themselves (auto) know their memory from. measure: forwards and backwards of growing
     size at the start. trace: torch's own graph of the real step, on tensors without memory; nothing is run. xla:
     what XLA plans for a model of the same sizes in JAX (extra `jax`); nothing is run. both: measured, beginning at what
-    was traced, and the difference is told. A plan reads it too: measure is counted there at once; trace and both are
-    traced, and xla compiled, which takes up to minutes."""
+    was traced, and the difference is told. A plan traces one step of a model and remembers it; xla has it compile."""
     memory_retries: LayoutOnly[NonNegativeInt] = 3
     """How often one mini-batch is cut smaller and recomputed if memory runs out nevertheless (auto)."""
 

@@ -325,6 +325,16 @@ class PlanConfig:
     architecture: str = ""
     """A model whose sizes stand for those of `model.path` where its config.json is not on this machine: a folder with
     one, or the name of a well-known model, e.g. `Qwen2.5-7B`."""
+    rates: str = ""
+    """The folder of a run whose `metrics.jsonl` says how fast one rank, with its share of the engines, is: the plan then
+    shows the time of each phase, and device-hours. Recorded rollouts there are the lengths, unless `plan.lengths` says
+    others."""
+    generated_tokens_per_second: NonNegativeFloat = 0.0
+    """Tokens that the engines of one rank sample, in place of a measured rate; 0 states none."""
+    scored_tokens_per_second: NonNegativeFloat = 0.0
+    """Positions that one rank computes in forwards alone; 0 is three times what it trains, or as measured."""
+    trained_tokens_per_second: NonNegativeFloat = 0.0
+    """Positions that one rank computes in forwards and backwards; 0 states none."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from skyrl_train.distributed.together import MeetingAllGather, MeetingReduceScatter, Together
 from skyrl_train.errors import ModelError
+from skyrl_train.memory.oom_consensus import OomConsensus, RendezvousAllGather, RendezvousReduceScatter
+from skyrl_train.model.last_layer import decoder_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,14 +21,14 @@ T = TypeVar("T")
 
 
 def shard_model(
-    model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool, together: Together
+    model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool, consensus: OomConsensus
 ) -> None:
     """Shards `model` in place, each decoder layer on its own and the rest with the root, and gives it a method
     `compute(function)` that runs `function` as if it were the model's forward.
 
     Gradients are summed over ranks, not averaged. Rank 0's parameters and buffers are what counts: each other rank
     receives its shards of them, so that only rank 0 has to have read the weights. Collectives of a pass go through
-    `together`.
+    `consensus`.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
@@ -59,8 +60,8 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
             as_fsdp: Any = module
-            as_fsdp.set_custom_all_gather(MeetingAllGather(together))
-            as_fsdp.set_custom_reduce_scatter(MeetingReduceScatter(together))
+            as_fsdp.set_custom_all_gather(RendezvousAllGather(consensus))
+            as_fsdp.set_custom_reduce_scatter(RendezvousReduceScatter(consensus))
     _receive_from_rank_0(model, full, cpu_offload=cpu_offload)
     as_any: Any = model
     as_any.compute = MethodType(_compute, model)
@@ -142,12 +143,6 @@ def _sharded_parameters(model: nn.Module) -> Iterator[Any]:
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
                 yield from group.fsdp_params
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers that the model's family declares indivisible; sharded ones are of a class derived from theirs."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
 
 
 def _require_same_names(names: list[str]) -> None:

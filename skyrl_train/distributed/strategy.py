@@ -25,8 +25,8 @@ from skyrl_train.batch.layout import PositionGroup
 from skyrl_train.config.parts import STRATEGIES
 from skyrl_train.config.placement import StrategyConfig, sums_once_a_step
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
-from skyrl_train.distributed.together import Together
 from skyrl_train.errors import ConfigError, RankOutOfMemory, Violation
+from skyrl_train.memory.oom_consensus import OomConsensus
 from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
@@ -101,12 +101,12 @@ class ModelStrategy:
         """Return the tensors in which parts of a sharded model are gathered; some of them are empty at any time."""
         return ()
 
-    def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
-        """Runs passes of `model` of which all ranks finish theirs, or none. See `distributed/together.py`.
+    def in_consensus(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
+        """Runs passes of `model` of which all ranks finish theirs, or none. See `memory/oom_consensus.py`.
 
         Raises RankOutOfMemory on all ranks where memory runs out on one; the model is ready for another pass then.
         """
-        return Together(lambda code: code).run(work)
+        return OomConsensus(lambda code: code).run(work)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sums over ranks what the backward pass has not summed."""
@@ -137,7 +137,7 @@ class Replicated(ModelStrategy):
 
     def __init__(self, group: SequenceGroup | None = None) -> None:
         self.group = group
-        self._together = _together(group)
+        self._consensus = _consensus(group)
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
 
@@ -151,9 +151,9 @@ class Replicated(ModelStrategy):
         """Return the largest count of all ranks."""
         return _largest(count)
 
-    def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
+    def in_consensus(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
         """Ranks meet at the end, and before each collective of ranks that share forwards: else replicas do not talk."""
-        return self._together.run(work)
+        return self._consensus.run(work)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sums all gradients, in buckets of one type."""
@@ -196,7 +196,7 @@ class Sharded(ModelStrategy):
         self._dtype = dtype
         self._cpu_offload = cpu_offload
         self._gradient_sync = gradient_sync
-        self._together = _together(group)
+        self._consensus = _consensus(group)
         self._gathers: Callable[[], Iterable[Tensor]] = tuple
         self.keeps_whole_gradients = False
 
@@ -209,7 +209,7 @@ class Sharded(ModelStrategy):
         )
         self.keeps_whole_gradients = not self.agree(int(not once))
         shard_model(
-            model, device=self._device, dtype=self._dtype, cpu_offload=self._cpu_offload, together=self._together
+            model, device=self._device, dtype=self._dtype, cpu_offload=self._cpu_offload, consensus=self._consensus
         )
         self._gathers = gathering(model)
 
@@ -248,12 +248,12 @@ class Sharded(ModelStrategy):
         """Return the tensors into which FSDP2 gathers parameters."""
         return self._gathers()
 
-    def together(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
+    def in_consensus(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
         """Ranks meet before each collective of a pass, too."""
         from skyrl_train.distributed.fsdp import forget_pass
 
         try:
-            return self._together.run(work)
+            return self._consensus.run(work)
         except RankOutOfMemory:
             forget_pass(model)
             raise
@@ -323,11 +323,11 @@ def _device_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // dist.get_world_size()
 
 
-def _together(group: SequenceGroup | None) -> Together:
-    together = Together(_largest)
+def _consensus(group: SequenceGroup | None) -> OomConsensus:
+    consensus = OomConsensus(_largest)
     if group is not None:
-        group.before_collective = together.before_collective
-    return together
+        group.before_collective = consensus.before_collective
+    return consensus
 
 
 def _of_rank_0(value: T) -> T:

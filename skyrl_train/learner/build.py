@@ -13,7 +13,6 @@ from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.config.learners import LearnerSettings
 from skyrl_train.config.schema import ModelConfig
-from skyrl_train.distributed.fsdp import decoder_layers
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, SingleProcess, make_strategy
 from skyrl_train.errors import ModelError
@@ -22,6 +21,7 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.attention import leave_uncompiled
 from skyrl_train.model.causal_lm import empty_causal_lm, load_causal_lm, load_tokenizer
+from skyrl_train.model.last_layer import decoder_layers
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.lora import add_adapter
 from skyrl_train.model.value_model import HEAD, empty_value_model, load_value_model

@@ -25,10 +25,10 @@ from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import CheckpointError, NonFiniteError, SkyrlTrainError
 from skyrl_train.learner import state
-from skyrl_train.learner.healing import Healing
 from skyrl_train.learner.offload import Offloader
-from skyrl_train.learner.optimizer import build_optimizer, load_optimizer_tensors, optimizer_tensors
+from skyrl_train.learner.optimizer import allocate_state, build_optimizer, load_optimizer_tensors, optimizer_tensors
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
+from skyrl_train.memory.oom_retry import OomRetry
 from skyrl_train.model.last_layer import narrow_last_layer
 from skyrl_train.model.lora import has_adapter, merged_weights
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
@@ -87,7 +87,7 @@ class ModelEngine:
             dtype=dtype,
             micro_batching=micro_batching,
         )
-        self.healing = Healing(passes, drop_gradients=self._drop_gradients)
+        self.oom_retry = OomRetry(passes, drop_gradients=self._drop_gradients)
         self.offloader = Offloader(
             model,
             name=name,
@@ -99,21 +99,26 @@ class ModelEngine:
     @property
     def passes(self) -> Passes:
         """The passes as they are cut and counted now."""
-        return self.healing.passes
+        return self.oom_retry.passes
 
     @contextmanager
     def traced(
         self, parameters: dict[str, nn.Parameter], without_memory: Callable[[], AbstractContextManager[None]]
     ) -> Iterator[None]:
         """While it is open, the engine is alone in its process and has these parameters, and its passes are traced inside
-        of `without_memory`, which reads nothing back (`learner/step_trace.py`)."""
+        of `without_memory`, which reads nothing back (`memory/trace.py`)."""
         kept = self.passes, self.strategy, self.parameters
         try:
             self.parameters, self.strategy = parameters, SingleProcess()
-            self.healing.use(strategy=self.strategy, without_memory=without_memory)
+            self.oom_retry.use(strategy=self.strategy, without_memory=without_memory)
             yield
         finally:
-            self.healing.passes, self.strategy, self.parameters = kept
+            self.oom_retry.passes, self.strategy, self.parameters = kept
+
+    def allocate_state(self) -> None:
+        """Makes the optimizer's state now rather than in the first step, where there is an optimizer."""
+        if self._optimizer is not None:
+            allocate_state(self._optimizer)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -135,7 +140,7 @@ class ModelEngine:
     def forward(self, batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
         """`[num_tokens]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
         self.offloader.require(optimizer=False)
-        return self.healing.run(batch, lambda planned: self.passes.score(planned, batch, score), training=False)
+        return self.oom_retry.run(batch, lambda planned: self.passes.score(planned, batch, score), training=False)
 
     def forward_backward(
         self, batch: TrainingInputBatch, loss_of: LossOfRows, *, num_documents: int = 0
@@ -147,12 +152,12 @@ class ModelEngine:
         self.offloader.require(optimizer=False)
         step = self.num_optimizer_steps if self.optimizer else 0
         self._has_gradient = True
-        found = self.healing.run(
+        found = self.oom_retry.run(
             batch, lambda planned: self.passes.accumulate(planned, loss_of, step=step), training=True
         )
         self._pending_documents += num_documents
         self._non_finite_loss = self._non_finite_loss or found.non_finite
-        return merge_metrics([found.metrics, self.healing.metrics()])
+        return merge_metrics([found.metrics, self.oom_retry.metrics()])
 
     def optim_step(self) -> StepMetrics:
         """Clips, steps, zeroes the gradients, advances the schedule.
@@ -215,7 +220,7 @@ class ModelEngine:
             optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
             steps=self.num_optimizer_steps,
             documents=self.num_documents,
-            budgets=self.healing.budgets(),
+            budgets=self.oom_retry.budgets(),
             sharded=self.strategy.sharded,
             rank=self.strategy.rank,
         )
@@ -236,7 +241,7 @@ class ModelEngine:
             for name, tensor in self._tensors().items():
                 tensor.copy_(stored.model[name])
         self.num_optimizer_steps, self.num_documents = stored.num_optimizer_steps, stored.num_documents
-        self.healing.restore(stored.budgets)
+        self.oom_retry.restore(stored.budgets)
         self.zero_grad()
 
     def whole_state_dict(self) -> dict[str, Tensor]:

@@ -25,7 +25,8 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.distributed.strategy import ModelStrategy
 from skyrl_train.errors import BatchError, ModelError
-from skyrl_train.learner.memory_meter import MemoryMeter
+from skyrl_train.memory.meter import MemoryMeter
+from skyrl_train.memory.oom_retry import ForwardSize
 from skyrl_train.model.last_layer import reading
 from skyrl_train.model.layouts import hidden_states
 from skyrl_train.model.lora import forget_dropout_keys, set_dropout_keys
@@ -52,15 +53,6 @@ class Planned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
-    """The size of one forward."""
-
-    num_rows: int
-    longest: int
-    positions: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class Accumulated:
     """Everything that a pass with backwards leaves beside the gradients."""
 
@@ -72,7 +64,7 @@ class Accumulated:
 class CurrentForward:
     """The forward that is computed, or was last, and its size."""
 
-    size = Size(num_rows=0, longest=0, positions=0)
+    size = ForwardSize(num_rows=0, longest=0, positions=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +79,7 @@ class Passes:
     meter: MemoryMeter | None = None
     """Counts what passes allocate, where micro-batches size themselves."""
     without_memory: Callable[[], AbstractContextManager[None]] | None = None
-    """Inside of which passes are traced (`learner/step_trace.py`) in place of computed; nothing is read back then."""
+    """Inside of which passes are traced (`memory/trace.py`) in place of computed; nothing is read back then."""
     forward: CurrentForward = field(default_factory=CurrentForward)
     """Shared by the objects that are made of one another."""
 
@@ -102,7 +94,7 @@ class Passes:
         return self.micro_batching.merge_turns
 
     @property
-    def current(self) -> Size:
+    def current(self) -> ForwardSize:
         """Size of the forward that is computed, or was last."""
         return self.forward.size
 
@@ -159,12 +151,12 @@ class Passes:
     def _computing(self, part: Planned) -> Iterator[tuple[TrainingInputBatch, Layout]]:
         """The part on the device, its layout made; what is allocated inside counts."""
         longest = int(part.batch.lengths.max())
-        self.forward.size = Size(num_rows=part.batch.num_rows, longest=longest, positions=part.batch.num_tokens)
+        self.forward.size = ForwardSize(num_rows=part.batch.num_rows, longest=longest, positions=part.batch.num_tokens)
         with nullcontext() if self.meter is None else self.meter.counting(self.strategy.gathered):
             layout = make_layout(part.batch, part.layout, merge=self.merge_turns, group=self.strategy.group)
             layout = layout.with_scored(part.batch)
             ranks = 1 if self.strategy.group is None else self.strategy.group.size
-            self.forward.size = Size(
+            self.forward.size = ForwardSize(
                 num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions * ranks
             )
             rows, layout = part.batch.to(self.device), layout.to(self.device)

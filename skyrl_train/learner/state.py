@@ -49,7 +49,7 @@ class StoredState:
     num_optimizer_steps: int
     num_documents: int
     budgets: tuple[int, ...]
-    """As `Healing.budgets`; empty where none were stored."""
+    """As `OomRetry.budgets`; empty where none were stored."""
 
 
 def write(

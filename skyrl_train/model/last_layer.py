@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from skyrl_train.batch.layout import Layout, find_scored
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.distributed.fsdp import decoder_layers
 from skyrl_train.model.attention import READ
 from skyrl_train.model.lora import KeyedDropout
 
@@ -36,6 +35,12 @@ class ReadPositions:
     """int64 `[read]`: positions of the running forward; None for all."""
 
     value: Tensor | None = None
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers that the model's family declares indivisible; sharded ones are of a class derived from theirs."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
 
 
 def narrow_last_layer(model: PreTrainedModel) -> None:

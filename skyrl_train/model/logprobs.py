@@ -24,17 +24,7 @@ from torch import Tensor
 from skyrl_train.batch.layout import Layout, find_scored, spread_to_rows
 from skyrl_train.batch.scored_tokens import ScoredTokens
 from skyrl_train.batch.training_batch import TrainingInputBatch
-
-ELEMENTS_PER_TILE = 1 << 21
-"""Logits per tile on a CPU: 8 MiB in float32, near the size of a core's caches."""
-TOKENS_PER_TILE = 128
-"""At least so many tokens, whatever the vocabulary: each tile reads the whole weight, which fewer would not pay for."""
-ELEMENTS_PER_TILE_ACCELERATOR = 1 << 26
-"""Logits per tile elsewhere: 256 MiB in float32, enough rows to fill the device."""
-
-TOKENS_PER_PRODUCT = 4096
-"""Tokens elsewhere whose logits' gradients are kept, in the compute type, for one product with the hidden states: each reads
-and writes the weight's gradient in float32, which a tile of 442 (at 152,000 entries) does not pay for."""
+from skyrl_train.model.tiles import Tiles, make_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +75,7 @@ class _TileMaths:
     scale: float
     softcap: float | None
     compute_dtype: torch.dtype
-    tokens_per_tile: int
-    tokens_per_product: int
+    tiles: Tiles
     surprises: list[Tensor] | None
     """Where to note a gradient that is not the foreseen one; None: it is computed anew."""
 
@@ -140,8 +129,7 @@ class _TokenScore(torch.autograd.Function):
         tile_weight = weight.to(maths.compute_dtype)
         kept: Tensor | None = None
         kept_slope: Tensor | None = None
-        for start in range(0, num_tokens, maths.tokens_per_tile):
-            tile = slice(start, min(num_tokens, start + maths.tokens_per_tile))
+        for tile in maths.tiles.of(num_tokens):
             z, slope = maths.logits(hidden[tile], tile_weight, bias)
             log_p = torch.log_softmax(z, dim=-1)
             logprobs[tile] = log_p.gather(1, targets[tile, None]).squeeze(1)
@@ -156,7 +144,7 @@ class _TokenScore(torch.autograd.Function):
                     expected[1, tile] = by_entropy
                 grad_z = _grad_of_logits(log_p, p, targets[tile], by_logprob, by_entropy, entropy[tile])
                 foreseen.add(tile, maths.through_head(grad_z, slope), hidden, tile_weight)
-            elif num_tokens <= maths.tokens_per_tile and differentiated:
+            elif num_tokens <= maths.tiles.tokens_per_tile and differentiated:
                 kept, kept_slope = z, slope
         ctx.save_for_backward(hidden, weight, bias, targets, log_sum_exp, entropy, expected, kept, kept_slope)
         ctx.maths, ctx.with_entropy, ctx.foreseen = maths, with_entropy, foreseen
@@ -180,8 +168,7 @@ class _TokenScore(torch.autograd.Function):
             return foreseen.result(weight)
         found = _Gradients.like(hidden, weight, bias, ctx.needs_input_grad, maths)
         tile_weight = weight.to(maths.compute_dtype)
-        for start in range(0, hidden.shape[0], maths.tokens_per_tile):
-            tile = slice(start, start + maths.tokens_per_tile)
+        for tile in maths.tiles.of(hidden.shape[0]):
             z, slope = (kept, kept_slope) if kept is not None else maths.logits(hidden[tile], tile_weight, bias)
             log_p = z - log_sum_exp[tile, None]
             by_entropy = None if grad_entropy is None else grad_entropy[tile]
@@ -231,19 +218,16 @@ class _Gradients:
     """Logits' gradients of neighbouring tiles are kept up to so many tokens for one product."""
     kept: Tensor | None = None
     """`[at most tokens_per_product, vocabulary]` in the compute type."""
-    first: int = 0
-    """The first token whose gradient is kept."""
 
     @classmethod
     def like(
         cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool], maths: _TileMaths
     ) -> _Gradients:
-        tiles, _ = divmod(maths.tokens_per_product, maths.tokens_per_tile)
         return cls(
             hidden=torch.empty_like(hidden) if needed[0] else None,
             weight=torch.zeros_like(weight, dtype=_accumulator(weight.dtype)) if needed[1] else None,
             bias=torch.zeros_like(bias) if needed[2] and bias is not None else None,
-            tokens_per_product=max(1, tiles) * maths.tokens_per_tile,
+            tokens_per_product=maths.tiles.tokens_per_product,
         )
 
     def add(self, tile: slice, grad_z: Tensor, hidden: Tensor, weight: Tensor) -> None:
@@ -252,17 +236,16 @@ class _Gradients:
         if self.bias is not None:
             self.bias += grad_z.sum(0)
         num_tokens, stop = len(hidden), tile.start + len(grad_z)
-        if tile.start == self.first and (stop == num_tokens or len(grad_z) == self.tokens_per_product):
+        first = tile.start - tile.start % self.tokens_per_product
+        if tile.start == first and (stop == num_tokens or len(grad_z) == self.tokens_per_product):
             self._multiply(tile.start, grad_z.to(weight.dtype), hidden, weight)
-            self.first = stop
             return
         if self.kept is None:
             size = min(num_tokens, self.tokens_per_product)
             self.kept = grad_z.new_empty(size, grad_z.shape[1], dtype=weight.dtype)
-        self.kept[tile.start - self.first : stop - self.first] = grad_z
-        if stop - self.first == self.tokens_per_product or stop == num_tokens:
-            self._multiply(self.first, self.kept[: stop - self.first], hidden, weight)
-            self.first = stop
+        self.kept[tile.start - first : stop - first] = grad_z
+        if stop - first == self.tokens_per_product or stop == num_tokens:
+            self._multiply(first, self.kept[: stop - first], hidden, weight)
         if stop == num_tokens:
             self.kept = None
 
@@ -309,15 +292,11 @@ def token_scores(
 
     With `of_distribution` its numbers stand in place of the log-probabilities, without a gradient.
     """
-    vocabulary = head.weight.shape[0]
-    on_host = hidden.device.type == "cpu"
-    budget = ELEMENTS_PER_TILE if on_host else ELEMENTS_PER_TILE_ACCELERATOR
     maths = _TileMaths(
         scale=head.scale / temperature,
         softcap=head.softcap,
         compute_dtype=compute_dtype or hidden.dtype,
-        tokens_per_tile=tokens_per_tile or max(TOKENS_PER_TILE, budget // vocabulary),
-        tokens_per_product=tokens_per_product or (1 if on_host else TOKENS_PER_PRODUCT),
+        tiles=make_tiles(hidden.device.type, head.weight.shape[0], tokens_per_tile, tokens_per_product),
         surprises=surprises,
     )
     with torch.autocast(hidden.device.type, enabled=False):
@@ -333,7 +312,7 @@ def token_scores(
 @torch.no_grad()
 def _by_tile(hidden: Tensor, head: OutputHead, maths: _TileMaths, of_distribution: OfDistribution) -> Tensor:
     weight = head.weight.to(maths.compute_dtype)
-    tiles = (maths.logits(tile, weight, head.bias)[0] for tile in torch.split(hidden, maths.tokens_per_tile))
+    tiles = (maths.logits(tile, weight, head.bias)[0] for tile in torch.split(hidden, maths.tiles.tokens_per_tile))
     return torch.cat([of_distribution(torch.log_softmax(z, dim=-1)) for z in tiles])
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 BLOCK, MAX_BLOCKS = 128, 1024
-"""Positions of a block, doubled until a forward has at most so many blocks: the numbers of `learner/memory.py`."""
+"""Positions of a block, doubled until a forward has at most so many blocks."""
 
 
 @dataclass

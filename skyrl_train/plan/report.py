@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from math import ceil
 
 from skyrl_train.batch.schedule import learning_rate
 from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
 from skyrl_train.errors import Violation
 from skyrl_train.plan.batch_plan import BatchPlan, ceil_div, span
-from skyrl_train.plan.device_report import DeviceMemory, PlacementReport, gigabytes, memory_lines, placement_lines
+from skyrl_train.plan.device_report import PlacementReport, placement_lines
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
+from skyrl_train.plan.memory import DeviceMemory, gigabytes, memory_lines
 from skyrl_train.plan.notes import PlanNote, percent
+from skyrl_train.plan.time import RunTime, time_lines
 from skyrl_train.registry import part_name
 
 TOKEN_BYTES = {
@@ -71,6 +73,10 @@ class PlanReport:
     """Where `plan.device_memory_gb` asks for it, or the placement was chosen by it."""
     placement: PlacementReport | None = None
     """None where none could be chosen."""
+    time: RunTime | None = None
+    """None where no rates are known."""
+    disk: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that the run leaves, by what they are."""
 
 
 def to_json(report: PlanReport) -> str:
@@ -78,6 +84,8 @@ def to_json(report: PlanReport) -> str:
     data = asdict(report)
     for estimate, record in zip(report.estimates, data["estimates"]):
         record["padding"] = estimate.padding
+    if report.time is not None:
+        data["time"] |= {"step_s": report.time.step_s, "device_hours": report.time.device_hours}
     return json.dumps(data, indent=2)
 
 
@@ -101,6 +109,7 @@ def render_text(report: PlanReport) -> str:
             "Kept and moved",
             [f"{item.kind:<6} {_bytes(item.num_bytes):>9}  {item.what} ({item.when})" for item in report.storage],
         ),
+        ("Time and disk", list(time_lines(report.time, report.disk))),
         *([(_memory_title(report.memory), list(memory_lines(report.memory)))] if report.memory else []),
         ("Notes", [str(note) for note in report.notes] or ["none"]),
     ]

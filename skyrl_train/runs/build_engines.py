@@ -15,7 +15,7 @@ from skyrl_train.config.parts import ENGINES, WEIGHT_TRANSPORTS
 from skyrl_train.endpoints import Endpoint, LocalEndpoint
 from skyrl_train.inference.local_engine import LocalEngine, WatchedEndpoint
 from skyrl_train.inference.settings import EngineSettings
-from skyrl_train.learner.architectures import read_config
+from skyrl_train.memory.model_sizes import read_config
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.registry import PartSpec
 from skyrl_train.weight_sync.device_sharing import DeviceSharing

@@ -16,8 +16,8 @@ from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.bundles import Layout, Role, count_engines, num_cpus
 from skyrl_train.config.learners import LearnerSettings, RunModels, layout_of, learner_settings, roles_of
 from skyrl_train.config.schema import ModelConfig, PlacementConfig
-from skyrl_train.learner.architectures import largest_parameter, weight_bytes
 from skyrl_train.learner.policy import BaseOfAdapter
+from skyrl_train.memory.model_sizes import largest_parameter, weight_bytes
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weights import BUCKET_BYTES
 

@@ -1,5 +1,5 @@
 """What every kind of run does around its training: its first lines, its folder, where it begins, the skeleton of its loop,
-the sizing of its micro-batches, its last lines.
+its last lines.
 
 Everything heavy is imported inside the functions, so that printing a plan or an error stays quick.
 """
@@ -7,7 +7,6 @@ Everything heavy is imported inside the functions, so that printing a plan or an
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,9 +21,7 @@ from skyrl_train.registry import part_name
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-    from skyrl_train.config.micro_batching import MicroBatchConfig
     from skyrl_train.interfaces import Learner, Scorer
-    from skyrl_train.learner.sizing import SizingReport
     from skyrl_train.plan.batch_plan import BatchPlan
     from skyrl_train.runs.sft_data import SFTPlan
     from skyrl_train.telemetry.console import RunConsole
@@ -35,9 +32,6 @@ if TYPE_CHECKING:
     from skyrl_train.trainers.loop import TrainingLoop
     from skyrl_train.trainers.resume import Start
     from skyrl_train.trainers.state import DataFingerprint
-
-
-_GIB = 1 << 30
 
 
 def open_folder(output_dir: str) -> RunFolder:
@@ -213,58 +207,3 @@ def prepare_process(config: RunConfig) -> None:
     from skyrl_train.model.numerics import set_numerics
 
     set_numerics(deterministic=config.deterministic)
-
-
-def size_micro_batches(
-    trainer: MicroBatchConfig, learners: Sequence[Any], file: Path, *, longest: int, max_rows: int
-) -> list[str]:
-    """Sizes the micro-batches of `learners` (those of this process, or on Ray) and writes `file`; a line for each to
-    print. Nothing where micro-batches are of stated sizes.
-
-    `file` (`memory.json`) holds, for each model and rank, what was probed, fitted and chosen; a resumed run reads it.
-    `longest`: tokens of the longest legal row. `max_rows`: of the largest pass. Raises MemoryLimitError.
-    """
-    if not trainer.sizes_itself:
-        return []
-    from skyrl_train.learner.sizing import SizingLimits, size_all
-
-    limits = SizingLimits(
-        longest=longest,
-        max_rows=max_rows,
-        limit_bytes=round(trainer.memory_budget_gb * _GIB),
-        margin=trainer.memory_margin,
-        retries=trainer.memory_retries,
-        source=trainer.memory_probe,
-    )
-    stored = read_reports(file)
-    # a reference that is the policy without its adapter has no model of its own, and runs under the policy's budget
-    apart = [learner for learner in learners if hasattr(learner, "size_micro_batches")]
-    if apart:
-        sized = [learner.size_micro_batches(limits, stored) for learner in apart]
-        reports = {ranks[0].name: tuple(ranks) for ranks in sized}
-    else:
-        own = [learner for learner in learners if hasattr(learner, "engine")]
-        alone = {name: ranks[0] for name, ranks in stored.items() if len(ranks) == 1}
-        reports = {name: (report,) for name, report in size_all(own, limits, alone).items()}
-    write_reports(file, reports)
-    return [ranks[0].line() for ranks in reports.values()]
-
-
-def read_reports(file: Path) -> dict[str, tuple[SizingReport, ...]]:
-    """Return the reports in `file` by model, then by rank; none if there is no such file or it cannot be read, since it can
-    be recreated."""
-    from skyrl_train.learner.sizing import report_from_json
-
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        return {name: tuple(report_from_json(report) for report in ranks) for name, ranks in content.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def write_reports(file: Path, reports: Mapping[str, Sequence[SizingReport]]) -> None:
-    """Write what `read_reports` reads."""
-    from skyrl_train.learner.sizing import report_to_json
-
-    content = {name: [report_to_json(report) for report in ranks] for name, ranks in reports.items()}
-    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

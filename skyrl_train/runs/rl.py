@@ -24,7 +24,6 @@ from skyrl_train.runs.common import (
     prepare_process,
     resume_promise,
     say_goodbye,
-    size_micro_batches,
 )
 
 if TYPE_CHECKING:
@@ -177,7 +176,9 @@ def _size_micro_batches(
     config: Config, plan: BatchPlan, learners: Learners, folder: RunFolder, console: RunConsole
 ) -> None:
     turns = config.generator.max_turns if config.generator.is_step_wise else 1
-    lines = size_micro_batches(
+    from skyrl_train.memory.sizing import size_run
+
+    lines = size_run(
         config.trainer,
         [each for each in (learners.policy, learners.reference, learners.critic) if each is not None],
         folder.memory_file,

@@ -22,7 +22,6 @@ from skyrl_train.runs.common import (
     prepare_process,
     resume_promise,
     say_goodbye,
-    size_micro_batches,
 )
 from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
 
@@ -100,7 +99,9 @@ def _train(
 
     keeps_best = config.trainer.keep_best or config.trainer.export == "best"
     policy = build_policy(config, plan, stack)
-    lines = size_micro_batches(
+    from skyrl_train.memory.sizing import size_run
+
+    lines = size_run(
         config.trainer,
         [policy],
         folder.memory_file,

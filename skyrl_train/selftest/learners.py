@@ -15,7 +15,7 @@ from skyrl_train.batch.minibatch import close_mini_batch
 from skyrl_train.batch.prefix_tree import Segment
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.errors import ModelError
-from skyrl_train.learner.sizing import SizingLimits, make_meter, size_micro_batches
+from skyrl_train.memory.sizing import SizingLimits, make_meter, size_micro_batches
 from skyrl_train.model.attention import masked_attention, segment_attention
 from skyrl_train.model.segments import Segments
 from skyrl_train.selftest.cases import Context, SkipCase
@@ -175,7 +175,7 @@ def auto_micro_batches(context: Context) -> str:
     drawn = make_rows(tuple(lengths), prompt=4)
     logprobs = learner.forward(drawn)
     step = drawn.with_columns(old_logprobs=logprobs, ref_logprobs=logprobs, rollout_logprobs=logprobs)
-    learner.engine.healing.take_peak()
+    learner.engine.oom_retry.take_peak()
     metrics = learner.forward_backward(
         close_mini_batch(step, loss_reduction="token_mean", max_sequence_length_for_norm=longest)
     )

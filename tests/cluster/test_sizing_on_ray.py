@@ -16,7 +16,8 @@ from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, StrategyConfig
 from skyrl_train.interfaces import Learner
-from skyrl_train.runs.common import read_reports, size_micro_batches
+from skyrl_train.memory.report import read_reports
+from skyrl_train.memory.sizing import size_run
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, policy_of, settings_of
 
@@ -53,13 +54,13 @@ def test_two_ranks_find_one_budget_and_train_as_one_process_does(
     alone = policy_of(replace(config, strategy=StrategyConfig()))
     learner = start_learner(settings_of(config, "policy"), config.placement, session, [SLOT, SLOT])()
     try:
-        (line,) = size_micro_batches(config.trainer, [learner], file, longest=16, max_rows=48)
+        (line,) = size_run(config.trainer, [learner], file, longest=16, max_rows=48)
         first, second = read_reports(file)["policy"]
         assert "probes" in line
         assert first.budgets == second.budgets
         assert first.training is not None
         assert 16 <= first.training.tokens < sum(LENGTHS) // 2
-        (line,) = size_micro_batches(config.trainer, [learner], file, longest=16, max_rows=48)
+        (line,) = size_run(config.trainer, [learner], file, longest=16, max_rows=48)
         assert "of the run that is resumed" in line
         loss, redone = step(learner)
         found = {name: tensor.clone() for name, tensor in learner.weights()}

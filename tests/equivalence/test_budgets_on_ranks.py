@@ -16,10 +16,10 @@ from skyrl_train.distributed.strategy import ModelStrategy
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.memory_meter import CountingMeter
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.probe import Probed, Prober
-from skyrl_train.learner.sizing import (
+from skyrl_train.memory.meter import CountingMeter
+from skyrl_train.memory.probe import Probed, Prober
+from skyrl_train.memory.sizing import (
     WORTH_A_TRIAL,
     PhaseReport,
     SizingLimits,
@@ -27,7 +27,7 @@ from skyrl_train.learner.sizing import (
     hold_everything,
     size_micro_batches,
 )
-from skyrl_train.learner.step_trace import StepTrace
+from skyrl_train.memory.trace import StepTrace
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.value_model import load_value_model
 from tests.gloo_ranks import on_ranks

@@ -18,10 +18,10 @@ from skyrl_train.config.placement import sums_once_a_step
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.distributed.strategy import GradientSync, Sharded
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.memory_meter import GIB, CountingMeter
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.probe import Prober
-from skyrl_train.learner.sizing import hold_everything
+from skyrl_train.memory.meter import GIB, CountingMeter
+from skyrl_train.memory.probe import Prober
+from skyrl_train.memory.sizing import hold_everything
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.equivalence.test_layouts import ALGORITHM as LAYOUT_ALGORITHM
 from tests.gloo_ranks import on_ranks

@@ -39,7 +39,7 @@ def gradient(
     With `scores_first`, old and reference log-probabilities are the learner's own, in the same micro-batches.
     """
     learner.engine.zero_grad()
-    learner.engine.healing.use(micro_batching=fixed_rows(rows))
+    learner.engine.oom_retry.use(micro_batching=fixed_rows(rows))
     if scores_first:
         batch = on_policy(batch, learner.forward(batch))
     mini_batch = close_mini_batch(batch, loss_reduction=reduction, max_sequence_length_for_norm=64)

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.memory_model import MemoryProbe
 from skyrl_train.batch.stage import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.probe import Prober
+from skyrl_train.memory.fit import MemoryProbe
+from skyrl_train.memory.probe import Prober
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.gloo_ranks import on_ranks
 from tests.layout_cases import close, on_policy

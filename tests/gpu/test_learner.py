@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from skyrl_train.distributed.together import is_out_of_memory
+from skyrl_train.memory.oom_consensus import is_out_of_memory
 from skyrl_train.model.attention import flex, segment_attention
 from skyrl_train.model.numerics import set_numerics
 from skyrl_train.model.segments import Segment, Segments

@@ -21,9 +21,9 @@ from skyrl_train.config.schema import (
 )
 from skyrl_train.distributed.process_group import join, leave
 from skyrl_train.distributed.strategy import GradientSync, Sharded, SingleProcess
-from skyrl_train.distributed.together import is_out_of_memory
 from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
+from skyrl_train.memory.oom_consensus import is_out_of_memory
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name, import_copy
 from skyrl_train.weight_sync.sender import RankSender, WeightGroup

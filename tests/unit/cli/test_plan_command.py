@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.cli.plan import count_parameters, main
+from skyrl_train.errors import ModelError
 
 EXPERIMENT = ("+experiment=gsm8k_multiturn", "platform=cpu")
 
@@ -55,16 +56,19 @@ def test_parameters_are_counted_from_the_files_headers() -> None:
     assert count_parameters("Qwen/Qwen2.5-1.5B-Instruct") is None
 
 
-def test_neither_torch_nor_ray_is_imported() -> None:
+MEMORY = (*EXPERIMENT, "plan.device_memory_gb=80", "plan.architecture=Qwen2.5-7B", "model.dtype=bfloat16")
+
+
+@pytest.mark.parametrize("arguments", [EXPERIMENT, MEMORY])
+def test_neither_torch_nor_ray_is_imported_for_a_model_that_was_planned_before(arguments: tuple[str, ...]) -> None:
+    if arguments == MEMORY:
+        main(arguments)
     code = (
         "import sys\nfrom skyrl_train.cli.plan import main\n"
-        f"main({list(EXPERIMENT)!r})\n"
+        f"main({list(arguments)!r})\n"
         "sys.exit(3 if {'torch', 'ray', 'transformers'} & set(sys.modules) else 0)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
-
-
-MEMORY = (*EXPERIMENT, "plan.device_memory_gb=80", "plan.architecture=Qwen2.5-7B", "model.dtype=bfloat16")
 
 
 def test_memory_is_shown_where_it_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,3 +94,25 @@ def test_a_model_that_is_too_large_for_its_device_is_a_violation(capsys: pytest.
 def test_an_unknown_model_says_how_its_sizes_can_be_stated(capsys: pytest.CaptureFixture[str]) -> None:
     assert main((*EXPERIMENT, "plan.device_memory_gb=80", "model.path=nobody/nothing")) == 2
     assert "Set plan.architecture to a folder that holds its config.json" in capsys.readouterr().err
+
+
+def test_memory_that_nobody_asked_for_is_left_out_where_it_cannot_be_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ModelError("policy: its step cannot be traced")
+
+    monkeypatch.setattr("skyrl_train.cli.plan.plan_memory", fails)
+    assert main(EXPERIMENT) == 0
+    assert "note: Memory is left out. policy: its step cannot be traced" in capsys.readouterr().out
+    assert main((*EXPERIMENT, "plan.device_memory_gb=80")) == 2
+
+
+def test_the_rates_of_a_run_give_the_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = ("plan.generated_tokens_per_second=1000", "plan.trained_tokens_per_second=2000")
+    assert main((*EXPERIMENT, *rates, "--format", "json")) == 0
+    time = json.loads(capsys.readouterr().out)["time"]
+    assert time["step_s"] == pytest.approx(sum(phase["seconds"] for phase in time["phases"]))
+    assert time["device_hours"] == pytest.approx(time["step_s"] * time["total_steps"] / 3600)
+    assert main((*EXPERIMENT, f"plan.rates={tmp_path}")) == 2
+    assert "no metrics.jsonl and plan.json of a run" in capsys.readouterr().err

@@ -17,9 +17,9 @@ from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, Poli
 from skyrl_train.errors import BatchError, MemoryLimitError
 from skyrl_train.learner.build import build_engine
 from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.memory.sizing import size_run
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.registry import PartSpec, reads
-from skyrl_train.runs.common import size_micro_batches
 from tests.layout_cases import close, flat_gradient
 from tests.learner_cases import make_batch, make_double, save_tiny_model, settings_of
 from tests.memory_cases import FailingMeter
@@ -91,7 +91,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(config: Config, file: Path) -> tuple[PolicyLearner, TokenBudgets]:
     """A learner whose micro-batches were sized as at the beginning of a run."""
     learner = learner_of(config)
-    (line,) = size_micro_batches(config.trainer, [learner], file, longest=32, max_rows=64)
+    (line,) = size_run(config.trainer, [learner], file, longest=32, max_rows=64)
     assert "probes" in line
     batches = learner.engine.passes.micro_batching
     assert isinstance(batches, MemoryAwareBatchIterator)
@@ -134,7 +134,7 @@ def test_where_memory_runs_out_the_planner_is_called_again_with_a_smaller_budget
     batches, meter = learner.engine.passes.micro_batching, FailingMeter()
     assert isinstance(batches, MemoryAwareBatchIterator)
     batches.lower(64, training=True)
-    learner.engine.healing.begin(meter, batches, retries=3, held=learner.engine.held_tensors)
+    learner.engine.oom_retry.begin(meter, batches, retries=3, resident=learner.engine.held_tensors)
     closed = close(make_batch(LENGTHS))
     calm.forward_backward(closed)
     meter.refuse(150, 400)
@@ -170,7 +170,7 @@ def test_a_planner_that_reads_no_memory_budget_is_not_probed_and_told_the_stated
     stated = {"max_tokens_per_microbatch": 77, "max_tokens_per_forward_microbatch": 99}
     config = config_of(folder, "test_custom_planner:one_by_one", gib=0.0, **stated)
     learner = learner_of(config)
-    assert size_micro_batches(config.trainer, [learner], tmp_path / "memory.json", longest=32, max_rows=64) == []
+    assert size_run(config.trainer, [learner], tmp_path / "memory.json", longest=32, max_rows=64) == []
     assert not (tmp_path / "memory.json").exists()
     batch = make_batch(LENGTHS)
     CALLS.clear()

@@ -282,7 +282,7 @@ def test_the_same_inputs_give_the_same_bits(folder: Path) -> None:
 def test_bfloat16_keeps_float32_weights_and_comes_near(folder: Path) -> None:
     batch = make_batch(LENGTHS, dtype=torch.float32)
     exact, rounded = make_learner(folder), make_learner(folder)
-    rounded.engine.healing.use(dtype=torch.bfloat16)
+    rounded.engine.oom_retry.use(dtype=torch.bfloat16)
     torch.testing.assert_close(rounded.forward(batch), exact.forward(batch), rtol=0, atol=0.2)
     for learner in (exact, rounded):
         learner.forward_backward(close(batch))

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from skyrl_train.batch.layout import packed_layout, shared_layout
 from skyrl_train.batch.prefix_tree import Segment, prefix_order, tree_segments
 from skyrl_train.batch.training_batch import batch_of_lengths
-from skyrl_train.learner import memory
-from skyrl_train.learner.memory_meter import CountingMeter
+from skyrl_train.memory.meter import CountingMeter
 from skyrl_train.model import segments as segments_module
 from skyrl_train.model.segments import Segments, block_size
 
@@ -162,13 +161,3 @@ def test_no_tensor_of_positions_times_positions_is_made_at_131072() -> None:
 def test_blocks_grow_so_that_there_are_never_more_than_1024(positions: int, expected: int) -> None:
     assert block_size(positions) == expected
     assert -(-positions // expected) <= segments_module.MAX_BLOCKS
-
-
-@pytest.mark.parametrize("positions", [300, 4_000, 140_000])
-def test_its_memory_is_predicted(positions: int) -> None:
-    half = positions // 2
-    mask = Segments((Segment(0, half, positions), Segment(half, positions, positions)), positions).block_mask(CPU)
-    tensors = [each for each in mask.as_tuple() if isinstance(each, torch.Tensor)]
-    taken = sum(each.nbytes for each in tensors) + 4 * positions  # the rule reads where each subtree ends
-    assert len(tensors) == 8
-    assert memory.block_mask_bytes(positions) == taken

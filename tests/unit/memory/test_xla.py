@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.batch.memory_model import fit_memory_model, probes_at_the_limit
 from skyrl_train.errors import ModelError, SkyrlTrainError
-from skyrl_train.learner.compiled_probe import CompiledModel, CompiledProbe
-from skyrl_train.learner.memory_facts import facts_of_model
-from skyrl_train.learner.sizing import SizingLimits, size_all
+from skyrl_train.memory.fit import fit_memory_model, probes_at_the_limit
+from skyrl_train.memory.model_sizes import sizes_of_model
+from skyrl_train.memory.sizing import SizingLimits, size_all
+from skyrl_train.memory.xla import CompiledModel, CompiledProbe
 from tests.learner_cases import make_learner, save_tiny_model
 
 
@@ -101,7 +101,7 @@ def test_xla_sizes_the_micro_batches_of_a_model_of_the_same_sizes(tmp_path: Path
     assert "compiled by XLA, nothing was run" in compiled.line()
     # the layers are the same, the buffers are another library's
     assert 0.4 < compiled.forward.tokens / measured.forward.tokens < 2.5
-    facts = replace(facts_of_model(learner.engine.model), family="gpt2")
+    facts = replace(sizes_of_model(learner.engine.model), family="gpt2")
     model = CompiledModel(model=facts, compute_bytes=4, checkpointing=False)
     with pytest.raises(ModelError, match=r"model_type='gpt2' are not written in JAX.*Set trainer\.memory_probe=trace"):
         model.probe(training=False, resident_bytes=0)

@@ -3,8 +3,8 @@
 Rows of the longest legal length, doubled until the next would not fit on some rank, and shorter ones; one long row with
 many short ones; and, where a layout computes common prefixes once, rows that have one in common. The passes are those
 of training, with the real loss, with gradients and optimizer state in place, under the same agreement of ranks
-(`distributed/together.py`): a probe that runs out of memory anywhere is no probe on any rank, and how far rows are doubled
-depends on what all ranks know. So all ranks make the same probes, whatever each has measured.
+(`oom_consensus.py`): a probe that runs out of memory anywhere is no probe on any rank, and how far rows are doubled depends
+on what all ranks know. So all ranks make the same probes, whatever each has measured.
 
 A probe leaves nothing: its gradients are dropped, no weight and no optimizer state is written, randomness comes from a
 generator of its own.
@@ -14,20 +14,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.memory_model import MemoryProbe
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.batch.training_batch import SCHEMA, TrainingInputBatch, batch_of_lengths
 from skyrl_train.errors import RankOutOfMemory
-from skyrl_train.learner.critic import CriticLearner
-from skyrl_train.learner.memory_meter import MemoryMeter
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.step_trace import StepTrace
+from skyrl_train.memory.fit import MemoryProbe, PassPeaks
+from skyrl_train.memory.meter import MemoryMeter
+from skyrl_train.memory.oom_retry import SizedEngine
+from skyrl_train.memory.trace import StepTrace
 from skyrl_train.seeding import derive_seed
+from skyrl_train.telemetry.metrics import StepMetrics
 
 NUM_LENGTHS = 3
 """Lengths that are probed: the longest, and each time half of it."""
@@ -37,8 +38,19 @@ _NOTHING_COUNTED = LossDenominators(num_tokens=0, num_sequences=0, num_rows=0, n
 """A probe is no step: nothing is added to what the schedule counts."""
 
 
-Probed = PolicyLearner | CriticLearner
-"""A learner that can be probed."""
+class Probed(Protocol):
+    """A learner that can be probed."""
+
+    @property
+    def engine(self) -> SizedEngine: ...
+
+    def forward(self, batch: TrainingInputBatch) -> Tensor:
+        """See `Learner.forward`."""
+        ...
+
+    def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
+        """See `Learner.forward_backward`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,17 +60,17 @@ class Prober:
     learner: Probed
     meter: MemoryMeter
     trace: StepTrace | None = None
-    """Tells what passes would take, in place of running them."""
+    """Says what passes would take, in place of running them."""
 
     def probe(self, num_rows: int, length: int, *, training: bool) -> MemoryProbe | None:
-        """The peak on this rank; None where memory ran out on any. Called by all ranks between optimizer steps."""
+        """Return the peak on this rank; None where memory ran out on any. Called by all ranks between optimizer steps."""
         return self.probe_lengths([length] * num_rows, training=training)
 
     def probe_lengths(self, lengths: Sequence[int], *, training: bool, shared: int = 0) -> MemoryProbe | None:
-        """The same of rows that differ in length; where they are padded, positions are rows times the longest. The first
-        `shared` tokens of all rows are the same."""
+        """Return the same of rows that differ in length; where they are padded, positions are rows times the longest. The
+        first `shared` tokens of all rows are the same."""
         engine, length, num_rows = self.learner.engine, max(lengths), len(lengths)
-        batch = probe_rows(lengths, vocabulary=engine.model.config.get_text_config().vocab_size, shared=shared)
+        batch = self._rows(lengths, shared=shared)
         try:
             if self.trace is not None:
                 peak = self.trace.peak_bytes(lambda: self._pass(batch, training=training), training=training)
@@ -75,14 +87,24 @@ class Prober:
         )
 
     def predict(self, num_rows: int, length: int, *, training: bool) -> MemoryProbe:
-        """As `probe`, of a prober that traces: no memory can run out there."""
+        """Return the same as `probe`, of a prober that traces: no memory can run out there. Raises ModelError."""
         found = self.probe(num_rows, length, training=training)
         assert found is not None
         return found
 
+    def sections(self, num_rows: int, length: int, *, training: bool) -> PassPeaks:
+        """Return what a pass over such rows adds, section by section, of a prober that traces. Raises ModelError."""
+        assert self.trace is not None
+        batch = self._rows([length] * num_rows)
+        return self.trace.run(lambda: self._pass(batch, training=training), training=training)
+
+    def _rows(self, lengths: Sequence[int], *, shared: int = 0) -> TrainingInputBatch:
+        vocabulary = self.learner.engine.model.config.get_text_config().vocab_size
+        return probe_rows(lengths, vocabulary=vocabulary, shared=shared)
+
     def _measured_peak(self, batch: TrainingInputBatch, *, training: bool) -> int:
         engine = self.learner.engine
-        engine.healing.begin_probing(self.meter, held=engine.held_tensors)
+        engine.oom_retry.begin_probing(self.meter, resident=engine.held_tensors)
         try:
             if training:
                 # all of them are there from the second micro-batch of a step on
@@ -92,7 +114,7 @@ class Prober:
             if training:
                 engine.zero_grad()
             self.meter.release_cached()
-        return engine.healing.take_peak()
+        return engine.oom_retry.take_peak()
 
     def _pass(self, batch: TrainingInputBatch, *, training: bool) -> None:
         if training:
@@ -101,7 +123,8 @@ class Prober:
             self.learner.forward(batch)
 
     def grow_uneven(self, longest: int, *, max_positions: int, max_rows: int, training: bool) -> list[MemoryProbe]:
-        """One row of `longest` with many of three tokens, doubled as in `grow`: what packed rows take that losses pad."""
+        """Probe one row of `longest` with many of three tokens, doubled as in `grow`: what packed rows take that losses
+        pad."""
         return self._double(
             lambda short: self.probe_lengths([longest, *[SHORT_ROW_LENGTH] * short], training=training),
             first=8,
@@ -109,7 +132,7 @@ class Prober:
         )
 
     def grow_trees(self, longest: int, *, max_positions: int, max_rows: int, training: bool) -> list[MemoryProbe]:
-        """Rows of `longest` that differ in their last token alone, doubled as in `grow`: what a tree takes beside its
+        """Probe rows of `longest` that differ in their last token alone, doubled as in `grow`: what a tree takes beside its
         positions, which are far fewer than its rows' tokens: their columns, their losses, a block mask."""
         return self._double(
             lambda rows: self.probe_lengths([longest] * rows, training=training, shared=longest - 1),
@@ -118,8 +141,7 @@ class Prober:
         )
 
     def _double(self, probe_at: Callable[[int], MemoryProbe | None], *, first: int, most: int) -> list[MemoryProbe]:
-        """`probe_at` the first size, and each time twice as much up to the most, until the next would not fit on some
-        rank."""
+        """Probe the first size, and each time twice as much up to the most, until the next would not fit on some rank."""
         found: list[MemoryProbe] = []
         size = first
         while size <= most and (probe := probe_at(size)) is not None:
@@ -131,9 +153,9 @@ class Prober:
         return found
 
     def grow(self, lengths: list[int], *, max_positions: int, training: bool, first_rows: int = 1) -> list[MemoryProbe]:
-        """`first_rows` rows of the first length, or one where so many do not fit, doubled until the next would not fit on
-        some rank, or would be more than a pass has; then as many positions of each other length, and where the longest row
-        fits once alone, one row of each."""
+        """Probe `first_rows` rows of the first length, or one where so many do not fit, doubled until the next would not fit
+        on some rank, or would be more than a pass has; then as many positions of each other length, and where the longest
+        row fits once alone, one row of each."""
         found: list[MemoryProbe] = []
         rows, length = first_rows, lengths[0]
         while (probe := self.probe(rows, length, training=training)) is not None:
@@ -154,13 +176,13 @@ class Prober:
 
 
 def lengths_to_probe(longest: int) -> list[int]:
-    """The longest, half, a quarter ..., none below two tokens."""
+    """Return the longest, half, a quarter ..., none below two tokens."""
     lengths = [longest >> halvings for halvings in range(NUM_LENGTHS)]
     return [length for length in lengths if length >= DUMMY_ROW_LENGTH] or [DUMMY_ROW_LENGTH]
 
 
 def probe_rows(lengths: Sequence[int], *, vocabulary: int, shared: int = 0) -> TrainingInputBatch:
-    """Rows that take the most: every token but the first has loss, every column is there, and no two have anything in
+    """Return rows that take the most: every token but the first has loss, every column is there, and no two have anything in
     common but their first `shared` tokens."""
     generator = torch.Generator().manual_seed(derive_seed(0, "memory_probe", len(lengths), max(lengths)))
     batch = batch_of_lengths(lengths)

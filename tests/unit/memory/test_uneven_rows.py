@@ -11,9 +11,9 @@ from skyrl_train.batch.microbatch import MemoryAwareBatchIterator
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import OptimizerConfig
-from skyrl_train.learner.memory_meter import CountingMeter
-from skyrl_train.learner.probe import Prober
-from skyrl_train.learner.sizing import SizingLimits, size_micro_batches
+from skyrl_train.memory.meter import CountingMeter
+from skyrl_train.memory.probe import Prober
+from skyrl_train.memory.sizing import SizingLimits, size_micro_batches
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.memory_cases import MIB
@@ -40,7 +40,7 @@ def test_one_long_row_with_hundreds_of_short_ones_stays_within_the_budget(tmp_pa
     assert metrics["memory/policy_redone"].value == 0
     assert 0.3 * LIMITS.limit_bytes < metrics["memory/policy_peak_gib"].value * (1 << 30) <= LIMITS.limit_bytes
     learner.forward(closed.batch)
-    assert learner.engine.healing.metrics()["memory/policy_redone"].value == 0
+    assert learner.engine.oom_retry.metrics()["memory/policy_redone"].value == 0
     if layout == "packed":
         batches = learner.engine.passes.micro_batching
         assert isinstance(batches, MemoryAwareBatchIterator)

@@ -10,7 +10,7 @@ form; their maximum is convex, so the fit is lifted until no probe lies above it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, count
 
@@ -40,9 +40,58 @@ class MemoryProbe:
     """The most that was allocated at once, what lies there all the time (weights, optimizer state) included."""
 
 
+IN_LAYER, IN_HEAD, IN_BACKWARD, IN_EMBEDDING = (
+    "in the layers",
+    "in the head",
+    "in the layers' backward pass",
+    "in the embedding's backward pass",
+)
+"""Sections of a pass, in order; one that only scores has the first two."""
+_AT_WORK = {IN_HEAD: "head and loss", IN_BACKWARD: "backward of a layer"}
+"""What a section holds beside the activations that are kept for the backward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassPeaks:
+    """What one pass adds to what lies there between passes, in bytes, section by section."""
+
+    sections: Mapping[str, int]
+    """At the peak of each section."""
+    kept: int
+    """At the end of the layers' forward: activations for the backward pass, inputs, the last hidden state."""
+
+    @property
+    def moment(self) -> str:
+        """The section that holds most."""
+        return max(self.sections, key=lambda name: self.sections[name])
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.sections[self.moment]
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """The peak, in bytes by kind."""
+        if self.moment not in _AT_WORK:
+            return {"activations": self.peak_bytes}
+        activations = min(self.kept, self.peak_bytes)
+        return {"activations": activations, _AT_WORK[self.moment]: self.peak_bytes - activations}
+
+    def between(self, other: PassPeaks, share: float) -> PassPeaks:
+        """Return what lies on the line from here to `other`: 0 is here, 1 is there, more is beyond."""
+
+        def along(here: int, there: int) -> int:
+            return round(here + share * (there - here))
+
+        return PassPeaks(
+            sections={name: along(here, other.sections[name]) for name, here in self.sections.items()},
+            kept=along(self.kept, other.kept),
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryModel:
-    """What a micro-batch takes at its peak."""
+    """What a micro-batch takes at its peak, as a function of its size."""
 
     base_bytes: float
     """Weights, gradients, optimizer state, and whatever else does not depend on the micro-batch."""
@@ -62,16 +111,16 @@ class MemoryModel:
     """Share of the variance of the probes' peaks that the plane explains; 1 where they are all on it."""
 
     def peak_bytes(self, rows: int, longest: int, positions: int) -> int:
-        """Of one micro-batch, never below the fit. Raises BatchError for sizes that contradict each other, or for rows
-        longer than any probe."""
+        """Return the peak of one micro-batch, never below the fit. Raises BatchError for sizes that contradict each other,
+        or for rows longer than any probe."""
         _check_sizes(rows, longest, positions)
         self._check_length(longest)
         growing = self._growing(np.float64(positions), np.float64(longest))
         return int(np.ceil(self.base_bytes + self.slack_bytes + growing))
 
     def cell_share(self, probe: MemoryProbe) -> float:
-        """What each cell of `[rows, longest]` beyond the positions of `probe` took, in positions; at most 1, which is
-        what it takes where cells are positions, and at least 0."""
+        """Return what each cell of `[rows, longest]` beyond the positions of `probe` took, in positions; at most 1, which
+        is what it takes where cells are positions, and at least 0."""
         cells = probe.rows * probe.longest - probe.positions
         each = self.bytes_per_position + self.bytes_per_position_and_length * probe.longest
         above = probe.peak_bytes - self.base_bytes - each * probe.positions
@@ -80,7 +129,7 @@ class MemoryModel:
         return min(1.0, above / (cells * self.bytes_per_position)) if self.bytes_per_position else 1.0
 
     def token_budget(self, limit_bytes: int, longest: int, *, padded: bool = True) -> int:
-        """The largest C so that every micro-batch with at most C computed positions fits `limit_bytes`, whatever the
+        """Return the largest C so that every micro-batch with at most C computed positions fits `limit_bytes`, whatever the
         lengths of its rows up to `longest`. A single row goes alone, even over C, and fits too.
 
         Padded, short rows may be many where long ones may not, because of the square: C is the least over all lengths l
@@ -107,12 +156,13 @@ class MemoryModel:
         return positions * ((1 + self.margin) * per_position)
 
     def _most(self, limit_bytes: int, size: Floats, longest: Floats) -> Floats:
-        """For each length, how many pieces of `size` positions fit: exactly those that `peak_bytes` lets pass."""
+        """For each length, how many micro-batches' worth of `size` positions fit: exactly those that `peak_bytes` allows."""
         fixed, each = self.base_bytes + self.slack_bytes, self._growing(size, longest)
         count: Floats = np.full_like(size, _MAX_POSITIONS)
         with np.errstate(over="ignore"):
             np.divide(limit_bytes - fixed, each, out=count, where=each > 0)
         count = np.floor(np.minimum(count, _MAX_POSITIONS / size)) + 1
+        # Division rounds: count down to what the same arithmetic as `peak_bytes` allows.
         while (over := fixed + self._growing(count * size, longest) > limit_bytes).any():
             count -= over
         return count
@@ -123,7 +173,7 @@ class MemoryModel:
 
 
 def fit_memory_model(probes: Sequence[MemoryProbe], *, margin: float = 0.05) -> MemoryModel:
-    """Non-negative least squares of relative errors.
+    """Fit the plane by non-negative least squares of relative errors.
 
     The square term is fitted where the probes can tell it from the others, which takes three, of two lengths. Where
     they can not, what it would have been is part of the cost of a position, which holds for rows up to the longest
@@ -158,7 +208,7 @@ def fit_memory_model(probes: Sequence[MemoryProbe], *, margin: float = 0.05) -> 
 
 
 def _non_negative_least_squares(weighted: Floats) -> Floats:
-    """`x >= 0` with the least `|weighted @ x - 1|`, by trying every set of columns: there are at most three."""
+    """Return `x >= 0` with the least `|weighted @ x - 1|`, by trying every set of columns: there are at most three."""
     width = weighted.shape[1]
     ones = np.ones(len(weighted))
     best, best_error = np.zeros(width), float("inf")
@@ -200,7 +250,7 @@ def _check_sizes(rows: int, longest: int, positions: int) -> None:
 
 
 def near_the_limit(probes: Sequence[MemoryProbe]) -> list[MemoryProbe]:
-    """Peaks bend where they are small, and only large ones matter: probes of at least a quarter of the largest."""
+    """Return probes of at least a quarter of the largest: peaks bend where they are small, and only large ones matter."""
     largest = max(probe.positions for probe in probes)
     near = [probe for probe in probes if probe.positions * 4 >= largest]
     return near if len({probe.positions for probe in near}) > 1 else list(probes)
@@ -214,8 +264,8 @@ def probes_at_the_limit(
     max_rows: int,
     tolerance: float = 0.0,
 ) -> list[MemoryProbe]:
-    """For each length, from the longest to the shortest, a probe of the most rows that fit, and of one row more where
-    there may be such; `probe` takes rows and their length.
+    """Probe at each length, from the longest to the shortest, the most rows that fit, and one row more where there may be
+    such; `probe` takes rows and their length.
 
     Each length starts where the longer one ended: rows that fit at a length fit at any shorter one, and as many tokens as
     fit in long rows are the first guess for short ones. `tolerance`: share of the rows by which the two probes may be
@@ -226,7 +276,7 @@ def probes_at_the_limit(
     found: list[MemoryProbe] = []
     fitting, before = 1, max(lengths)
     for length in sorted(set(lengths), reverse=True):
-        guess, _ = divmod(fitting * before, length)
+        guess = fitting * before // length
         search = _RowSearch(probe, length, limit_bytes)
         fitting, probes = search.run(low=fitting, guess=min(guess, max_rows), most=max_rows, tolerance=tolerance)
         found += probes
@@ -235,14 +285,14 @@ def probes_at_the_limit(
 
 
 class _RowSearch:
-    """The most rows of one length that fit."""
+    """Searches the most rows of one length that fit."""
 
     def __init__(self, probe: Callable[[int, int], MemoryProbe], length: int, limit_bytes: int) -> None:
         self._probe, self._length, self._limit_bytes = probe, length, limit_bytes
         self._at: dict[int, MemoryProbe] = {}
 
     def run(self, *, low: int, guess: int, most: int, tolerance: float) -> tuple[int, list[MemoryProbe]]:
-        """The rows, of which `low` are known to fit unless that is 1, and what was probed at the border."""
+        """Return the rows, of which `low` are known to fit unless that is 1, and what was probed at the border."""
         if low == 1 and not self._fits(1):
             raise MemoryLimitError(
                 f"one row of {self._length} tokens takes {self._at[1].peak_bytes} bytes by prediction; "
@@ -256,7 +306,7 @@ class _RowSearch:
         for turn in count(1):
             if high - low <= 1 + tolerance * low:
                 break
-            middle, _ = divmod(low + high, 2)
+            middle = (low + high) // 2
             if turn % 3:
                 # Memory is nearly a straight line in rows, and the border at most a row from where it meets the limit.
                 middle = min(max(self._expected_border(), low + 1), high - 1)
@@ -270,7 +320,7 @@ class _RowSearch:
         return self._at[rows].peak_bytes <= self._limit_bytes
 
     def _expected_border(self) -> int:
-        """Where the line through the two probes nearest to the limit meets it; 0 where it has no slope."""
+        """Return where the line through the two probes nearest to the limit meets it; 0 where it has no slope."""
         near = sorted(self._at, key=lambda rows: abs(self._at[rows].peak_bytes - self._limit_bytes))[:2]
         if len(near) < 2:
             return 0
@@ -279,5 +329,4 @@ class _RowSearch:
         if rise <= 0:
             return 0
         room = self._limit_bytes - self._at[first].peak_bytes
-        rows, _ = divmod(room * (second - first), rise)
-        return first + rows
+        return first + room * (second - first) // rise

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from skyrl_train.distributed.together import Together
 from skyrl_train.errors import RankOutOfMemory, SkyrlTrainError
+from skyrl_train.memory.oom_consensus import OomConsensus
 
 NUM_COLLECTIVES = 6
 DEADLINE_S = 20.0
@@ -42,7 +42,7 @@ def outcomes(fails: dict[int, tuple[int, Exception]]) -> list[str]:
     ranks = Ranks()
 
     def run(rank: int) -> str:
-        together = Together(ranks.meet(rank))
+        together = OomConsensus(ranks.meet(rank))
 
         def work() -> str:
             for number in range(NUM_COLLECTIVES + 1):
@@ -90,4 +90,4 @@ def test_outside_of_work_nobody_meets() -> None:
     def never(code: int) -> int:
         raise AssertionError(code)
 
-    Together(never).before_collective()
+    OomConsensus(never).before_collective()

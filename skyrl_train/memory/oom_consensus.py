@@ -1,23 +1,24 @@
 """A piece of work that all ranks finish, or none: where memory runs out on one of them, each learns of it.
 
-Work on a replica talks to nobody, so that it is enough to compare notes at its end. Work on a sharded model gathers
-parameters and sums gradients block by block, and a rank that stops in the middle would leave the others waiting in the
-next of these collectives. So each of them is preceded by a meeting: one number per rank over the CPU's process group, 0
-for fine; all learn the largest. The rules:
+Work on a replica talks to nobody, so that it is enough to agree at its end. Work on a sharded model gathers parameters
+and sums gradients block by block, and a rank that stops in the middle would leave the others waiting in the next of these
+collectives. So each of them is preceded by a rendezvous: one number per rank over the CPU's process group, 0 for fine; all
+learn the largest. The rules:
 
-1. A rank that is well meets before every collective, and once more at the end. A rank that fails meets once.
-2. Between a meeting and its collective nothing is allocated, so that a rank that came to the meeting well comes to the
-   collective too.
-3. Who learns of a failure, its own or another's, leaves the work at once and does not meet again.
+1. A rank that is well takes part in a rendezvous before every collective, and in one more at the end. A rank that fails
+   takes part in one.
+2. Between a rendezvous and its collective nothing is allocated, so that a rank that came to the rendezvous well comes to
+   the collective too.
+3. Who learns of a failure, its own or another's, leaves the work at once and takes part in no further one.
 
-No rank can be left waiting: up to the first failure all ranks run the same meetings and collectives in the same order
-(their number depends on the model alone). The failing rank's next call is a meeting, by 1; that of each other rank is a
-meeting too, either before the next collective or at the end; it is the same one, since they were in step so far. After it
-all know and leave, by 3. Two ranks that fail at once meet each other. Before the work and after it no rank is inside a
+No rank can be left waiting: up to the first failure all ranks run the same rendezvous and collectives in the same order
+(their number depends on the model alone). The failing rank's next call is a rendezvous, by 1; that of each other rank is
+one too, either before the next collective or at the end; it is the same one, since they were in step so far. After it all
+know and leave, by 3. Two ranks that fail at once find each other there. Before the work and after it no rank is inside a
 collective, whatever happened.
 
-A meeting takes one round trip of a few bytes between hosts and does not wait for a device. It happens only where the work
-is open, that is, where micro-batches size themselves.
+A rendezvous takes one round trip of a few bytes between hosts and does not wait for a device. It happens only where the
+work is open, that is, where micro-batches size themselves.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from skyrl_train.errors import RankOutOfMemory, SkyrlTrainError
 T = TypeVar("T")
 
 FINE, OUT_OF_MEMORY, BROKEN = 0, 1, 2
-"""What a rank says at a meeting."""
+"""What a rank says at a rendezvous."""
 
 _ALLOCATION_FAILURE = re.compile(
     r"out of memory"  # CUDA's runtime and driver, torch's allocators, Triton's launcher, NCCL ("Cuda failure 2 '...'")
@@ -48,18 +49,18 @@ _ALLOCATION_FAILURE = re.compile(
     r"|out of resource: ",  # Triton: a kernel's shared memory
     re.IGNORECASE,
 )
-"""In messages of errors which mean the same as torch.OutOfMemoryError."""
+"""Found in messages of errors which mean the same as torch.OutOfMemoryError."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: torch and the libraries below it say so in many ways, Triton in an error of its own."""
+    """Return whether memory ran out: torch and the libraries below it say so in many ways, Triton in an error of its own."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     is_of_triton = type(error).__module__.partition(".")[0] == "triton"
     return (isinstance(error, RuntimeError) or is_of_triton) and bool(_ALLOCATION_FAILURE.search(str(error)))
 
 
-class _Elsewhere(Exception):
+class _FailedElsewhere(Exception):
     """Another rank has failed."""
 
     def __init__(self, code: int):
@@ -67,23 +68,24 @@ class _Elsewhere(Exception):
         self.code = code
 
 
-class Together:
-    """Runs work with the other ranks. `meet` turns this rank's number into the largest of all ranks."""
+class OomConsensus:
+    """Runs work with the other ranks."""
 
-    def __init__(self, meet: Callable[[int], int]) -> None:
-        self._meet = meet
+    def __init__(self, rendezvous: Callable[[int], int]) -> None:
+        """`rendezvous` turns this rank's number into the largest of all ranks."""
+        self._rendezvous = rendezvous
         self._open = False
 
     def before_collective(self) -> None:
-        """Called ahead of each collective inside the work; elsewhere it does nothing."""
+        """Hold a rendezvous ahead of each collective inside the work; elsewhere do nothing."""
         if self._open:
-            code = self._meet(FINE)
+            code = self._rendezvous(FINE)
             if code != FINE:
-                raise _Elsewhere(code)
+                raise _FailedElsewhere(code)
 
     def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns. Raises RankOutOfMemory on all ranks where memory ran out on one, SkyrlTrainError on the
-        others where one failed otherwise, and there what it failed of.
+        """Return what `work` returns. Raises RankOutOfMemory on all ranks where memory ran out on one, SkyrlTrainError on
+        the others where one failed otherwise, and there what it failed of.
 
         When RankOutOfMemory is raised, nothing refers to what `work` had made any more.
         """
@@ -91,17 +93,17 @@ class Together:
         code, reason = FINE, ""
         try:
             result = work()
-        except _Elsewhere as elsewhere:
+        except _FailedElsewhere as elsewhere:
             code = elsewhere.code
         except Exception as error:
             if not is_out_of_memory(error):
                 self._open = False
-                self._meet(BROKEN)
+                self._rendezvous(BROKEN)
                 raise
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            code = self._meet(OUT_OF_MEMORY)
+            code = self._rendezvous(OUT_OF_MEMORY)
         else:
-            code = self._meet(FINE)
+            code = self._rendezvous(FINE)
             if code == FINE:
                 return result
             del result
@@ -113,32 +115,32 @@ class Together:
         raise RankOutOfMemory(reason)
 
 
-class MeetingAllGather:
-    """FSDP2's gathering of parameters, after a meeting."""
+class RendezvousAllGather:
+    """FSDP2's gathering of parameters, after a rendezvous."""
 
-    def __init__(self, together: Together) -> None:
-        self._together = together
+    def __init__(self, consensus: OomConsensus) -> None:
+        self._consensus = consensus
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A new buffer."""
+        """Return a new buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._together.before_collective()
+        self._consensus.before_collective()
         handle: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         return handle
 
 
-class MeetingReduceScatter:
-    """FSDP2's summing of gradients, after a meeting."""
+class RendezvousReduceScatter:
+    """FSDP2's summing of gradients, after a rendezvous."""
 
-    def __init__(self, together: Together) -> None:
-        self._together = together
+    def __init__(self, consensus: OomConsensus) -> None:
+        self._consensus = consensus
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A new buffer."""
+        """Return a new buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -149,7 +151,7 @@ class MeetingReduceScatter:
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._together.before_collective()
+        self._consensus.before_collective()
         handle: dist.Work | None = dist.reduce_scatter_single(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )

@@ -13,12 +13,11 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, OptimizerConfig
 from skyrl_train.learner.policy import BaseOfAdapter, PolicyLearner
-from skyrl_train.learner.probe import Prober
-from skyrl_train.learner.sizing import SizingLimits, SizingReport, make_meter
-from skyrl_train.learner.sizing import size_micro_batches as size_alone
-from skyrl_train.plan.device_report import memory_lines
-from skyrl_train.plan.dry_run import plan_memory
-from skyrl_train.runs.common import read_reports, size_micro_batches
+from skyrl_train.memory.probe import Prober
+from skyrl_train.memory.report import SizingReport, read_reports
+from skyrl_train.memory.sizing import SizingLimits, make_meter, size_run
+from skyrl_train.memory.sizing import size_micro_batches as size_alone
+from skyrl_train.plan.memory import memory_lines, plan_memory
 from tests.layout_cases import close
 from tests.learner_cases import make_batch, make_learner, policy_of, save_tiny_model
 from tests.memory_cases import FailingMeter, size_itself
@@ -34,7 +33,7 @@ def learner_of(folder: Path) -> PolicyLearner:
 
 
 def start(folder: Path, file: Path, *, longest: int) -> str:
-    return size_micro_batches(CONFIG.trainer, [learner_of(folder)], file, longest=longest, max_rows=16)[0]
+    return size_run(CONFIG.trainer, [learner_of(folder)], file, longest=longest, max_rows=16)[0]
 
 
 def test_a_second_start_does_not_probe_and_another_context_length_does(
@@ -76,9 +75,7 @@ def test_on_ray_a_reference_that_is_the_policy_without_its_adapter_needs_no_budg
     policy = OnOneRank(learner_of(save_tiny_model(tmp_path / "model")))
     config = replace(CONFIG, placement=replace(CONFIG.placement, backend="ray"))
     file = tmp_path / "memory.json"
-    lines = size_micro_batches(
-        config.trainer, [policy, BaseOfAdapter(policy.forward_base)], file, longest=16, max_rows=16
-    )
+    lines = size_run(config.trainer, [policy, BaseOfAdapter(policy.forward_base)], file, longest=16, max_rows=16)
     assert len(lines) == 1
     assert set(read_reports(file)) == {"policy"}
 
@@ -113,7 +110,7 @@ def test_a_plan_compares_its_prediction_with_what_a_run_of_the_same_configuratio
     trainer = replace(TRAINER, memory_budget_gb=0.03)
     config = Config(output_dir=str(tmp_path), trainer=trainer, generator=generator)
     policy = policy_of(config)
-    size_micro_batches(config.trainer, [policy], tmp_path / "memory.json", longest=32, max_rows=1024)
+    size_run(config.trainer, [policy], tmp_path / "memory.json", longest=32, max_rows=1024)
     measured = read_reports(tmp_path / "memory.json")["policy"][0]
     memory = plan_memory(config)
     assert memory is not None

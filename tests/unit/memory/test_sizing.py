@@ -1,8 +1,7 @@
-"""Probing, budgets and healing of one process, with a byte budget on the CPU."""
+"""Probing, budgets and retries after out-of-memory of one process, with a byte budget on the CPU."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,17 +13,12 @@ from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, TokenBudgets
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.errors import MemoryLimitError
-from skyrl_train.learner.memory_meter import CountingMeter
 from skyrl_train.learner.optimizer import allocate_state, build_optimizer
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.probe import Prober, lengths_to_probe
-from skyrl_train.learner.sizing import (
-    SizingLimits,
-    SizingReport,
-    report_from_json,
-    report_to_json,
-    size_all,
-)
+from skyrl_train.memory.meter import CountingMeter
+from skyrl_train.memory.probe import Prober, lengths_to_probe
+from skyrl_train.memory.report import SizingReport, read_reports, write_reports
+from skyrl_train.memory.sizing import SizingLimits, size_all
 from tests.layout_cases import close, flat_gradient
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.memory_cases import MIB, FailingMeter, size_itself
@@ -111,7 +105,7 @@ def test_every_micro_batch_under_the_budget_fits(folder: Path) -> None:
     for round_ in range(5):
         lengths = torch.randint(4, 33, (40,), generator=generator).tolist()
         learner.forward_backward(close(make_batch(lengths, seed=round_)))
-        metrics = learner.optim_step() | learner.engine.healing.metrics()
+        metrics = learner.optim_step() | learner.engine.oom_retry.metrics()
         assert metrics["memory/policy_redone"].value == 0
     prober = Prober(learner=learner, meter=CountingMeter(MIB << 10))
     rows = report.training.tokens // 32
@@ -128,10 +122,15 @@ def test_models_of_one_process_share_its_budget(folder: Path) -> None:
     assert together["policy"].budgets.training < alone.budgets.training
 
 
-def test_a_report_survives_json_and_is_used_again_for_the_same_model_alone(folder: Path) -> None:
+def through_json(report: SizingReport, folder: Path) -> SizingReport:
+    write_reports(folder / "memory.json", {report.name: (report,)})
+    return read_reports(folder / "memory.json")[report.name][0]
+
+
+def test_a_report_survives_json_and_is_used_again_for_the_same_model_alone(folder: Path, tmp_path: Path) -> None:
     learner = learner_of(folder)
     report = size_all([learner], LIMITS, {})["policy"]
-    restored = report_from_json(json.loads(json.dumps(report_to_json(report))))
+    restored = through_json(report, tmp_path)
     assert restored == report
     again = size_all([learner_of(folder)], LIMITS, {"policy": restored})["policy"]
     assert again == replace(report, is_reused=True)
@@ -152,7 +151,7 @@ def test_a_row_that_does_not_fit_is_named_with_what_to_change(folder: Path) -> N
         size_all([learner_of(folder)], limits, {})
 
 
-def healed(
+def retried(
     folder: Path, *refused: int, tokens: int = 64, retries: int = 3
 ) -> tuple[PolicyLearner, MemoryAwareBatchIterator]:
     learner = learner_of(folder, double=True)
@@ -163,7 +162,7 @@ def healed(
 
 
 def test_memory_that_runs_out_leaves_the_gradient_as_it_would_have_been(folder: Path) -> None:
-    expected_of, _ = healed(folder)
+    expected_of, _ = retried(folder)
     expected_metrics = expected_of.forward_backward(close(make_batch(LENGTHS)))
     expected = flat_gradient(expected_of)
     meter = FailingMeter()
@@ -172,7 +171,7 @@ def test_memory_that_runs_out_leaves_the_gradient_as_it_would_have_been(folder: 
     counted.forward_backward(close(make_batch(LENGTHS)))
     last = meter.num_allocations  # by then micro-batches before this one have left gradients, which must go
     for refused in [(1,), (150,), (290,), (last,), (60, 400)]:
-        learner, batches = healed(folder, *refused)
+        learner, batches = retried(folder, *refused)
         metrics = learner.forward_backward(close(make_batch(LENGTHS)))
         found = flat_gradient(learner)
         assert float((found - expected).abs().max()) < 1e-12 * float(expected.abs().max()) + 1e-15
@@ -182,9 +181,9 @@ def test_memory_that_runs_out_leaves_the_gradient_as_it_would_have_been(folder: 
         assert batches.budgets.forward == 64
 
 
-def test_a_scoring_is_healed_too(folder: Path) -> None:
-    calm, _ = healed(folder)
-    learner, batches = healed(folder, 40)
+def test_a_scoring_is_retried_too(folder: Path) -> None:
+    calm, _ = retried(folder)
+    learner, batches = retried(folder, 40)
     batch = make_batch(LENGTHS)
     assert torch.allclose(learner.forward(batch), calm.forward(batch), atol=1e-12)
     assert batches.budgets == TokenBudgets(training=64, forward=batches.budgets.forward)
@@ -192,16 +191,16 @@ def test_a_scoring_is_healed_too(folder: Path) -> None:
 
 
 def test_it_gives_up_after_so_many_times_and_on_a_row_alone(folder: Path) -> None:
-    learner, _ = healed(folder, *range(1, 400), retries=1)
+    learner, _ = retried(folder, *range(1, 400), retries=1)
     with pytest.raises(MemoryLimitError, match=r"after 1 smaller attempts.*trainer.memory_budget_gb"):
         learner.forward_backward(close(make_batch(LENGTHS)))
-    learner, _ = healed(folder, 3)
+    learner, _ = retried(folder, 3)
     with pytest.raises(MemoryLimitError, match=r"1 rows of at most 16 tokens.*cannot be cut further"):
         learner.forward_backward(close(make_batch([16])))
 
 
 def test_other_errors_are_not_taken_for_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learner, batches = healed(folder)
+    learner, batches = retried(folder)
 
     def broken(*arguments: object, **settings: object) -> None:
         raise ValueError("a fault of its own")
@@ -222,7 +221,7 @@ ROOMY = SizingLimits(longest=32, max_rows=64, limit_bytes=4 * MIB, margin=0.05, 
 
 
 @pytest.mark.parametrize("role", ["reference", pytest.param("policy", marks=pytest.mark.slow)])
-def test_both_measures_from_the_prediction_on_and_tells_the_difference(folder: Path, role: str) -> None:
+def test_both_measures_from_the_prediction_on_and_tells_the_difference(folder: Path, tmp_path: Path, role: str) -> None:
     measured = size_all([learner_of(folder, role=role)], ROOMY, {})[role]
     both = size_all([learner_of(folder, role=role)], replace(ROOMY, source="both"), {})[role]
     for mine, other in ((both.training, measured.training), (both.forward, measured.forward)):
@@ -232,7 +231,7 @@ def test_both_measures_from_the_prediction_on_and_tells_the_difference(folder: P
             assert mine.predicted_tokens == pytest.approx(other.tokens, rel=0.02)
             assert mine.probes[0].positions > other.probes[0].positions
     assert f"forward {both.forward.predicted_tokens} (" in both.line()
-    assert report_from_json(json.loads(json.dumps(report_to_json(both)))) == both
+    assert through_json(both, tmp_path) == both
 
 
 def test_a_trace_runs_nothing_and_names_a_row_that_does_not_fit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

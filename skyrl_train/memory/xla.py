@@ -1,6 +1,6 @@
-"""Memory of a function that a compiler has to plan anyway: asked of the compiler, with no run (extra `jax`).
+"""One probe among others: what XLA plans for a step, asked of the compiler with no run (extra `jax`).
 
-XLA lays out every buffer when it compiles. `jax.jit(f).lower(shapes).compile().memory_analysis()` therefore tells what
+XLA lays out every buffer when it compiles. `jax.jit(f).lower(shapes).compile().memory_analysis()` therefore says what
 (rows, length) will take before anything is computed, and gives the same probes as a measurement does. `CompiledModel` asks
 it of a model of the run's sizes, written in JAX (`trainer.memory_probe=xla`); `CompiledProbe` of any function:
 `fit_memory_model(probes_at_the_limit(...)).token_budget(...)`.
@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from skyrl_train.batch.memory_model import MemoryProbe
 from skyrl_train.errors import ModelError, SkyrlTrainError
-from skyrl_train.learner.memory import TOKENS_PER_TILE
-from skyrl_train.learner.memory_facts import GATED, ModelFacts
+from skyrl_train.memory.fit import MemoryProbe
+from skyrl_train.memory.model_sizes import ModelSizes
 
 MakeArguments = Callable[[int, int], Sequence[Any]]
 """`(rows, length)` to the function's arguments: arrays, or `jax.ShapeDtypeStruct`s, which need no memory either."""
-_QUERIES = 16
-"""Of a block of attention."""
+WRITTEN_IN_JAX = ("llama", "mistral", "qwen2", "qwen3")
+"""Families whose layers `CompiledModel` has: norm, attention with rotary positions, norm, gated product."""
+_QUERIES_PER_BLOCK, _TOKENS_PER_TILE = 16, 128
+"""Of attention, and of the output head."""
 
 
 def require_jax() -> None:
@@ -80,13 +81,13 @@ class CompiledProbe:
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledModel:
-    """A model's step in JAX: the layers of `memory_facts.GATED`, of the same sizes and types as the torch model's.
+    """A model's step in JAX: the layers of `WRITTEN_IN_JAX`, of the same sizes and types as the torch model's.
 
     Attention runs by blocks of queries, which are computed anew in the backward pass as fused kernels do; log-probabilities
     run by tiles. The loss is the clipped one with KL and entropy terms.
     """
 
-    model: ModelFacts
+    model: ModelSizes
     compute_bytes: int
     """Of a number in the forward: 2 (bfloat16) or 4."""
     checkpointing: bool
@@ -96,10 +97,10 @@ class CompiledModel:
 
         Raises SkyrlTrainError where JAX is not installed, ModelError for another family.
         """
-        if self.model.family not in GATED:
+        if self.model.family not in WRITTEN_IN_JAX:
             raise ModelError(
                 f"trainer.memory_probe=xla: layers of model_type={self.model.family!r} are not written in JAX (only "
-                f"{', '.join(GATED)}). Set trainer.memory_probe=trace"
+                f"{', '.join(WRITTEN_IN_JAX)}). Set trainer.memory_probe=trace"
             )
         require_jax()
         import jax
@@ -181,7 +182,7 @@ class CompiledModel:
             return log_p[target], -(jnp.exp(log_p) * log_p).sum()
 
         logprobs, entropy = jax.lax.map(
-            jax.checkpoint(tile), (states, targets), batch_size=min(TOKENS_PER_TILE, len(targets))
+            jax.checkpoint(tile), (states, targets), batch_size=min(_TOKENS_PER_TILE, len(targets))
         )
         return logprobs.reshape(hidden.shape[:2]), entropy.reshape(hidden.shape[:2])
 
@@ -237,6 +238,6 @@ def _attention(query: Any, key: Any, value: Any) -> Any:
         return jnp.einsum("rhk,rkhd->rhd", jax.nn.softmax(scores.astype("float32")).astype(value.dtype), value)
 
     found = jax.lax.map(
-        jax.checkpoint(of_query), (query.swapaxes(0, 1), jnp.arange(length)), batch_size=min(_QUERIES, length)
+        jax.checkpoint(of_query), (query.swapaxes(0, 1), jnp.arange(length)), batch_size=min(_QUERIES_PER_BLOCK, length)
     )
     return found.swapaxes(0, 1)

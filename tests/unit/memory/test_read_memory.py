@@ -10,7 +10,7 @@ import torch
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
-from skyrl_train.learner.memory_meter import CountingMeter
+from skyrl_train.memory.meter import CountingMeter
 from tests.layout_cases import close
 from tests.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
 
@@ -24,16 +24,16 @@ def peaks(folder: Path, layout: LayoutChoice, prompt_length: int) -> list[int]:
         folder, algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02), rows_per_micro_batch=ROWS
     )
     engine, batch = learner.engine, make_batch([LENGTH] * ROWS, prompt_length=prompt_length, dtype=torch.float32)
-    engine.healing.use(micro_batching=fixed_rows(ROWS, layout))
+    engine.oom_retry.use(micro_batching=fixed_rows(ROWS, layout))
     meter, found = CountingMeter(1 << 40), list[int]()
     for training in (True, False):
-        engine.healing.begin_probing(meter, held=engine.held_tensors)
+        engine.oom_retry.begin_probing(meter, resident=engine.held_tensors)
         if training:
             learner.forward_backward(close(batch))
             engine.zero_grad()
         else:
             learner.forward(batch)
-        found.append(engine.healing.take_peak())
+        found.append(engine.oom_retry.take_peak())
     return found
 
 

@@ -13,11 +13,11 @@ from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig
 from skyrl_train.errors import ModelError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.memory_meter import CountingMeter
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.learner.probe import Probed, Prober
-from skyrl_train.learner.sizing import hold_everything
-from skyrl_train.learner.step_trace import StepTrace
+from skyrl_train.memory.meter import CountingMeter
+from skyrl_train.memory.probe import Probed, Prober
+from skyrl_train.memory.sizing import hold_everything
+from skyrl_train.memory.trace import StepTrace
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.lora import add_adapter
 from skyrl_train.model.value_model import load_value_model
@@ -102,7 +102,7 @@ def test_a_trace_leaves_the_learner_as_it_was(folder: Path) -> None:
     traced.probe(3, 8, training=True)
     assert all(now is then for now, then in zip(engine.model.parameters(), before[0]))
     assert (engine.parameters, engine.strategy) == before[1:]
-    engine.healing.use(meter=None, micro_batching=fixed_rows(4, "padded"))
+    engine.oom_retry.use(meter=None, micro_batching=fixed_rows(4, "padded"))
     for each in (learner, untouched):
         each.forward_backward(close(make_batch([9, 14, 7])))
         each.optim_step()

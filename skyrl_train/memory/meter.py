@@ -40,23 +40,23 @@ class MemoryMeter(Protocol):
         ...
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Counts tensors that were made outside of `counting()`, each once, for as long as they live."""
+        """Count tensors that were made outside of `counting()`, each once, for as long as they live."""
         ...
 
     def in_use_bytes(self) -> int:
-        """Held now."""
+        """Return what is held now."""
         ...
 
     def peak_bytes(self) -> int:
-        """The most that was held at once since `reset_peak`."""
+        """Return the most that was held at once since `reset_peak`."""
         ...
 
     def reset_peak(self) -> None:
-        """Begins a new peak at what is held now."""
+        """Begin a new peak at what is held now."""
         ...
 
     def release_cached(self) -> None:
-        """Gives what the allocator keeps for later back, after an out-of-memory."""
+        """Give back what the allocator keeps for later, after an out-of-memory."""
         ...
 
 
@@ -76,27 +76,27 @@ class CudaMeter:
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
     def counting(self, gathered: Gathered = tuple) -> AbstractContextManager[None]:  # noqa: ARG002
-        """The allocator always counts."""
+        """Change nothing: the allocator always counts."""
         return nullcontext()
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """The allocator knows them."""
+        """Change nothing: the allocator knows them."""
 
     def in_use_bytes(self) -> int:
-        """Allocated now."""
+        """Return what is allocated now."""
         return int(torch.cuda.memory_allocated(self._device))
 
     def peak_bytes(self) -> int:
-        """Allocated at the peak. What is reserved beyond it is the allocator's cache, which it gives back before it
-        refuses; fragmentation is what the safety margin is for."""
+        """Return what was allocated at the peak. What is reserved beyond it is the allocator's cache, which it gives back
+        before it refuses; fragmentation is what the safety margin is for."""
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def reset_peak(self) -> None:
-        """To what is allocated now."""
+        """Begin a new peak at what is allocated now."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def release_cached(self) -> None:
-        """Empties the cache, whose blocks have the sizes of what failed."""
+        """Empty the cache, whose blocks have the sizes of what failed."""
         torch.cuda.empty_cache()
 
 
@@ -113,7 +113,7 @@ class CountingMeter:
 
     @contextmanager
     def counting(self, gathered: Gathered = tuple) -> Iterator[None]:
-        """Sees what is allocated on this thread, the backward pass included."""
+        """Count what is allocated on this thread, the backward pass included."""
         if self._depth:
             yield
             return
@@ -126,30 +126,30 @@ class CountingMeter:
             self._depth, self._gathered = 0, tuple
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Never refuses: they are there already."""
+        """Count these tensors; never refuses, since they are there already."""
         for tensor in tensors:
             for storage in _storages_of(tensor):
                 self._count(storage)
         self._peak = max(self._peak, self._held)
 
     def in_use_bytes(self) -> int:
-        """Held now."""
+        """Return what is held now."""
         self.look_at_gathered()
         return self._held
 
     def peak_bytes(self) -> int:
-        """The most that was held at once; a refused allocation is not part of it."""
+        """Return the most that was held at once; a refused allocation is not part of it."""
         return self._peak
 
     def reset_peak(self) -> None:
-        """To what is held now."""
+        """Begin a new peak at what is held now."""
         self._peak = self._held
 
     def release_cached(self) -> None:
-        """Nothing is kept."""
+        """Change nothing: tensors that are gone are not kept."""
 
     def made(self, result: Any) -> None:
-        """Counts an operation's new tensors. Raises torch.OutOfMemoryError where they pass the limit."""
+        """Count an operation's new tensors. Raises torch.OutOfMemoryError where they pass the limit."""
         before = self._held
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
@@ -159,7 +159,7 @@ class CountingMeter:
             self._require_room(self._held - before)
 
     def look_at_gathered(self) -> None:
-        """Counts storages that have changed their size since the last operation."""
+        """Count storages that have changed their size since the last operation."""
         for tensor in self._gathered():
             storage = tensor.untyped_storage()
             counted = self._storages.get(storage._cdata)
@@ -170,7 +170,7 @@ class CountingMeter:
                 counted.num_bytes = storage.nbytes()
 
     def require_room(self) -> None:
-        """Counts what was gathered since the last operation. Raises torch.OutOfMemoryError where it passes the limit."""
+        """Count what was gathered since the last operation. Raises torch.OutOfMemoryError where it passes the limit."""
         before = self._held
         self.look_at_gathered()
         if self._held > before:
@@ -201,7 +201,7 @@ class CountingMeter:
 
 
 class _Counted:
-    """Size of a storage, and the reference that tells of its end."""
+    """The size of a storage, and the reference that says when it ends."""
 
     __slots__ = ("num_bytes", "reference")
 
@@ -227,7 +227,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Its own; of a sharded tensor that of this rank's part; none where there is no memory behind it."""
+    """The tensor's storage; of a sharded tensor that of this rank's part; none where there is no memory behind it."""
     local = getattr(tensor, "_local_tensor", tensor)
     if local.device.type == "meta" or local.layout != torch.strided:
         return

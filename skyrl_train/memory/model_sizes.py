@@ -1,0 +1,274 @@
+"""What of a model is known without its weights and without a network: its config, and the sizes that follow.
+
+    model.path --read_config--> config.json --meta device--> ModelSizes, remembered on disk
+
+A config is looked for in the folder, in a table of well-known models that is shipped (`assets/architectures.json`, with
+the number of parameters that their makers state, for a test), and in the hub's cache. Models of every family, mixtures of
+experts too, are built on the meta device, without memory, and counted; that takes seconds once and nothing later.
+Imports torch only to count.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import skyrl_train.assets
+from skyrl_train.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_BUILTIN = "builtin:"
+_VARIANTS = ("-coder", "-math")
+"""Parts of a name that say nothing of sizes; so do endings such as `-Instruct`."""
+_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """A causal language model's sizes; parameter counts are elements."""
+
+    family: str
+    """`model_type` of its config."""
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocabulary_size: int
+    tied: bool
+    """Whether the output head is the embedding."""
+    parameters: int
+    """All, a tied head once."""
+    largest_parameter: int
+    """Mostly the embedding."""
+    layers_alike: bool
+    """Whether all decoder layers have parameters of the same shapes, so that what many layers take follows from few."""
+
+    @property
+    def query_size(self) -> int:
+        """The size of one position's queries, over all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """The size of one position's keys, or of its values, over all heads."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCounts:
+    """Parameters of a model as it is trained, with its adapter and its head, in elements."""
+
+    total: int
+    trained: int
+    block: int
+    """Of the largest decoder layer."""
+    root: int
+    """Of what is in no decoder layer."""
+
+    def exchanged(self, *, compute_bytes: int, num_ranks: int, training: bool) -> dict[str, int]:
+        """Return what a sharded model's pass holds beside its shards and its activations, in bytes by kind: what is outside
+        of its layers, gathered, and two layers, the one at work and the next; and the gradient of the layer before, in
+        float32 as it is summed over ranks, with its shard of the sum."""
+        found = {"gathered parameters": compute_bytes * (self.root + 2 * self.block)}
+        if training and self.trained == self.total:
+            found["gradients in flight"] = 4 * self.block + 4 * -(-self.block // num_ranks)
+        return found
+
+    def with_more(self, deeper: ParameterCounts, share: float) -> ParameterCounts:
+        """Return counts on the line from this model to a `deeper` one: 1 is there, more is beyond."""
+        total, trained = (
+            round(here + share * (there - here))
+            for here, there in ((self.total, deeper.total), (self.trained, deeper.trained))
+        )
+        return ParameterCounts(total=total, trained=trained, block=self.block, root=self.root)
+
+
+def known_architectures() -> Mapping[str, Mapping[str, Any]]:
+    """Return name to config, with `parameters`, of the models in the table."""
+    file = _assets() / "architectures.json"
+    table: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return table
+
+
+def model_sizes(path: str, *, revision: str | None = None) -> ModelSizes:
+    """Return sizes of the model at `path`: a folder with config.json, `builtin:NAME`, or a hub name.
+
+    Raises ModelError that says what to do where the config cannot be had, or no model can be built from it.
+    """
+    config = read_config(path, revision=revision)
+    _require_sizes(config, path)
+    found = remembered("sizes", [config], lambda: asdict(sizes_of_model(meta_model(config, name=path))))
+    return ModelSizes(**found)
+
+
+def sizes_of_model(model: PreTrainedModel) -> ModelSizes:
+    """Return sizes of a model that is there, on the meta device or any other. Raises ModelError for one that does not say
+    which of its modules are decoder layers, or a size."""
+    from skyrl_train.model.last_layer import decoder_layers
+
+    config, layers = model.config.get_text_config(), decoder_layers(model)
+    name = type(model).__name__
+    if not layers:
+        raise ModelError(f"{name} does not say which of its modules are decoder layers")
+    stated = config.to_dict()
+    _require_sizes(stated, name)
+    heads, hidden = int(stated["num_attention_heads"]), int(stated["hidden_size"])
+    shapes = [[tuple(parameter.shape) for parameter in layer.parameters()] for layer in layers]
+    counts = [parameter.numel() for parameter in model.parameters()]
+    return ModelSizes(
+        family=str(config.model_type),
+        hidden_size=hidden,
+        num_layers=len(layers),
+        num_heads=heads,
+        num_kv_heads=int(stated.get("num_key_value_heads") or heads),
+        head_dim=int(stated.get("head_dim") or hidden // heads),
+        intermediate_size=int(stated.get("intermediate_size") or 4 * hidden),
+        vocabulary_size=int(stated["vocab_size"]),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
+        parameters=sum(counts),
+        largest_parameter=max(counts),
+        layers_alike=all(each == shapes[0] for each in shapes),
+    )
+
+
+def read_config(path: str, *, revision: str | None = None) -> Mapping[str, Any]:
+    """Return what config.json says, or the table where there is none on this machine. Raises ModelError."""
+    folder = _assets() / path.removeprefix(_BUILTIN) if path.startswith(_BUILTIN) else Path(path).expanduser()
+    file = folder / "config.json"
+    if not file.is_file():
+        found = _in_table(path)
+        if found is not None:
+            return found
+        file = _in_hub_cache(path, revision) or file
+    try:
+        config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except OSError:
+        names = ", ".join(known_architectures())
+        raise ModelError(
+            f"model path {path!r}: its config is not on this machine, so its memory cannot be predicted. Set "
+            "plan.architecture to a folder that holds its config.json (the weights are not needed), or to a model of the "
+            f"same sizes among: {names}"
+        ) from None
+    except ValueError as error:
+        raise ModelError(f"model path {path!r}: {file} is not JSON: {error}") from error
+    text: dict[str, Any] = config.get("text_config") or config
+    return text
+
+
+def weight_bytes(path: str, *, revision: str | None = None) -> int:
+    """Return the bytes of the weights that are read where the model at `path` is loaded: of its files where they are here,
+    else as its config says, two a parameter; 0 where neither can be had."""
+    folder = _assets() / path.removeprefix(_BUILTIN) if path.startswith(_BUILTIN) else Path(path).expanduser()
+    if not folder.is_dir() and (cached := _in_hub_cache(path, revision)) is not None:
+        folder = cached.parent
+    if files := [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        return sum(file.stat().st_size for file in files)
+    try:
+        return 2 * model_sizes(path, revision=revision).parameters
+    except ModelError:
+        return 0
+
+
+def largest_parameter(path: str, *, revision: str | None = None) -> int:
+    """Return the elements of the largest parameter of the model at `path`; 0 where its config cannot be had."""
+    try:
+        return model_sizes(path, revision=revision).largest_parameter
+    except ModelError:
+        return 0
+
+
+def of_depth(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """Return the config of the model's first layers alone."""
+    types = {"layer_types": list(config["layer_types"])[:num_layers]} if config.get("layer_types") else {}
+    return {**config, "num_hidden_layers": num_layers, **types}
+
+
+def meta_model(config: Mapping[str, Any], *, name: str, attention: str = "auto") -> Any:
+    """Return a model of transformers on the meta device, in float32, with `model.attention`. Raises ModelError for a config
+    that it does not know."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind = str(config.get("model_type", ""))
+    try:
+        parsed = AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                parsed, dtype=torch.float32, attn_implementation="sdpa" if attention == "auto" else attention
+            )
+    except Exception as error:
+        raise ModelError(f"model path {name!r}: no model of model_type={kind!r} can be built: {error}") from error
+
+
+def remembered(kind: str, key: object, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what `make` made for this `key`, now or in an earlier process with the same versions of the libraries.
+
+    A file that cannot be read or written costs time and nothing else.
+    """
+    file = remembered_file(kind, key)
+    with suppress(OSError, ValueError):
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+    found = make()
+    remember(file, found)
+    return found
+
+
+def remembered_file(kind: str, key: object) -> Path:
+    """Return where it is kept what was found for `key` (JSON) under these versions of torch and transformers."""
+    whole = json.dumps([key, version("torch"), version("transformers")], sort_keys=True, default=str)
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    return home / "skyrl_train" / "memory" / f"{kind}-{hashlib.sha256(whole.encode()).hexdigest()[:24]}.json"
+
+
+def remember(file: Path, content: Mapping[str, Any]) -> None:
+    """Write the file as a whole or not at all; processes may do so side by side."""
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as part:
+            part.write(json.dumps(content))
+        os.replace(part.name, file)
+
+
+def _require_sizes(config: Mapping[str, Any], name: str) -> None:
+    """Raises ModelError for a size that is missing."""
+    missing = [key for key in _REQUIRED if not config.get(key)]
+    if missing:
+        raise ModelError(f"{name}: its config has no {', '.join(missing)}; memory cannot be predicted without")
+
+
+def _assets() -> Path:
+    return Path(next(iter(skyrl_train.assets.__path__)))
+
+
+def _in_table(path: str) -> Mapping[str, Any] | None:
+    """The config of the longest name that the last part of the path begins with."""
+    name = path.rpartition("/")[2].lower()
+    for variant in _VARIANTS:
+        name = name.replace(variant, "")
+    table = known_architectures()
+    fitting = [known for known in table if name == known.lower() or name.startswith(f"{known.lower()}-")]
+    return table[max(fitting, key=len)] if fitting else None
+
+
+def _in_hub_cache(path: str, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(path, "config.json", revision=revision)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None

@@ -1,0 +1,274 @@
+"""What passes of a model take that is not loaded, for a plan: the run's own step, traced without weights or a device.
+
+    config.json --meta device--> learner of few layers --trace at a few numbers of rows--> bytes, section by section
+    what lies there between passes, and what ranks of a sharded model exchange: from the numbers of parameters
+
+Layers that are alike take the same: models of `_DEPTHS` layers are traced, and what many layers take follows section by
+section. Numbers of rows grow by factors; what lies in between is read off the line, which is never below a peak that is
+the largest of several sums. All of it is remembered on disk by the model's config, the settings that a pass depends on,
+the versions of the libraries and this package's own sources, so that another plan traces nothing and imports no torch.
+XLA, where `trainer.memory_probe=xla` asks it, is one more probe, of the same sizes. Both are of a CPU's kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import skyrl_train
+from skyrl_train.config.learners import LearnerSettings
+from skyrl_train.config.placement import sums_once_a_step
+from skyrl_train.errors import MemoryLimitError
+from skyrl_train.memory.fit import MemoryProbe, PassPeaks, fit_memory_model
+from skyrl_train.memory.model_sizes import ModelSizes, ParameterCounts, remember, remembered_file
+
+if TYPE_CHECKING:
+    from skyrl_train.memory.probe import Probed, Prober
+
+Phase = Literal["training", "scoring"]
+
+_DEPTHS = (2, 3)
+"""Decoder layers of the models that are traced, where layers are alike and there are more."""
+_MOST_POSITIONS = 1 << 20
+"""Of a size that is traced; what more would take follows from the line."""
+_SOURCES = ("algorithms", "batch", "learner", "memory", "model")
+"""Folders of this package whose code decides what a pass takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """A pass at its peak."""
+
+    moment: str
+    """Where it holds most."""
+    kinds: Mapping[str, int]
+    """Bytes by kind; none is 0."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceShare:
+    """How one rank holds a model on its device."""
+
+    num_ranks: int = 1
+    sharded: bool = False
+    cpu_offload: bool = False
+    """Whether shards, their gradients and optimizer state are in host memory."""
+    gradient_sync: Literal["auto", "step", "micro_batch"] = "micro_batch"
+    device_bytes: int = 0
+    """Memory of the device, by which `gradient_sync=auto` decides."""
+    state_bytes: int = 8
+    """Of the optimizer's state, for each parameter that is trained: AdamW's two averages."""
+    compute_bytes: int = 4
+    """Of a number in the forward pass."""
+    device_type: str = "cpu"
+
+    def resident(self, counts: ParameterCounts, *, training: bool) -> dict[str, int]:
+        """Return what lies on the device whatever the micro-batch, in bytes by kind; gradients only while training."""
+        gradients = 4 * counts.trained * training
+        whole: dict[str, int] = {}
+        if self.sharded and gradients:
+            once = sums_once_a_step(self.gradient_sync, gradient_bytes=gradients, device_bytes=self.device_bytes)
+            whole = {"gradients": gradients} if once else {}
+        if self.sharded and self.cpu_offload:
+            return whole
+        kinds = {
+            "parameters": 4 * counts.total,
+            "gradients": gradients,
+            "optimizer state": self.state_bytes * counts.trained,
+        }
+        shards = self.num_ranks if self.sharded else 1
+        return {**{kind: -(-count // shards) for kind, count in kinds.items() if count}, **whole}
+
+    def exchanged(self, counts: ParameterCounts, *, training: bool) -> dict[str, int]:
+        """Return what ranks of a sharded model hold of each other's parts in a pass, in bytes by kind."""
+        if not self.sharded:
+            return {}
+        return counts.exchanged(compute_bytes=self.compute_bytes, num_ranks=self.num_ranks, training=training)
+
+
+@dataclass(kw_only=True)
+class Effort:
+    """What the predictions of one plan have cost so far."""
+
+    how: Literal["traced", "compiled by XLA"] = "traced"
+    num_sizes: int = 0
+    seconds: float = 0.0
+    announce: Callable[[str], object] = lambda _: None
+    """Told, before the first size, that it will take a while."""
+
+    def line(self) -> str:
+        """Return a line to print."""
+        if not self.num_sizes:
+            return f"{self.how} by an earlier plan, nothing was run"
+        return f"{self.how} at {self.num_sizes} sizes in {self.seconds:.1f} s, nothing was run; later plans remember it"
+
+    @contextmanager
+    def of_a_size(self, name: str) -> Iterator[None]:
+        """Take the time of one size."""
+        if not self.num_sizes:
+            self.announce(f"the step of {name} is {self.how} without weights: seconds, once")
+        start = time.monotonic()
+        yield
+        self.seconds += time.monotonic() - start
+        self.num_sizes += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedPasses:
+    """Passes of one model, over rows of one length."""
+
+    settings: LearnerSettings
+    sizes: ModelSizes
+    config: Mapping[str, Any]
+    """The model's own, from which its sizes follow."""
+    longest: int
+    """Tokens of a row: the longest legal one."""
+    share: DeviceShare
+    effort: Effort
+    make_learner: Callable[[int], Probed]
+    """Makes the run's learner without weights, of so many layers."""
+    _probers: list[Prober] = field(default_factory=list)
+
+    @cached_property
+    def counts(self) -> ParameterCounts:
+        """Parameters of the model as it is trained. Raises ModelError."""
+        if "counts" not in self._known:
+            from skyrl_train.memory.trace import count_parameters
+
+            with self.effort.of_a_size(self.settings.model.path):
+                found = [count_parameters(prober.learner.engine) for prober in self._tracers()]
+            self._known["counts"] = asdict(found[0].with_more(found[-1], 1.0 + self._layers_beyond))
+            remember(self._file, self._known)
+        return ParameterCounts(**self._known["counts"])
+
+    def resident_bytes(self, phase: Phase) -> int:
+        """Return what lies on the device between micro-batches. Raises ModelError."""
+        return sum(self.share.resident(self.counts, training=phase == "training").values())
+
+    def estimate(self, phase: Phase, rows: int) -> MemoryEstimate:
+        """Return what a micro-batch of `rows` of the longest rows takes. Raises ModelError."""
+        lower, upper = self._around(phase, lambda at, _: at >= rows) if rows > 1 else (1, 1)
+        peaks = self._at(phase, lower).between(self._at(phase, upper), (rows - lower) / max(1, upper - lower))
+        training = phase == "training"
+        kinds = self.share.resident(self.counts, training=training)
+        kinds |= self.share.exchanged(self.counts, training=training)
+        kinds |= peaks.kinds
+        return MemoryEstimate(moment=peaks.moment, kinds={kind: count for kind, count in kinds.items() if count})
+
+    def fits_one_row(self, phase: Phase, limit_bytes: int) -> bool:
+        """Return whether a micro-batch of one of the longest rows fits. Raises ModelError."""
+        return self.estimate(phase, 1).peak_bytes <= limit_bytes
+
+    def token_budget(self, phase: Phase, limit_bytes: int) -> int:
+        """Return the most computed positions that fit. Raises MemoryLimitError where one of the longest rows does not, and
+        ModelError."""
+        one_row = self.estimate(phase, 1).peak_bytes
+        if one_row > limit_bytes:
+            raise MemoryLimitError(
+                f"one row of {self.longest} tokens takes {one_row} bytes in {phase}, of which "
+                f"{self.resident_bytes(phase)} do not depend on it; {limit_bytes} bytes are there"
+            )
+        around = self._around(phase, lambda _, peak_bytes: peak_bytes > limit_bytes)
+        fit = fit_memory_model([self._probe(phase, rows) for rows in around], margin=0.0)
+        layouts = {"padded": (True,), "auto": (True, False)}.get(self.settings.micro_batching.layout, (False,))
+        return min(fit.token_budget(limit_bytes, self.longest, padded=each) for each in layouts)
+
+    def _around(self, phase: Phase, is_enough: Callable[[int, int], bool]) -> tuple[int, int]:
+        """The first traced number of rows that `is_enough`, told it and its bytes, and the one before; the last two that
+        are traced where none is."""
+        before, rows = 1, 2
+        while not is_enough(rows, self._probe(phase, rows).peak_bytes):
+            larger = 4 if rows == 2 else 4 * rows
+            if larger * self.longest > _MOST_POSITIONS:
+                break
+            before, rows = rows, larger
+        return before, rows
+
+    def _probe(self, phase: Phase, rows: int) -> MemoryProbe:
+        training = phase == "training"
+        beside = sum(self.share.exchanged(self.counts, training=training).values()) + self.resident_bytes(phase)
+        return MemoryProbe(
+            rows=rows,
+            longest=self.longest,
+            positions=rows * self.longest,
+            training=training,
+            peak_bytes=beside + self._at(phase, rows).peak_bytes,
+        )
+
+    def _at(self, phase: Phase, rows: int) -> PassPeaks:
+        known = self._known.setdefault(phase, {})
+        if str(rows) not in known:
+            with self.effort.of_a_size(self.settings.model.path):
+                known[str(rows)] = asdict(self._find(phase, rows))
+            remember(self._file, self._known)
+        return PassPeaks(**known[str(rows)])
+
+    def _find(self, phase: Phase, rows: int) -> PassPeaks:
+        """Trace it, or ask XLA."""
+        training = phase == "training"
+        if self.effort.how == "compiled by XLA":
+            from skyrl_train.memory.xla import CompiledModel
+
+            recomputes = self.settings.model.gradient_checkpointing
+            model = CompiledModel(model=self.sizes, compute_bytes=self.share.compute_bytes, checkpointing=recomputes)
+            growing = model.probe(training=training, resident_bytes=0)(rows, self.longest).peak_bytes
+            return PassPeaks(sections={"at any moment": growing}, kept=0)
+        found = [prober.sections(rows, self.longest, training=training) for prober in self._tracers()]
+        return found[0].between(found[-1], 1.0 + self._layers_beyond)
+
+    @property
+    def _depths(self) -> tuple[int, ...]:
+        depth = self.sizes.num_layers
+        return _DEPTHS if self.sizes.layers_alike and depth > _DEPTHS[-1] else (depth,)
+
+    @property
+    def _layers_beyond(self) -> float:
+        """How far the model is beyond the deepest that is traced, in units of what lies between the two."""
+        first, last = self._depths[0], self._depths[-1]
+        return (self.sizes.num_layers - last) / (last - first) if last > first else 0.0
+
+    def _tracers(self) -> list[Prober]:
+        """The learners that are traced, made when they are first needed."""
+        if not self._probers:
+            from skyrl_train.memory.meter import CountingMeter
+            from skyrl_train.memory.probe import Prober
+            from skyrl_train.memory.trace import StepTrace
+
+            for depth in self._depths:
+                learner = self.make_learner(depth)
+                remedy = "Set plan.architecture to a model of about the same sizes"
+                trace = StepTrace(engine=learner.engine, device_type=self.share.device_type, remedy=remedy)
+                self._probers.append(Prober(learner=learner, meter=CountingMeter(0), trace=trace))
+        return self._probers
+
+    @cached_property
+    def _file(self) -> Path:
+        own = self.settings
+        stamps = [
+            (file.name, file.stat().st_size, file.stat().st_mtime_ns)
+            for folder in _SOURCES
+            for file in sorted((Path(next(iter(skyrl_train.__path__))) / folder).glob("*.py"))
+        ]
+        model = {name: getattr(own.model, name) for name in ("dtype", "gradient_checkpointing", "attention")}
+        batching = [own.micro_batching.layout, own.merge_turns, self.longest, self.effort.how]
+        loss = [asdict(own.algorithm), own.on_policy, own.temperature]
+        share = [self.share.sharded, self.share.device_type]
+        key = [self.config, own.role, model, asdict(own.model.lora), batching, loss, share, stamps]
+        return remembered_file("passes", key)
+
+    @cached_property
+    def _known(self) -> dict[str, Any]:
+        with suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads(self._file.read_text(encoding="utf-8"))
+            return found
+        return {}

@@ -1,0 +1,355 @@
+"""Memory in a plan: what each model's passes hold on one device, by kind, and the largest micro-batch that fits.
+
+Reads configs of models, no weights. What passes take is predicted by `memory/predict.py`, which traces the run's own step
+once and remembers it; no torch is imported after that.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_train.config.bundles import Role, shares_devices
+from skyrl_train.config.learners import LearnerSettings, ScheduleLength, run_models
+from skyrl_train.config.parts import OPTIMIZERS
+from skyrl_train.config.schema import Config
+from skyrl_train.errors import MemoryLimitError, Violation
+from skyrl_train.memory.model_sizes import meta_model, model_sizes, of_depth, read_config
+from skyrl_train.memory.predict import DeviceShare, Effort, Phase, PredictedPasses
+
+if TYPE_CHECKING:
+    from skyrl_train.memory.probe import Probed
+
+_CONTEXT_BYTES = 1_000_000_000
+"""Of one process on a CUDA device: context, kernels, communication buffers. About what PyTorch with NCCL takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassMemory:
+    """One pass of one model at the largest micro-batch that fits; where none does, at one row of the longest."""
+
+    role: str
+    phase: str
+    """`training` or `scoring`."""
+    budget: int
+    """Computed positions of a micro-batch that fit whatever the lengths of its rows; 0: not even one row does."""
+    rows_of_longest: int
+    """Rows of the longest length that the budget holds."""
+    moment: str
+    """When most is held."""
+    kinds: Mapping[str, int]
+    """Bytes by kind at that moment, of this model."""
+    limit_bytes: int
+    """What the pass may hold: the device, less the margin and what else lies on it."""
+    measured_tokens: int = 0
+    """The budget that a run of the same configuration measured in `output_dir`; 0 where there is none."""
+    predicted_tokens: int = 0
+    """What is predicted for the memory that it had."""
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.kinds.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMemory:
+    """What the plan assumes of one device."""
+
+    device_bytes: int
+    longest: int
+    """Tokens of the longest row: `generator.max_context_length`."""
+    margin_bytes: int
+    """Left free for fragmentation and the kernels' own space."""
+    context_bytes: int
+    """CUDA contexts of the processes that share a device."""
+    passes: tuple[PassMemory, ...]
+    engine_bytes: int
+    """Of an inference engine that shares the device, while it generates."""
+    resident_bytes: int
+    """What models keep on that device meanwhile."""
+    effort: str = ""
+    """How passes were predicted, and how long that took."""
+
+    @property
+    def engine_fits(self) -> bool:
+        """Whether an engine that shares the device has its share beside what the models keep."""
+        return self.engine_bytes + self.resident_bytes + self.context_bytes <= self.device_bytes
+
+    def violations(self) -> tuple[Violation, ...]:
+        """Return what cannot run."""
+        return (*self._too_long(), *self._no_engine())
+
+    def _too_long(self) -> Iterator[Violation]:
+        for each in self.passes:
+            if not each.budget:
+                yield Violation(
+                    field="generator.max_context_length",
+                    rule=f"one row must fit a device of {gigabytes(self.device_bytes)}: {each.role} {each.phase} of one "
+                    f"such row takes {gigabytes(each.peak_bytes)}, and {gigabytes(max(0, each.limit_bytes))} are there",
+                    value=str(self.longest),
+                    remedy="shorter rows, strategy=fsdp2 over more ranks, model.gradient_checkpointing=true, "
+                    "strategy.cpu_offload=true, model.lora.rank=32, or devices that the models do not share",
+                )
+
+    def _no_engine(self) -> Iterator[Violation]:
+        if not self.engine_fits:
+            room = max(0.0, 1 - (self.resident_bytes + self.context_bytes) / self.device_bytes)
+            yield Violation(
+                field="generator.vllm.gpu_memory_utilization",
+                rule=f"must leave the {gigabytes(self.resident_bytes + self.context_bytes)} that models keep on the "
+                "device they share with the engine",
+                value=f"{self.engine_bytes / self.device_bytes:g}",
+                remedy=f"try generator.vllm.gpu_memory_utilization={int(room * 100) / 100:g}, "
+                "strategy.cpu_offload=true, or another placement",
+            )
+
+
+def memory_lines(memory: DeviceMemory) -> Iterator[str]:
+    """Return lines for a terminal."""
+    if memory.effort:
+        yield f"activations {memory.effort}"
+    for each in memory.passes:
+        yield (
+            f"{each.role:<10} {each.phase:<9} {each.budget:>11,} positions ({each.rows_of_longest:,} rows of "
+            f"{memory.longest:,}), {gigabytes(each.peak_bytes)} of {gigabytes(each.limit_bytes)}, most {each.moment}"
+        )
+        kinds = sorted(each.kinds.items(), key=lambda item: -item[1])
+        parts = ", ".join(f"{kind} {gigabytes(count)}" for kind, count in kinds if count >= 1e6)
+        yield from textwrap.wrap(parts, 116, initial_indent=" " * 21, subsequent_indent=" " * 21)
+        if each.measured_tokens:
+            difference = each.predicted_tokens / each.measured_tokens - 1
+            yield (
+                f"{'':<21}measured by the run in output_dir: {each.measured_tokens:,} positions; predicted for the memory "
+                f"it had: {each.predicted_tokens:,} ({difference:+.1%})"
+            )
+    if memory.engine_bytes:
+        yield (
+            f"{'engine':<10} {gigabytes(memory.engine_bytes)} while it generates, beside "
+            f"{gigabytes(memory.resident_bytes)} of models"
+        )
+
+
+def gigabytes(count: int) -> str:
+    """Return GB of 10^9 bytes."""
+    return f"{count / 1e9:.3g} GB"
+
+
+def plan_memory(
+    config: Config, *, one_row: bool = False, announce: Callable[[str], object] = lambda _: None
+) -> DeviceMemory | None:
+    """Predict what passes hold; None where `plan.device_memory_gb` asks for nothing.
+
+    Args:
+        one_row: Whether it is enough to know that a row fits; budgets are then one row, or 0.
+        announce: Told that a prediction will take a while, where nothing is remembered of the model.
+
+    Raises ModelError where a model's config cannot be had, or its step cannot be traced.
+    """
+    stated = config.trainer.memory_budget_gb * (1 << 30) if config.trainer.sizes_itself else 0.0
+    device_bytes = int(config.plan.device_memory_gb * 1e9 or stated)
+    if not device_bytes:
+        return None
+    effort = Effort(how="compiled by XLA" if config.trainer.memory_probe == "xla" else "traced", announce=announce)
+    models = models_of(config, effort)
+    one_at_a_time = shares_devices(config.placement, config.generator, config.platform)
+    engine = _engine_share(config)
+    margin_bytes = int(device_bytes * config.trainer.memory_margin)
+    at_rest = {role: each.resident_bytes("scoring") for role, each in models.items()}
+    context_bytes = 0 if config.platform.name == "cpu" else _CONTEXT_BYTES
+    passes: list[PassMemory] = []
+    for role, predicted in models.items():
+        sharing = _sharing(config, role, list(models))
+        others = 0 if one_at_a_time else sum(at_rest[other] for other in sharing if other != role)
+        contexts = context_bytes * _num_processes(config, len(sharing), engine=engine > 0)
+        limit = device_bytes - margin_bytes - contexts - others
+        phases: tuple[Phase, ...] = ("scoring",) if role == "reference" else ("training", "scoring")
+        for phase in phases[:1] if one_row else phases:  # a row that can be trained can be scored
+            found = _pass(predicted, role, phase, limit, one_row=one_row)
+            passes.append(found if one_row else _beside_measured(config, found, phase, predicted, others))
+    with_engine = [] if one_at_a_time else [role for role in models if config.placement.backend == "inline"]
+    return DeviceMemory(
+        device_bytes=device_bytes,
+        longest=config.generator.max_context_length,
+        margin_bytes=margin_bytes,
+        context_bytes=context_bytes * _num_processes(config, len(models), engine=engine > 0),
+        passes=tuple(passes),
+        engine_bytes=int(engine * device_bytes),
+        resident_bytes=sum(at_rest[role] for role in with_engine) if engine else 0,
+        effort=effort.line(),
+    )
+
+
+def models_of(config: Config, effort: Effort) -> Mapping[Role, PredictedPasses]:
+    """Return what predicts the passes of each model that the run holds. A reference that is the policy without its adapter
+    is no model of its own. Raises ModelError."""
+    ranks = {
+        "policy": config.placement.policy_num_workers,
+        "reference": config.placement.ref_num_workers,
+        "critic": config.placement.critic_num_workers,
+    }
+    return {
+        settings.role: _predicted(config, settings, ranks[settings.role], effort) for settings in planned_models(config)
+    }
+
+
+def planned_models(config: Config) -> Iterator[LearnerSettings]:
+    """Yield the models of a run, of the architecture that `plan.architecture` states in place of the policy's."""
+    for settings in run_models(config, lambda _: ScheduleLength()).learners:
+        path = settings.model.path
+        if config.plan.architecture and path == config.model.path:
+            path = config.plan.architecture
+        yield replace(settings, model=replace(settings.model, path=path))
+
+
+def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort: Effort) -> PredictedPasses:
+    model, longest = settings.model, config.generator.max_context_length
+    architecture = read_config(model.path, revision=model.revision)
+    share = DeviceShare(
+        num_ranks=num_ranks,
+        sharded=settings.strategy.kind == "fsdp2",  # a custom one has whole models, as far as is known
+        cpu_offload=settings.strategy.cpu_offload,
+        gradient_sync=settings.strategy.gradient_sync,
+        device_bytes=int(config.plan.device_memory_gb * 1e9),
+        state_bytes=_state_bytes(settings),
+        compute_bytes=2 if model.dtype == "bfloat16" else 4,
+        device_type="cpu" if settings.platform.name == "cpu" else "cuda",
+    )
+    return PredictedPasses(
+        settings=settings,
+        sizes=model_sizes(model.path, revision=model.revision),
+        config=architecture,
+        longest=longest,
+        share=share,
+        effort=effort,
+        make_learner=lambda num_layers: _learner_without_weights(settings, of_depth(architecture, num_layers), share),
+    )
+
+
+def _learner_without_weights(
+    settings: LearnerSettings, architecture: Mapping[str, object], share: DeviceShare
+) -> Probed:
+    """The learner that a run makes, of a model on the meta device and with none of its ranks. Raises ModelError."""
+    import torch
+
+    from skyrl_train.batch.microbatch import make_micro_batch_strategy
+    from skyrl_train.distributed.strategy import ModelStrategy
+    from skyrl_train.learner.build import adapt, learner_of
+    from skyrl_train.learner.engine import ModelEngine
+    from skyrl_train.model.causal_lm import place_model
+    from skyrl_train.model.value_model import replace_head
+
+    config = settings.model
+    model = meta_model(architecture, name=config.path, attention=config.attention)
+    if settings.role == "critic":
+        replace_head(model, config)
+    place_model(model, config, "meta")
+    model.train()
+    if config.lora.rank:
+        adapt(model, settings)
+
+    class OneOfMany(ModelStrategy):
+        """A rank that knows how many there are, and meets none of them."""
+
+        num_ranks = share.num_ranks
+        sharded = share.sharded
+
+    engine = ModelEngine(
+        model,
+        name=settings.role,
+        micro_batching=make_micro_batch_strategy(
+            settings.micro_batching, merge_turns=settings.merge_turns
+        ).as_one_forward(),
+        dtype=torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
+        optimizer=settings.optimizer,
+        strategy=OneOfMany(),
+    )
+    return learner_of(engine, settings)
+
+
+def _state_bytes(settings: LearnerSettings) -> int:
+    """Of an optimizer's state, for each parameter: AdamW's for a custom optimizer, of which nothing is known."""
+    if settings.optimizer is None:
+        return 0
+    return 0 if OPTIMIZERS.name_of(settings.optimizer.name) == "sgd" else 8
+
+
+def _pass(predicted: PredictedPasses, role: str, phase: Phase, limit_bytes: int, *, one_row: bool) -> PassMemory:
+    longest = predicted.longest
+    try:
+        if one_row:
+            budget = longest * predicted.fits_one_row(phase, limit_bytes)
+        else:
+            budget = predicted.token_budget(phase, limit_bytes)
+    except MemoryLimitError:
+        budget = 0
+    rows = budget // longest
+    estimate = predicted.estimate(phase, max(1, rows))
+    return PassMemory(
+        role=role,
+        phase=phase,
+        budget=budget,
+        rows_of_longest=rows,
+        moment=estimate.moment,
+        kinds=estimate.kinds,
+        limit_bytes=limit_bytes,
+    )
+
+
+def _beside_measured(
+    config: Config, found: PassMemory, phase: Phase, predicted: PredictedPasses, others_bytes: int
+) -> PassMemory:
+    """With what a run of the same configuration measured, where `output_dir` holds its `memory.json`."""
+    try:
+        content = json.loads((Path(config.output_dir) / "memory.json").read_text(encoding="utf-8"))
+        report = content[found.role][0]
+        measured = report["training" if phase == "training" else "forward"]
+        same = all(report["facts"][name] == value for name, value in _expected_facts(predicted).items())
+        if not same or not measured["probes"]:
+            return found
+        tokens, limit = int(measured["tokens"]), int(measured["limit_bytes"]) - others_bytes
+        resident = predicted.resident_bytes(phase)
+        within = resident + int((limit - resident) / (1 + config.trainer.memory_margin))
+        return replace(found, measured_tokens=tokens, predicted_tokens=predicted.token_budget(phase, within))
+    except (OSError, ValueError, KeyError, TypeError, IndexError, MemoryLimitError):
+        return found
+
+
+def _expected_facts(predicted: PredictedPasses) -> dict[str, str]:
+    """What `memory.json` says of a model that is trained as this one is; the names of `sizing._facts`."""
+    settings = predicted.settings
+    batching, merges = settings.micro_batching, settings.merge_turns
+    return {
+        "parameters": str(predicted.counts.total),
+        "type": settings.model.dtype,
+        "recomputes": str(settings.model.gradient_checkpointing),
+        "longest": str(predicted.longest),
+        "layout": f"{batching.layout}{', merged turns' if merges else ''}",
+        "margin": str(batching.memory_margin),
+    }
+
+
+def _sharing(config: Config, role: Role, roles: list[Role]) -> list[Role]:
+    """The models on the same device, `role` among them."""
+    if config.placement.backend == "inline" or config.placement.colocate_all:
+        return roles
+    if config.placement.colocate_policy_ref and role in ("policy", "reference"):
+        return [other for other in roles if other in ("policy", "reference")]
+    return [role]
+
+
+def _num_processes(config: Config, num_models: int, *, engine: bool) -> int:
+    return 1 + engine if config.placement.backend == "inline" else num_models + engine
+
+
+def _engine_share(config: Config) -> float:
+    """Of the device, where an engine shares it; it sleeps while the models compute."""
+    shares = (
+        shares_devices(config.placement, config.generator, config.platform)
+        and config.generator.has_own_devices
+        and config.platform.name != "cpu"
+    )
+    return config.generator.vllm.gpu_memory_utilization if shares else 0.0

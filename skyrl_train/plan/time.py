@@ -1,0 +1,283 @@
+"""How long a run takes, on how many devices, and what it leaves on disk: from rates that were measured or stated.
+
+    metrics.jsonl of a run, or stated rates --> Rates of one rank --the plan's own tokens and positions--> seconds by phase
+
+Rates are of work, not of steps: tokens that are sampled, positions that are scored or trained, each a second and rank. So
+the steps of a run with other batches, lengths or layouts follow from those of one that was made. A rank stands for its
+share of the engines too. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_train.config.schema import PlanConfig, TrainerConfig
+from skyrl_train.errors import DataError
+from skyrl_train.plan.batch_plan import BatchPlan, ceil_div
+from skyrl_train.plan.estimate import PassEstimate, RowLengths
+
+FORWARD_SHARE = 3.0
+"""How much faster a position is scored than trained, where no scoring was measured: one product of three."""
+_WARM_UP_STEPS = 1
+"""Steps of a run that are left out where there are others: kernels are chosen and caches filled in them."""
+_EACH_TIME = ("checkpoint", "evaluate")
+"""Phases that not every step has."""
+_ROLLOUT_BYTES = 32.0
+"""What a token takes in a rollout log: its id, its log-probability and its text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast one rank with its share of the engines is; 0 is not known."""
+
+    source: str
+    """Where they are from, for the reader of the plan."""
+    generated: float
+    """Tokens that are sampled a second."""
+    scored: float
+    """Positions of forwards alone a second."""
+    trained: float
+    """Positions of forwards and backwards a second."""
+    layout: str = ""
+    """That of the measured forwards; empty is not known."""
+    positions_per_token: float = 0.0
+    """What that layout computed for each token of a batch: it finds more prefixes in common than lengths show."""
+    sampled_share: float = 0.0
+    """Share of a batch's tokens that were sampled; 0: what the prompts leave."""
+    every_step_s: float = 0.0
+    """What each step takes beside: rows are made, advantages estimated, records written, weights sent."""
+    each_time_s: tuple[float, float] = (0.0, 0.0)
+    """Of one checkpoint, and of one evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseTime:
+    """One phase of a step, in the mean over the run."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTime:
+    """What a run takes."""
+
+    source: str
+    phases: tuple[PhaseTime, ...]
+    total_steps: int
+    num_devices: int
+
+    @property
+    def step_s(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def device_hours(self) -> float:
+        return self.step_s * self.total_steps * self.num_devices / 3600
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one step of a run computes, over all ranks."""
+
+    sampled_tokens: float
+    scored_positions: float
+    trained_positions: float
+    num_ranks: int
+
+
+def rates_of(plan: PlanConfig) -> Rates | None:
+    """Return stated rates, and for what is not stated those of the run in `plan.rates`; None where there are neither.
+
+    Raises DataError where the run has no metrics to take rates from.
+    """
+    stated = plan.generated_tokens_per_second, plan.scored_tokens_per_second, plan.trained_tokens_per_second
+    if not plan.rates:
+        if not all(stated[::2]):
+            return None
+        return Rates(source="stated", generated=stated[0], scored=stated[1], trained=stated[2])
+    measured = measured_rates(Path(plan.rates))
+    return Rates(
+        source=f"{measured.source}{', some stated' if any(stated) else ''}",
+        generated=stated[0] or measured.generated,
+        scored=stated[1] or measured.scored,
+        trained=stated[2] or measured.trained,
+        layout=measured.layout,
+        positions_per_token=measured.positions_per_token,
+        sampled_share=measured.sampled_share,
+        every_step_s=measured.every_step_s,
+        each_time_s=measured.each_time_s,
+    )
+
+
+def measured_rates(folder: Path) -> Rates:
+    """Return the rates of the run in `folder`, from its `metrics.jsonl` and the ranks of its `plan.json`.
+
+    Raises DataError where there are no steps in it.
+    """
+    try:
+        lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        learners = json.loads((folder / "plan.json").read_text(encoding="utf-8"))["learners"]
+        ranks = int(learners[0]["num_ranks"])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise DataError(f"plan.rates={folder}: no metrics.jsonl and plan.json of a run ({error})") from error
+    steps = [record for record in records if record.get("timing/step") and record.get("batch/tokens")]
+    if not steps:
+        raise DataError(f"plan.rates={folder}: its metrics.jsonl has no step whose time was taken")
+    steps = steps[_WARM_UP_STEPS:] or steps
+    trained = [name for name in steps[0] if name.startswith("layout/") and name.endswith("_positions")]
+    prefix = "layout/policy_forwards_"
+    forwards = {name: _sum(steps, name) for name in steps[0] if name.startswith(prefix)}
+    per_token = _sum(steps, "layout/policy_positions") / max(1.0, _sum(steps, "layout/policy_tokens"))
+    scored = per_token * sum(record["batch/tokens"] * _models_scored(record) for record in steps)
+    known = {"generate", "score", "update", "step", *_EACH_TIME}
+    beside = [
+        seconds
+        for record in steps
+        for name, seconds in record.items()
+        if name.startswith("timing/") and not name.endswith("_per_s") and name.removeprefix("timing/") not in known
+    ]
+    return Rates(
+        source=f"measured in {len(steps)} steps of {folder}",
+        generated=_rate(_sum(steps, "batch/trained_tokens"), _sum(steps, "timing/generate"), ranks),
+        scored=_rate(scored, _sum(steps, "timing/score"), ranks),
+        trained=_rate(sum(_sum(steps, name) for name in trained), _sum(steps, "timing/update"), ranks),
+        layout=max(forwards, key=lambda name: forwards[name], default=prefix).removeprefix(prefix),
+        positions_per_token=per_token,
+        sampled_share=_sum(steps, "batch/trained_tokens") / _sum(steps, "batch/tokens"),
+        every_step_s=sum(beside) / len(steps),
+        each_time_s=(_mean(records, "timing/checkpoint"), _mean(records, "timing/evaluate")),
+    )
+
+
+def work_of_step(
+    plan: BatchPlan, lengths: RowLengths, estimates: Sequence[PassEstimate], rates: Rates, *, models_scored: int
+) -> Work:
+    """Return what one training batch makes of the plan's lengths.
+
+    Args:
+        models_scored: Forwards alone over a batch: of the old policy, the reference and the critic.
+    """
+    tokens = plan.num_samples_per_batch * float(lengths.all_rows.sum()) / len(lengths.trajectories)
+    optimizer_steps = {"policy": plan.optimizer_steps_per_batch, "critic": plan.critic_optimizer_steps_per_batch}
+
+    def per_token(estimate: PassEstimate) -> float:
+        measured = rates.positions_per_token if estimate.layout == rates.layout else 0.0
+        # all ranks wait for the busiest
+        return estimate.load_max_over_mean * (measured or estimate.computed_tokens / estimate.num_tokens)
+
+    return Work(
+        sampled_tokens=tokens * (rates.sampled_share or _sampled_share(lengths)),
+        scored_positions=tokens * models_scored * per_token(estimates[0]),
+        trained_positions=sum(
+            each.num_tokens * per_token(each) * optimizer_steps[each.role] for each in estimates if each.training
+        ),
+        num_ranks=plan.learners[0].num_ranks,
+    )
+
+
+def run_time(rates: Rates, work: Work, trainer: TrainerConfig, *, total_steps: int, num_devices: int) -> RunTime:
+    """Return how long each phase of a step takes, in the mean over a run of so many training batches."""
+    ranks, scored = work.num_ranks, rates.scored or FORWARD_SHARE * rates.trained
+    checkpoints = max(1, total_steps // trainer.ckpt_interval) if trainer.ckpt_interval else 1
+    evaluations = total_steps // trainer.eval_interval if trainer.eval_interval else 1  # the last step is evaluated
+    times = checkpoints, evaluations + trainer.eval_before_train
+    each_time = [seconds * count / max(1, total_steps) for seconds, count in zip(rates.each_time_s, times)]
+    seconds = {
+        "generate": _seconds(work.sampled_tokens, rates.generated, ranks),
+        "score": _seconds(work.scored_positions, scored, ranks),
+        "update": _seconds(work.trained_positions, rates.trained, ranks),
+        "all else": rates.every_step_s,
+        **dict(zip(_EACH_TIME, each_time)),
+    }
+    return RunTime(
+        source=rates.source,
+        phases=tuple(PhaseTime(name=name, seconds=value) for name, value in seconds.items()),
+        total_steps=total_steps,
+        num_devices=num_devices,
+    )
+
+
+def disk_bytes(
+    plan: BatchPlan, lengths: RowLengths, trainer: TrainerConfig, *, num_parameters: int | None
+) -> Mapping[str, int]:
+    """Return what a run leaves on disk, by what it is: rollouts, and where the number of the policy's parameters is known,
+    checkpoints and the exported model. A critic is as large as the policy."""
+    tokens = plan.num_samples_per_batch * plan.total_steps * _tokens_of_rollout(lengths)
+    found = {"rollouts": int(tokens * _ROLLOUT_BYTES)} if trainer.dump_rollouts else {}
+    if num_parameters is None:
+        return found
+    trained = sum(learner.role in ("policy", "critic") for learner in plan.learners)
+    state = 4 if trainer.policy.optimizer.name == "sgd" else 12  # float32, and AdamW's two averages
+    written = ceil_div(plan.total_steps, trainer.ckpt_interval) if trainer.ckpt_interval else 1
+    kept = min(trainer.max_ckpts_to_keep, written)
+    # a checkpoint is whole before the oldest goes
+    found["checkpoints"] = (kept + (written > kept)) * trained * state * num_parameters
+    if trainer.export_hf:
+        found["export"] = 4 * num_parameters
+    return found
+
+
+def time_lines(time: RunTime | None, disk: Mapping[str, int]) -> Iterator[str]:
+    """Yield the lines of a terminal on time and disk."""
+    if time is None:
+        yield (
+            "time       not known: plan.rates=FOLDER takes the rates of a run that was made; or state "
+            "plan.generated_tokens_per_second and plan.trained_tokens_per_second"
+        )
+    else:
+        yield f"{'rates':<10} {time.source}"
+        parts = ", ".join(f"{phase.name} {_duration(phase.seconds)}" for phase in time.phases if phase.seconds)
+        yield f"{'a step':<10} {_duration(time.step_s)}: {parts}"
+        yield (
+            f"{'the run':<10} {_duration(time.step_s * time.total_steps)} for {time.total_steps:,} steps on "
+            f"{time.num_devices} device{'s' * (time.num_devices != 1)}: {time.device_hours:.3g} device-hours"
+        )
+    if disk:
+        parts = ", ".join(f"{what} {count / 1e9:.3g} GB" for what, count in disk.items())
+        yield f"{'disk':<10} {sum(disk.values()) / 1e9:.3g} GB at most: {parts}"
+
+
+def _tokens_of_rollout(lengths: RowLengths) -> float:
+    """Tokens of a whole trajectory, in the mean: its last row has them all."""
+    return sum(int(rows[-1]) for rows in lengths.trajectories) / len(lengths.trajectories)
+
+
+def _sampled_share(lengths: RowLengths) -> float:
+    """The share of a batch's tokens that come after their prompt; what an environment adds counts as sampled."""
+    prompts = sum(int(shared[0]) for shared in lengths.shared)
+    last = sum(int(rows[-1]) for rows in lengths.trajectories)
+    return (last - prompts) / float(lengths.all_rows.sum())
+
+
+def _models_scored(record: Mapping[str, float]) -> int:
+    """How many models scored this step's batch."""
+    policy = not record.get("score/policy_pass_skipped", 0.0)
+    return policy + ("kl/reference" in record) + ("critic/explained_variance" in record)
+
+
+def _rate(amount: float, seconds: float, ranks: int) -> float:
+    return amount / seconds / ranks if seconds > 0 else 0.0
+
+
+def _seconds(amount: float, rate: float, ranks: int) -> float:
+    return amount / rate / ranks if rate else 0.0
+
+
+def _sum(records: Iterable[Mapping[str, float]], name: str) -> float:
+    return sum(record.get(name, 0.0) for record in records)
+
+
+def _mean(records: Iterable[Mapping[str, float]], name: str) -> float:
+    values = [record[name] for record in records if record.get(name)]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"

@@ -1,0 +1,148 @@
+"""What a plan predicts of a model's passes is what the run's passes take, and no weights are read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.schema import Config, CriticConfig
+from skyrl_train.errors import MemoryLimitError
+from skyrl_train.memory import predict
+from skyrl_train.memory.model_sizes import ParameterCounts
+from skyrl_train.memory.predict import DeviceShare, Effort, PredictedPasses
+from skyrl_train.plan.memory import models_of
+from tests.learner_cases import save_tiny_model
+
+LONGEST = 24
+COUNTS = ParameterCounts(total=1000, trained=1000, block=300, root=100)
+
+
+@pytest.fixture(autouse=True)
+def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def predicted(folder: Path, effort: Effort | None = None, **changes: object) -> PredictedPasses:
+    config = Config()
+    config = replace(
+        config,
+        platform=replace(config.platform, name="cpu", device="cpu"),
+        model=replace(config.model, path=str(folder)),
+        critic=replace(CriticConfig(), model=replace(CriticConfig().model, path="policy")),
+        generator=replace(config.generator, max_context_length=LONGEST),
+        **changes,  # type: ignore[arg-type]
+    )
+    return models_of(config, effort or Effort())["policy"]
+
+
+@pytest.mark.parametrize("name", ["bundled", "30M dense", "tiny mixture of experts", "30M dense, adapter"])
+def test_predicted_peaks_are_within_a_few_percent_of_measured_ones(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))
+    from memory_predict import CASES, predictions
+
+    (case,) = (case for case in CASES if case.name == name)
+    for found in predictions(replace(case, rows=(3,)), tmp_path / "model"):
+        assert abs(found.error) < 0.05, found
+
+
+def test_what_was_traced_once_is_remembered_and_needs_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    first, second = Effort(), Effort()
+    estimate = predicted(folder, first).estimate("training", 5)
+    assert first.num_sizes > 0
+    again = predicted(folder, second)
+    monkeypatch.setattr(PredictedPasses, "_tracers", lambda _: pytest.fail("traced again"))
+    assert again.estimate("training", 5) == estimate
+    assert second.line() == "traced by an earlier plan, nothing was run"
+
+
+def test_another_model_another_setting_and_another_version_are_traced_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    files = {predicted(folder)._file}
+    longer = predicted(folder, trainer=replace(Config().trainer, layout="packed"))
+    files.add(longer._file)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 128}), encoding="utf-8")
+    files.add(predicted(folder)._file)
+    monkeypatch.setattr("skyrl_train.memory.model_sizes.version", lambda _: "0")
+    files.add(predicted(folder)._file)
+    assert len(files) == 4
+
+
+def test_layers_that_are_alike_are_traced_as_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    types = {"layer_types": ["full_attention"] * 7} if config.get("layer_types") else {}
+    content = json.dumps({**config, "num_hidden_layers": 7, **types})
+    (folder / "config.json").write_text(content, encoding="utf-8")
+    few = predicted(folder)
+    assert few._depths == (2, 3)
+    found = few.estimate("training", 4)
+    monkeypatch.setattr(predict, "_DEPTHS", (7, 7))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    whole = predicted(folder).estimate("training", 4)
+    assert found.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.001)
+    assert found.moment == whole.moment
+
+
+def test_a_budget_is_what_fits_and_a_row_that_does_not_is_named(tmp_path: Path) -> None:
+    passes = predicted(save_tiny_model(tmp_path / "model"))
+    limit = passes.estimate("training", 6).peak_bytes + 1
+    budget = passes.token_budget("training", limit)
+    assert passes.estimate("training", budget // LONGEST).peak_bytes <= limit
+    assert 6 * LONGEST <= budget < 7 * LONGEST
+    with pytest.raises(MemoryLimitError, match=rf"one row of {LONGEST} tokens takes \d+ bytes in training"):
+        passes.token_budget("training", 1000)
+
+
+@pytest.mark.slow
+def test_a_plan_asks_xla_where_it_is_told_to(tmp_path: Path) -> None:
+    pytest.importorskip("jax", reason="the extra `jax` is not installed")
+    folder = save_tiny_model(tmp_path / "model")
+    effort = Effort(how="compiled by XLA")
+    compiled, traced = predicted(folder, effort), predicted(folder)
+    assert compiled._file != traced._file
+    for phase in ("training", "scoring"):
+        resident = traced.resident_bytes(phase)  # type: ignore[arg-type]
+        assert compiled.resident_bytes(phase) == resident  # type: ignore[arg-type]
+        growing = [each.estimate(phase, 16).peak_bytes - resident for each in (compiled, traced)]  # type: ignore[arg-type]
+        assert 0.3 < growing[0] / growing[1] < 3.0, phase
+    assert "compiled by XLA at" in effort.line()
+
+
+# What does not depend on a micro-batch, by hand
+
+
+def test_what_lies_there_all_the_time() -> None:
+    assert DeviceShare().resident(COUNTS, training=True) == {
+        "parameters": 4000,
+        "gradients": 4000,
+        "optimizer state": 8000,
+    }
+    scored = replace(COUNTS, trained=0)
+    assert DeviceShare(state_bytes=0).resident(scored, training=False) == {"parameters": 4000}
+
+
+def test_shards_are_equal_parts_and_may_lie_in_host_memory() -> None:
+    shares = DeviceShare(num_ranks=4, sharded=True)
+    assert shares.resident(COUNTS, training=False) == {"parameters": 1000, "optimizer state": 2000}
+    assert replace(shares, cpu_offload=True).resident(COUNTS, training=True) == {}
+    whole = replace(shares, gradient_sync="step").resident(COUNTS, training=True)
+    assert whole["gradients"] == 4000, "kept whole until the last micro-batch of a step"
+
+
+def test_ranks_of_a_sharded_model_exchange_layers_and_gradients() -> None:
+    shares = DeviceShare(num_ranks=4, sharded=True, compute_bytes=2)
+    assert shares.exchanged(COUNTS, training=True) == {
+        "gathered parameters": 2 * (100 + 2 * 300),
+        "gradients in flight": 4 * 300 + 4 * 75,
+    }
+    assert "gradients in flight" not in shares.exchanged(replace(COUNTS, trained=10), training=True)
+    assert DeviceShare().exchanged(COUNTS, training=True) == {}
