@@ -5,8 +5,9 @@
 `positions` are what a forward computes, padding included; `pairs` are tokens that attend to one another; `loss tokens`
 are those that the head predicts; `calls` are attention kernels of a layer. Factors follow from the model's own
 configuration (`ModelShape`) and from what its device computes in a second (`DeviceRates`). The rates are stated for a
-kind of device, as measured beforehand, and never measured in a run: what a micro-batch holds decides the order of sums, and a run that is resumed
-must cut as it did before. A wrong cost costs speed, never correctness. Imports neither torch nor a model.
+kind of device, as measured beforehand, and never measured in a run: what a micro-batch holds decides the order of sums,
+and a run that is resumed must cut as it did before. A wrong cost costs speed, never correctness. Imports neither
+torch nor a model.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ RATES: dict[str, DeviceRates] = {
     "A100": DeviceRates(linear_flops=2.4e14, attention_flops=1.5e14, kernel_s=6e-6),
     "": DeviceRates(linear_flops=1.0e14, attention_flops=6e13, kernel_s=6e-6),
 }
-"""bfloat16, by what the device's name contains; the last is any other accelerator. About two thirds of the data sheets' dense
-rates, not measured; `scripts/bench_device_rates.py --device cuda` prints a device's own row."""
+"""bfloat16, by what the device's name contains; the last is any other accelerator. About two thirds of the data sheets'
+dense rates, not measured; `scripts/bench_device_rates.py --device cuda` prints a device's own row."""
 
 
 def rates_of(device_name: str) -> DeviceRates:
