@@ -31,6 +31,8 @@ from skyrl_train.cli.composition import Composer
 from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, conf_dir, register_resolvers
 from skyrl_train.config.validate import near_path
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
+from skyrl_train.telemetry.redaction import learn_arguments, redact_text
+from skyrl_train.telemetry.run_log import console_streams
 
 
 def start(task: Callable[[DictConfig], None], *, config_name: str, trains: bool = True) -> None:
@@ -41,8 +43,9 @@ def start(task: Callable[[DictConfig], None], *, config_name: str, trains: bool 
     needed.
     """
     register_resolvers()
-    preflight(sys.argv[1:], config_name=config_name, trains=trains)
-    hydra.main(version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name=config_name)(task)()
+    with console_streams():
+        preflight(sys.argv[1:], config_name=config_name, trains=trains)
+        hydra.main(version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name=config_name)(task)()
 
 
 def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: bool = True) -> None:
@@ -57,6 +60,7 @@ def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: 
             to the caller (a plan for another machine).
         trains: False where models only generate.
     """
+    learn_arguments(argv, os.environ)
     try:
         flags = parse_flags(argv)
         if flags is None:
@@ -64,7 +68,7 @@ def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: 
         root = replace(root_of(config_name), trains=trains)
         check(flags, config_name=flags.config_name or config_name, rules=rules, root=root)
     except (SkyrlTrainError, HydraException) as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{redact_text(str(error))}\n")
         raise SystemExit(2) from None
 
 
@@ -82,35 +86,47 @@ def check(flags: argparse.Namespace, *, config_name: str, rules: bool, root: Roo
 
 
 def _folder_violations(config_dir: str | None) -> Iterator[Violation]:
-    if config_dir is not None and not Path(config_dir).is_dir():
+    if config_dir is not None and not Path(config_dir).is_dir():  # without one, Hydra's own message names its flag
         yield Violation.of("--config-dir", config_dir, "must be an existing folder", near_path(config_dir))
 
 
 def parse_flags(argv: Sequence[str]) -> argparse.Namespace | None:
     """Hydra's flags; None where Hydra should answer by itself: help, a malformed flag, another `--config-path`.
 
-    Raises ConfigError where flags split the overrides, which Hydra would call unrecognized.
+    Raises ConfigError where something is no flag, or flags split the overrides, which Hydra would call unrecognized.
     """
     if {"--version", "--help", "-h", "--hydra-help", "--shell-completion", "-sc"} & set(argv):
         return None
     parser = get_args_parser()
     parser.exit_on_error = False
+    parser.allow_abbrev = False  # `--experiment NAME` would be taken for `--experimental-rerun FILE`
     try:
         flags, unknown = parser.parse_known_args(list(argv))
     except (argparse.ArgumentError, SystemExit):
         return None
-    if unknown and all("=" in argument and not argument.startswith("-") for argument in unknown):
-        raise ConfigError(
-            [
-                Violation(
-                    field="arguments",
-                    rule="must stand together",
-                    value=repr(" ".join(argv)),
-                    remedy="put flags such as -m before or after all of KEY=VALUE",
-                )
-            ]
-        )
-    return None if unknown or flags.config_path or flags.experimental_rerun else flags
+    if flags.experimental_rerun:
+        unknown = ["--experimental-rerun"]
+    if refused := [argument for argument in unknown if argument.startswith("-")]:
+        raise ConfigError([_no_flag(argument, following=_after(argument, argv)) for argument in refused])
+    if unknown:
+        rule, remedy = "must stand together", "put flags such as -m before or after all of KEY=VALUE"
+        raise ConfigError([Violation(field="arguments", rule=rule, value=repr(" ".join(argv)), remedy=remedy)])
+    return None if flags.config_path else flags
+
+
+def _no_flag(argument: str, *, following: str) -> Violation:
+    name, _, value = argument.lstrip("-").partition("=")
+    sign = "+" if name == "experiment" else ""
+    remedy = f"settings and groups have no dashes: write {sign}{name}={value or following or 'VALUE'}"
+    if name == "experimental-rerun":  # which would unpickle the file
+        remedy = "run the command again that trainer.resume_mode=latest goes on from"
+    return Violation.of(argument.partition("=")[0], argument, "is not a flag", remedy)
+
+
+def _after(argument: str, argv: Sequence[str]) -> str:
+    """The value that stands behind a flag; empty where none does."""
+    rest = [*argv[argv.index(argument) + 1 :], ""] if argument in argv else [""]
+    return "" if rest[0].startswith("-") or "=" in rest[0] else rest[0]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import ray
 
 from skyrl_train.config.schema import PlacementConfig
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
-from skyrl_train.telemetry.files import is_secret_name
+from skyrl_train.telemetry.redaction import is_secret_name
 
 T = TypeVar("T")
 

@@ -198,6 +198,8 @@ def near_path(path: str) -> str:
     wanted = Path(path).expanduser()
     while wanted.parent != wanted and not wanted.parent.is_dir():
         wanted = wanted.parent
+    if wanted.parent.absolute() == wanted.absolute().parent.parent:  # names in the root have nothing to do with it
+        return f"there is no folder {wanted}"
     names = sorted(entry.name for entry in wanted.parent.iterdir()) if wanted.parent.is_dir() else []
     near = did_you_mean(wanted.name, names)
     folder = wanted.parent.resolve()

@@ -88,7 +88,7 @@ def begin(
 
     Raises what `find_start` raises.
     """
-    from skyrl_train.telemetry.files import redact
+    from skyrl_train.telemetry.redaction import redact
     from skyrl_train.trainers.resume import find_start, prepare_run_folder
 
     start = find_start(resume, folder, checkpoints, data=data, total_steps=plan.total_steps)
@@ -160,8 +160,8 @@ def build_trackers(
 
     Raises SkyrlTrainError where a tracker that was asked for cannot start: better now than after an hour.
     """
-    from skyrl_train.telemetry.files import redact
     from skyrl_train.telemetry.metrics_log import MetricsLog
+    from skyrl_train.telemetry.redaction import redact
     from skyrl_train.telemetry.tracker import ConsoleTracker, TensorboardTracker, Tracker, Trackers
 
     views: dict[str, Tracker] = {}

@@ -23,7 +23,7 @@ from skyrl_train.config.rules import ForksWhere, Interchangeable, Resume
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import Violation
-from skyrl_train.telemetry.files import redact
+from skyrl_train.telemetry.redaction import redact
 from skyrl_train.trainers.state import plain
 
 Flat = Mapping[str, Any]
@@ -139,7 +139,7 @@ def changes_since(recorded: Flat, settings: Flat, root: type) -> list[Change]:
     A setting that the checkpoint does not name is younger than it and had its default then. One that is no longer in the
     schema cannot be given again, and forks.
     """
-    old, new = (_whole(flat, root) for flat in (_complete(recorded, root), settings))
+    old, new = (_whole(_redacted(flat), root) for flat in (_complete(recorded, root), settings))
     return [
         Change(
             setting=name,
@@ -151,6 +151,11 @@ def changes_since(recorded: Flat, settings: Flat, root: type) -> list[Change]:
         for name in sorted({*old, *new})
         if old.get(name, ABSENT) != new.get(name, ABSENT)
     ]
+
+
+def _redacted(flat: Flat) -> dict[str, Any]:
+    """Without secrets on both sides: what an older version recorded of one must not differ from what this one does."""
+    return {name: redact(value, name.rpartition(".")[2]) for name, value in flat.items()}
 
 
 def _meaning(name: str, old: Flat, new: Flat, root: type) -> Resume:

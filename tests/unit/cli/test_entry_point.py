@@ -53,6 +53,8 @@ def test_a_run_writes_into_its_own_folder_and_keeps_the_terminal_quiet(started, 
     assert done.stderr == "WARNING standin: for the terminal\n"
     log = (folder / "run.log").read_text()
     assert "INFO standin: for the file" in log
+    assert f"INFO stdout: RUN 0 {folder} False" in log
+    assert log.count("for the terminal") == 1
     assert (folder / ".hydra" / "overrides.yaml").read_text() == "- +experiment=gsm8k_multiturn\n"
 
 
@@ -73,6 +75,25 @@ def test_a_sweep_gives_each_run_a_folder(started, tmp_path: Path) -> None:  # ty
     assert sweep.name.startswith("sweep_")
     runs = [line for line in done.stdout.splitlines() if line.startswith("RUN")]
     assert runs == [f"RUN 3 {sweep / '0'} False", f"RUN 4 {sweep / '1'} False"]
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_no_secret_of_the_command_line_reaches_the_disk_or_the_terminal(swept: bool, started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    secrets = ["tangerine-7", "pa55-word", "hf_" + "a1" * 15]
+    done = started(
+        "environment.env_class={_target_: text2sql, db_path: 'host=h password=pa55-word'}",
+        "generator=http",
+        f"generator.http.url=http://me:tangerine-7@127.0.0.1:9/{secrets[2]}",
+        *(["seed=3,4", "-m"] if swept else []),
+    )
+
+    assert done.returncode == 0, done.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "standin.py"]
+    assert {"config.yaml", "hydra.yaml", "overrides.yaml"} <= {path.name for path in written}
+    assert swept == ("multirun.yaml" in {path.name for path in written})
+    said = [done.stdout, done.stderr, *(path.read_text() for path in written)]
+    assert [text for text in said for secret in secrets if secret in text] == []
+    assert "http://<redacted>@127.0.0.1:9/<redacted>\n" in (next(tmp_path.rglob(".hydra")) / "config.yaml").read_text()
 
 
 def test_problems_end_with_status_two_without_traceback_or_folder(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

@@ -65,7 +65,6 @@ def test_sound_command_lines_pass_silently(arguments: list[str], capsys: pytest.
         ["--help", "nonsense=1"],
         ["--hydra-help"],
         ["--version"],
-        ["--no-such-flag"],
         ["--cfg", "everything"],
         ["--config-path", "elsewhere", "nonsense=1"],
     ],
@@ -200,6 +199,30 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert line == "model.path: must be a folder in Hugging Face format; got './empty'. There is no config.json in it"
     (line,) = problems(capsys, "model.path=./emtpy")
     assert line.endswith("did you mean 'empty'?")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--experiment", "gsm8k_multiturn"], "write +experiment=gsm8k_multiturn"),
+        (["seed=1", "--trainer.total_steps=3"], "write trainer.total_steps=3"),
+        (["--no-such-flag"], "--no-such-flag: is not a flag"),
+        (["--experimental-rerun", "config.pickle"], "trainer.resume_mode=latest"),
+        (["--config-dir", "/nowhere/at/all"], "--config-dir: must be an existing folder; got '/nowhere/at/all'"),
+        (["data.train=[/nowhere/x.jsonl]"], "There is no folder /nowhere."),
+        (["model.path=/nowhere/x"], "There is no folder /nowhere"),
+    ],
+)
+def test_flags_and_folders_that_there_are_not_are_named(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        preflight(arguments, config_name="config")
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("1 problem in the configuration:")
+    assert says in said
+    assert "Nearest in /" not in said
 
 
 def test_a_missing_data_file_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,27 @@
+import hashlib
+import logging
+import random
+import sys
+import uuid
+
 import pytest
 
 from skyrl_train.config.fields import walk
 from skyrl_train.config.schema import Config
-from skyrl_train.telemetry.files import is_secret_name, redact
+from skyrl_train.telemetry import redaction
+from skyrl_train.telemetry.redaction import (
+    RedactingFormatter,
+    is_secret_name,
+    learn_arguments,
+    learn_secrets,
+    redact,
+    redact_text,
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_learned", set())
 
 
 @pytest.mark.parametrize(
@@ -22,6 +41,7 @@ def test_names_of_secrets(name):
         "tokens",
         "api_key_env",
         "token_file",
+        "SSH_AUTH_SOCK",
         "",
     ],
 )
@@ -35,14 +55,18 @@ def test_no_setting_of_ours_is_taken_for_a_secret():
 
 def test_secrets_are_replaced_at_any_depth_and_the_rest_is_kept():
     config = {
-        "environment": {"kwargs": {"api_key": "abc", "urls": ("http://me:pw@host/x", "http://host/y"), "timeout": 3}},
+        "environment": {
+            "kwargs": {"api_key": "abc", "urls": ("http://me:pw@host/x", "http://host/y"), "timeout": 3},
+            "database": "host=db user=me password=pw dbname=x",
+        },
         "headers": [{"Authorization": "Bearer abc"}],
         "token": None,
         "key": "",
     }
     assert redact(config) == {
         "environment": {
-            "kwargs": {"api_key": "<redacted>", "urls": ["http://<redacted>@host/x", "http://host/y"], "timeout": 3}
+            "kwargs": {"api_key": "<redacted>", "urls": ["http://<redacted>@host/x", "http://host/y"], "timeout": 3},
+            "database": "host=db user=me password=<redacted> dbname=x",
         },
         "headers": [{"Authorization": "<redacted>"}],
         "token": None,
@@ -54,6 +78,115 @@ def test_a_secret_list_is_redacted_entry_by_entry():
     assert redact({"tokens": ["kept"], "token": ["a", "b"]}) == {"tokens": ["kept"], "token": ["<redacted>"] * 2}
 
 
-@pytest.mark.parametrize("secret", ["hf_" + "a1" * 15, "sk-" + "x" * 30, "ghp_" + "0" * 36, "AKIA" + "Z" * 16])
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "hf_" + "a1" * 15,
+        "sk-" + "x" * 30,
+        "sk-proj-" + "Ab1-" * 12 + "x" * 20,
+        "sk-ant-api03-" + "Zz9_" * 10,
+        "ghp_" + "0" * 36,
+        "github_pat_" + "a0_" * 20,
+        "glpat-" + "x1" * 10,
+        "AKIA" + "Z" * 16,
+        "AIza" + "b" * 35,
+        "xoxb-1234567890-abcdef",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.abc-DEF_123",
+    ],
+)
 def test_a_secret_is_known_by_its_shape_wherever_it_stands(secret):
     assert redact({"command": f"run --with {secret} now"}) == {"command": "run --with <redacted> now"}
+    assert redact_text(f"401 for url https://h/x?a={secret}&b=1") == "401 for url https://h/x?a=<redacted>&b=1"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("postgresql://me:p@ss@db:5432/x?y=1", "postgresql://<redacted>@db:5432/x?y=1"),
+        ("mysql://me:p/w#1@db/x", "mysql://<redacted>@db/x"),
+        ("https://hooks.example/x?token=abc&n=1", "https://hooks.example/x?token=<redacted>&n=1"),
+        ("https://s3/x?X-Amz-Signature=00ffaa&X-Amz-Date=1", "https://s3/x?X-Amz-Signature=<redacted>&X-Amz-Date=1"),
+        ("Server=db;Uid=me;Pwd=hunter2;", "Server=db;Uid=me;Pwd=<redacted>;"),
+        ("password='two words' dbname=x", "password=<redacted> dbname=x"),
+        ('{"api_key": "abc", "n": 1}', '{"api_key": <redacted>, "n": 1}'),
+        ("environment.env_class.api_key=abc seed=1", "environment.env_class.api_key=<redacted> seed=1"),
+        (
+            "environment.env_class={_target_: x, api_key: s3cr3t}",
+            "environment.env_class={_target_: x, api_key: <redacted>}",
+        ),
+        ("token=secret=abc;x", "token=<redacted>;x"),
+        ("curl --api-key abc --retry 3", "curl --api-key <redacted> --retry 3"),
+        ("Authorization: Bearer abcdefgh1234", "Authorization: Bearer <redacted>"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----\nafter", "<redacted>\nafter"),
+    ],
+)
+def test_texts_lose_their_secrets_and_nothing_else(text, expected):
+    assert redact_text(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "generator.http.api_key: must be a text; got 3. Try generator.http.api_key=null",
+        "an unknown token: the model has 512",
+        "trainer.max_tokens_per_microbatch=4096 eos_token=2",
+        "https://host:8080/a@b and https://example.org/@me, hf://datasets/owner/name@main",
+        "api_key=${oc.env:MY_KEY}",
+        "sk-learn-experiment-2024 in /data/sk-learn-experiments/task-1",
+        "step  3/40  reward 0.412  kl 0.0011  ent 0.82  len 18.2  ctx 41.0  4.8k tok/s  1.3 s  0:48 left",
+        "a secret of good cooking; the key to it is salt",
+    ],
+)
+def test_other_texts_stay(text):
+    assert redact_text(text) == text
+
+
+def harmless_values():
+    """1,000 values that look random and are no secrets, as the system makes them."""
+    random.seed(0)
+    for number in range(125):
+        text = random.randbytes(16)
+        yield from (
+            hashlib.sha256(text).hexdigest(),
+            hashlib.sha1(text).hexdigest(),
+            hashlib.md5(text).hexdigest()[:12],
+            str(uuid.UUID(bytes=text)),
+            f"/data/{uuid.UUID(bytes=text).hex}/runs/2026-11-22_081253/checkpoints/step_{number:06d}",
+            uuid.UUID(bytes=text).hex[:12],
+            f"gsm8k-{text.hex()[:8]}-seed{number}",
+            f"s3://bucket-{text.hex()[:6]}/skyrl_train/export/model-{number:05d}-of-00125.safetensors",
+        )
+
+
+def test_a_thousand_digests_commits_uuids_paths_and_names_of_runs_stay():
+    values = list(harmless_values())
+    assert len(values) == 1000
+    assert [value for value in values if redact(value, "value") != value] == []
+    for template in ("sha256={}", "resuming from {}, after step 3", "commit: {}", '{{"run_id": "{}"}}', "{}@{}"):
+        texts = [template.format(value, value) for value in values]
+        assert [text for text in texts if redact_text(text) != text] == []
+
+
+def test_secrets_of_the_command_line_and_the_environment_are_found_wherever_they_stand():
+    digest = "0f" * 20
+    learn_arguments(
+        ["environment.env_class.key=tangerine-7", "+db=postgres://me:pa55w0rd@h/x", "data.train=[x.jsonl]", "seed=1"],
+        {"WANDB_API_KEY": digest, "HOME": "/home/someone", "SSL_KEY_FILE": "/etc/key.pem", "AUTH_MODE": "token"},
+    )
+    said = f"no key tangerine-7 of {digest} with pa55w0rd, but tangerine-77, /etc/key.pem, token, x.jsonl"
+    assert (
+        redact_text(said)
+        == "no key <redacted> of <redacted> with <redacted>, but tangerine-77, /etc/key.pem, token, x.jsonl"
+    )
+
+
+def test_logs_lose_secrets_tracebacks_included():
+    learn_secrets({"api_key": "tangerine-7"})
+    formatter = RedactingFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    try:
+        raise ValueError("refused tangerine-7")
+    except ValueError:
+        record = logging.LogRecord("x", logging.ERROR, "f", 1, "with %s", ("tangerine-7",), sys.exc_info())
+    said = formatter.format(record)
+    assert said.startswith("ERROR with <redacted>\nTraceback")
+    assert said.endswith("ValueError: refused <redacted>")

@@ -1,0 +1,70 @@
+"""What Hydra writes of a run, without secrets: `.hydra/*.yaml`, `multirun.yaml` of a sweep, and its log.
+
+Hydra's own copies hold the command line as it was typed, so that `hydra.output_subdir` is null in `conf/` and this callback
+writes the same three files.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins import basic_sweeper
+from hydra.experimental.callback import Callback
+from hydra.types import TaskFunction
+from omegaconf import DictConfig, OmegaConf
+
+from skyrl_train.telemetry.redaction import RedactingFormatter, learn_secrets, redact
+from skyrl_train.telemetry.run_log import log_once
+
+FOLDER = ".hydra"
+
+
+class RedactedFiles(Callback):
+    """Hydra calls it where a run, or a sweep, starts."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        """Before the sweeper writes `multirun.yaml` and says which jobs it launches."""
+        del kwargs
+        learn_secrets(_plain(config))
+        basic_sweeper.__dict__["OmegaConf"] = _RedactingOmegaConf  # a sweeper of our own would have to be a plug-in
+        clean_logging()
+
+    def on_job_start(self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any) -> None:
+        """Behind the job's folder and logging, before the job itself."""
+        del task_function, kwargs
+        content = _plain(config)
+        learn_secrets(content)
+        clean_logging()
+        hydra = content.pop("hydra")
+        folder = Path(config.hydra.runtime.output_dir) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {"config": content, "hydra": {"hydra": hydra}, "overrides": hydra["overrides"]["task"]}
+        for name, value in files.items():
+            OmegaConf.save(OmegaConf.create(redact(value)), folder / f"{name}.yaml")
+
+
+def clean_logging() -> None:
+    """Have every handler of Python's logging write without secrets, and none of its lines twice. Calling it again changes
+    nothing."""
+    log_once()
+    for handler in logging.getLogger().handlers:
+        if not isinstance(handler.formatter, RedactingFormatter):
+            handler.setFormatter(RedactingFormatter(handler.formatter))
+
+
+class _RedactingOmegaConf(OmegaConf):
+    """What the sweeper saves its configuration with."""
+
+    @staticmethod
+    def save(config: Any, f: Any, resolve: bool = False) -> None:
+        """Write the configuration without secrets."""
+        OmegaConf.save(OmegaConf.create(redact(_plain(config))), f, resolve=resolve)
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    """Nested plain values, interpolations as they were typed."""
+    plain = OmegaConf.to_container(config, resolve=False, enum_to_str=True)
+    assert isinstance(plain, dict), "a composed configuration is a mapping"
+    return {str(key): value for key, value in plain.items()}
