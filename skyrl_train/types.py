@@ -45,6 +45,8 @@ class Tokenizer(Protocol):
 
     def __call__(self, text: Any, **kwargs: Any) -> Any: ...
 
+    def __len__(self) -> int: ...
+
 
 class StopReason(str, Enum):
     """Why the engine stopped one response."""

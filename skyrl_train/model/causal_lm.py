@@ -266,6 +266,22 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def vocabulary_size(model: ModelConfig) -> int:
+    """Return the number of rows of the model's embedding, as its config.json says: token ids are below it.
+
+    That is at least the number of tokens that the model was trained on, and not always that of the tokenizer's; the latter
+    is returned where the config does not say. Raises ModelError.
+    """
+    try:
+        config = json.loads(
+            (resolve_model_path(model.path, model.revision) / "config.json").read_text(encoding="utf-8")
+        )
+        stated = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
+    except (OSError, ValueError, AttributeError):
+        stated = None
+    return stated if type(stated) is int and stated > 0 else len(load_tokenizer(model))
+
+
 def last_hidden_state(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """`[rows, len, hidden]` of right-padded `input_ids` `[rows, len]`.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -22,7 +21,6 @@ from skyrl_train.types import (
     Outcome,
     Prompt,
     SamplingParams,
-    StopReason,
     TokenIds,
     Trajectory,
     Turn,
@@ -74,6 +72,7 @@ class Episode:
 
     job: Job
     engine: InferenceEngine
+    """Whose answers were checked."""
     session: EnvironmentSession
     """Its environment, of which each call has a deadline."""
     chat: ChatTokens
@@ -155,7 +154,7 @@ class AgentLoop:
         )
         timeout_s = self._limits.request_timeout_s
         try:
-            output = await asyncio.wait_for(self._engine.generate(request), timeout_s)
+            return await asyncio.wait_for(self._engine.generate(request), timeout_s)
         except EngineError as error:
             raise Broken(FailureKind.ENGINE_ERROR, describe(error)) from error
         except DeadlineError as error:
@@ -163,8 +162,6 @@ class AgentLoop:
         except asyncio.TimeoutError:
             message = f"the engine did not answer within generator.request_timeout_s={timeout_s:g}"
             raise Broken(FailureKind.ENGINE_TIMEOUT, message) from None
-        _check_output(output)
-        return output
 
     def _trajectory(
         self, outcome: Outcome, *, metrics: Mapping[str, float] | None = None, broken: Broken | None = None
@@ -198,18 +195,3 @@ class AgentLoop:
             weight_versions=(VersionRun(start=0, version=output.weight_version),),
         )
         self._turns.append(turn)
-
-
-def _check_output(output: GenerationOutput) -> None:
-    """Refuse an output: an answer that was given up, is empty or carries no usable log-probabilities is a failure, not
-    a response.
-    """
-    if output.stop_reason is StopReason.ABORT:
-        raise Broken(FailureKind.ENGINE_ERROR, f"the engine aborted the request after {len(output.token_ids)} tokens")
-    if not output.token_ids:
-        raise Broken(FailureKind.ENGINE_ERROR, "the engine returned no tokens")
-    if len(output.logprobs) != len(output.token_ids):
-        counts = f"{len(output.logprobs)} log-probabilities for {len(output.token_ids)} tokens"
-        raise Broken(FailureKind.ENGINE_ERROR, f"the engine returned {counts}")
-    if not all(map(math.isfinite, output.logprobs)):
-        raise Broken(FailureKind.ENGINE_ERROR, "the engine returned a log-probability that is not finite")

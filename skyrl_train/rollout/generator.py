@@ -20,15 +20,16 @@ from typing import Any, TypeVar
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import AGENT_LOOPS
 from skyrl_train.config.schema import EnvironmentConfig
-from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
+from skyrl_train.errors import DataError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.registry import split_spec
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
 from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
+from skyrl_train.rollout.checked_engine import CheckedEngine, check_failures, checked_trajectory
 from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner
 from skyrl_train.rollout.environments import check_environment, make_environment
 from skyrl_train.seeding import derive_seed
-from skyrl_train.types import FailureKind, Prompt, RolloutBatch, SamplingParams, Tokenizer, Trajectory, token_ids
+from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Tokenizer, Trajectory, token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,15 @@ class RolloutGenerator:
         environment: EnvironmentConfig,
         seed: int,
         on_progress: ProgressCallback | None = None,
+        vocabulary_size: int | None = None,
     ) -> None:
-        """Raises ConfigError for an unknown environment, DataError for a tokenizer without a usable chat template."""
+        """`vocabulary_size`: rows of the policy's embedding; those of the tokenizer unless given.
+
+        Raises ConfigError for an unknown environment, DataError for a tokenizer without a usable chat template."""
         if environment.env_class is not None:
             check_environment(environment.env_class)
-        self._engine = engine
+        self._vocabulary_size = vocabulary_size or len(tokenizer)
+        self._engine = CheckedEngine(engine, vocabulary_size=self._vocabulary_size)
         self._chat = ChatTokens(tokenizer)
         self._environment = environment
         self._limits = Limits(
@@ -184,7 +189,11 @@ class RolloutGenerator:
             if not isinstance(trajectory, Trajectory):
                 kind = type(trajectory).__name__
                 raise DataError(f"generator.agent_loop must give a Trajectory (skyrl_train.types); it gave {kind}")
-            return trajectory
+            return checked_trajectory(
+                trajectory,
+                vocabulary_size=self._vocabulary_size,
+                max_context_length=self._limits.max_context_length,
+            )
 
     async def _watch(self, tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
         """Waits for all, reporting progress; raises at the first error and as soon as too many have failed."""
@@ -193,27 +202,9 @@ class RolloutGenerator:
             trajectory = await next_done
             done.append(trajectory)
             if trajectory.failed:
-                self._check_failures(done, len(tasks))
+                check_failures(done, len(tasks), limit=self._environment.max_failed_fraction)
             if self.on_progress is not None:
                 self.on_progress(len(done), len(tasks))
-
-    def _check_failures(self, done: Sequence[Trajectory], total: int) -> None:
-        failures = [trajectory.failure for trajectory in done if trajectory.failure is not None]
-        limit = self._environment.max_failed_fraction
-        if len(failures) <= limit * total:
-            return
-        reasons = Counter(f"{failure.kind.value}: {failure.message}" for failure in failures)
-        lines = [f"  {count} x {reason}" for reason, count in reasons.most_common(5)]
-        error = (
-            EngineError
-            if all(failure.kind in (FailureKind.ENGINE_ERROR, FailureKind.ENGINE_TIMEOUT) for failure in failures)
-            else SkyrlTrainError
-        )
-        raise error(
-            f"{len(failures)} of {total} trajectories failed, more than environment.max_failed_fraction={limit:g}:\n"
-            + "\n".join(lines)
-            + "\nMend the cause, or raise environment.max_failed_fraction to carry on without them."
-        )
 
 
 class LoopThread:

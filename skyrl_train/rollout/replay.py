@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyrl_train.errors import ConfigError, DataError, EngineError, Violation
+from skyrl_train.rollout.checked_engine import check_failures, checked_trajectory
 from skyrl_train.telemetry.rollout_log import read_rollouts
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
+_LARGEST_ID = 2**31
 _EVALUATION_FILE = re.compile(r"eval_step_\d+\.jsonl")
 
 
@@ -36,14 +38,28 @@ class ReplayGenerator:
 
     is_recorded = True
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        vocabulary_size: int = _LARGEST_ID,
+        max_context_length: int = _LARGEST_ID,
+        max_failed_fraction: float = 1.0,
+    ) -> None:
         """
         Args:
             path: A JSON-lines file, or a folder of them such as a run's `rollouts/` (evaluation files are left out).
+            vocabulary_size: Rows of the policy's embedding.
+            max_context_length: Most tokens of a prompt and its response together.
+            max_failed_fraction: Most trajectories of a step, as a fraction, that may be refused for one of these two, or for
+                a log-probability above 0. They fail, with the reason.
 
         Raises:
             DataError: There is no such file, or a line in it is not a recorded trajectory.
+            SkyrlTrainError: More trajectories of a step are refused.
         """
+        self._limits = {"vocabulary_size": vocabulary_size, "max_context_length": max_context_length}
+        self._max_failed_fraction = max_failed_fraction
         self._steps: list[_RecordedStep] = []
         self._loaded: tuple[Path, dict[int, RolloutBatch]] | None = None
         for file in _files(Path(path).expanduser()):
@@ -152,8 +168,14 @@ class ReplayGenerator:
         """Return one file's batches; the last file read is kept, so that memory holds one at a time."""
         if self._loaded is None or self._loaded[0] != path:
             self._loaded = None
-            self._loaded = path, read_rollouts(path)
+            self._loaded = path, {step: self._checked(batch) for step, batch in read_rollouts(path).items()}
         return self._loaded[1]
+
+    def _checked(self, batch: RolloutBatch) -> RolloutBatch:
+        checked = [checked_trajectory(trajectory, **self._limits) for trajectory in batch.trajectories]
+        refused = [after for before, after in zip(batch.trajectories, checked) if after.failed and not before.failed]
+        check_failures(refused, len(checked), limit=self._max_failed_fraction)
+        return replace(batch, trajectories=tuple(checked))
 
 
 def _files(path: Path) -> list[Path]:

@@ -64,13 +64,19 @@ def build_rollouts(
         from skyrl_train.weight_sync.transport import NoTransport
 
         return RolloutParts(generator=recording, transport=NoTransport())
-    from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.model.causal_lm import load_tokenizer, vocabulary_size
     from skyrl_train.rollout.generator import RolloutGenerator
 
     tokenizer = load_tokenizer(config.model)
     assert engines is not None, "whatever is no recording is an engine"
     generator = RolloutGenerator(
-        engines.engine, tokenizer, config.generator, config.environment, config.seed, on_progress=on_progress
+        engines.engine,
+        tokenizer,
+        config.generator,
+        config.environment,
+        config.seed,
+        on_progress=on_progress,
+        vocabulary_size=vocabulary_size(config.model),
     )
     stack.callback(generator.close)
     return RolloutParts(generator=generator, transport=engines.transport)

@@ -16,7 +16,7 @@ from skyrl_train.endpoints import Endpoint, LocalEndpoint
 from skyrl_train.inference.local_engine import LocalEngine, WatchedEndpoint
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.memory.model_sizes import read_config
-from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.model.causal_lm import load_tokenizer, vocabulary_size
 from skyrl_train.registry import PartSpec
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.probe import ProbeSettings, WeightSyncProbe
@@ -191,7 +191,8 @@ def probe_settings(config: Config, *, vocabulary: int) -> ProbeSettings:
     model_type = read_config(model.path, revision=model.revision).get("model_type", "of unknown type")
     return ProbeSettings(
         seed=config.seed,
-        vocabulary=vocabulary,
+        vocabulary=min(vocabulary, vocabulary_size(model)),
+        vocabulary_size=vocabulary_size(model),
         max_context_length=config.generator.max_context_length,
         temperature=config.generator.sampling.temperature,
         tolerance=tolerance(config),

@@ -294,10 +294,16 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
 
 def _replayed_data(config: Config) -> Data:
     """The recording supplies the prompts of each step. Raises DataError, ConfigError."""
+    from skyrl_train.model.causal_lm import vocabulary_size
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.trainers.state import DataFingerprint
 
-    recording = ReplayGenerator(config.generator.replay_path)
+    recording = ReplayGenerator(
+        config.generator.replay_path,
+        vocabulary_size=vocabulary_size(config.model),
+        max_context_length=config.generator.max_context_length,
+        max_failed_fraction=config.environment.max_failed_fraction,
+    )
     recording.check(
         train_batch_size=config.trainer.train_batch_size,
         n_samples_per_prompt=config.generator.n_samples_per_prompt,

@@ -213,7 +213,8 @@ def build_samples(config: SFTConfig, data: SFTData, folder: RunFolder, stack: Ex
     if not trainer.eval_samples or not data.validation:
         return None
     from skyrl_train.inference.hf import HFEngine
-    from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
+    from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, vocabulary_size
+    from skyrl_train.rollout.checked_engine import CheckedEngine
     from skyrl_train.runs.build_engines import sync_within_process
 
     tokenizer = load_tokenizer(config.model)
@@ -223,7 +224,7 @@ def build_samples(config: SFTConfig, data: SFTData, folder: RunFolder, stack: Ex
     stack.callback(engine.close)
     return SampleWriter(
         data.validation,
-        engine=engine,
+        engine=CheckedEngine(engine, vocabulary_size=vocabulary_size(config.model)),
         transport=sync_within_process(engine, folder.root),
         decode=lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False)),
         sampling=sampling_params(trainer.eval_sampling),

@@ -12,6 +12,7 @@ from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.endpoints import Endpoint
 from skyrl_train.errors import EngineError
+from skyrl_train.rollout.checked_engine import check_answer
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
@@ -30,6 +31,8 @@ class ProbeSettings:
     seed: int
     vocabulary: int
     """Token ids to draw a prompt from."""
+    vocabulary_size: int
+    """Rows of the model's embedding, one for each token id that may be answered."""
     max_context_length: int
     """Tokens of the prompt and the answer together."""
     temperature: float
@@ -59,7 +62,9 @@ class WeightSyncProbe:
         limit = self.settings.tolerance
         self.sharing.engines()
         engines = self.engines()
-        for name, output in zip(engines.names, engines.ask(UpdatableEngine.generate, "sync", request)):
+        for name, answer in zip(engines.names, engines.ask(UpdatableEngine.generate, "sync", request)):
+            rows = self.settings.vocabulary_size
+            output = check_answer(answer, request, vocabulary_size=rows, versions=(version, version))
             difference = _difference(weights.scores, request, output)
             if not difference <= limit:
                 raise EngineError(

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from skyrl_train.config.generation import GeneratorConfig
@@ -30,6 +31,7 @@ from skyrl_train.types import (
     SamplingParams,
     StopReason,
     Trajectory,
+    Turn,
 )
 from tests.fakes import (
     FAKE_ENVIRONMENT,
@@ -62,6 +64,7 @@ def make_generator() -> Iterator[Callable[..., RolloutGenerator]]:
     made: list[RolloutGenerator] = []
 
     def make(engine: FakeEngine, *, seed: int = 0, environment: dict[str, Any] | None = None, **generator: Any) -> Any:
+        vocabulary_size = generator.pop("vocabulary_size", None)
         made.append(
             RolloutGenerator(
                 engine,
@@ -69,6 +72,7 @@ def make_generator() -> Iterator[Callable[..., RolloutGenerator]]:
                 GeneratorConfig(**generator),
                 EnvironmentConfig(**{"env_class": FAKE_ENVIRONMENT, "step_timeout_s": 5.0, **(environment or {})}),
                 seed,
+                vocabulary_size=vocabulary_size,
             )
         )
         return made[-1]
@@ -157,8 +161,9 @@ def test_a_trajectory_ends_where_the_context_has_no_room_for_another_token(make_
     second_prompt = FIRST_PROMPT_TOKENS + len(ANSWER) + len(TOKENIZER.encode("\n<|im_start|>user\nTry again"))
     second_prompt += len(TOKENIZER.encode("<|im_end|>\n<|im_start|>assistant\n"))
     steps = [go_on_with("Try again"), done_with(1.0)]
-    full = roll_out_one(make_generator(FakeEngine(answer), max_context_length=second_prompt), steps=steps)
-    roomy = roll_out_one(make_generator(FakeEngine(answer), max_context_length=second_prompt + 1), steps=steps)
+    engine = FakeEngine(lambda request: ANSWER[: request.sampling.max_generate_length])
+    full = roll_out_one(make_generator(engine, max_context_length=second_prompt), steps=steps)
+    roomy = roll_out_one(make_generator(engine, max_context_length=second_prompt + 1), steps=steps)
     assert (full.outcome, len(full.turns)) == (Outcome.CONTEXT_FULL, 1)
     assert (roomy.outcome, len(roomy.turns)) == (Outcome.DONE, 2)
 
@@ -331,12 +336,115 @@ def test_a_run_that_is_broken_for_good_stops_early(make_generator: Any) -> None:
     assert time.monotonic() - started < 3.0
 
 
-def test_a_programming_error_is_not_swallowed(make_generator: Any) -> None:
-    engine = FakeEngine(lambda _: TypeError("a bug"))
-    generator = make_generator(engine, environment={"max_failed_fraction": 1.0})
+async def buggy(episode: Episode) -> Trajectory:
+    raise TypeError("a bug")
+
+
+def test_a_programming_error_of_an_agent_loop_is_not_swallowed(make_generator: Any) -> None:
+    engine = FakeEngine(answer)
+    generator = make_generator(engine, environment={"max_failed_fraction": 1.0}, agent_loop="test_generator:buggy")
     with pytest.raises(TypeError, match="a bug"):
         roll_out(generator, make_prompts(4))
     assert engine.num_leases == 0
+
+
+def test_an_engine_that_breaks_over_one_request_fails_that_trajectory_and_says_where(
+    make_generator: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    replies: Iterator[Any] = iter([TypeError("a bug")])
+    generator = make_generator(FakeEngine(lambda _: next(replies, ANSWER)), environment={"max_failed_fraction": 1.0})
+    trajectories = roll_out(generator, make_prompts(3)).trajectories
+    (failed,) = [each for each in trajectories if each.failed]
+    assert failed.failure is not None
+    assert failed.failure.message.endswith("TypeError: a bug")
+    assert "Traceback" in caplog.text
+
+
+# Answers
+
+
+BAD_ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
+    "a fraction": ({"token_ids": (5, 3.7)}, r"token id 3.7 \(token 1 of the answer\); must be a whole number"),
+    "a text": ({"token_ids": ("7", 5)}, "token id '7'"),
+    "a truth value": ({"token_ids": (True, 5)}, "token id True"),
+    "a text of ids": ({"token_ids": "55"}, "'55' in place of a token id for each token"),
+    "a negative id": ({"token_ids": (5, -1)}, "token id -1"),
+    "past the vocabulary": ({"token_ids": (5, len(TOKENIZER))}, f"must be from 0 to {len(TOKENIZER) - 1}"),
+    "a huge id": ({"token_ids": (5, 10**5000)}, "token id a int that cannot be shown"),
+    "a positive log-probability": ({"logprobs": (5.0, -1.0)}, "5.0 .* at most 0"),
+    "a text as log-probability": ({"logprobs": ("-1", -1.0)}, "log-probability '-1'"),
+    "a truth value as log-probability": ({"logprobs": (False, -1.0)}, "log-probability False"),
+    "an infinite log-probability": ({"logprobs": (float("-inf"), -1.0)}, "not finite"),
+    "infinite in float32": ({"logprobs": (-1e300, -1.0)}, "not finite"),
+    "no log-probabilities": ({"logprobs": None}, "None in place of a log-probability"),
+    "more than asked for": ({"token_ids": (5,) * 65, "logprobs": (-1.0,) * 65}, "65 tokens, and 64 were asked for"),
+    "weights that there are not": ({"weight_version": 8}, "with weights 8, and has those of 7"),
+    "weights of earlier": ({"weight_version": 6}, "with weights 6, and has those of 7"),
+    "a version that is a text": ({"weight_version": "7"}, "with weights '7'"),
+    "a stop reason that is a text": ({"stop_reason": "stop"}, "stop reason 'stop'"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_ANSWERS.values(), ids=BAD_ANSWERS)
+def test_an_answer_with_wrong_data_fails_its_trajectory_alone(
+    make_generator: Any, changes: dict[str, Any], message: str
+) -> None:
+    replies: Iterator[Any] = iter([replace(make_output((5, 5)), **changes)])
+    generator = make_generator(FakeEngine(lambda _: next(replies, ANSWER)), environment={"max_failed_fraction": 0.5})
+    batch = generator.generate(
+        make_prompts(2),
+        n_samples_per_prompt=1,
+        sampling=SamplingParams(max_generate_length=64),
+        global_step=1,
+        purpose="train",
+    )
+    (failure,) = [each.failure for each in batch.trajectories if each.failure is not None]
+    assert failure.kind is FailureKind.ENGINE_ERROR
+    assert re.search(message, failure.message), failure.message
+
+
+def test_numbers_of_numpy_are_taken_for_what_they_are(make_generator: Any) -> None:
+    given: Any = replace(make_output(()), token_ids=np.array([5, 6]), logprobs=[np.float32(-0.5), 0])
+    trajectory = roll_out_one(make_generator(FakeEngine(lambda _: given)))
+    assert trajectory.turns[0].response_token_ids.tolist() == [5, 6]
+    assert trajectory.turns[0].response_logprobs.tolist() == [-0.5, 0.0]
+
+
+def test_a_prompt_that_the_model_has_no_embedding_of_is_not_sent(make_generator: Any) -> None:
+    engine = FakeEngine(answer)
+    generator = make_generator(engine, environment={"max_failed_fraction": 1.0}, vocabulary_size=12)
+    failure = roll_out_one(generator).failure
+    assert failure is not None
+    assert "Set model.tokenizer_path" in failure.message
+    assert not engine.requests
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"response_token_ids": (5, 5, 10_000)}, "token id 10000"),
+        ({"response_logprobs": (-1.0, -1.0, 0.5)}, "log-probability"),
+        ({"reward": 1e39}, "reward 1e.39 is not finite in float32"),
+        ({"response_token_ids": (5,) * 300, "response_logprobs": ()}, "more than generator.max_context_length=256"),
+    ],
+)
+def test_a_turn_of_a_custom_agent_loop_is_checked_too(
+    make_generator: Any, changes: dict[str, Any], message: str
+) -> None:
+    loop = {"_target_": "test_generator:with_changes", "changes": changes}
+    generator = make_generator(
+        FakeEngine(answer), environment={"max_failed_fraction": 1.0}, agent_loop=loop, max_context_length=256
+    )
+    trajectory = roll_out_one(generator)
+    assert trajectory.failure is not None
+    assert re.search(message, trajectory.failure.message)
+    assert trajectory.turns == ()
+
+
+async def with_changes(episode: Episode, *, changes: dict[str, Any]) -> Trajectory:
+    trajectory = await multi_turn(episode)
+    values = {name: getattr(trajectory.turns[0], name) for name in Turn.__dataclass_fields__}
+    return replace(trajectory, turns=(Turn(**{**values, **changes}),))
 
 
 # The event loop

@@ -10,7 +10,7 @@ import pytest
 
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.config.schema import Config, TrainerConfig
-from skyrl_train.errors import BatchError, ConfigError, DataError, EngineError
+from skyrl_train.errors import BatchError, ConfigError, DataError, EngineError, SkyrlTrainError
 from skyrl_train.rollout.replay import ReplayGenerator
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.telemetry.rollout_log import write_rollouts
@@ -122,3 +122,25 @@ def test_rollouts_with_logprobs_for_some_turns_only_are_refused(tmp_path: Path) 
     path = write(tmp_path / "mine.jsonl", line("a", logprobs=[-1.0, -2.0]), line("b"))
     with pytest.raises(BatchError, match="record them for all or none"):
         assembled(ReplayGenerator(path), 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits", "reason"),
+    [
+        ({"response_token_ids": [3, 400]}, {"vocabulary_size": 300}, "the token id 400"),
+        ({"prompt_token_ids": [300, 1]}, {"vocabulary_size": 300}, "the token id 300"),
+        ({"response_token_ids": [3] * 9}, {"max_context_length": 10}, "11 tokens of prompt and response, more than"),
+        ({"logprobs": [-1.0, 5.0]}, {}, "must be finite and at most 0"),
+        ({"reward": 1e39}, {}, "not finite in float32"),
+    ],
+)
+def test_a_recorded_trajectory_that_cannot_be_trained_on_fails_alone(
+    tmp_path: Path, changes: dict[str, Any], limits: dict[str, int], reason: str
+) -> None:
+    path = write(tmp_path / "mine.jsonl", line("a", **changes), line("b"), line("a"), line("b"))
+    batch = replay(ReplayGenerator(path, **limits), 1)
+    assert [each.failed for each in batch.trajectories] == [True, False, False, False]
+    assert batch.trajectories[0].failure is not None
+    assert reason in batch.trajectories[0].failure.message
+    with pytest.raises(SkyrlTrainError, match=r"1 of 4 trajectories failed, more than .*max_failed_fraction=0.2"):
+        ReplayGenerator(path, max_failed_fraction=0.2, **limits)

@@ -1,0 +1,229 @@
+"""What an inference engine answers, and what a recording or a custom agent loop hands in, checked before it is used.
+
+Whichever engine answers (Hugging Face, vLLM, a server, a custom one), `CheckedEngine` stands before it, so that no other
+code has to doubt an answer. What is refused fails the one trajectory that asked, with the reason.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from skyrl_train.errors import EngineError, SkyrlTrainError
+from skyrl_train.interfaces import InferenceEngine
+from skyrl_train.rollout.env_runner import describe
+from skyrl_train.types import (
+    Failure,
+    FailureKind,
+    GenerationOutput,
+    GenerationRequest,
+    Outcome,
+    StopReason,
+    Trajectory,
+    Turn,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class CheckedEngine:
+    """Implements `InferenceEngine` by another one, of which it trusts nothing."""
+
+    def __init__(self, engine: InferenceEngine, *, vocabulary_size: int) -> None:
+        """`vocabulary_size`: rows of the policy's embedding, one for each token id that it can be given."""
+        self._engine = engine
+        self._vocabulary_size = vocabulary_size
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that answer now."""
+        return self._engine.weight_version
+
+    def lease(self) -> AbstractContextManager[None]:
+        """Announce a trajectory."""
+        return self._engine.lease()
+
+    async def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Raises EngineError where the engine breaks or its answer is refused, DeadlineError where it is late."""
+        check_prompt(request.prompt_token_ids, vocabulary_size=self._vocabulary_size)
+        oldest = self._engine.weight_version
+        try:
+            answer = await self._engine.generate(request)
+        except SkyrlTrainError:
+            raise
+        except Exception as error:  # a custom engine may raise anything; whoever wrote it needs to see where
+            logger.warning("the engine broke over request %s", request.request_id, exc_info=error)
+            raise EngineError(f"the engine broke over request {request.request_id}: {describe(error)}") from error
+        versions = (oldest, self._engine.weight_version)
+        return check_answer(answer, request, vocabulary_size=self._vocabulary_size, versions=versions)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
+
+
+def check_prompt(token_ids: Sequence[int], *, vocabulary_size: int) -> None:
+    """Raise EngineError for a prompt with a token that the model has no embedding of, which would break a whole batch."""
+    largest = max(token_ids, default=0)
+    if largest >= vocabulary_size:
+        raise EngineError(
+            f"the prompt has the token id {largest}, and the model knows those from 0 to {vocabulary_size - 1}. Is the "
+            "tokenizer that of another model? Set model.tokenizer_path"
+        )
+
+
+def check_answer(
+    answer: object,
+    request: GenerationRequest,
+    *,
+    vocabulary_size: int,
+    versions: tuple[int, int],
+) -> GenerationOutput:
+    """Return the answer with plain numbers, or raise EngineError saying what is wrong with it.
+
+    Args:
+        answer: Whatever the engine gave.
+        request: What it was asked; no more tokens may come than that.
+        vocabulary_size: Token ids are from 0 to below this.
+        versions: Oldest and newest version of the weights that the engine had while it answered.
+    """
+    if not isinstance(answer, GenerationOutput):
+        raise EngineError(f"the engine returned {_short(answer)}; must be a GenerationOutput")
+    if not isinstance(answer.stop_reason, StopReason):
+        raise EngineError(f"the engine returned the stop reason {_short(answer.stop_reason)}; must be a StopReason")
+    token_ids = _plain(answer.token_ids, "token id", "a whole number", (int, np.integer), int)
+    if answer.stop_reason is StopReason.ABORT:
+        raise EngineError(f"the engine aborted the request after {len(token_ids)} tokens")
+    if not token_ids:
+        raise EngineError("the engine returned no tokens")
+    most = request.sampling.max_generate_length
+    if len(token_ids) > most:
+        raise EngineError(f"the engine returned {len(token_ids)} tokens, and {most} were asked for")
+    if (wrong := _first_outside(token_ids, vocabulary_size)) is not None:
+        raise EngineError(
+            f"the engine returned the token id {_short(token_ids[wrong])} (token {wrong} of the answer); must be from 0 to "
+            f"{vocabulary_size - 1}"
+        )
+    logprobs = _plain(answer.logprobs, "log-probability", "a number", (float, int, np.floating, np.integer), float)
+    if len(logprobs) != len(token_ids):
+        raise EngineError(f"the engine returned {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
+    if (wrong := _first_not_logprob(logprobs)) is not None:
+        raise EngineError(
+            f"the engine returned the log-probability {logprobs[wrong]!r} (token {wrong} of the answer); must be finite and "
+            "at most 0. It is one that is not finite or not of a probability"
+        )
+    if type(answer.weight_version) is not int or not versions[0] <= answer.weight_version <= versions[1]:
+        known = " to ".join(map(str, sorted(set(versions))))
+        raise EngineError(f"the engine answered with weights {_short(answer.weight_version)}, and has those of {known}")
+    if token_ids is answer.token_ids and logprobs is answer.logprobs:
+        return answer
+    return replace(answer, token_ids=token_ids, logprobs=logprobs)
+
+
+def checked_trajectory(trajectory: Trajectory, *, vocabulary_size: int, max_context_length: int) -> Trajectory:
+    """Return the trajectory, or a failed one with the turns before the first that cannot be trained on.
+
+    Args:
+        trajectory: Recorded, or made by a custom agent loop.
+        vocabulary_size: Token ids are from 0 to below this.
+        max_context_length: Most tokens of a prompt and its response together.
+    """
+    for index, (turn, prompt_length) in enumerate(zip(trajectory.turns, trajectory.prompt_lengths())):
+        kind, reason = FailureKind.ENGINE_ERROR, ""
+        length = prompt_length + len(turn.response_token_ids)
+        largest = max(int(column.max(initial=0)) for column in (turn.added_token_ids, turn.response_token_ids))
+        if not _is_float32(turn.reward):
+            kind, reason = FailureKind.INVALID_REWARD, f"the reward {turn.reward!r} is not finite in float32"
+        elif length > max_context_length:
+            reason = (
+                f"{length} tokens of prompt and response, more than generator.max_context_length={max_context_length}"
+            )
+        elif largest >= vocabulary_size:
+            reason = f"the token id {largest}, and the model knows those from 0 to {vocabulary_size - 1}"
+        elif (wrong := _first_not_logprob(turn.response_logprobs)) is not None:
+            reason = f"the log-probability {turn.response_logprobs[wrong]!r}, which must be finite and at most 0"
+        if reason:
+            return _failed(trajectory, index, kind, reason)
+    return trajectory
+
+
+def check_failures(done: Sequence[Trajectory], total: int, *, limit: float) -> None:
+    """Raise SkyrlTrainError, of the engine where it is what fails, where more than `limit` of `total` trajectories failed.
+
+    `limit` is `environment.max_failed_fraction`; the message counts the reasons.
+    """
+    failures = [trajectory.failure for trajectory in done if trajectory.failure is not None]
+    if len(failures) <= limit * total:
+        return
+    reasons = Counter(f"{failure.kind.value}: {failure.message}" for failure in failures)
+    lines = [f"  {count} x {reason}" for reason, count in reasons.most_common(5)]
+    of_engine = (FailureKind.ENGINE_ERROR, FailureKind.ENGINE_TIMEOUT)
+    error = EngineError if all(failure.kind in of_engine for failure in failures) else SkyrlTrainError
+    raise error(
+        f"{len(failures)} of {total} trajectories failed, more than environment.max_failed_fraction={limit:g}:\n"
+        + "\n".join(lines)
+        + "\nMend the cause, or raise environment.max_failed_fraction to carry on without them."
+    )
+
+
+def _failed(trajectory: Trajectory, turn_index: int, kind: FailureKind, reason: str) -> Trajectory:
+    if trajectory.failure is not None:  # it is no less failed, and its bad turns are of no use
+        return replace(trajectory, turns=trajectory.turns[:turn_index])
+    failure = Failure(kind=kind, message=f"turn {turn_index} has {reason}", turn_index=turn_index)
+    turns: tuple[Turn, ...] = trajectory.turns[:turn_index]
+    return replace(trajectory, turns=turns, outcome=Outcome.FAILED, failure=failure)
+
+
+def _plain(values: object, name: str, rule: str, kinds: tuple[type, ...], make: type) -> tuple[Any, ...]:
+    """Return the values as a tuple of Python's own numbers; the tuple itself where it is one. True and False are none."""
+    column = values.tolist() if isinstance(values, np.ndarray) and values.ndim == 1 else values
+    if not isinstance(column, (tuple, list)):
+        raise EngineError(f"the engine returned {_short(values)} in place of a {name} for each token")
+    given = set(map(type, column))
+    for kind in given:
+        if kind is bool or not (kind in kinds or (issubclass(kind, np.generic) and issubclass(kind, kinds))):
+            wrong = next(index for index, value in enumerate(column) if type(value) is kind)
+            raise EngineError(
+                f"the engine returned the {name} {_short(column[wrong])} (token {wrong} of the answer); must be {rule}"
+            )
+    if given <= {make} and isinstance(column, tuple):
+        return column
+    try:
+        return tuple(map(make, column))
+    except OverflowError:
+        raise EngineError(f"the engine returned a {name} that is too large") from None
+
+
+def _first_outside(token_ids: Sequence[int], vocabulary_size: int) -> int | None:
+    """Return the index of the first token id that there is none of. Python's own comparison: an id may have any size."""
+    if min(token_ids) >= 0 and max(token_ids) < vocabulary_size:
+        return None
+    return next(index for index, token_id in enumerate(token_ids) if not 0 <= token_id < vocabulary_size)
+
+
+def _first_not_logprob(values: Any) -> int | None:
+    """Return the index of the first value that is above 0 or, in float32, not finite; None where there is none."""
+    with np.errstate(over="ignore"):
+        column = np.asarray(values, dtype=np.float32)
+    good = np.isfinite(column) & (np.asarray(values, dtype=np.float64) <= 0.0)
+    return None if good.all() else int(np.argmin(good))
+
+
+def _is_float32(value: float) -> bool:
+    with np.errstate(over="ignore"):
+        return bool(np.isfinite(np.float32(value)))
+
+
+def _short(value: object) -> str:
+    """Return a value as a person may read it. Its `repr` may be long, or fail, as that of a huge integer does."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 80 else text[:77] + "..."
