@@ -4,6 +4,7 @@ SkyrlTrainError
 ├── ConfigError                  the configuration; carries all violations at once
 ├── DataError                    a data file or row
 ├── CheckpointError              a checkpoint is missing, damaged or of another run
+│   └── SaveError                it could not be written, as on a full disk; earlier ones are as they were
 ├── ModelError                   a model folder or name cannot be used
 ├── BatchError (ValueError)      rows, boundaries or shapes that contradict each other
 ├── MemoryLimitError             rows that do not fit the memory of a device
@@ -79,6 +80,11 @@ class DataError(SkyrlTrainError):
 
 class CheckpointError(SkyrlTrainError):
     """A checkpoint cannot be used; names the folder and the reason."""
+
+
+class SaveError(CheckpointError):
+    """A checkpoint could not be written: the disk is full, refuses or is gone. Earlier ones are as they were, and a later
+    attempt may succeed."""
 
 
 class ModelError(SkyrlTrainError):

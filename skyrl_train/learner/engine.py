@@ -23,7 +23,7 @@ from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
 from skyrl_train.endpoints import LocalEndpoint
-from skyrl_train.errors import CheckpointError, NonFiniteError, SkyrlTrainError
+from skyrl_train.errors import CheckpointError, NonFiniteError, SaveError, SkyrlTrainError
 from skyrl_train.learner import state
 from skyrl_train.learner.offload import Offloader
 from skyrl_train.learner.optimizer import allocate_state, build_optimizer, load_optimizer_tensors, optimizer_tensors
@@ -204,7 +204,8 @@ class ModelEngine:
             parameter.grad = None
 
     def save(self, folder: Path) -> None:
-        """The files of `learner/state.py`; exact. Raises CheckpointError where a gradient is pending."""
+        """The files of `learner/state.py`; exact. Raises CheckpointError where a gradient is pending, SaveError
+        where the disk refuses."""
         if self._has_gradient:
             raise CheckpointError(
                 f"{folder}: save between optimizer steps; the {self.name} model has a pending gradient"
@@ -212,18 +213,25 @@ class ModelEngine:
         self.offloader.require(optimizer=True)
         if self.strategy.rank and not self.strategy.sharded:
             return
-        state.write(
-            folder,
-            role=self.name,
-            model=self._tensors(),
-            optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
-            optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
-            steps=self.num_optimizer_steps,
-            documents=self.num_documents,
-            budgets=self.oom_retry.budgets(),
-            sharded=self.strategy.sharded,
-            rank=self.strategy.rank,
-        )
+        reason = ""
+        try:
+            state.write(
+                folder,
+                role=self.name,
+                model=self._tensors(),
+                optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
+                optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
+                steps=self.num_optimizer_steps,
+                documents=self.num_documents,
+                budgets=self.oom_retry.budgets(),
+                sharded=self.strategy.sharded,
+                rank=self.strategy.rank,
+            )
+        except SaveError as error:
+            reason = str(error)
+        # Ranks that share a model return when all of its shards are there, or raise when one of them is not.
+        if reason := self.strategy.first_reason(reason) if self.strategy.sharded else reason:
+            raise SaveError(reason)
 
     def load(self, folder: Path) -> None:
         """Inverse of `save`. Raises CheckpointError, before anything changes, where names, shapes or types differ."""

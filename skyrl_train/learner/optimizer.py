@@ -73,7 +73,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
 def load_optimizer_tensors(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Inverse of `optimizer_tensors`. Raises CheckpointError for an unknown parameter or another shape."""
+    """Inverse of `optimizer_tensors`. Raises CheckpointError for an unknown parameter, another shape, or state that AdamW
+    would find missing in its next step."""
     states: dict[Tensor, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         kind, _, name = key.partition(".")
@@ -85,5 +86,10 @@ def load_optimizer_tensors(
                 f"optimizer state {key!r} has shape {list(value.shape)}; the parameter {list(parameter.shape)}"
             )
         states.setdefault(parameter, {})[kind] = value.to(parameter.device)
+    if isinstance(optimizer, torch.optim.AdamW) and states:
+        for name, parameter in parameters.items():
+            for kind in ("step", "exp_avg", "exp_avg_sq"):
+                if kind not in states.get(parameter, {}):
+                    raise CheckpointError(f"the optimizer's state lacks {kind}.{name}: it was cut or changed")
     optimizer.state.clear()
     optimizer.state.update(states)

@@ -5,38 +5,38 @@ state.json               format, role, the optimizer's name, its steps and docum
 model.safetensors        parameters under their Hugging Face names, tied ones once
 optimizer.safetensors    e.g. `exp_avg.model.norm.weight`; absent for a model without an optimizer
 
-A model that is sharded over ranks writes `.metadata` and `__RANK_0.distcp` in place of the two safetensors files
-(`torch.distributed.checkpoint`): each rank writes the shards that it holds, and a reader asks for the parts that it
-needs, however the writers had cut them. `.metadata` is a pickle: read only what `trainers/checkpoints.py` has verified.
-Either form loads into either kind of learner, on any number of ranks.
+A model that is sharded over ranks writes `shard-RANK.safetensors` in place of the two safetensors files
+(`learner/shards.py`). Either form loads into either kind of learner, on any number of ranks.
+
+Sums prove that a checkpoint is what was written, not who wrote it. What is read here is therefore taken for data, never for
+code, and each fact is checked before it is used: types, ranges, shapes, that numbers are finite, that nothing is missing.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from skyrl_train.distributed.fsdp import reshard
-from skyrl_train.errors import CheckpointError, ModelError
+from skyrl_train.errors import CheckpointError, ModelError, SaveError
+from skyrl_train.learner.shards import StoredShards, TensorFact, is_sharded, local_part, write_shard
+from skyrl_train.telemetry.files import read_json, shown, whole_number
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 STATE_FILE = "state.json"
 FORMAT = 1
-_METADATA_FILE = ".metadata"
 _MODEL_PREFIX = "model/"
 _OPTIMIZER_PREFIX = "optimizer/"
-TensorFact = tuple[torch.dtype, tuple[int, ...]]
-"""Type and whole shape."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,21 +65,22 @@ def write(
     sharded: bool = False,
     rank: int = 0,
 ) -> None:
-    """Writes the files. Called by all ranks where the model is `sharded`, else by one. Raises CheckpointError where the
-    disk refuses."""
+    """Writes the files. Called by all ranks where the model is `sharded`, else by one. Raises SaveError where the disk
+    refuses."""
     content = {
         "format": FORMAT,
         "role": role,
         "optimizer": optimizer_name,
         "num_optimizer_steps": steps,
         "num_documents": documents,
+        "num_optimizer_tensors": len(optimizer or {}),
         "memory_budgets": budgets,
         "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model.values()}),
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if sharded:
-            _write_tensors(folder, _sharded_names(model, optimizer))
+            write_shard(folder, rank, _sharded_names(model, optimizer))
         else:
             save_file(_plain(model), folder / MODEL_FILE)
             if optimizer is not None:
@@ -87,7 +88,7 @@ def write(
         if rank == 0:
             (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: the {role} model could not be written: {error}") from error
+        raise SaveError(f"{folder}: the {role} model could not be written: {error}") from error
 
 
 def read(
@@ -98,46 +99,120 @@ def read(
 
     Raises CheckpointError for missing or unreadable files, another role, or names, shapes or types that differ.
     """
-    try:
-        content = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        steps, documents = int(content["num_optimizer_steps"]), int(content["num_documents"])
-        budgets = tuple(int(tokens) for tokens in content.get("memory_budgets", ()))
-        found = (int(content["format"]), str(content["role"]))
-        if found != (FORMAT, role):
-            raise CheckpointError(f"{folder}: holds format {found[0]}, role {found[1]!r}; expected {FORMAT}, {role!r}")
-        with_optimizer = with_optimizer and content.get("optimizer", optimizer_name) == optimizer_name
-        if _is_sharded(folder):
+    facts = _read_facts(folder, role=role)
+    with_optimizer = with_optimizer and facts.optimizer in (None, optimizer_name)
+    with _reading(folder, f"the {role} model"):
+        if is_sharded(folder):
             tensors, moments = _read_sharded(folder, model, with_optimizer)
         else:
             tensors = load_file(folder / MODEL_FILE)
             moments = load_file(folder / OPTIMIZER_FILE) if with_optimizer else {}
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{folder}: the {role} model cannot be read: {type(error).__name__}: {error}") from error
     _require_same(folder, {name: _fact(tensor) for name, tensor in tensors.items()}, model)
+    _require_finite(folder, tensors)
+    if with_optimizer:
+        _check_moments(folder, moments, facts)
     return StoredState(
         model={name: _laid_out_like(tensor, model[name]) for name, tensor in tensors.items()},
         optimizer={key: _moment_like(value, key, model) for key, value in moments.items()},
-        num_optimizer_steps=steps,
-        num_documents=documents,
-        budgets=budgets,
+        num_optimizer_steps=facts.num_optimizer_steps,
+        num_documents=facts.num_documents,
+        budgets=facts.budgets,
     )
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
     """The parameters alone, whole, in this process. Raises CheckpointError."""
+    with _reading(folder, "the model"):
+        if is_sharded(folder):
+            stored = StoredShards(folder)
+            names = [name for name in stored.facts if name.startswith(_MODEL_PREFIX)]
+            whole = {name: torch.empty(stored.facts[name][1], dtype=stored.facts[name][0]) for name in names}
+            for name, tensor in whole.items():
+                stored.fill(name, tensor)
+            tensors = {name.removeprefix(_MODEL_PREFIX): tensor for name, tensor in whole.items()}
+        else:
+            tensors = load_file(folder / MODEL_FILE)
+    _require_finite(folder, tensors)
+    return tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Facts:
+    """What `state.json` says."""
+
+    optimizer: str | None
+    """None in a checkpoint of before optimizers were named."""
+    num_optimizer_steps: int
+    num_documents: int
+    num_optimizer_tensors: int | None
+    """None in a checkpoint of before they were counted."""
+    budgets: tuple[int, ...]
+
+
+@contextmanager
+def _reading(folder: Path, what: str) -> Iterator[None]:
+    """Turns what damaged files make their readers raise into CheckpointError."""
     try:
-        if not _is_sharded(folder):
-            return load_file(folder / MODEL_FILE)
-        facts = _describe_tensors(folder)
-        tensors = {
-            name: torch.empty(shape, dtype=dtype)
-            for name, (dtype, shape) in facts.items()
-            if name.startswith(_MODEL_PREFIX)
-        }
-        _read_tensors(folder, tensors)
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{folder}: the model cannot be read: {type(error).__name__}: {error}") from error
-    return {name.removeprefix(_MODEL_PREFIX): tensor for name, tensor in tensors.items()}
+        yield
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else f"{error}"
+        raise CheckpointError(f"{folder}: {what} cannot be read: {type(error).__name__}: {reason}") from error
+
+
+def _read_facts(folder: Path, *, role: str) -> _Facts:
+    """Raises CheckpointError naming the file and the entry."""
+    with _reading(folder, f"the {role} model's {STATE_FILE}"):
+        content = read_json(folder / STATE_FILE)
+        if (content["format"], content["role"]) != (FORMAT, role):
+            raise ValueError(
+                f"holds format {shown(content['format'])}, role {shown(content['role'])}; expected {FORMAT}, {role!r}"
+            )
+        optimizer = content.get("optimizer")
+        if not isinstance(optimizer, (str, type(None))):
+            raise ValueError(f"optimizer must be a name; got {shown(optimizer)}")
+        budgets = content.get("memory_budgets", [])
+        if not isinstance(budgets, list) or len(budgets) not in (0, 4):
+            raise ValueError(f"memory_budgets must be no or four numbers; got {shown(budgets)}")
+        numbered = {f"memory_budgets[{index}]": tokens for index, tokens in enumerate(budgets)}
+        return _Facts(
+            optimizer=optimizer,
+            num_optimizer_steps=whole_number(content, "num_optimizer_steps"),
+            num_documents=whole_number(content, "num_documents"),
+            num_optimizer_tensors=whole_number(content, "num_optimizer_tensors")
+            if "num_optimizer_tensors" in content
+            else None,
+            budgets=tuple(whole_number(numbered, name) for name in numbered),
+        )
+
+
+def _require_finite(folder: Path, tensors: Mapping[str, Tensor], what: str = "") -> None:
+    """Raises CheckpointError naming the first tensor with a NaN or an infinity, as far as this rank has it."""
+    for name, tensor in tensors.items():
+        local = local_part(tensor)[0]
+        if local.is_floating_point() and not local.isfinite().all():
+            count = int(local.numel() - local.isfinite().sum())
+            raise CheckpointError(
+                f"{folder}: {what}{name} has {count} of {local.numel()} values that are not finite. Resume from an earlier "
+                "checkpoint with trainer.resume_mode=from_path trainer.resume_path=..."
+            )
+
+
+def _check_moments(folder: Path, moments: Mapping[str, Tensor], facts: _Facts) -> None:
+    """Raises CheckpointError where some are missing, not finite, or of a number of steps that was never made."""
+    if facts.num_optimizer_tensors not in (None, len(moments)):
+        raise CheckpointError(
+            f"{folder}: the optimizer's state has {len(moments)} tensors; {STATE_FILE} states "
+            f"{facts.num_optimizer_tensors}"
+        )
+    _require_finite(folder, moments, "the optimizer's ")
+    for key, value in moments.items() if facts.optimizer in (None, "adamw") else ():
+        if key.startswith("step.") and value.numel() == 1:
+            count = float(local_part(value)[0])
+            if not 0 <= count <= facts.num_optimizer_steps or count % 1:
+                raise CheckpointError(
+                    f"{folder}: the optimizer's {key} is {count:g}; it must be a number of steps up to the "
+                    f"{facts.num_optimizer_steps} of {STATE_FILE}"
+                )
 
 
 @torch.no_grad()
@@ -167,23 +242,25 @@ def _read_sharded(
     folder: Path, model: Mapping[str, Tensor], with_optimizer: bool
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Tensors laid out as the model's; moments as the parameters that they belong to."""
-    facts = _describe_tensors(folder)
-    stored = {name.removeprefix(_MODEL_PREFIX): fact for name, fact in facts.items() if name.startswith(_MODEL_PREFIX)}
+    shards = StoredShards(folder)
+    stored = {
+        name.removeprefix(_MODEL_PREFIX): fact for name, fact in shards.facts.items() if name.startswith(_MODEL_PREFIX)
+    }
     _require_same(folder, stored, model)
-    into = {f"{_MODEL_PREFIX}{name}": torch.empty_like(tensor) for name, tensor in model.items()}
-    if with_optimizer:
-        for name, (dtype, shape) in facts.items():
-            if name.startswith(_OPTIMIZER_PREFIX):
-                owner = model.get(name.removeprefix(_OPTIMIZER_PREFIX).partition(".")[2])
-                if owner is not None and tuple(owner.shape) == shape:
-                    into[name] = torch.empty_like(owner, dtype=dtype)
-                else:
-                    into[name] = torch.empty(shape, dtype=dtype)
-    _read_tensors(folder, into)
-    return (
-        {name.removeprefix(_MODEL_PREFIX): into[name] for name in into if name.startswith(_MODEL_PREFIX)},
-        {name.removeprefix(_OPTIMIZER_PREFIX): into[name] for name in into if name.startswith(_OPTIMIZER_PREFIX)},
-    )
+    tensors = {name: torch.empty_like(tensor) for name, tensor in model.items()}
+    moments = {}
+    for name, (dtype, shape) in shards.facts.items():
+        if with_optimizer and name.startswith(_OPTIMIZER_PREFIX):
+            key = name.removeprefix(_OPTIMIZER_PREFIX)
+            owner = model.get(key.partition(".")[2])
+            if owner is not None and tuple(owner.shape) == shape:
+                moments[key] = torch.empty_like(owner, dtype=dtype)
+            else:
+                moments[key] = torch.empty(shape, dtype=dtype)
+    for prefix, into in ((_MODEL_PREFIX, tensors), (_OPTIMIZER_PREFIX, moments)):
+        for name, tensor in into.items():
+            shards.fill(f"{prefix}{name}", tensor)
+    return tensors, moments
 
 
 def _moment_like(value: Tensor, key: str, model: Mapping[str, Tensor]) -> Tensor:
@@ -211,41 +288,6 @@ def _require_same(folder: Path, found: Mapping[str, TensorFact], expected: Mappi
                 f"{folder}: {name} is {there} in the checkpoint but {here} in the model. "
                 "Is model.path the one of that run?"
             )
-
-
-def _is_sharded(folder: Path) -> bool:
-    """Whether `_write_tensors` wrote here."""
-    return (folder / _METADATA_FILE).is_file()
-
-
-def _write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """All ranks call it with the same names. Raises what torch raises where the disk refuses."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    writer = FileSystemWriter(str(folder), single_file_per_rank=True, sync_files=False, overwrite=True)
-    save(dict(tensors), storage_writer=writer, no_dist=not dist.is_initialized())
-
-
-def _describe_tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Type and whole shape of every tensor there."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    entries = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    return {
-        name: (entry.properties.dtype, tuple(entry.size))
-        for name, entry in entries.items()
-        if isinstance(entry, TensorStorageMetadata)
-    }
-
-
-def _read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Fills the tensors of `into`, sharded or whole, each with what this rank holds of it. All ranks call it."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    load(dict(into), storage_reader=FileSystemReader(str(folder)), no_dist=not dist.is_initialized())
 
 
 def _laid_out_like(whole: Tensor, target: Tensor) -> Tensor:

@@ -78,11 +78,12 @@ def _load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
     if config.trainer.resume_mode not in ("from_path", "fork"):
         return 0
     from skyrl_train.learner.state import read_model
-    from skyrl_train.trainers.checkpoints import CheckpointStore, checkpoint_step
+    from skyrl_train.trainers.checkpoints import CheckpointStore
+    from skyrl_train.trainers.state import TrainerState
     from skyrl_train.weights import stored_weights
 
     checkpoint = CheckpointStore(Path(config.trainer.resume_path), keep=1).find(Path(config.trainer.resume_path))
-    step = checkpoint_step(checkpoint)
+    step = TrainerState.read(checkpoint).global_step
     weights: Mapping[str, Tensor] = read_model(checkpoint / "policy")
     if config.model.lora.rank:
         from skyrl_train.model.lora import adapter_tensors, base_with_adapter, merged_weights

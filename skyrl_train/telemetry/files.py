@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+_MAX_DEPTH = 64
+"""Levels of what is read; the deepest that is written has seven."""
+_MAX_COUNT = 2**53
+"""The largest whole number that every reader of JSON takes as it is."""
+_SHOWN = 60
 
 
 def sync_folder(folder: Path) -> None:
@@ -33,3 +41,58 @@ def write_json(path: Path, value: Any) -> None:
     """Indented JSON with sorted keys, atomically. Raises ValueError for NaN and infinities."""
     text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False, ensure_ascii=False)
     write_atomically(path, f"{text}\n".encode())
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file. Raises OSError, and ValueError for whatever else is wrong with it."""
+    return parse_json(path.read_bytes())
+
+
+def parse_json(text: bytes | str) -> Any:
+    """What `json.loads` makes of a text that another program may have written.
+
+    Raises ValueError, as for any other text that is not JSON, for bytes that are not UTF-8, for NaN and infinities, for
+    numbers of more digits than Python converts, and for nesting that would exhaust the stack of whoever walks it.
+    """
+    try:
+        content = json.loads(text, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {_MAX_DEPTH} levels") from None
+    level = [content]
+    for _ in range(_MAX_DEPTH):
+        level = [each for value in level if isinstance(value, (dict, list)) for each in _entries(value)]
+        if not level:
+            return content
+    raise ValueError(f"nested deeper than {_MAX_DEPTH} levels")
+
+
+def _entries(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def whole_number(content: Mapping[str, Any], name: str) -> int:
+    """The entry `name`, a count: a whole number that JSON states exactly. Raises ValueError naming it, KeyError."""
+    value = content[name]
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"{name} must be a whole number from 0 to 2**53; got {shown(value)}")
+    return value
+
+
+def finite_number(content: Mapping[str, Any], name: str) -> float:
+    """The entry `name`. Raises ValueError naming it where it is no finite number, KeyError."""
+    value = content[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{name} must be a finite number; got {shown(value)}")
+    return float(value)
+
+
+def shown(value: object) -> str:
+    """A value from a file for an error message: cut, and only the type's name where it is not a plain value."""
+    if isinstance(value, (str, int, float, type(None))):
+        text = repr(value)
+        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return f"a {type(value).__name__}"

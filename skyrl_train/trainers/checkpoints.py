@@ -25,14 +25,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.telemetry.files import sync_folder, write_atomically
+from skyrl_train.telemetry.files import read_json, shown, sync_folder, whole_number, write_atomically
+from skyrl_train.trainers.state import STATE_FILE, TrainerState
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 FORMAT = 1
 _TEMPORARY = ".tmp-"
 _REPLACED = ".tmp-replaced-"
-_NAME = re.compile(r"step_(\d{6,})")
+_NAME = re.compile(r"step_(\d{6,15})")
 _READ_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,8 @@ class CheckpointStore:
         return write_checkpoint(self._root, step, write, self._keep)
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint that verifies, as `latest_checkpoint` does."""
-        return latest_checkpoint(self._root)
+        """Return the newest checkpoint that can be used, as `latest_checkpoint` does."""
+        return latest_checkpoint(self._root, require_usable)
 
     def find(self, path: Path) -> Path:
         """Return the checkpoint at `path`, or the newest whole one of the run whose output folder (or `checkpoints/`) it
@@ -61,23 +62,26 @@ class CheckpointStore:
                 f"trainer.resume_path={path} is not a folder. Give a run's output folder or a checkpoint"
             )
         for root in (path / "checkpoints", path):
-            if root.is_dir() and (found := latest_checkpoint(root)) is not None:
+            if root.is_dir() and (found := latest_checkpoint(root, require_usable)) is not None:
                 return found
-        verify(path)
+        require_usable(path)
         return path
+
+
+def require_usable(folder: Path) -> None:
+    """Raises CheckpointError unless the checkpoint verifies, and its state is one that a run may have written and is of the
+    step in the folder's name."""
+    verify(folder)
+    step, match = TrainerState.read(folder).global_step, _NAME.fullmatch(folder.name)
+    if match and int(match.group(1)) != step:
+        raise CheckpointError(
+            f"{folder}: {STATE_FILE} is of global_step {step}: the folder was renamed. It was {checkpoint_name(step)}"
+        )
 
 
 def checkpoint_name(step: int) -> str:
     """Return the name of the checkpoint of `step`, e.g. `step_000010`."""
     return f"step_{step:06d}"
-
-
-def checkpoint_step(folder: Path) -> int:
-    """The step in a checkpoint folder's name. Raises CheckpointError for any other name."""
-    match = _NAME.fullmatch(folder.name)
-    if match is None:
-        raise CheckpointError(f"{folder}: not a checkpoint folder; its name must look like {checkpoint_name(10)}")
-    return int(match.group(1))
 
 
 def write_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
@@ -124,8 +128,9 @@ def clean_leftovers(root: Path) -> None:
             leftover.unlink()
 
 
-def latest_checkpoint(root: Path) -> Path | None:
-    """The newest checkpoint under `root` that is whole, or None where there is none at all.
+def latest_checkpoint(root: Path, require: Callable[[Path], None] | None = None) -> Path | None:
+    """The newest checkpoint under `root` that is whole, or None where there is none at all. `require`, by default `verify`,
+    raises CheckpointError for one that is not.
 
     Prefers the one that `latest` names, then older ones, newest first. Each one that is passed over is reported as a
     warning with the reason. Only reads, so a running trainer's folder may be looked at. Raises CheckpointError where
@@ -135,7 +140,7 @@ def latest_checkpoint(root: Path) -> Path | None:
     candidates = _candidates(root, problems)
     for folder in candidates:
         try:
-            verify(folder)
+            (require or verify)(folder)
         except CheckpointError as error:
             problems.append(str(error))
             continue
@@ -161,7 +166,7 @@ def verify(folder: Path) -> None:
     def check(name: str) -> None:
         if _sha256(folder / name) != files[name][1]:
             raise CheckpointError(
-                f"{folder}: {name} does not have the SHA-256 sum that {MANIFEST} states: it was damaged"
+                f"{folder}: {name} does not have the SHA-256 sum that {MANIFEST} states: one of the two was damaged"
             )
 
     with ThreadPoolExecutor(max_workers=4) as pool:
@@ -231,19 +236,25 @@ def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
     """File name to (bytes, SHA-256). Raises CheckpointError."""
     path = folder / MANIFEST
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in content["files"].items()}
-        found_format = int(content["format"])
+        content = read_json(path)
+        found_format = whole_number(content, "format")
+        if found_format != FORMAT:
+            raise CheckpointError(
+                f"{folder}: {MANIFEST} is of format {found_format}; this version reads format {FORMAT}"
+            )
+        files = {}
+        for name, entry in content["files"].items():
+            if not isinstance(entry["sha256"], str):
+                raise ValueError(f"sha256 of {shown(name)} is {shown(entry['sha256'])}")
+            files[name] = (whole_number(entry, "bytes"), entry["sha256"])
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder}: no {MANIFEST}: the checkpoint was not finished, or the file was deleted"
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder}: {MANIFEST} cannot be read ({type(error).__name__}): it was damaged"
+            f"{folder}: {MANIFEST} cannot be read ({type(error).__name__}: {error}): it was damaged"
         ) from error
-    if found_format != FORMAT:
-        raise CheckpointError(f"{folder}: format {found_format}; this version reads format {FORMAT}")
     for name in files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise CheckpointError(f"{folder}: {MANIFEST} names {name!r}, which lies outside the checkpoint")
@@ -255,11 +266,11 @@ def _check_sizes(folder: Path, files: dict[str, tuple[int, str]]) -> None:
     present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MANIFEST}
     for name, (num_bytes, _) in files.items():
         if name not in present:
-            raise CheckpointError(f"{folder}: {name} is missing")
+            raise CheckpointError(f"{folder}: {shown(name)}, which {MANIFEST} states, is missing")
         found = (folder / name).stat().st_size
         if found != num_bytes:
             raise CheckpointError(
-                f"{folder}: {name} has {found} bytes; {MANIFEST} states {num_bytes}: it was cut or changed"
+                f"{folder}: {name} has {found} bytes; {MANIFEST} states {num_bytes}: one of the two was damaged"
             )
     for name in sorted(present - set(files)):
         raise CheckpointError(f"{folder}: {name} is not in {MANIFEST}: it was put there later")

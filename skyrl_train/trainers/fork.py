@@ -9,17 +9,17 @@ is set from it at each step and is no part of a checkpoint.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.rules import Resume
-from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.errors import CheckpointError, ConfigError, Violation
+from skyrl_train.telemetry.files import read_json, shown
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.changes import Change, ResumeSettings
-from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
+from skyrl_train.trainers.state import STATE_FILE, DataFingerprint, LoopState, TrainerState
 
 _KL_WEIGHT = ("trainer.algorithm.kl_reward_coef", "trainer.algorithm.kl_controller")
 _ENTROPY_WEIGHT = ("trainer.algorithm.entropy_coef", "trainer.algorithm.entropy_controller")
@@ -94,7 +94,7 @@ def fork_from(
 def is_fork_of(folder: RunFolder, resume_path: str) -> bool:
     """Return whether the run in `folder` is a fork that was begun with this `trainer.resume_path`."""
     try:
-        return bool(json.loads(folder.fork_file.read_text(encoding="utf-8"))["resume_path"] == resume_path)
+        return bool(read_json(folder.fork_file)["resume_path"] == resume_path)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -109,7 +109,11 @@ def _data_position(state: TrainerState, changed: Mapping[str, Change], data: Dat
     size = changed.get("trainer.train_batch_size")
     if size is None:
         return state.data_position
-    was, now = int(size.was), int(size.now)
+    was, now = size.was, int(size.now)
+    if type(was) is not int or was < 1:
+        raise CheckpointError(
+            f"{STATE_FILE}: config.trainer.train_batch_size must be a positive integer; got {shown(was)}"
+        )
     epoch, place = divmod(state.data_position, max(1, num_prompts // was))
     return epoch * (num_prompts // now) + place * was // now
 

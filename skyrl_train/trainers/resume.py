@@ -10,7 +10,6 @@ themselves are compared.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 
 from skyrl_train.config.rules import Resume
 from skyrl_train.errors import CheckpointError, ConfigError, Violation
-from skyrl_train.telemetry.files import write_json
+from skyrl_train.telemetry.files import read_json, whole_number, write_json
 from skyrl_train.telemetry.metrics_log import cut_metrics_after
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.changes import START_ANEW, Change, ResumeSettings, begin_another, changes_since
@@ -182,7 +181,7 @@ def _missing_resume_path(mode: str) -> Violation:
 def _completed_steps(folder: RunFolder) -> int:
     """What `complete.json` says; 0 where it is absent or unreadable."""
     try:
-        return int(json.loads(folder.complete_file.read_text())["global_step"])
+        return whole_number(read_json(folder.complete_file), "global_step")
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 

@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import platform
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,11 +25,12 @@ from skyrl_train.algorithms.controllers import (
 )
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import CheckpointError
-from skyrl_train.telemetry.files import write_json
+from skyrl_train.telemetry.files import finite_number, read_json, shown, whole_number, write_json
 from skyrl_train.types import Prompt
 
 STATE_FILE = "trainer_state.json"
 FORMAT = 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _LIBRARIES = ("skyrl_train", "torch", "transformers", "numpy")
 
 
@@ -116,26 +118,58 @@ class TrainerState(LoopState):
 
     @staticmethod
     def read(folder: Path) -> TrainerState:
-        """Raises CheckpointError where the file is missing or not of this format."""
+        """Raises CheckpointError naming the file, and the entry that is missing, unknown, or not what `write` puts there."""
         path = folder / STATE_FILE
         try:
-            content = json.loads(path.read_text())
-            if content.pop("format") != FORMAT:
+            content = _entries(read_json(path), STATE_FILE)
+            if type(content.get("format")) is not int or content.pop("format") != FORMAT:
                 raise ValueError(f"not of format {FORMAT}")
-            totals, data = Totals(**content.pop("totals")), DataFingerprint(**content.pop("data"))
-            controller = KLControllerState.from_json(content.pop("kl_controller"))
             # Checkpoints of before there was a controller have none: its weight was fixed then, and still is.
-            entropy = EntropyControllerState.from_json(
-                content.pop("entropy_controller", EntropyControllerState().to_json())
-            )
-            return TrainerState(
-                **content, entropy_controller=entropy, totals=totals, data=data, kl_controller=controller
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            content.setdefault("entropy_controller", EntropyControllerState().to_json())
+            missing = {each.name for each in dataclasses.fields(TrainerState)} ^ content.keys()
+            if missing:
+                raise ValueError(f"{sorted(missing)[0]} is missing, or unknown here")
+            return _decoded(content)
+        except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else f"{error}"
             raise CheckpointError(
-                f"{path} cannot be used ({type(error).__name__}: {error}). Resume from another checkpoint with "
+                f"{path} cannot be used ({type(error).__name__}: {reason}). Resume from another checkpoint with "
                 "trainer.resume_mode=from_path, or start over with trainer.resume_mode=none"
             ) from error
+
+
+def _decoded(content: Mapping[str, Any]) -> TrainerState:
+    """Raises ValueError, KeyError, TypeError or CheckpointError naming the entry that is wrong."""
+    data, kl = _entries(content["data"], "data"), _entries(content["kl_controller"], "kl_controller")
+    totals, entropy = (
+        _entries(content["totals"], "totals"),
+        _entries(content["entropy_controller"], "entropy_controller"),
+    )
+    sha256, versions = data["sha256"], _entries(content["versions"], "versions")
+    if not isinstance(sha256, str) or _SHA256.fullmatch(sha256) is None:
+        raise ValueError(f"data.sha256 is {shown(sha256)}")
+    if not all(isinstance(version, str) for version in versions.values()):
+        raise ValueError("versions must be texts")
+    state = TrainerState(
+        global_step=whole_number(content, "global_step"),
+        weight_version=whole_number(content, "weight_version"),
+        data_position=whole_number(content, "data_position"),
+        totals=Totals(**{name: whole_number(totals, name) for name in totals}),
+        data=DataFingerprint(num_prompts=whole_number(data, "num_prompts"), sha256=sha256),
+        kl_controller=KLControllerState.from_json({"coef": finite_number(kl, "coef")}),
+        entropy_controller=EntropyControllerState.from_json({**entropy, "coef": finite_number(entropy, "coef")}),
+        config=_entries(content["config"], "config"),
+        versions=versions,
+    )
+    if state.weight_version != state.global_step:
+        raise ValueError(f"weight_version is {state.weight_version}, global_step {state.global_step}")
+    return state
+
+
+def _entries(value: object, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f"{name} must be an object with entries; got {shown(value)}")
+    return value
 
 
 def library_versions() -> dict[str, str]:

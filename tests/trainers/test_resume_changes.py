@@ -297,7 +297,7 @@ def test_a_fork_goes_on_where_the_data_were(
     tmp_path: Path, position: int, batch_size: int, prompts: int, expected: int
 ) -> None:
     of_run = Saved(tmp_path / "run", bases()[0])
-    state = replace(TrainerState.read(of_run.checkpoint), data_position=position)
+    state = replace(TrainerState.read(of_run.checkpoint), global_step=3, weight_version=3, data_position=position)
     of_run.checkpoint = CheckpointStore(RunFolder(of_run.root).checkpoints, keep=2).write(3, state.write)
     config = replace(of_run.config, trainer=replace(of_run.config.trainer, train_batch_size=batch_size))
     start = of_run.forked(config, data=replace(DATA, num_prompts=prompts))

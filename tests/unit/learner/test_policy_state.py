@@ -151,10 +151,10 @@ def test_a_missing_or_broken_file_is_refused_and_changes_nothing(folder: Path, t
     learner.save(tmp_path)
     before = snapshot(learner)
     (tmp_path / name).write_bytes(b"\x00")
-    with pytest.raises(CheckpointError, match=r"the policy model cannot be read"):
+    with pytest.raises(CheckpointError, match=r"the policy model.* cannot be read"):
         learner.load(tmp_path)
     (tmp_path / name).unlink()
-    with pytest.raises(CheckpointError, match=r"the policy model cannot be read"):
+    with pytest.raises(CheckpointError, match=r"the policy model.* cannot be read"):
         learner.load(tmp_path)
     assert same(snapshot(learner), before)
 

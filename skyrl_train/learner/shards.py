@@ -1,0 +1,235 @@
+"""Tensors of a model that is spread over ranks, as files: each rank writes what it holds, a reader takes what it needs.
+
+shard-00003.safetensors   of rank 3: its part of each tensor. The file's header, which is JSON, states in `parts` where each
+                          part lies in the whole: {"model/lm_head.weight": {"shape": [512, 64], "offset": [384, 0]}}
+
+No rank waits for another: there is no index to be gathered, and one that cannot write leaves the others be. A reader looks
+through the headers and copies what overlaps with its own part, however the writers had cut the tensors.
+
+Earlier versions wrote `torch.distributed.checkpoint`'s files, `.metadata` and `__RANK_0.distcp`. They are still read:
+`.metadata`, a pickle, by an unpickler that makes records and nothing else, so that it cannot run code; the tensors, each in
+a zip archive of torch's, as the bytes that they are.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import pickle
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from skyrl_train.telemetry.files import parse_json, shown
+
+TensorFact = tuple[torch.dtype, tuple[int, ...]]
+"""Type and whole shape."""
+_SHARDS = "shard-*.safetensors"
+_PARTS = "parts"
+_TORCH_METADATA = ".metadata"
+_MAX_DIMENSIONS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A box of a tensor that some file holds."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+class StoredShards:
+    """The tensors in a folder to which ranks wrote their shards."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads headers alone. Raises OSError, and ValueError for damaged ones."""
+        self._parts: dict[str, list[_Part]] = {}
+        self.facts: dict[str, TensorFact] = {}
+        """By name."""
+        if (folder / _TORCH_METADATA).is_file():
+            self._add_torch_files(folder)
+        for path in sorted(folder.glob(_SHARDS)):
+            self._add_file(path)
+
+    def fill(self, name: str, target: Tensor) -> None:
+        """Copies a tensor into `target`, of the same whole shape: whole, or this rank's part of it where that is sharded.
+
+        Raises ValueError where the files lack some of it.
+        """
+        local, offset = local_part(target)
+        is_filled = torch.zeros(local.shape, dtype=torch.bool)
+        for part in self._parts[name]:
+            start = [max(mine, theirs) for mine, theirs in zip(offset, part.offset)]
+            stop = [min(m + n, t + k) for m, n, t, k in zip(offset, local.shape, part.offset, part.shape)]
+            if all(low < high for low, high in zip(start, stop)):
+                here = tuple(slice(low - o, high - o) for low, high, o in zip(start, stop, offset))
+                there = tuple(slice(low - o, high - o) for low, high, o in zip(start, stop, part.offset))
+                local[here].copy_(part.read()[there])
+                is_filled[here] = True
+        if not is_filled.all():
+            raise ValueError(f"{name}: no file has all of it; shards are missing")
+
+    def _add(self, name: str, dtype: torch.dtype, whole: tuple[int, ...], part: _Part) -> None:
+        fits = len(whole) == len(part.offset) == len(part.shape) <= _MAX_DIMENSIONS and all(
+            low + size <= end for low, size, end in zip(part.offset, part.shape, whole)
+        )
+        if not fits:
+            raise ValueError(f"{name}: a part of shape {part.shape} at {part.offset} is not within {whole}")
+        if self.facts.setdefault(name, (dtype, whole)) != (dtype, whole):
+            raise ValueError(f"{name} is {dtype} {whole} in one file, {self.facts[name]} in another")
+        self._parts.setdefault(name, []).append(part)
+
+    def _add_file(self, path: Path) -> None:
+        try:
+            file: Any = safe_open(path, framework="pt")
+            parts = parse_json((file.metadata() or {}).get(_PARTS, "{}"))
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                tensor = file.get_tensor(name)  # which maps the file and reads nothing yet
+                whole, offset = _sizes(parts[name]["shape"]), _sizes(parts[name]["offset"])
+                part = _Part(offset=offset, shape=tuple(tensor.shape), read=partial(file.get_tensor, name))
+                self._add(name, tensor.dtype, whole, part)
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path.name}: {type(error).__name__}: {error}") from error
+
+    def _add_torch_files(self, folder: Path) -> None:
+        try:
+            content = _RecordUnpickler(io.BytesIO((folder / _TORCH_METADATA).read_bytes())).load()
+            stored = {(index.fqn, tuple(index.offset)): info for index, info in content.storage_data.items()}
+            entries = dict(content.state_dict_metadata.items())
+            for name, entry in entries.items():
+                dtype, whole = entry.properties.state[0], _sizes(entry.size)
+                if not isinstance(dtype, torch.dtype):
+                    raise ValueError(f"{name} has no type")
+                for chunk in entry.chunks:
+                    offset, shape = _sizes(chunk.offsets), _sizes(chunk.sizes)
+                    info = stored[name, offset]
+                    read = _torch_reader(
+                        folder, str(info.relative_path), int(info.offset), int(info.length), dtype, shape
+                    )
+                    self._add(name, dtype, whole, _Part(offset=offset, shape=shape, read=read))
+        except (pickle.UnpicklingError, AttributeError, EOFError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{_TORCH_METADATA}: {type(error).__name__}: {error}") from error
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether ranks wrote their shards here."""
+    return (folder / _TORCH_METADATA).is_file() or any(folder.glob(_SHARDS))
+
+
+def write_shard(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
+    """Writes what this rank holds of the tensors. Called by each rank, in any order. Raises OSError, SafetensorError."""
+    from torch.distributed.tensor import DTensor
+
+    held, parts = {}, {}
+    for name, tensor in tensors.items():
+        if not (_is_first_replica(tensor) if isinstance(tensor, DTensor) else rank == 0):
+            continue
+        local, offset = local_part(tensor)
+        if local.numel() or not tensor.numel():
+            held[name] = local.contiguous()
+            parts[name] = {"shape": list(tensor.shape), "offset": list(offset)}
+    save_file(held, folder / f"shard-{rank:05d}.safetensors", metadata={_PARTS: json.dumps(parts)})
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of the tensor, and where that begins in the whole."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), tuple(offset)
+
+
+def _is_first_replica(tensor: Any) -> bool:
+    """Of ranks that hold the same, one writes it."""
+    coordinates = tensor.device_mesh.get_coordinate()
+    return all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinates))
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)) or not all(type(size) is int and size >= 0 for size in value):
+        raise ValueError(f"a shape or an offset is {shown(value)}")
+    return tuple(value)
+
+
+class _Record:
+    """Stands for any object of torch's: keeps its state, and does nothing."""
+
+    def __init__(self, *state: object) -> None:
+        self.state: Any = state
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a record lacks {name}")
+
+    def __setstate__(self, state: object) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else {"state": state})
+
+
+_TORCH_RECORDS = frozenset(
+    ("torch.distributed.checkpoint.metadata", name)
+    for name in (
+        "Metadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "TensorProperties",
+        "MetadataIndex",
+        "StorageMeta",
+        "_MEM_FORMAT_ENCODING",
+    )
+) | {
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+}
+
+
+class _RecordUnpickler(pickle.Unpickler):
+    """Makes `_Record`, tuples and the names of number types, whatever the file asks for: nothing of it can run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Raises UnpicklingError for every other name."""
+        if (module, name) in _TORCH_RECORDS:
+            return _Record
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+
+
+def _torch_reader(
+    folder: Path, name: str, start: int, length: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> Callable[[], Tensor]:
+    """Reads one tensor of a `.distcp` file, which is a row of archives as `torch.save` writes them."""
+    if Path(name).name != name:
+        raise ValueError(f"{_TORCH_METADATA} names {shown(name)}, which lies elsewhere")
+
+    def read() -> Tensor:
+        with (folder / name).open("rb") as file:
+            file.seek(start)
+            data = file.read(length)
+        try:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                (entry,) = [each for each in archive.namelist() if each.endswith("/data/0")]
+                content = bytearray(archive.read(entry))
+        except (zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+            raise ValueError(f"{name}: {error}") from error
+        if len(content) != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} has {len(content)} bytes for a tensor of shape {shape}")
+        return torch.frombuffer(content, dtype=dtype).reshape(shape)
+
+    return read
