@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from skyrl_train.batch.cost import CostModel
+from skyrl_train.batch.microbatch import TokenBudgets
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import Layout, count_engines, shares_devices
 from skyrl_train.config.learners import gpus_needed, layout_of, needs_old_logprobs
 from skyrl_train.config.platform import Devices
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
 from skyrl_train.errors import ConfigError, ModelError, Violation
 from skyrl_train.memory.model_sizes import read_config
@@ -77,11 +79,20 @@ def make_plan_report(
     lengths = lengths or assumed_lengths(
         config.generator, seed=config.seed, max_prompt_length=config.data.max_prompt_length
     )
-    estimates = _estimates(config, plan, lengths)
+    budgets = _budgets(config.trainer, memory)
+    estimates = estimate_passes(
+        plan,
+        lengths,
+        trainer=config.trainer,
+        generator=config.generator,
+        seed=config.seed,
+        costs=planned_costs(config),
+        budgets=budgets,
+    )
     return PlanReport(
         plan=plan,
         num_train_prompts=num_train_prompts,
-        micro_batching=micro_batching_text(config.trainer),
+        micro_batching=micro_batching_text(config.trainer, budgets),
         lengths_source=lengths.source,
         estimates=tuple(estimates),
         learning_rates=(
@@ -116,15 +127,15 @@ def make_plan_report(
     )
 
 
-def _estimates(config: Config, plan: BatchPlan, lengths: RowLengths) -> list[PassEstimate]:
-    return estimate_passes(
-        plan,
-        lengths,
-        trainer=config.trainer,
-        generator=config.generator,
-        seed=config.seed,
-        costs=planned_costs(config),
-    )
+def _budgets(trainer: TrainerConfig, memory: DeviceMemory | None) -> dict[str, TokenBudgets]:
+    """By role what micro-batches that size themselves may hold: measured by a run in `output_dir`, or else predicted."""
+    found: dict[str, TokenBudgets] = {}
+    for each in memory.passes if memory and trainer.sizes_itself else ():
+        tokens = each.measured_tokens or each.budget
+        before = found.get(each.role, TokenBudgets(training=tokens, forward=tokens))
+        training = each.phase == "training"
+        found[each.role] = replace(before, training=tokens) if training else replace(before, forward=tokens)
+    return {role: budgets for role, budgets in found.items() if budgets.training and budgets.forward}
 
 
 def planned_costs(config: Config) -> dict[str, CostModel]:

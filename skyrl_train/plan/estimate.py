@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from skyrl_train.batch.balance import shard_rows
 from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.documents import DocumentStep, document_steps
-from skyrl_train.batch.microbatch import make_micro_batch_strategy, training_limit
+from skyrl_train.batch.microbatch import TokenBudgets, make_micro_batch_strategy, training_limit
 from skyrl_train.batch.planner import RowFacts
 from skyrl_train.batch.prefix_tree import common_prefix
 from skyrl_train.batch.token_budget import Rows, computed_tokens, rows_over
@@ -201,11 +201,25 @@ def estimate_passes(
     generator: GeneratorConfig,
     seed: int,
     costs: Mapping[str, CostModel] | None = None,
+    budgets: Mapping[str, TokenBudgets] | None = None,
 ) -> list[PassEstimate]:
-    """One optimizer step of each model that learns, and one scoring by the reference. `costs`: by role, where known."""
+    """One optimizer step of each model that learns, and one scoring by the reference.
+
+    Args:
+        costs: By role, where known.
+        budgets: By role, of micro-batches that size themselves, where it is known what fits the memory.
+    """
     return [
         replace(
-            _estimate_pass(learner, lengths, trainer, generator, seed, (costs or {}).get(learner.role) or CostModel()),
+            _estimate_pass(
+                learner,
+                lengths,
+                trainer,
+                generator,
+                seed,
+                cost=(costs or {}).get(learner.role) or CostModel(),
+                budgets=(budgets or {}).get(learner.role),
+            ),
             document_steps=_document_steps(plan, learner, lengths, trainer, generator, seed),
         )
         for learner in plan.learners
@@ -248,7 +262,9 @@ def _estimate_pass(
     trainer: TrainerConfig,
     generator: GeneratorConfig,
     seed: int,
+    *,
     cost: CostModel,
+    budgets: TokenBudgets | None,
 ) -> PassEstimate:
     """Deals and cuts one pass over trajectories drawn from `lengths` (with a derived seed)."""
     ranks, training = learner.data_parallel_size, learner.role != "reference"
@@ -263,6 +279,7 @@ def _estimate_pass(
     )
     dealt, loads = shard_rows(rows, ranks, cost)
     planner = make_micro_batch_strategy(trainer, merge_turns=merge_turns, cost=cost)
+    planner = planner if budgets is None else planner.under(budgets)
     layout, positions = "", []
     for share in map(rows.take, dealt):
         forwards = planner.forwards_of(share, training=training)

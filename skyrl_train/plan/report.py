@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from math import ceil
 
+from skyrl_train.batch.microbatch import TokenBudgets
 from skyrl_train.batch.schedule import learning_rate
 from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
 from skyrl_train.errors import Violation
@@ -123,15 +124,24 @@ def _memory_title(memory: DeviceMemory) -> str:
     )
 
 
-def micro_batching_text(trainer: TrainerConfig) -> str:
-    """What bounds a micro-batch, in words."""
+def micro_batching_text(trainer: TrainerConfig, budgets: Mapping[str, TokenBudgets] | None = None) -> str:
+    """What bounds a micro-batch, in words. `budgets`: by role, of those that size themselves, where they are known."""
     if trainer.micro_batching == "fixed":
         rows, forward = trainer.micro_train_batch_size_per_gpu, trainer.micro_forward_batch_size_per_gpu
         return f"fixed: {rows} rows in training, {forward} in scoring"
     if trainer.micro_batching == "token_budget":
         tokens, forward = trainer.max_tokens_per_microbatch, trainer.max_tokens_per_forward_microbatch
         return f"token_budget: {tokens} computed tokens in training, {forward} in scoring, layout {trainer.layout}"
-    return part_name(trainer.micro_batching)
+    name = part_name(trainer.micro_batching)
+    if not trainer.sizes_itself:
+        return name
+    if not budgets:
+        return (
+            f"{name}: what fits the memory; counted below under trainer.max_tokens_per_microbatch="
+            f"{trainer.max_tokens_per_microbatch}, since plan.device_memory_gb is not stated"
+        )
+    parts = [f"{role} {each.training:,} in training, {each.forward:,} in scoring" for role, each in budgets.items()]
+    return f"{name}: as many computed tokens as fit the memory: {'; '.join(parts)}"
 
 
 def _size_lines(plan: BatchPlan, report: PlanReport) -> list[str]:

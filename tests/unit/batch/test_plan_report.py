@@ -18,6 +18,7 @@ from skyrl_train.errors import Violation
 from skyrl_train.plan import estimate as plan_estimate
 from skyrl_train.plan.dry_run import make_plan_report, plan_batches
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
+from skyrl_train.plan.memory import DeviceMemory, PassMemory
 from skyrl_train.plan.notes import percent, plan_notes
 from skyrl_train.plan.report import TOKEN_BYTES, render_text, to_json
 from skyrl_train.runs.rl import assembly_settings
@@ -98,6 +99,37 @@ def test_an_estimate_of_a_token_budget_counts_rows_over_the_cap():
     )
     (estimate,) = estimate_passes(config, plan_batches(config, num_train_prompts=4), of_lengths([30]))
     assert (estimate.rows_over_cap, estimate.micro_batches_per_rank, estimate.largest_micro_batch_tokens) == (4, 4, 30)
+
+
+@pytest.mark.parametrize(("budget", "micro_batches"), [(10, 4), (20, 2), (1000, 1)])
+def test_micro_batches_that_size_themselves_are_counted_under_what_fits(budget, micro_batches):
+    config = make_config(prompts=4, mini_batch=4, trainer={"micro_batching": "auto"})
+    memory = DeviceMemory(
+        device_bytes=1 << 30,
+        longest=100,
+        margin_bytes=0,
+        context_bytes=0,
+        passes=tuple(pass_memory(phase, budget) for phase in ("training", "scoring")),
+        engine_bytes=0,
+        resident_bytes=0,
+    )
+    report = make_plan_report(config, num_train_prompts=4, lengths=of_lengths([10]), memory=memory)
+    assert [each.micro_batches_per_rank for each in report.estimates] == [micro_batches]
+    assert f"policy {budget:,} in training, {budget:,} in scoring" in render_text(report)
+    unknown = make_plan_report(config, num_train_prompts=4, lengths=of_lengths([10]))
+    assert "since plan.device_memory_gb is not stated" in render_text(unknown)
+
+
+def pass_memory(phase, budget):
+    return PassMemory(
+        role="policy",
+        phase=phase,
+        budget=budget,
+        rows_of_longest=1,
+        moment="in the head",
+        kinds={"activations": 1},
+        limit_bytes=1 << 30,
+    )
 
 
 def test_a_custom_planner_is_estimated_too():
