@@ -13,7 +13,9 @@ SkyrlTrainError
 ├── DeadlineError                something did not answer in time; the name says what
 ├── EngineError                  the inference engine refused or broke
 │   └── EngineDeadError          it will answer nothing any more; another engine may
-├── ActorError                   a process of the run died or raised what nobody expected
+├── ActorError                   a process of the run raised what nobody expected
+│   └── ActorLostError           it died or hangs, or its node is gone: others may repeat what it did
+│       └── CollectiveError      ranks could not talk to another one, which is what was lost
 └── StopRequested                SIGTERM or SIGINT, raised at the next safe point
 
 All of them, subclasses of a user's own included, can be pickled and come out of another process as they went in.
@@ -131,6 +133,20 @@ class EngineDeadError(EngineError):
 
 class ActorError(SkyrlTrainError):
     """An actor died or raised what nobody expected; says which, where, in which phase, and what it wrote last."""
+
+
+class ActorLostError(ActorError):
+    """An actor died, gives no sign of life, or lets everybody wait: nothing says that it would happen again, so that the run
+    goes on from its last checkpoint (`trainer.max_restarts`)."""
+
+    def __init__(self, message: str, *, phase: str = ""):
+        """`phase` of the run in which it was noticed: one that was lost in `start` had never worked."""
+        super().__init__(message)
+        self.phase = phase
+
+
+class CollectiveError(ActorLostError):
+    """A collective among ranks broke off, on a rank that is well: another one is gone or did not come."""
 
 
 class StopRequested(SkyrlTrainError):

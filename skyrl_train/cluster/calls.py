@@ -7,9 +7,13 @@ that works is left in peace until the call's own deadline; one that is gone, sto
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +22,7 @@ from typing import Any
 import ray
 import ray.util
 
-from skyrl_train.errors import ActorError, DeadlineError, EngineDeadError, SkyrlTrainError
+from skyrl_train.errors import ActorError, ActorLostError, CollectiveError, EngineDeadError, SkyrlTrainError
 
 HEALTH = "health"
 """The concurrency group in which every actor answers `ping`."""
@@ -27,7 +31,16 @@ _SETTLE_S = 2.0
 """After a first failure: how long others may take to say that they failed before it."""
 _ASKED_S = 2.0
 """An actor that was asked to end has so long."""
+_FETCH_S = 60.0
+"""Deadline of reading an answer that is there."""
 _TAIL_LINES = 20
+_STACKS_S = 5.0
+"""How long actors may take to say what they are doing."""
+_STACK_FRAMES = 12
+"""Innermost calls of a thread that are told."""
+_PACKAGE = f"{os.sep}skyrl_train{os.sep}"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,62 +142,129 @@ class Watch:
         self._timeout_s, self._silence_timeout_s = timeout_s, silence_timeout_s
 
     def wait(self, actors: Sequence[RemoteActor], refs: Sequence[Any]) -> list[Any]:
-        """Return the answers in order. Raises DeadlineError, ActorError, or what an actor raised on purpose."""
+        """Return the answers in order.
+
+        Raises ActorLostError where an actor is gone, silent or late, what each of them is doing being logged then;
+        ActorError, or what an actor raised on purpose.
+        """
         started = time.monotonic()
         pings = _Pings(actors, self._silence_timeout_s)
         pending = dict(zip(refs, actors))
-        failed = False
+        ends_at = started + self._timeout_s
+        failed, broken_off = False, False
         while pending and not failed:
             done, _ = ray.wait(list(pending), num_returns=len(pending), timeout=_POLL_S)
             for ref in done:
                 del pending[ref]
-                failed = failed or _has_failed(ref)
-            if failed or not pending:
-                break
+                if isinstance(error := _error_of(ref), CollectiveError) and not broken_off:
+                    # The rank that is gone or hangs is another one, which is worth waiting for: it is the cause.
+                    broken_off, ends_at = True, min(ends_at, time.monotonic() + self._silence_timeout_s)
+                failed |= error is not None and not isinstance(error, CollectiveError)
             if silent := pings.silent(list(pending.values())):
-                raise DeadlineError(
-                    f"{silent} (phase {self._phase}, {self._what}): the process, asked for a sign of life,",
-                    self._silence_timeout_s,
-                    f"It is stopped, swapped out or unreachable. {silent.log_tail()}",
+                raise self._lost(
+                    f"{silent} (phase {self._phase}, {self._what}): the process, asked for a sign of life, did not answer "
+                    f"within {self._silence_timeout_s:g} s. It is stopped, swapped out or unreachable",
+                    silent,
+                    actors,
                 )
-            if time.monotonic() - started > self._timeout_s:
+            if pending and time.monotonic() > ends_at and not failed:
+                if broken_off:
+                    break
                 first = next(iter(pending.values()))
-                raise DeadlineError(
-                    f"{first} (phase {self._phase}, {self._what})",
-                    self._timeout_s,
-                    f"It is alive: raise placement.call_timeout_s if it is only slow. {first.log_tail()}",
+                raise self._lost(
+                    f"{first} (phase {self._phase}, {self._what}) did not answer within {self._timeout_s:g} s. It is alive: "
+                    "raise placement.call_timeout_s if it is only slow",
+                    first,
+                    actors,
                 )
-        if failed:
+        if failed or broken_off:
             ray.wait(list(refs), num_returns=len(refs), timeout=_SETTLE_S)
             self._raise_first(actors, refs)
-        return [ray.get(ref).unwrap() for ref in refs]
+        return [self._value(actor, ref) for actor, ref in zip(actors, refs)]
+
+    def _value(self, actor: RemoteActor, ref: Any) -> Any:
+        try:
+            return ray.get(ref, timeout=self._timeout_s).unwrap()
+        except ray.exceptions.RayError as error:  # it answered, and its node went with the answer
+            raise self._died(actor, error) from None
 
     def _raise_first(self, actors: Sequence[RemoteActor], refs: Sequence[Any]) -> None:
-        """Raise the likeliest cause of all failures: a death before an error on purpose before a crash, by rank."""
+        """Raise the likeliest cause of all failures: a death before an error on purpose before a crash before a collective
+        that broke off, by rank."""
         found: list[tuple[int, int, Exception]] = []
         ready, _ = ray.wait(list(refs), num_returns=len(refs), timeout=0)
         for rank, (actor, ref) in enumerate(zip(actors, refs)):
-            if ref not in ready:
-                continue
-            try:
-                ray.get(ref).unwrap()
-            except EngineDeadError as error:
+            error = _error_of(ref) if ref in ready else None
+            if isinstance(error, CollectiveError):
+                found.append((3, rank, error))
+            elif isinstance(error, EngineDeadError):
                 found.append((0, rank, self._died(actor, error)))
-            except SkyrlTrainError as error:
+            elif isinstance(error, SkyrlTrainError):
                 found.append((1, rank, error))
-            except ray.exceptions.RayTaskError as error:
+            elif isinstance(error, ray.exceptions.RayTaskError):
                 found.append((2, rank, self._crashed(actor, str(error.cause or error))))
-            except ray.exceptions.RayError as error:
+            elif error is not None:
                 found.append((0, rank, self._died(actor, error)))
-        raise min(found, key=lambda entry: entry[:2])[2]
+        _, rank, error = min(found, key=lambda entry: entry[:2])
+        if isinstance(error, CollectiveError):
+            actor = actors[rank]
+            raise self._lost(f"{actor} (phase {self._phase}, {self._what}): {error}", actor, actors)
+        raise error
 
-    def _died(self, actor: RemoteActor, error: Exception) -> ActorError:
-        return ActorError(f"{actor} died in phase {self._phase} ({self._what}): {reason_of(error)}\n{actor.log_tail()}")
+    def _lost(self, what: str, culprit: RemoteActor, actors: Sequence[RemoteActor]) -> ActorLostError:
+        """Of actors that wait for each other: what each is doing goes to the log, as it is gone in a moment."""
+        logger.warning("%s. What every process is doing:\n%s", what, stacks_of(actors))
+        return ActorLostError(f"{what}. {culprit.log_tail()}", phase=self._phase)
+
+    def _died(self, actor: RemoteActor, error: Exception) -> ActorLostError:
+        what = f"{actor} died in phase {self._phase} ({self._what}): {reason_of(error)}"
+        return ActorLostError(f"{what}\n{actor.log_tail()}", phase=self._phase)
 
     def _crashed(self, actor: RemoteActor, text: str) -> ActorError:
         lines = [line for line in text.strip().splitlines() if line.strip()][-_TAIL_LINES:]
         listed = "\n".join(f"  | {line}" for line in lines)
         return ActorError(f"{actor} failed in phase {self._phase} ({self._what}):\n{listed}\n{actor.log_tail()}")
+
+
+def current_stacks() -> str:
+    """Return the Python stacks of this process's threads, innermost call last: those that run code of this package."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found: list[str] = []
+    for ident, frame in sys._current_frames().items():
+        if ident == threading.get_ident():
+            continue
+        stack = traceback.extract_stack(frame)
+        if any(_PACKAGE in entry.filename for entry in stack):
+            lines = "".join(traceback.format_list(stack[-_STACK_FRAMES:])).rstrip()
+            found.append(f"thread {names.get(ident, ident)}:\n{lines}")
+    return "\n".join(found) or "idle: no thread runs code of this package"
+
+
+def stacks_of(actors: Sequence[RemoteActor]) -> str:
+    """Return what each actor is doing, as it says itself within a few seconds; of one of this machine that says nothing,
+    the state of its process."""
+    asked: list[Any] = [actor.handle.stacks.options(concurrency_group=HEALTH).remote() for actor in actors]
+    ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_STACKS_S)
+    told: list[str] = []
+    for actor, ref in zip(actors, asked):
+        try:
+            text = str(ray.get(ref, timeout=_STACKS_S)) if ref in ready else f"gives no answer{_process_state(actor)}"
+        except ray.exceptions.RayError as error:
+            text = f"is gone: {reason_of(error)}"
+        told.append("\n".join([f"{actor}:", *(f"  {line}" for line in text.splitlines())]))
+    return "\n".join(told)
+
+
+def _process_state(actor: RemoteActor) -> str:
+    if actor.log_folder is None or actor.identity is None:
+        return ""
+    try:
+        status = Path(f"/proc/{actor.identity.pid}/status").read_text(encoding="utf-8")
+    except OSError:
+        return ": its process is gone"
+    return ": its process is in state " + next(
+        line.split(None, 1)[1] for line in status.splitlines() if "State:" in line
+    )
 
 
 def reason_of(error: Exception) -> str:
@@ -193,11 +273,14 @@ def reason_of(error: Exception) -> str:
     return text.rpartition("Worker exit detail: ")[2].partition(" Some common causes")[0][:300]
 
 
-def _has_failed(ref: Any) -> bool:
+def _error_of(ref: Any) -> Exception | None:
+    """What a call that is done raised, on purpose or not; None where it has a result."""
     try:
-        return ray.get(ref).error is not None
-    except ray.exceptions.RayError:
-        return True
+        answer: Answer = ray.get(ref, timeout=_FETCH_S)
+        return answer.error
+    except ray.exceptions.RayError as error:
+        raised: Exception = error
+        return raised
 
 
 def ask_for_sign_of_life(actor: RemoteActor) -> Any:

@@ -22,7 +22,7 @@ from skyrl_train.cluster.endpoints import RayEndpoint
 from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
-from skyrl_train.errors import EngineDeadError, EngineError
+from skyrl_train.errors import ActorLostError, EngineDeadError, EngineError
 from skyrl_train.inference.routing import PrefixRouter
 from skyrl_train.types import GenerationOutput, GenerationRequest
 from skyrl_train.weight_sync.receiver import UpdatableEngine
@@ -193,7 +193,7 @@ class GroupEngine:
         yield
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Raises EngineError where no engine is left, or the request cannot be answered."""
+        """Raises ActorLostError where no engine is left, EngineError where the request cannot be answered."""
         if not self.group.ready:
             await asyncio.to_thread(self.group.wait_ready)
         if not self._sharing.engines_serve:
@@ -220,7 +220,10 @@ class GroupEngine:
             if alive:
                 return self._router.choose(request.prompt_token_ids, [len(each) for each in self._in_flight], alive)
             if not self._revivals:
-                raise EngineError("no engine is left. Their last words are above; see generator.vllm.max_restarts")
+                raise ActorLostError(
+                    "no inference engine is left. Their last words are above; see generator.vllm.max_restarts",
+                    phase="generate",
+                )
             await asyncio.wait(set(self._revivals), return_when=asyncio.FIRST_COMPLETED)
 
     async def _ask(self, index: int, request: GenerationRequest) -> Answer | None:

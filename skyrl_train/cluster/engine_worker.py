@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.cluster.calls import Answer, Identity, node_address
+from skyrl_train.cluster.calls import Answer, Identity, current_stacks, node_address
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.config.parts import ENGINES
 from skyrl_train.registry import PartSpec
@@ -53,6 +53,10 @@ class EngineWorker:
         while self._engine is not None and self._engine.suspended:
             await asyncio.sleep(_LOOK_EVERY_S)
         return True
+
+    async def stacks(self) -> str:
+        """Return what the threads of this process are doing."""
+        return await asyncio.to_thread(current_stacks)
 
     async def identify(self) -> Identity:
         """Return where this process is."""

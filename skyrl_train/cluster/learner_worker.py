@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
-from skyrl_train.cluster.calls import Answer, Identity, node_address
+from skyrl_train.cluster.calls import Answer, Identity, current_stacks, node_address
 from skyrl_train.cluster.endpoints import Served
+from skyrl_train.distributed.process_group import is_broken_collective, join
 from skyrl_train.endpoints import Rendezvous, free_port
-from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.errors import CollectiveError, SkyrlTrainError
 from skyrl_train.telemetry.metrics import StepMetrics
 from skyrl_train.weights import Bucket, WeightSender, tensors_of
 
@@ -168,9 +169,18 @@ class LearnerWorker:
         """Give a sign of life; runs beside whatever else runs."""
         return True
 
+    def stacks(self) -> str:
+        """Return what the threads of this process are doing; runs beside them."""
+        return current_stacks()
+
     def invoke(self, key: str, *args: Any, **kwargs: Any) -> Answer:
         """Answer for whatever this actor serves."""
-        return self._served.answer(key, args, kwargs)
+        try:
+            return self._served.answer(key, args, kwargs)
+        except RuntimeError as error:
+            if not is_broken_collective(error):
+                raise
+            return Answer(error=CollectiveError(str(error)))
 
     def identify(self) -> Identity:
         """Return where this process is."""
@@ -182,7 +192,6 @@ class LearnerWorker:
 
     def start(self, rendezvous: Rendezvous) -> tuple[LayoutChoice, CostModel]:
         """Meet the other ranks and load the model. Return the layout that is exact for it, and what its rows cost."""
-        from skyrl_train.distributed.process_group import join
         from skyrl_train.learner.build import build_learner, build_strategy
         from skyrl_train.model.numerics import set_numerics
 

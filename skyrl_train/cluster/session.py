@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -9,11 +10,13 @@ import queue
 import shlex
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
@@ -30,6 +33,9 @@ T = TypeVar("T")
 _STOP_TIMEOUT_S = 30.0
 _REMOVE_ATTEMPTS = 10
 _POLL_S = 0.2
+_LOOK_EVERY_S = 2.0
+_ANSWER_TIMEOUT_S = 5.0
+"""How long a node may take to accept a connection."""
 _BATCH_BYTES = 1 << 30
 """Room in the object store for batches, and for whatever else passes between actors."""
 _SHARED_MEMORY = Path("/dev/shm")
@@ -81,7 +87,12 @@ class RaySession:
         self.is_local = not placement.ray_address
         self.folder: Path | None = None
         """Folder of a session of this machine."""
-        options: dict[str, Any] = {"namespace": name, "log_to_driver": False, "logging_level": logging.ERROR}
+        # Of its own, as the names of actors are unique in it: those of the session before may be dying yet.
+        options: dict[str, Any] = {
+            "namespace": f"{name}-{uuid.uuid4().hex[:8]}",
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+        }
         if self.is_local:
             _stay_on_loopback()
             self.folder = Path(tempfile.mkdtemp(prefix="skyrl-ray-"))
@@ -198,6 +209,35 @@ def gpus_of_cluster(address: str, timeout_s: float) -> tuple[int, ...]:
     finally:
         session.close()
     return tuple(count for count in counts if count)
+
+
+def wait_for_room(
+    placement: PlacementConfig, has_room: Callable[[Sequence[Mapping[str, float]]], bool]
+) -> list[Mapping[str, float]]:
+    """Return the resources of each node of the cluster at `placement.ray_address` that answers, once `has_room` says that
+    they do, or `placement.wait_for_nodes_s` have passed. Connects, looks and leaves.
+
+    Raises what joining raises.
+    """
+    deadline = time.monotonic() + placement.wait_for_nodes_s
+    session = RaySession(placement, num_cpus=0, name="look")
+    try:
+        while True:
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"] and _answers(node)]
+            if has_room(nodes) or time.monotonic() > deadline:
+                return nodes
+            time.sleep(_LOOK_EVERY_S)
+    finally:
+        session.close()
+
+
+def _answers(node: Mapping[str, Any]) -> bool:
+    """Whether a node that Ray takes for alive, as it does for a while after its end, listens."""
+    with contextlib.suppress(OSError):
+        address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+        with socket.create_connection(address, timeout=_ANSWER_TIMEOUT_S):
+            return True
+    return False
 
 
 def _remove(folder: Path) -> None:

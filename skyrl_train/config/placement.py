@@ -107,13 +107,17 @@ class PlacementConfig:
     wait_for_nodes_s: Free[NonNegativeFloat] = 0.0
     """How long a joined cluster may take to have the devices that are asked for: nodes that are still joining, or an
     autoscaler. 0 refuses at once what its nodes cannot hold."""
+    allow_fewer_workers: Free[bool] = False
+    """Where a run is restarted (`trainer.max_restarts`) and the cluster has lost nodes that do not come back within
+    `wait_for_nodes_s`: go on with the most ranks that the batch sizes allow and the other nodes hold."""
     start_timeout_s: Free[Seconds] = 300.0
     """Deadline of Ray, of each actor's start and of loading a model. Where models are loaded it has a second more for
     every 50 MB of their weights."""
     call_timeout_s: Free[Seconds] = 1800.0
     """Deadline of one call to a worker or an engine, and of each collective among ranks."""
     silence_timeout_s: Free[Seconds] = 60.0
-    """A worker that gives no sign of life for so long ends the run, whatever its call's deadline."""
+    """A worker that gives no sign of life for so long is taken for hung, whatever its call's deadline: the run is restarted,
+    or ended."""
 
     def __post_init__(self) -> None:
         """The number of ranks where nodes and GPUs state it, so that everything else has one thing to read."""

@@ -223,6 +223,8 @@ class LoopConfig(MicroBatchConfig):
     `resume_path`, with other settings."""
     resume_path: Free[str] = ""
     """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder."""
+    max_restarts: Free[NonNegativeInt] = 3
+    """How often a run on Ray goes on from its last checkpoint by itself when a worker or node died or hangs; 0 ends it."""
     metrics: Free[tuple[Annotated[PartSpec, METRICS], ...]] = ()
     """Custom metrics: functions of a step's training rows and, in reinforcement learning, of its rollouts."""
     callbacks: Free[tuple[Annotated[PartSpec, CALLBACKS], ...]] = ()

@@ -12,7 +12,7 @@ from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import WEIGHT_TRANSPORTS
 from skyrl_train.config.placement import ROLES, PlacementConfig, PlatformConfig, StrategyConfig
-from skyrl_train.config.schema import CriticConfig, ModelConfig
+from skyrl_train.config.schema import CriticConfig, LoopConfig, ModelConfig
 from skyrl_train.errors import Violation
 
 
@@ -194,6 +194,20 @@ def _session(placement: PlacementConfig) -> Iterator[Violation]:
         )
 
 
+def _fewer_workers(placement: PlacementConfig, trainer: LoopConfig) -> Iterator[Violation]:
+    if not placement.allow_fewer_workers:
+        return
+    rule = ""
+    if not placement.ray_address:
+        rule = "needs a cluster of several nodes (placement.ray_address)"
+    elif getattr(trainer, "docs_per_step", 0):
+        rule = "cannot be where trainer.docs_per_step closes the steps, which fewer ranks would close elsewhere"
+    if rule:
+        yield Violation(
+            field="placement.allow_fewer_workers", rule=rule, value="true", remedy="drop placement.allow_fewer_workers"
+        )
+
+
 def _silence(placement: PlacementConfig) -> Iterator[Violation]:
     if placement.silence_timeout_s > placement.call_timeout_s:
         yield Violation(
@@ -287,6 +301,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     *(partial(_ranks, role=role) for role in ROLES),
     *(partial(_stated_devices, name=name) for name in ("num_gpus", "num_nodes", "gpu_memory_gb")),
     _session,
+    _fewer_workers,
     _silence,
     _sequence_parallel,
 )

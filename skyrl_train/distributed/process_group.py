@@ -7,6 +7,7 @@ across nodes they meet at a port of rank 0's node.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +19,11 @@ import torch.distributed as dist
 from skyrl_train.endpoints import Rendezvous
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_PEER_IS_GONE = re.compile(
+    r"gloo/transport/"  # reads, writes and waits of gloo, by the file that reports them
+    r"|Gloo connectFullMesh failed|The client socket has timed out|Failed to recv, got 0 bytes"
+    r"|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective operation timeout"
+)
 _is_on_one_node = False
 """Of the default group."""
 
@@ -82,6 +88,12 @@ def meet(rendezvous: Rendezvous, device: torch.device) -> Any:
     loopback = rendezvous.single_node and _INTERFACE not in os.environ
     options._devices = [gloo.create_device(interface="lo") if loopback else gloo.create_default_device()]
     return gloo(store, rendezvous.rank, rendezvous.num_ranks, options)
+
+
+def is_broken_collective(error: RuntimeError) -> bool:
+    """Whether a collective failed for what became of another rank, or of the way to it: gloo says so in a RuntimeError
+    alone, NCCL in one of its own with many other meanings."""
+    return bool(_PEER_IS_GONE.search(str(error)))
 
 
 def leave() -> None:

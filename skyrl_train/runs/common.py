@@ -121,6 +121,7 @@ def build_loop(
     total_steps: int,
     checkpoints: CheckpointStore,
     draw: Callable[..., object],
+    num_restarts: int = 0,
 ) -> TrainingLoop:
     """The skeleton of the run's loop, with its trackers, which `stack` closes, and its observers.
 
@@ -140,6 +141,7 @@ def build_loop(
             eval_interval=trainer.eval_interval,
             ckpt_interval=trainer.ckpt_interval,
             config=recorded,
+            num_restarts=num_restarts,
         ),
         models=models,
         data=data,

@@ -25,6 +25,7 @@ from skyrl_train.runs.common import (
     resume_promise,
     say_goodbye,
 )
+from skyrl_train.runs.restarts import Restarts, run_with_restarts
 
 if TYPE_CHECKING:
     from skyrl_train.batch.assemble import AssemblySettings
@@ -73,11 +74,13 @@ def train(config: Config) -> None:
     folder = open_folder(config.output_dir)
     console.header(f"skyrl_train: {config.run_name}", describe(config))
     data = load_data(config)
-    plan = plan_batches(config, num_train_prompts=data.num_train)
-    console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
-    with folder.locked(), ExitStack() as stack:
-        resume = resume_settings(config)
+
+    def attempt(config: Config, restarts: Restarts) -> TrainingResult | None:
+        plan = plan_batches(config, num_train_prompts=data.num_train)
+        if not restarts.count:
+            console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
+        resume = restarts.resume(resume_settings(config))
         start = begin(
             config,
             resume,
@@ -89,9 +92,15 @@ def train(config: Config) -> None:
             promise=_promise(config),
         )
         if start is None:
-            return
-        result = _train(config, resume.settings, plan, data, folder, console, start, checkpoints, stack)
-    say_goodbye(console, folder, step=result.global_step, is_exported=config.trainer.export_hf)
+            return None
+        restarts.begun(config, start.global_step)
+        with ExitStack() as stack:
+            return _train(config, resume.settings, plan, data, folder, console, start, checkpoints, restarts, stack)
+
+    with folder.locked():
+        result = run_with_restarts(config, folder, console, attempt)
+    if result is not None:
+        say_goodbye(console, folder, step=result.global_step, is_exported=config.trainer.export_hf)
 
 
 def _train(
@@ -103,6 +112,7 @@ def _train(
     console: RunConsole,
     start: Start,
     checkpoints: CheckpointStore,
+    restarts: Restarts,
     stack: ExitStack,
 ) -> TrainingResult:
     from skyrl_train.telemetry.learning_curve import draw_learning_curve
@@ -126,6 +136,7 @@ def _train(
         total_steps=plan.total_steps,
         checkpoints=checkpoints,
         draw=draw_learning_curve,
+        num_restarts=restarts.count,
     )
     rollout_log = None
     if config.trainer.dump_rollouts:

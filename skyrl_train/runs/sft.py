@@ -23,6 +23,7 @@ from skyrl_train.runs.common import (
     resume_promise,
     say_goodbye,
 )
+from skyrl_train.runs.restarts import Restarts, run_with_restarts
 from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
 
 if TYPE_CHECKING:
@@ -62,16 +63,25 @@ def train(config: SFTConfig) -> SFTResult | None:
         f"skyrl_train: {config.run_name}", first_lines(config, held_out, data=config.data.train, promise=promise)
     )
     data = load_sft_data(config.data, config.model, on_progress=lambda name, rows: _say_tokenised(console, name, rows))
-    plan = plan_sft(step_settings(config), data)
-    console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
     checkpoints = CheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
-    with folder.locked(), ExitStack() as stack:
-        resume = resume_settings(config)
+
+    def attempt(config: SFTConfig, restarts: Restarts) -> SFTResult | None:
+        plan = plan_sft(step_settings(config), data)
+        if not restarts.count:
+            console.header("plan", [*_plan_lines(config, plan, data), *data.notes])
+        resume = restarts.resume(resume_settings(config))
         start = begin(config, resume, folder, console, checkpoints, data=data.fingerprint, plan=plan, promise=promise)
         if start is None:
             return None
+        restarts.begun(config, start.global_step)
         cut_samples_after(folder.samples, start.global_step)
-        result = _train(config, resume.settings, plan, data, folder, console, start, checkpoints, stack)
+        with ExitStack() as stack:
+            return _train(config, resume.settings, plan, data, folder, console, start, checkpoints, restarts, stack)
+
+    with folder.locked():
+        result = run_with_restarts(config, folder, console, attempt)
+    if result is None:
+        return None
     say_goodbye(
         console,
         folder,
@@ -91,6 +101,7 @@ def _train(
     console: RunConsole,
     start: Start,
     checkpoints: CheckpointStore,
+    restarts: Restarts,
     stack: ExitStack,
 ) -> SFTResult:
     from skyrl_train.telemetry.learning_curve import draw_loss_curve
@@ -126,6 +137,7 @@ def _train(
         total_steps=plan.total_steps,
         checkpoints=checkpoints,
         draw=draw_loss_curve,
+        num_restarts=restarts.count,
     )
     trainer = SFTTrainer(
         loop=loop,

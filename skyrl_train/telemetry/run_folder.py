@@ -6,6 +6,7 @@ OUTPUT_DIR/
   fork.json            a run that began at another's checkpoint: which, and every setting that changed
   memory.json          micro-batches that size themselves: probes and budgets
   metrics.jsonl        one record a step
+  restarts.jsonl       on Ray: each time that the run went on by itself after a worker was lost, and why
   rollouts/            every trajectory, JSON lines
   samples/             supervised: answers at each evaluation, JSON lines
   evaluation.json      each evaluation on the held-out prompts
@@ -51,6 +52,7 @@ class RunFolder:
     plan_file = _Inside("plan.json")
     fork_file = _Inside("fork.json")
     memory_file = _Inside("memory.json")
+    restarts_file = _Inside("restarts.jsonl")
     metrics_file = _Inside("metrics.jsonl")
     rollouts = _Inside("rollouts")
     samples = _Inside("samples")
@@ -92,6 +94,7 @@ class RunFolder:
             self.plan_file,
             self.fork_file,
             self.memory_file,
+            self.restarts_file,
         )
 
     def holds_a_run(self) -> bool:

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from skyrl_train.errors import NonFiniteError, StopRequested
+from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
 from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.run_folder import RunFolder
@@ -56,6 +56,8 @@ class LoopSettings:
     """Steps; 0 saves at the end and on a signal alone."""
     config: Mapping[str, Any]
     """Every setting by its dotted name (`state.flat_config`), which checkpoints record."""
+    num_restarts: int = 0
+    """How often this process has gone on from a checkpoint after a worker was lost; recorded from the first on."""
 
 
 class TrainingLoop:
@@ -83,7 +85,7 @@ class TrainingLoop:
         self._models, self._data, self._checkpoints, self._trackers = models, data, checkpoints, trackers
         self._draw_curve = draw
         self._stop = StopFlag()
-        self._last_checkpoint = start.checkpoint
+        self._last_checkpoint, self._last_step = start.checkpoint, start.global_step
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -97,6 +99,11 @@ class TrainingLoop:
                 checkpoint = self._last_checkpoint
                 kept = f"The last checkpoint is {checkpoint}" if checkpoint else "There is no checkpoint"
                 raise NonFiniteError(f"{error} {kept}; it was not touched by this step.") from error
+            except ActorLostError as error:
+                if stop.signal_name is not None:  # who asked for an end gets no restart
+                    self.console.warn(f"{type(error).__name__}: {error}")
+                    raise StopRequested(stop.signal_name, self._last_step) from error
+                raise
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -143,7 +150,8 @@ class TrainingLoop:
         """
         timings = self.timer.finish_step()
         with self.phase("record"):
-            record = {**metrics, **timings, **speed(timings)}
+            restarts = {"run/restarts": float(self.settings.num_restarts)} if self.settings.num_restarts else {}
+            record = {**metrics, **timings, **speed(timings), **restarts}
             self._trackers.log(record, step=step)
             if is_evaluated and not self.is_last(step):
                 self.draw()
@@ -194,7 +202,7 @@ class TrainingLoop:
         return metrics
 
     def _save(self, step: int, state: LoopState) -> None:
-        self._last_checkpoint = self.write_checkpoint(self._checkpoints, step, state)
+        self._last_checkpoint, self._last_step = self.write_checkpoint(self._checkpoints, step, state), step
 
 
 def is_due(step: int, interval: int) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from skyrl_train.endpoints import Endpoint, meeting_point
+from skyrl_train.endpoints import Endpoint, Pending, meeting_point
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name, require_exporters
 from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
 from skyrl_train.weights import Bucket, ModelWeights, WeightSender, pack
@@ -67,7 +67,12 @@ Transport = Callable[[Route, Sequence[Bucket]], None]
 def shared_memory(route: Route, buckets: Sequence[Bucket]) -> None:
     """Through shared memory, or Ray's object store; within one process nothing is copied."""
     for pending in route.weights.handed_over(buckets):
-        route.engines.call(UpdatableEngine.update, "sync", pending.passed_on())
+        route.engines.call(UpdatableEngine.update, "sync", _given(route, pending))
+
+
+def _given(route: Route, pending: Pending[Bucket]) -> Bucket:
+    """What rank 0 answers, as an argument for engines: one of this process cannot read a reference to it."""
+    return pending.wait()[0] if route.engines.is_local else pending.passed_on()
 
 
 def files(route: Route, buckets: Sequence[Bucket]) -> None:
@@ -79,7 +84,7 @@ def files(route: Route, buckets: Sequence[Bucket]) -> None:
             path = folder / f"{number:04d}.bin"
             written = route.senders.begin(WeightSender.write, "sync", bucket, path)
             written.wait()
-            route.engines.call(UpdatableEngine.update, "sync", written.passed_on())
+            route.engines.call(UpdatableEngine.update, "sync", _given(route, written))
             path.unlink()
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -28,7 +28,7 @@ from skyrl_train.config.schema import (
     StrategyConfig,
     TrainerConfig,
 )
-from skyrl_train.errors import ActorError, DeadlineError, NonFiniteError
+from skyrl_train.errors import ActorLostError, NonFiniteError
 from skyrl_train.interfaces import Learner
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.plan.batch_plan import BatchPlan
@@ -196,8 +196,8 @@ def test_one_rank_with_a_gradient_that_is_not_finite_stops_all_before_a_weight_m
 @pytest.mark.parametrize(
     ("send", "error", "says"),
     [
-        (signal.SIGKILL, ActorError, "policy worker rank 1 .* died in phase score"),
-        (signal.SIGSTOP, DeadlineError, "policy worker rank 1 .* sign of life"),
+        (signal.SIGKILL, ActorLostError, "policy worker rank 1 .* died in phase score"),
+        (signal.SIGSTOP, ActorLostError, "policy worker rank 1 .* sign of life"),
     ],
 )
 def test_a_rank_that_dies_or_hangs_ends_the_call_with_its_name(
