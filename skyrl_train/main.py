@@ -4,17 +4,15 @@
                  --Hydra-->     one composed config, one run folder
                  --run-->       data, plan, parts (runs/rl.py), training (trainers/ppo.py)
 
-Exit status: 0 done; 2 something the user can fix; 130 or 143 stopped by Ctrl-C or SIGTERM with a checkpoint written.
+Exit status: 0 done; 2 something the user can fix; 1 a defect, with its traceback; 128 and the number of the signal where
+one stopped the run (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 138 SIGUSR1), in its steps with a checkpoint written.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skyrl_train.cli import start
-from skyrl_train.cli.composition import load_node
-from skyrl_train.cli.exits import exit_on_known_errors
-from skyrl_train.config.schema import Config
+from skyrl_train.signals import end_at_once_on_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -22,14 +20,20 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """The console script `skyrl-train`."""
+    end_at_once_on_signals()  # first of all: what is imported next takes a second
+    from skyrl_train.cli import start
+
     start(_train, config_name="config")
 
 
 def _train(node: DictConfig) -> None:
+    from skyrl_train.cli.composition import load_node
+    from skyrl_train.cli.exits import exit_on_errors
+    from skyrl_train.config.schema import Config
     from skyrl_train.runs.rl import train
 
-    with exit_on_known_errors(node):
-        train(load_node(node, Config))
+    with exit_on_errors(node) as ending:
+        train(load_node(node, Config), on_end=ending.begins)
 
 
 if __name__ == "__main__":

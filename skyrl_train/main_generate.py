@@ -9,10 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skyrl_train.cli import start
-from skyrl_train.cli.composition import load_node
-from skyrl_train.cli.exits import exit_on_known_errors
-from skyrl_train.config.schema import Config
+from skyrl_train.signals import end_at_once_on_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -20,14 +17,20 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """The console script `skyrl-generate`."""
+    end_at_once_on_signals()  # first of all: what is imported next takes a second
+    from skyrl_train.cli import start
+
     start(_generate, config_name="config", trains=False)
 
 
 def _generate(node: DictConfig) -> None:
+    from skyrl_train.cli.composition import load_node
+    from skyrl_train.cli.exits import exit_on_errors
+    from skyrl_train.config.schema import Config
     from skyrl_train.runs.evaluation import evaluate
 
-    with exit_on_known_errors(node):
-        evaluate(load_node(node, Config))
+    with exit_on_errors(node) as ending:
+        evaluate(load_node(node, Config), on_end=ending.begins)
 
 
 if __name__ == "__main__":

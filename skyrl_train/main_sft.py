@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from skyrl_train.cli import start
-from skyrl_train.cli.composition import load_node
-from skyrl_train.cli.exits import exit_on_known_errors
-from skyrl_train.config.sft import SFTConfig
+from skyrl_train.signals import end_at_once_on_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -22,14 +19,20 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """The console script `skyrl-sft`."""
+    end_at_once_on_signals()  # first of all: what is imported next takes a second
+    from skyrl_train.cli import start
+
     start(_train, config_name="sft")
 
 
 def _train(node: DictConfig) -> None:
+    from skyrl_train.cli.composition import load_node
+    from skyrl_train.cli.exits import exit_on_errors
+    from skyrl_train.config.sft import SFTConfig
     from skyrl_train.runs.sft import train
 
-    with exit_on_known_errors(node):
-        train(load_node(node, SFTConfig))
+    with exit_on_errors(node) as ending:
+        train(load_node(node, SFTConfig), on_end=ending.begins)
 
 
 if __name__ == "__main__":

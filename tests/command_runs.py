@@ -39,6 +39,7 @@ def start_command(folder: Path, *overrides: str, module: str = "skyrl_train.main
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
     return Running(process=process, log=log)
 

@@ -130,19 +130,8 @@ class EnvironmentConfig:
     `env_class`."""
     step_timeout_s: Free[Seconds] = 60.0
     """Deadline of each `init`, `step` and `close`. An environment that exceeds it fails its trajectory, not the run."""
-    isolation: Free[Literal["auto", "process", "thread"]] = "auto"
-    """Where environments run. process: in worker processes, which are killed at the deadline and take nothing else down;
-    thread: on threads of this process, for trusted, cheap code; auto: threads for the bundled environment, processes for all
-    others."""
-    placement: Free[Literal["local", "ray"]] = "local"
-    """Where worker processes are: on this machine, or on every node of the Ray cluster."""
-    num_workers: Free[PositiveInt] = 16
-    """Environment calls at a time: threads, or worker processes at most. A process hosts many environments in turn."""
-    worker_memory_gb: Free[PositiveFloat] = 4.0
-    """What a worker process may allocate. Beyond it is a MemoryError, which fails the trajectory."""
-    allowed: Free[tuple[str, ...]] = ()
-    """Custom environments (`package.module:attr`) that data rows may name in `env_class`, which otherwise name registered
-    ones alone: whoever writes data does not choose what code runs."""
+    max_workers: Free[PositiveInt] = 16
+    """Threads that run environments beside the event loop."""
     max_failed_fraction: Free[Fraction] = 0.5
     """Stop the run when a larger share of a batch's trajectories failed: something is broken for good."""
 
@@ -227,6 +216,9 @@ class LoopConfig(MicroBatchConfig):
     """Evaluate every so many steps; 0 only before and after."""
     ckpt_interval: Free[NonNegativeInt] = 10
     """Save every so many steps; 0 only at the end and on a signal."""
+    stop_grace_s: Free[NonNegativeFloat] = 0.0
+    """Seconds that the running step may still take after SIGTERM, Ctrl-C, SIGHUP or SIGUSR1; the run then ends at the step
+    before. Less than the time until whoever sent the signal kills, by the time that a checkpoint takes. 0: no limit."""
     max_ckpts_to_keep: Free[PositiveInt] = 2
     """Older checkpoints are deleted after a newer one is complete."""
     resume_mode: Free[Literal["latest", "none", "from_path", "fork"]] = "latest"

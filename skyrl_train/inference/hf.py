@@ -12,17 +12,20 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference.decode import Decoder, Response
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.threads import WorkerThread
 from skyrl_train.types import GenerationOutput, GenerationRequest, Tokenizer
+
+CLOSE_TIMEOUT_S = 30.0
+"""For the batch that is being generated when the engine is closed."""
 
 
 class _Waiting:
@@ -83,7 +86,7 @@ class HFEngine:
         self._generating = False
         self._wave: asyncio.Task[None] | None = None
         self._weights_lock = threading.Lock()
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf-engine")
+        self._executor = WorkerThread("hf-engine")
         self._closed = False
 
     @property
@@ -143,13 +146,17 @@ class HFEngine:
             self._decoder.forget()
 
     def close(self) -> None:
-        """Ends the thread after the batch that is being generated; what still waits gets an EngineError. Idempotent."""
+        """Ends the thread after the batch that is being generated; what still waits gets an EngineError. Idempotent.
+
+        Raises DeadlineError where that batch does not end within CLOSE_TIMEOUT_S; it is left to end with the process.
+        """
         self._closed = True
         for waiting in list(self._waiting):
             loop = waiting.future.get_loop()
             if not loop.is_closed():
                 loop.call_soon_threadsafe(waiting.fail, EngineError("the engine was closed"))
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        if not self._executor.close(CLOSE_TIMEOUT_S):
+            raise DeadlineError("closing the engine: its forward pass", CLOSE_TIMEOUT_S)
 
     def _start_wave_if_due(self) -> None:
         if self._generating or not self._waiting or len(self._waiting) < self._num_leases:

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 from skyrl_train.config.generation import GeneratorConfig
@@ -22,14 +22,12 @@ from skyrl_train.config.parts import AGENT_LOOPS
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import DataError
 from skyrl_train.interfaces import InferenceEngine
+from skyrl_train.registry import split_spec
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
 from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
 from skyrl_train.rollout.checked_engine import CheckedEngine, check_failures, checked_trajectory
-from skyrl_train.rollout.env_boundary import Environments, EnvironmentSession
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
-from skyrl_train.rollout.env_processes import ProcessEnvironments, WorkerHost
-from skyrl_train.rollout.env_threads import ThreadEnvironments
-from skyrl_train.rollout.environments import check_environment, check_rows, environment_of, uses_processes
+from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner
+from skyrl_train.rollout.environments import check_environment, make_environment
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Tokenizer, Trajectory, token_ids
 
@@ -61,18 +59,12 @@ class RolloutGenerator:
         seed: int,
         on_progress: ProgressCallback | None = None,
         vocabulary_size: int | None = None,
-        workers: WorkerHost | None = None,
-        log: Path | None = None,
     ) -> None:
-        """Raises ConfigError for an unknown environment (of one in worker processes, `generate` does), DataError for a
-        tokenizer without a usable chat template.
+        """`vocabulary_size`: rows of the policy's embedding; those of the tokenizer unless given.
 
-        Args:
-            on_progress: As the attribute.
-            vocabulary_size: Rows of the policy's embedding; those of the tokenizer unless given.
-            workers: Where worker processes are started, if not on this machine.
-            log: Where those of this machine write what environments print; None is nowhere.
-        """
+        Raises ConfigError for an unknown environment, DataError for a tokenizer without a usable chat template."""
+        if environment.env_class is not None:
+            check_environment(environment.env_class)
         self._vocabulary_size = vocabulary_size or len(tokenizer)
         self._engine = CheckedEngine(engine, vocabulary_size=self._vocabulary_size)
         self._chat = ChatTokens(tokenizer)
@@ -85,8 +77,8 @@ class RolloutGenerator:
         self._agent_loop: Callable[[Episode], Awaitable[object]] = AGENT_LOOPS.resolve(generator.agent_loop)
         self._context = generator.privileged_context
         self._seed = seed
+        self._runner = EnvRunner(max_workers=environment.max_workers, timeout_s=environment.step_timeout_s)
         self._thread = LoopThread(name="rollout")
-        self._environments = self._host_environments(workers, log)
         self.on_progress = on_progress
 
     def generate(
@@ -106,37 +98,36 @@ class RolloutGenerator:
             DataError: The chat template refuses a prompt, or nothing names its environment.
             ConfigError: A row names an environment that does not exist.
         """
-        check_rows(prompts, self._environment)
+        if self._environment.env_class is None:
+            for name in {self._env_class(prompt) for prompt in prompts}:
+                check_environment(name)
         jobs = self._jobs(prompts, n_samples_per_prompt, sampling, global_step, purpose)
-        hosts = self._environments
-        hung, unclosed = hosts.num_given_up, hosts.num_close_failures
+        abandoned, unclosed = self._runner.num_abandoned, self._runner.num_close_failures
         trajectories = self._thread.run(self._run_all(jobs))
-        if hosts.num_given_up > hung:
-            logger.warning("%d environment calls hung; %s", hosts.num_given_up - hung, hosts.given_up)
-        if hosts.num_close_failures > unclosed:
-            logger.warning("%d environments could not be closed", hosts.num_close_failures - unclosed)
+        if self._runner.num_abandoned > abandoned:
+            logger.warning(
+                "%d environment calls hung; their threads were given up", self._runner.num_abandoned - abandoned
+            )
+        if self._runner.num_close_failures > unclosed:
+            logger.warning("%d environments could not be closed", self._runner.num_close_failures - unclosed)
         return RolloutBatch(
             prompts=tuple(prompts), trajectories=tuple(trajectories), n_samples_per_prompt=n_samples_per_prompt
         )
 
     def close(self) -> None:
-        """Ends the environments' threads or processes. Idempotent."""
-        if not self._thread.is_closed:
-            self._thread.run(self._environments.aclose())
+        self._runner.close()
         self._thread.close()
 
-    def _host_environments(self, workers: WorkerHost | None, log: Path | None) -> Environments:
-        environment = self._environment
-        num_workers, timeout_s = environment.num_workers, environment.step_timeout_s
-        if not uses_processes(environment):
-            if environment.env_class is not None:
-                check_environment(environment.env_class)
-            return ThreadEnvironments(num_workers=num_workers, timeout_s=timeout_s)
-        host = workers or LocalWorkers(WorkerSettings.of(environment, log=log))
-        processes = ProcessEnvironments(host, num_workers=num_workers, timeout_s=timeout_s)
-        # Imports go on while models are loaded; what is wrong with them is raised where rollouts need them.
-        self._thread.begin(processes.prepare())
-        return processes
+    def _env_class(self, prompt: Prompt) -> str:
+        """Return the name of the configured environment; where that is null, of the row's own."""
+        configured = self._environment.env_class
+        env_class = prompt.env_class if configured is None else split_spec(configured)[0]
+        if env_class is None:
+            raise DataError(
+                f"prompt {prompt.uid} names no environment, and environment.env_class is null. "
+                "Set environment=NAME, or give the row an env_class."
+            )
+        return env_class
 
     def _jobs(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
@@ -186,12 +177,11 @@ class RolloutGenerator:
 
     async def _run_one(self, job: Job, lease: contextlib.ExitStack) -> Trajectory:
         with lease:
-            env_class = environment_of(job.prompt, self._environment)
+            env_class = self._env_class(job.prompt)
             extras = {**job.prompt.extras, "max_turns": self._limits.max_turns, "env_class": env_class}
             session = EnvironmentSession(
-                self._environments,
-                self._environment.env_class or env_class,
-                extras,
+                self._runner,
+                partial(make_environment, self._environment.env_class or env_class, extras),
                 name=env_class.rpartition(":")[2],
             )
             episode = Episode(job=job, engine=self._engine, session=session, chat=self._chat, limits=self._limits)
@@ -247,14 +237,6 @@ class LoopThread:
                 with contextlib.suppress(BaseException):
                     self._settle()
             raise
-
-    def begin(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """Run a coroutine whose result, or exception, nobody waits for."""
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._loop.is_closed()
 
     def close(self) -> None:
         """Stops the loop. Idempotent."""

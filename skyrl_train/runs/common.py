@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from skyrl_train.cli.composition import write_yaml
 from skyrl_train.config.parts import TRACKERS
@@ -19,8 +21,6 @@ from skyrl_train.config.schema import LoopConfig, RunConfig
 from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
-    from contextlib import ExitStack
-
     from skyrl_train.interfaces import Learner, Scorer
     from skyrl_train.plan.batch_plan import BatchPlan
     from skyrl_train.runs.sft_data import SFTPlan
@@ -32,6 +32,43 @@ if TYPE_CHECKING:
     from skyrl_train.trainers.loop import TrainingLoop
     from skyrl_train.trainers.resume import Start
     from skyrl_train.trainers.state import DataFingerprint
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+OnEnd = Callable[[BaseException | None], None]
+"""Told how a run ended, before any part of it is closed."""
+
+
+def tell_nobody(error: BaseException | None) -> None:
+    """The `OnEnd` of a caller who handles errors himself."""
+
+
+class Parts(ExitStack):
+    """Closes the parts of a run, the last one first. What one of them raises is a warning: it neither keeps the others
+    open nor takes the place of the error that ended the run."""
+
+    def __init__(self, console: RunConsole, on_end: OnEnd) -> None:
+        super().__init__()
+        self._console, self._on_end = console, on_end
+
+    def callback(self, callback: Callable[P, R], /, *args: P.args, **kwds: P.kwargs) -> Callable[P, R]:
+        """Register what closes a part."""
+        super().callback(self._close, lambda: callback(*args, **kwds), getattr(callback, "__qualname__", str(callback)))
+        return callback
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> bool | None:
+        """Say first how the run ended, since closing may take long."""
+        self._on_end(error)
+        return super().__exit__(kind, error, trace)
+
+    def _close(self, close: Callable[[], object], name: str) -> None:
+        try:
+            close()
+        except Exception as error:  # of any kind: parts of others are among them
+            self._console.warn(f"{name} failed: {type(error).__name__}: {error}")
 
 
 def open_folder(output_dir: str) -> RunFolder:
@@ -140,6 +177,7 @@ def build_loop(
             eval_before_train=trainer.eval_before_train,
             eval_interval=trainer.eval_interval,
             ckpt_interval=trainer.ckpt_interval,
+            stop_grace_s=trainer.stop_grace_s,
             config=recorded,
             num_restarts=num_restarts,
         ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from skyrl_train.config.generation import ships_adapter
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.runs.build import build_evaluator, build_host, build_rollouts
-from skyrl_train.runs.common import open_folder, prepare_process
+from skyrl_train.runs.common import OnEnd, Parts, open_folder, prepare_process, tell_nobody
 from skyrl_train.runs.rl import describe, load_data
 
 if TYPE_CHECKING:
@@ -23,10 +22,11 @@ if TYPE_CHECKING:
     from skyrl_train.interfaces import WeightTransport
 
 
-def evaluate(config: Config) -> None:
+def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     """One evaluation on `data.validation` with the weights of `model.path`, or of the checkpoint `trainer.resume_path`.
 
-    Writes `evaluation.json` and, with `trainer.dump_rollouts`, `rollouts/`. Raises SkyrlTrainError.
+    Writes `evaluation.json` and, with `trainer.dump_rollouts`, `rollouts/`. `on_end` is called before parts are closed.
+    Raises SkyrlTrainError.
     """
     config = place(config, training=False)
     if violations := validate_config(config):
@@ -42,11 +42,13 @@ def evaluate(config: Config) -> None:
     data = load_data(config)
     if not data.validation:
         raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
-    with folder.locked(), ExitStack() as stack:
+    with folder.locked(), Parts(console, on_end) as stack:
         host = build_host(config, stack)
         rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
         step = _load_checkpoint_weights(config, rollouts.transport)
         rollout_log = RolloutLog(folder.rollouts) if config.trainer.dump_rollouts else None
+        if rollout_log is not None:
+            stack.callback(rollout_log.close)
         evaluator = build_evaluator(config, data.validation, rollouts.generator, rollout_log)
         if evaluator is None:
             raise ConfigError(
@@ -63,7 +65,6 @@ def evaluate(config: Config) -> None:
             result = evaluator.evaluate(step)
         if rollout_log is not None:
             rollout_log.flush()
-            rollout_log.close()
         write_evaluation(folder.evaluation_file, result)
     console.note(evaluation_line(result))
     console.show(figures_table(result))

@@ -27,6 +27,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig, SFTConfig, sft_layout, validate_sft
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested
+from skyrl_train.runs.common import OnEnd, tell_nobody
 
 if TYPE_CHECKING:
     from skyrl_train.telemetry.console import RunConsole
@@ -51,6 +52,21 @@ class Restarts:
     """What the last one answers."""
     recorded: int = 0
     """Restarts whose line is written."""
+    limit: int = 0
+    """`trainer.max_restarts`."""
+    on_end: OnEnd = tell_nobody
+    """Told of how the run ends, before the last attempt's parts are closed."""
+
+    def ends(self, error: BaseException | None) -> None:
+        """Pass on how an attempt ended, unless another one follows."""
+        if error is None or self.answered(error) is None:
+            self.on_end(error)
+
+    def answered(self, error: BaseException) -> ActorLostError | None:
+        """The loss among the causes of an error that is answered by another attempt, if there is one."""
+        lost = _lost_worker(error)
+        never_worked = lost is not None and lost.phase == "start" and not self.count
+        return None if never_worked or self.count >= self.limit else lost
 
     def resume(self, resume: ResumeSettings) -> ResumeSettings:
         """How this attempt looks for its start: after a restart from the newest checkpoint of this run, where it has one."""
@@ -73,19 +89,25 @@ class Restarts:
             file.write(json.dumps(line) + "\n")
 
 
-def run_with_restarts(config: C, folder: RunFolder, console: RunConsole, attempt: Callable[[C, Restarts], R]) -> R:
+def run_with_restarts(
+    config: C,
+    folder: RunFolder,
+    console: RunConsole,
+    attempt: Callable[[C, Restarts], R],
+    *,
+    on_end: OnEnd = tell_nobody,
+) -> R:
     """Return what `attempt` does, which is made again up to `trainer.max_restarts` times where a worker is lost.
 
     Raises whatever else an attempt raises; ActorLostError where a worker is lost once more, or in the very first start.
     """
-    restarts, now = Restarts(file=folder.restarts_file), config
+    restarts, now = Restarts(file=folder.restarts_file, limit=config.trainer.max_restarts, on_end=on_end), config
     while True:
         try:
             return attempt(now, restarts)
         except Exception as error:
-            lost = _lost_worker(error)
-            never_worked = lost is not None and lost.phase == "start" and not restarts.count
-            if lost is None or never_worked or restarts.count >= config.trainer.max_restarts:
+            lost = restarts.answered(error)
+            if lost is None:
                 raise
             logger.warning("%s: %s", type(lost).__name__, lost)
             restarts.reason = str(lost).partition("\n")[0]
@@ -99,7 +121,7 @@ def run_with_restarts(config: C, folder: RunFolder, console: RunConsole, attempt
         now = with_room(config, console)
 
 
-def _lost_worker(error: Exception) -> ActorLostError | None:
+def _lost_worker(error: BaseException) -> ActorLostError | None:
     """The loss that ended an attempt, be it that closing what was left of it failed as well."""
     seen: BaseException | None = error
     while seen is not None and not isinstance(seen, (StopRequested, ConfigError)):

@@ -17,6 +17,8 @@ from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.registry import PartSpec, part_name, split_spec
 from skyrl_train.runs.build import build_evaluator, build_host, build_learners, build_rollouts
 from skyrl_train.runs.common import (
+    OnEnd,
+    Parts,
     begin,
     build_loop,
     first_lines,
@@ -24,6 +26,7 @@ from skyrl_train.runs.common import (
     prepare_process,
     resume_promise,
     say_goodbye,
+    tell_nobody,
 )
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
 
@@ -55,8 +58,8 @@ class Data:
     """Recorded rollouts in place of an engine; `train` is then what it answers."""
 
 
-def train(config: Config) -> None:
-    """Trains, or goes on training, in `config.output_dir`.
+def train(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
+    """Trains, or goes on training, in `config.output_dir`. `on_end` is called before parts are closed.
 
     Raises SkyrlTrainError for whatever the user can fix, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
@@ -94,11 +97,11 @@ def train(config: Config) -> None:
         if start is None:
             return None
         restarts.begun(config, start.global_step)
-        with ExitStack() as stack:
+        with Parts(console, restarts.ends) as stack:
             return _train(config, resume.settings, plan, data, folder, console, start, checkpoints, restarts, stack)
 
     with folder.locked():
-        result = run_with_restarts(config, folder, console, attempt)
+        result = run_with_restarts(config, folder, console, attempt, on_end=on_end)
     if result is not None:
         say_goodbye(console, folder, step=result.global_step, is_exported=config.trainer.export_hf)
 
@@ -277,7 +280,6 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
     from skyrl_train.data.prompts import filter_by_length, load_prompts
     from skyrl_train.model.causal_lm import load_tokenizer
     from skyrl_train.rollout.chat_tokens import ChatTokens
-    from skyrl_train.rollout.environments import check_rows
 
     if not sources:
         return []
@@ -288,7 +290,6 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
         max_prompt_length=config.data.max_prompt_length,
         over_long=config.data.over_long,
     )
-    check_rows(result.prompts, config.environment)
     own = config.environment.env_class
     named = None if own is None else split_spec(own)[0]
     num_others = sum(prompt.env_class not in (None, named) for prompt in result.prompts)

@@ -15,6 +15,8 @@ from skyrl_train.errors import ConfigError
 from skyrl_train.registry import part_name
 from skyrl_train.runs.build import Host, build_learners
 from skyrl_train.runs.common import (
+    OnEnd,
+    Parts,
     begin,
     build_loop,
     first_lines,
@@ -22,6 +24,7 @@ from skyrl_train.runs.common import (
     prepare_process,
     resume_promise,
     say_goodbye,
+    tell_nobody,
 )
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
 from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
@@ -40,8 +43,9 @@ if TYPE_CHECKING:
 _ROWS_BETWEEN_NOTES = 512 * 40
 
 
-def train(config: SFTConfig) -> SFTResult | None:
-    """Trains, or goes on training, in `config.output_dir`; None where the run there is complete.
+def train(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None:
+    """Trains, or goes on training, in `config.output_dir`; None where the run there is complete. `on_end` is called before
+    parts are closed.
 
     Raises SkyrlTrainError for whatever the user can fix, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
@@ -75,11 +79,11 @@ def train(config: SFTConfig) -> SFTResult | None:
             return None
         restarts.begun(config, start.global_step)
         cut_samples_after(folder.samples, start.global_step)
-        with ExitStack() as stack:
+        with Parts(console, restarts.ends) as stack:
             return _train(config, resume.settings, plan, data, folder, console, start, checkpoints, restarts, stack)
 
     with folder.locked():
-        result = run_with_restarts(config, folder, console, attempt)
+        result = run_with_restarts(config, folder, console, attempt, on_end=on_end)
     if result is None:
         return None
     say_goodbye(

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from skyrl_train.signals import log_descriptors
 from skyrl_train.telemetry.redaction import redact_text
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -120,6 +121,9 @@ def console_streams() -> Iterator[None]:
 def log_once() -> None:
     """Keep lines of Python's logging that reach the terminal out of the log's copy of the terminal, which has them
     already. Call it where logging is configured."""
+    log_descriptors.clear()
     for handler in logging.getLogger().handlers:
+        if isinstance(handler, RunLogHandler) and handler.stream is not None:
+            log_descriptors.append(handler.stream.fileno())
         if isinstance(handler, logging.StreamHandler) and isinstance(handler.stream, ConsoleStream):
             handler.setStream(handler.stream.terminal)

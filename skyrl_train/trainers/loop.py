@@ -8,22 +8,18 @@ A trainer writes down its verbs; everything that makes a step count is here, wri
     complete   the mark that the run has nothing left to do
 
 The record is on disk before the checkpoint of its step is. A run that is killed in between repeats the step and writes
-the same record again. SIGTERM and Ctrl-C ask for a stop at the next safe point; a second one ends the process at once.
+the same record again. Signals ask for a stop at the next safe point (`stop.py`).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
@@ -31,13 +27,11 @@ from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.tracker import Tracker
-from skyrl_train.trainers.checkpoints import CheckpointStore
+from skyrl_train.trainers.checkpoints import CheckpointStore, checkpoint_name
 from skyrl_train.trainers.observers import Observers
 from skyrl_train.trainers.resume import Start, mark_complete
 from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SHOW_CURSOR = "\x1b[?25h"
+from skyrl_train.trainers.stop import GivenUp, StopFlag, stop_on_signals
 
 Figures = Mapping[str, float]
 """Metrics by name, as numbers."""
@@ -54,6 +48,8 @@ class LoopSettings:
     """Steps; 0 evaluates before and after training alone."""
     ckpt_interval: int
     """Steps; 0 saves at the end and on a signal alone."""
+    stop_grace_s: float = 0.0
+    """Seconds that the running step has after a signal; 0 does not limit it."""
     config: Mapping[str, Any]
     """Every setting by its dotted name (`state.flat_config`), which checkpoints record."""
     num_restarts: int = 0
@@ -86,15 +82,23 @@ class TrainingLoop:
         self._draw_curve = draw
         self._stop = StopFlag()
         self._last_checkpoint, self._last_step = start.checkpoint, start.global_step
+        self._finished: tuple[int, LoopState] | None = None
+        """The last step that is finished and the state after it, which the models have until the next update."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """Wraps all steps: signals ask for a stop at the next safe point, and a NonFiniteError says where the run can be
         continued from."""
-        with stop_on_signals() as stop:
+        with stop_on_signals(grace_s=self.settings.stop_grace_s) as stop:
             self._stop = stop
             try:
                 yield
+            except GivenUp:
+                assert self._finished is not None, "a step is given up behind the one before"
+                step, state = self._finished
+                if self._last_checkpoint is None or self._last_checkpoint.name != checkpoint_name(step):
+                    self._save(step, state)
+                stop.raise_if_set(step)
             except NonFiniteError as error:
                 checkpoint = self._last_checkpoint
                 kept = f"The last checkpoint is {checkpoint}" if checkpoint else "There is no checkpoint"
@@ -106,10 +110,17 @@ class TrainingLoop:
                 raise
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Wraps one verb: its seconds become `timing/<name>`, and a bar of that name shows its progress."""
+    def phase(self, name: str, *, can_give_up: bool = False) -> Iterator[None]:
+        """Wraps one verb: its seconds become `timing/<name>`, and a bar of that name shows its progress.
+
+        `can_give_up`: it leaves the models as they are, so that a second signal may break it off.
+        """
         with self.timer.phase(name), self.console.phase(name):
-            yield
+            if not can_give_up or self._finished is None:
+                yield
+                return
+            with self._stop.can_give_up():
+                yield
 
     def load(self) -> None:
         """Gives each model its weights from the checkpoint that the run starts from, if there is one."""
@@ -126,7 +137,8 @@ class TrainingLoop:
         self.observers.tell("start", step, path=self.folder.root)
         if self.start.is_first and self.settings.eval_before_train and (metrics := self._evaluate(step, evaluate)):
             self._trackers.log({**metrics, **self.timer.finish_step()}, step=step)
-        if self._stop.is_set:
+        self._finished = step, state
+        if self._stop.is_set and step < self.settings.total_steps:
             self._save(step, state)
             self._stop.raise_if_set(step)
 
@@ -158,14 +170,16 @@ class TrainingLoop:
         self.observers.tell("step", step, metrics=record)
 
     def conclude(self, step: int, state: LoopState, *, ends: bool = False) -> None:
-        """Saves a checkpoint where one is due. Raises StopRequested, with the checkpoint written, where a signal came.
+        """Saves a checkpoint where one is due. Raises StopRequested, with the checkpoint written, where a signal came and
+        there is more to train.
 
         `ends`: the trainer ends the run after this step, whatever the number of steps is.
         """
-        stopping = self._stop.is_set
-        if self.is_last(step) or stopping or ends or is_due(step, self.settings.ckpt_interval):
+        stopping, ends = self._stop.is_set, ends or self.is_last(step)
+        if ends or stopping or is_due(step, self.settings.ckpt_interval):
             self._save(step, state)
-        if stopping:
+        self._finished = step, state
+        if stopping and not ends:
             self._stop.raise_if_set(step)
 
     def write_checkpoint(self, store: CheckpointStore, step: int, state: LoopState) -> Path:
@@ -261,55 +275,3 @@ class StepTimer:
         self._seconds, self._step_start = {}, now
         timings = {f"timing/{name}": seconds for name, seconds in phases.items()}
         return {**timings, "timing/other": other_s, "timing/step": step_s}
-
-
-class StopFlag:
-    """A flag that says whether a signal came, and which."""
-
-    def __init__(self, exit_now: Callable[[int], None] = os._exit) -> None:
-        """`exit_now` receives the exit status at the second signal; by default it ends the process without clean-up,
-        since whatever the first signal waits for may be what hangs."""
-        self.signal_name: str | None = None
-        self._exit_now = exit_now
-
-    @property
-    def is_set(self) -> bool:
-        return self.signal_name is not None
-
-    def raise_if_set(self, global_step: int) -> None:
-        """Raises StopRequested where a signal came. Call it once the checkpoint of `global_step` is written."""
-        if self.signal_name is not None:
-            raise StopRequested(self.signal_name, global_step)
-
-    def handle(self, signum: int, frame: FrameType | None) -> None:
-        """Handles a signal: the first sets the flag, the second ends the process."""
-        del frame
-        name = signal.Signals(signum).name
-        if self.signal_name is None:
-            self.signal_name = name
-            _say(f"{name}: finishing the running step, then writing a checkpoint. Once more stops at once.")
-            return
-        _say(f"{name} again: stopping at once. The last complete checkpoint is the one to resume from.")
-        self._exit_now(128 + signum)
-
-
-@contextmanager
-def stop_on_signals() -> Iterator[StopFlag]:
-    """Installs the handler and puts back the ones before it. In another thread than the main one, where Python allows
-    no handlers, the flag is never set."""
-    flag = StopFlag()
-    if threading.current_thread() is not threading.main_thread():
-        yield flag
-        return
-    before = {signum: signal.signal(signum, flag.handle) for signum in SIGNALS}
-    try:
-        yield flag
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-def _say(line: str) -> None:
-    """Straight to the file descriptor: a handler may interrupt a print that holds the stream's lock."""
-    cursor = _SHOW_CURSOR if sys.stderr.isatty() else ""
-    os.write(2, f"\n{cursor}{line}\n".encode())

@@ -95,7 +95,7 @@ class PPOTrainer:
         with loop.running():
             self._begin()
             for step in loop.steps():
-                with loop.phase("generate"):
+                with loop.phase("generate", can_give_up=True):
                     generated = steps.generate(
                         self.generator, self.prompts, settings, step=step, position=self.state.data_position
                     )

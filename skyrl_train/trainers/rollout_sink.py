@@ -7,7 +7,7 @@ in `metrics.jsonl` therefore means that the rollouts of its step are on disk.
 from __future__ import annotations
 
 import re
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 
@@ -16,19 +16,23 @@ import numpy as np
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
 from skyrl_train.telemetry.rollout_log import write_rollouts
+from skyrl_train.threads import WorkerThread
 from skyrl_train.types import RolloutBatch
 
 FLUSH_TIMEOUT_S = 1800.0
+CLOSE_TIMEOUT_S = 30.0
 _FILE = re.compile(r"\.?[a-z]+_step_(\d+)\.jsonl(?:\.tmp)?")
 
 
 class RolloutLog:
     """Writes JSON lines under `folder`, one file a step and purpose, in the background."""
 
-    def __init__(self, folder: Path, *, flush_timeout_s: float = FLUSH_TIMEOUT_S) -> None:
+    def __init__(
+        self, folder: Path, *, flush_timeout_s: float = FLUSH_TIMEOUT_S, close_timeout_s: float = CLOSE_TIMEOUT_S
+    ) -> None:
         self._folder = folder
-        self._flush_timeout_s = flush_timeout_s
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-log")
+        self._flush_timeout_s, self._close_timeout_s = flush_timeout_s, close_timeout_s
+        self._thread = WorkerThread("rollout-log")
         self._pending: list[Future[None]] = []
 
     def write(self, rollouts: RolloutBatch, batch: TrainingInputBatch, *, step: int) -> None:
@@ -57,8 +61,10 @@ class RolloutLog:
                 ) from error
 
     def close(self) -> None:
-        """Ends the thread; what is pending is still written."""
-        self._thread.shutdown()
+        """Ends the thread; what is pending is still written, unless that takes longer than CLOSE_TIMEOUT_S. Raises
+        DeadlineError then."""
+        if not self._thread.close(self._close_timeout_s):
+            raise DeadlineError(f"writing rollouts to {self._folder}", self._close_timeout_s, "Is the disk reachable?")
 
     def _write_train(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
         self._write(rollouts, "train", step, advantages_by_turn(rollouts, batch))

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from skyrl_train.errors import StopRequested
-from skyrl_train.trainers.loop import StopFlag, stop_on_signals
+from skyrl_train.trainers.stop import StopFlag, stop_on_signals
 
 
 def test_without_a_signal_nothing_is_raised():
