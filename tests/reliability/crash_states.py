@@ -121,7 +121,7 @@ def _all_states(operations: Sequence[Operation]) -> Iterator[CrashState]:
         pending.add(number - 1, operation)
         yield CrashState(disk=disk, number=number, what="prefix")
         for what, lost, zeros in pending.losses():
-            changed = {index: None for index in lost} | {index: _zeros(operations[index]) for index in zeros}
+            changed = dict.fromkeys(lost) | {index: _zeros(operations[index]) for index in zeros}
             if changed:
                 disk = _without(operations[:number], changed, before[min(changed)])
                 yield CrashState(disk=disk, number=number, what=what)

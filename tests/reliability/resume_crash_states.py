@@ -177,7 +177,9 @@ def differences(warm_run: Warm, folder: Path) -> list[str]:
                 found.append(f"{part}/{path.name} differs")
     if (warm_run.reference / "evaluation.json").exists():
         evaluations = [json.loads((each / "evaluation.json").read_text()) for each in (folder, warm_run.reference)]
-        if evaluations[0]["evaluations"] != [each for each in evaluations[1]["evaluations"] if each["global_step"] <= step]:
+        if evaluations[0]["evaluations"] != [
+            each for each in evaluations[1]["evaluations"] if each["global_step"] <= step
+        ]:
             found.append("evaluation.json differs")
     if (folder / "complete.json").exists():
         found += [f"export: {text}" for text in differing_files(folder / "export", warm_run.reference / "export")]
@@ -228,7 +230,9 @@ def _child(warm_run: Warm, state: CrashState, folder: Path) -> NoReturn:
         state.disk.lay_out(folder)
         outcome = resume(warm_run, folder, log=folder.with_suffix(".log"))
     except BaseException as error:
-        outcome = Outcome(end="not comparable", problem=f"{type(error).__name__}: {error} {traceback.format_exc()[-800:]}")
+        outcome = Outcome(
+            end="not comparable", problem=f"{type(error).__name__}: {error} {traceback.format_exc()[-800:]}"
+        )
     folder.with_suffix(".json").write_text(json.dumps(asdict(outcome)))
     os._exit(0)
 
@@ -258,7 +262,9 @@ def run_cases(
             if outcome.problem:
                 tail = folder.with_suffix(".log")
                 said = tail.read_text(errors="replace")[-1500:] if tail.exists() else ""
-                outcome = replace(outcome, problem=f"{outcome.problem}\n{said}" if outcome.end == "traceback" else outcome.problem)
+                outcome = replace(
+                    outcome, problem=f"{outcome.problem}\n{said}" if outcome.end == "traceback" else outcome.problem
+                )
             shutil.rmtree(folder, ignore_errors=True)
             for suffix in (".json", ".log"):
                 folder.with_suffix(suffix).unlink(missing_ok=True)
@@ -290,7 +296,9 @@ def run(kinds: Sequence[Kind], *, cases: int | None, seed: int, jobs: int) -> di
                 ends[outcome.end] += 1
                 if outcome.problem:
                     failures += 1
-                    print(f"FAILED {kind} after {state.number} operations ({state.what}): {outcome.end}: {outcome.problem}")
+                    print(
+                        f"FAILED {kind} after {state.number} operations ({state.what}): {outcome.end}: {outcome.problem}"
+                    )
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu_s = used.ru_utime + used.ru_stime - cpu_before_s
             seconds = time.monotonic() - begun
