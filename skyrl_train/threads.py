@@ -1,15 +1,20 @@
-"""A thread that works for others and is never waited for without a limit."""
+"""Threads that work for others and are never waited for without a limit."""
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import ParamSpec, TypeVar
+
+from skyrl_train.errors import DeadlineError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+A = TypeVar("A")
 
 
 class WorkerThread(Executor):
@@ -58,3 +63,32 @@ class WorkerThread(Executor):
         while (call := self._calls.get()) is not None:
             call()
             del call  # what it holds must not live on while the thread waits
+
+
+def in_time(function: Callable[[], R], *, what: str, timeout_s: float, remedy: str = "") -> R:
+    """The result of `function`, or its exception. Raises DeadlineError naming `what` where it does not come in time."""
+    return map_in_time(lambda _: function(), [None], num_threads=1, what=what, timeout_s=timeout_s, remedy=remedy)[0]
+
+
+def map_in_time(
+    function: Callable[[A], R], items: Sequence[A], *, num_threads: int, what: str, timeout_s: float, remedy: str = ""
+) -> list[R]:
+    """The results of `function` for each of `items`, in order, or the first exception.
+
+    `timeout_s` is the deadline of all of them together. Raises DeadlineError naming `what`; threads that hang are left to
+    end with the process.
+    """
+    threads = [WorkerThread(f"{what} {number}") for number in range(min(num_threads, len(items)))]
+    futures = [threads[index % len(threads)].submit(function, item) for index, item in enumerate(items)]
+    ends = time.monotonic() + timeout_s
+    try:
+        return [future.result(max(0.0, ends - time.monotonic())) for future in futures]
+    except FutureTimeoutError:
+        if all(future.done() for future in futures):  # it is what the function raised
+            raise
+        raise DeadlineError(what, timeout_s, remedy) from None
+    finally:
+        for future in futures:
+            future.cancel()
+        for thread in threads:
+            thread.close(0.0)

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.data.token_store import TokenStore
-from skyrl_train.telemetry.files import sync_folder, write_json
+from skyrl_train.telemetry.files import bring_to_disk, sync_folder, write_json
 
 FORMAT = 1
 """To be raised whenever the same row would be tokenised or masked in another way."""
@@ -118,7 +118,7 @@ def _write(folder: Path, examples: Examples) -> None:
             offsets_file.write(np.int64(length).tobytes())
         for file in (ids_file, mask_file, offsets_file):
             file.flush()
-            os.fsync(file.fileno())
+            bring_to_disk(file.fileno(), folder)
     files = {name: {"bytes": _file(folder, name).stat().st_size, "blake2b": _digest(folder, name)} for name in _COLUMNS}
     write_json(folder / _META, {"format": FORMAT, "files": files})
 

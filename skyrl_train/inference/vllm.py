@@ -12,8 +12,10 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from skyrl_train.errors import DeadlineError
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.inference.vllm_core import VLLMCore
 from skyrl_train.inference.vllm_processes import EngineProcesses
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CLOSE_TIMEOUT_S = 20.0
+_START_TIMEOUT_S = 3600.0
+"""On Ray `placement.start_timeout_s` ends earlier."""
 
 
 class _EngineThread:
@@ -41,7 +45,13 @@ class _EngineThread:
             target=self._work, args=(settings, processes, started), name="vllm-engine", daemon=True
         )
         self._thread.start()
-        self.core = started.result()
+        try:
+            self.core = started.result(_START_TIMEOUT_S)
+        except FutureTimeoutError:
+            if started.done():
+                raise
+            what = "vLLM, asked to load the model,"
+            raise DeadlineError(what, _START_TIMEOUT_S, "Is the model's disk reachable?") from None
 
     def post(self, command: Callable[[VLLMCore], None]) -> None:
         """Have the thread do it when it comes to it."""

@@ -25,6 +25,7 @@ _NEW_TOKENS = 24
 _LOGPROB_BOUNDS = {"float32": 2e-3, "bfloat16": 0.5}
 """Largest difference of a sampled token's log-probability between an engine and transformers in float32 on the CPU."""
 _STEPS = 3
+_RUN_TIMEOUT_S = 1800.0
 
 
 def hf_engine(context: Context) -> str:
@@ -217,7 +218,7 @@ def _run(
     chosen = f"{platform}={'gpu' if context.on_cuda else 'cpu'}"
     command = [sys.executable, "-m", module, experiment, chosen, f"hydra.run.dir={output}", *overrides]
     # What it says goes where this process writes: to the report, if the case fails.
-    status = subprocess.run(command, cwd=context.folder, check=False).returncode
+    status = subprocess.run(command, cwd=context.folder, check=False, timeout=_RUN_TIMEOUT_S).returncode
     assert status == 0, f"{' '.join(command[1:])} ended with status {status}"
     lines = Path(output, "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records: list[dict[str, Any]] = [json.loads(line) for line in lines]

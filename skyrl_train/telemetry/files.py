@@ -9,18 +9,38 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.threads import in_time
+
 _MAX_DEPTH = 64
 """Levels of what is read; the deepest that is written has seven."""
 _MAX_COUNT = 2**53
 """The largest whole number that every reader of JSON takes as it is."""
 _SHOWN = 60
+DISK_TIMEOUT_S = 1800.0
+"""Deadline of a disk: what was written is there by then, or the disk is gone."""
+
+
+def bring_to_disk(descriptor: int, path: Path) -> None:
+    """`fsync` of the open file or folder at `path`, on a thread of its own: a disk that is gone never answers.
+
+    Raises OSError; DeadlineError, which is one, where the disk does not answer in time.
+    """
+    own = os.dup(descriptor)
+
+    def sync() -> None:
+        try:
+            os.fsync(own)
+        finally:
+            os.close(own)
+
+    in_time(sync, what=f"the disk of {path}", timeout_s=DISK_TIMEOUT_S, remedy="Is it reachable?")
 
 
 def sync_folder(folder: Path) -> None:
     """Makes creations, renames and removals in `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        bring_to_disk(descriptor, folder)
     finally:
         os.close(descriptor)
 
@@ -32,7 +52,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
+        bring_to_disk(file.fileno(), path)
     temporary.replace(path)
     sync_folder(path.parent)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import DataError
-from skyrl_train.telemetry.files import sync_folder, write_atomically
+from skyrl_train.telemetry.files import bring_to_disk, sync_folder, write_atomically
 
 NON_FINITE = "metrics/non_finite"
 """Values of the line that were not finite and became null; absent where there were none."""
@@ -33,7 +32,7 @@ class MetricsLog:
         with self._path.open("ab") as file:
             file.write(_line(metrics, step))
             file.flush()
-            os.fsync(file.fileno())
+            bring_to_disk(file.fileno(), self._path)
         if new:
             sync_folder(self._path.parent)
 

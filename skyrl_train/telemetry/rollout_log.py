@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.errors import DataError
+from skyrl_train.telemetry.files import bring_to_disk
 from skyrl_train.types import (
     Failure,
     FailureKind,
@@ -81,7 +82,7 @@ def write_rollouts(
             file.write(json.dumps(record, ensure_ascii=False, allow_nan=False, default=str))
             file.write("\n")
         file.flush()
-        os.fsync(file.fileno())
+        bring_to_disk(file.fileno(), path)
     os.replace(temporary, path)
     return path
 

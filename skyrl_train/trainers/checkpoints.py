@@ -20,12 +20,20 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from skyrl_train.errors import CheckpointError
-from skyrl_train.telemetry.files import read_json, shown, sync_folder, whole_number, write_atomically
+from skyrl_train.telemetry.files import (
+    DISK_TIMEOUT_S,
+    read_json,
+    shown,
+    sync_folder,
+    whole_number,
+    write_atomically,
+)
+from skyrl_train.threads import map_in_time
 from skyrl_train.trainers.state import STATE_FILE, TrainerState
 
 MANIFEST = "manifest.json"
@@ -36,6 +44,8 @@ _REPLACED = ".tmp-replaced-"
 _NAME = re.compile(r"step_(\d{6,15})")
 _READ_BYTES = 1 << 20
 
+A = TypeVar("A")
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -169,8 +179,7 @@ def verify(folder: Path) -> None:
                 f"{folder}: {name} does not have the SHA-256 sum that {MANIFEST} states: one of the two was damaged"
             )
 
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        list(pool.map(check, files))
+    _on_threads(check, list(files), folder)
 
 
 def _candidates(root: Path, problems: list[str]) -> list[Path]:
@@ -222,8 +231,7 @@ def _seal(folder: Path) -> None:
         _fsync_file(path)
         return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
-    with ThreadPoolExecutor(max_workers=4) as pool:
-        records = list(pool.map(record, paths))
+    records = _on_threads(record, paths, folder)
     write_atomically(
         folder / MANIFEST,
         (json.dumps({"format": FORMAT, "files": dict(zip(names, records))}, indent=1) + "\n").encode(),
@@ -287,6 +295,12 @@ def _sha256(path: Path) -> str:
 def _fsync_file(path: Path) -> None:
     descriptor = os.open(path, os.O_RDWR)
     try:
-        os.fsync(descriptor)
+        os.fsync(descriptor)  # on one of `_on_threads`
     finally:
         os.close(descriptor)
+
+
+def _on_threads(function: Callable[[A], T], items: Sequence[A], folder: Path) -> list[T]:
+    """Reads or syncs several files at a time. Raises DeadlineError where the disk does not answer."""
+    disk = f"the disk of {folder}"
+    return map_in_time(function, items, num_threads=4, what=disk, timeout_s=DISK_TIMEOUT_S, remedy="Is it reachable?")

@@ -301,11 +301,11 @@ def run(kinds: Sequence[Kind], *, cases: int | None, seed: int, jobs: int) -> di
                     )
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu_s = used.ru_utime + used.ru_stime - cpu_before_s
-            seconds = time.monotonic() - begun
+            resumed_s = time.monotonic() - begun - recorded_s
             print(
                 f"{kind}: {len(operations)} operations, {len(states)} distinct states, {len(chosen)} resumed: "
                 f"{_counts(ends)}; {failures} failures; {recorded_s:.0f} s to record, "
-                f"{(seconds - recorded_s) / max(1, len(chosen)):.2f} s a case ({cpu_s / max(1, len(chosen)):.2f} s of a core)",
+                f"{resumed_s / max(1, len(chosen)):.2f} s a case, {cpu_s / max(1, len(chosen)):.2f} s of it on a core",
                 flush=True,
             )
             totals += Counter({"operations": len(operations), "cases": len(chosen), "failures": failures}) + ends

@@ -13,12 +13,14 @@ import pytest
 from tests.source_calls import Call, Exceptions, Rule, calls_in, calls_of, offences
 
 _WAITING_MODULES = ("ray", "asyncio", "connection", "concurrent.futures", "futures", "")
-_LOCK = re.compile(r"lock|mutex|semaphore|condition|_in_order", re.IGNORECASE)
+_LOCK = re.compile(r"(lock|mutex|semaphore|condition|_in_order)$", re.IGNORECASE)
 
 
 def _bare(call: Call, *names: str) -> bool:
     """A method of one of these names that is given neither a position nor a timeout."""
-    is_method = bool(call.receiver) and not call.is_entry and call.name in names
+    owner = call.receiver.rpartition(".")[2]
+    is_method = owner[:1].islower() or owner[:1] == "_" or owner.endswith((")", "]"))
+    is_method = is_method and not call.is_entry and call.name in names
     return is_method and call.num_arguments == 0 and not call.has_keyword("timeout", "timeout_s")
 
 
@@ -47,7 +49,9 @@ def of_locks(call: Call) -> bool:
 
 def of_queues(call: Call) -> bool:
     """`queue.get()`, and queues with a bound, whose `put` may block."""
-    bounded = call.name in ("Queue", "LifoQueue", "JoinableQueue") and bool(call.num_arguments or call.has_keyword("maxsize"))
+    bounded = call.name in ("Queue", "LifoQueue", "JoinableQueue") and bool(
+        call.num_arguments or call.has_keyword("maxsize")
+    )
     return _bare(call, "get") or bounded
 
 
@@ -63,7 +67,7 @@ def of_networks(call: Call) -> bool:
     clients = call.receiver in ("requests", "httpx") and call.name[:1].isalpha() and call.name.lower() in _HTTP
     meetings = call.name in ("init_process_group", "new_group", "TCPStore", "FileStore", "create_connection", "urlopen")
     sockets = call.target == "socket.socket" or call.name in ("recv", "recv_bytes", "recvfrom", "accept", "sock_recv")
-    return ((clients or meetings) and not call.has_keyword("timeout")) or sockets
+    return not call.is_entry and (((clients or meetings) and not call.has_keyword("timeout")) or sockets)
 
 
 _HTTP = ("get", "post", "put", "delete", "head", "request", "stream", "client", "asyncclient")
@@ -85,8 +89,120 @@ RULES: tuple[Rule, ...] = (
     of_networks,
     of_disks,
 )
-EXCEPTIONS: Exceptions = {}
+_PENDING = "a Pending of `endpoints.py`: the call was begun with a deadline, at which `wait` raises"
+_IS_DONE = "of a future that is done: the wait for it, with its deadline, is the line before"
+_IDLE = "a daemon thread waits for work; nobody waits for the thread without a limit"
+_BRIEF = "held for assignments, or for calls that have deadlines of their own"
+EXCEPTIONS: Exceptions = {
+    ("skyrl_train/cluster/calls.py", "ray.get"): "of references that `ray.wait` has just given as ready",
+    ("skyrl_train/cluster/endpoints.py", "other.wait"): _PENDING,
+    ("skyrl_train/cluster/endpoints.py", "self.begin_asking(method, phase, *args, **kwargs).wait"): _PENDING,
+    (
+        "skyrl_train/cluster/endpoints.py",
+        "self._in_order",
+    ): "held while calls are submitted, which does not wait for them",
+    ("skyrl_train/cluster/engine_group.py", "asyncio.wait"): "for restarts of engines, which have `start_timeout_s`",
+    ("skyrl_train/cluster/engine_group.py", "self._starting.wait"): _PENDING,
+    ("skyrl_train/cluster/engine_group.py", "starting.wait"): _PENDING,
+    (
+        "skyrl_train/cluster/learners.py",
+        "ranks.begin_each(method, phase, [ref for ref in map(stored, shares) for _ in range(each)]).wait",
+    ): _PENDING,
+    (
+        "skyrl_train/cluster/learners.py",
+        "workers.begin_each(LearnerWorker.start, 'start', places).wait",
+    ): _PENDING,
+    ("skyrl_train/cluster/session.py", "self._calls.get"): _IDLE,
+    ("skyrl_train/data/async_collator.py", "future.exception"): _IS_DONE,
+    ("skyrl_train/data/async_collator.py", "future.result"): _IS_DONE,
+    ("skyrl_train/data/async_collator.py", "self._jobs.get"): _IDLE,
+    ("skyrl_train/data/async_collator.py", "self.shutdown"): "joins its thread with `timeout_s`",
+    (
+        "skyrl_train/data/loader.py",
+        "self._worker.shutdown",
+    ): "an AsyncBatchCollator, which joins its thread with `timeout_s`",
+    ("skyrl_train/distributed/process_group.py", "torch_c10d.FileStore"): "`set_timeout` follows before anything waits",
+    ("skyrl_train/endpoints.py", "other.wait"): _PENDING,
+    ("skyrl_train/endpoints.py", "self.begin(method, phase, *args, **kwargs).wait"): _PENDING,
+    (
+        "skyrl_train/endpoints.py",
+        "socket.socket",
+    ): "bound for a moment to find a free port: neither listens nor connects",
+    ("skyrl_train/inference/hf.py", "self._executor.shutdown"): "to be replaced",
+    (
+        "skyrl_train/inference/hf.py",
+        "self._weights_lock",
+    ): "taken for an update, of which `call_timeout_s` is the deadline",
+    ("skyrl_train/inference/http.py", "httpx.AsyncClient"): "`common` has the timeouts",
+    ("skyrl_train/inference/http.py", "httpx.Client"): "`common` has the timeouts",
+    ("skyrl_train/inference/local_engine.py", "other.wait"): _PENDING,
+    ("skyrl_train/inference/local_engine.py", "pending.result"): _IS_DONE,
+    ("skyrl_train/inference/local_engine.py", "self._future.result"): _IS_DONE,
+    (
+        "skyrl_train/inference/local_engine.py",
+        "self._on_thread(name, phase, lambda: asyncio.run(getattr(self.engine, name)(*args, **kwargs))).wait",
+    ): _PENDING,
+    ("skyrl_train/inference/local_engine.py", "self.wait"): _PENDING,
+    ("skyrl_train/inference/vllm.py", "future.result"): "on a thread that `local_engine.py`, or Ray's caller, watches",
+    ("skyrl_train/inference/vllm.py", "self._commands.get"): _IDLE,
+    (
+        "skyrl_train/inference/vllm_processes.py",
+        "connection.wait",
+    ): "a daemon thread waits for deaths, for as long as the run",
+    ("skyrl_train/inference/vllm_worker.py", "self.shutdown"): "vLLM's own method of a worker, which waits for nobody",
+    ("skyrl_train/rollout/env_runner.py", "self.calls.get"): _IDLE,
+    ("skyrl_train/rollout/generator.py", "asyncio.as_completed"): "trajectories, of which every await has a deadline",
+    ("skyrl_train/rollout/generator.py", "future.result"): _IS_DONE,
+    ("skyrl_train/rollout/generator.py", "task.result"): _IS_DONE,
+    ("skyrl_train/runs/build_ray.py", "wait"): "the start of a learner, with `start_timeout_s`",
+    ("skyrl_train/telemetry/files.py", "os.fsync"): "on a thread, with DISK_TIMEOUT_S: what everything else calls",
+    ("skyrl_train/telemetry/run_log.py", "self._lock"): _BRIEF,
+    ("skyrl_train/threads.py", "self._calls.get"): _IDLE,
+    ("skyrl_train/trainers/checkpoints.py", "os.fsync"): "on a thread of `map_in_time`, with DISK_TIMEOUT_S",
+    ("skyrl_train/trainers/rollout_sink.py", "self._thread.shutdown"): "to be replaced",
+    ("skyrl_train/weight_sync/device_sharing.py", "self._lock"): _BRIEF,
+    (
+        "skyrl_train/weight_sync/sender.py",
+        "self._backend.broadcast([tensor], options).wait",
+    ): "the group was made with `timeout_s`, at which the collective fails",
+    ("skyrl_train/weight_sync/transports.py", "written.wait"): _PENDING,
+    ("skyrl_train/weights.py", "current.wait"): _PENDING,
+    ("skyrl_train/weights.py", "pending.wait"): _PENDING,
+}
 
 
 def test_every_call_that_may_block_has_a_deadline() -> None:
     assert offences(calls_in("skyrl_train"), RULES, EXCEPTIONS) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "against", "within"),
+    [
+        (of_ray, "ray.get(refs)", "ray.get(refs, timeout=5)"),
+        (of_ray, "ray.wait(refs, num_returns=2)", "ray.wait(refs, timeout=0)"),
+        (of_futures, "self._future.result()", "future.result(timeout_s)"),
+        (of_futures, "tasks[0].exception()", "logger.exception('x')"),
+        (of_futures, "concurrent.futures.wait([future])", "wait([future], timeout=1)"),
+        (of_threads, "self._thread.join()", "', '.join(names)"),
+        (of_threads, "process.wait()", "process.wait(20)"),
+        (of_threads, "event.wait()", "event.wait(timeout=1)"),
+        (of_threads, "with ThreadPoolExecutor(4) as pool: pass", "pool = ThreadPoolExecutor(4)"),
+        (of_threads, "pool.shutdown()", "pool.shutdown(wait=False)"),
+        (of_locks, "lock.acquire()", "lock.acquire(timeout=1)"),
+        (of_locks, "with self._lock: pass", "with folder.locked(): pass"),
+        (of_queues, "self._jobs.get()", "jobs.get(timeout=1)"),
+        (of_queues, "multiprocessing.Queue(8)", "queue.Queue()"),
+        (of_subprocesses, "subprocess.run(words, check=True)", "subprocess.run(words, timeout=5)"),
+        (of_subprocesses, "process.communicate()", "process.communicate(timeout=5)"),
+        (of_subprocesses, "os.waitpid(pid, 0)", "os.waitpid(pid, os.WNOHANG)"),
+        (of_networks, "urllib.request.urlopen(url)", "urlopen(url, timeout=2)"),
+        (of_networks, "httpx.get(url)", "httpx.get(url, timeout=2)"),
+        (of_networks, "connection.recv()", "socket.create_connection(place, timeout=2)"),
+        (of_networks, "dist.init_process_group('gloo')", "dist.init_process_group('gloo', timeout=limit)"),
+        (of_disks, "os.fsync(file.fileno())", "bring_to_disk(file.fileno(), path)"),
+        (of_disks, "fcntl.flock(file, fcntl.LOCK_EX)", "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)"),
+    ],
+)
+def test_the_rules_tell_calls_with_a_deadline_from_those_without(rule: Rule, against: str, within: str) -> None:
+    assert any(map(rule, calls_of(against, "x.py")))
+    assert not any(map(rule, calls_of(within, "x.py")))
