@@ -94,7 +94,6 @@ _IS_DONE = "of a future that is done: the wait for it, with its deadline, is the
 _IDLE = "a daemon thread waits for work; nobody waits for the thread without a limit"
 _BRIEF = "held for assignments, or for calls that have deadlines of their own"
 EXCEPTIONS: Exceptions = {
-    ("skyrl_train/cluster/calls.py", "ray.get"): "of references that `ray.wait` has just given as ready",
     ("skyrl_train/cluster/endpoints.py", "other.wait"): _PENDING,
     ("skyrl_train/cluster/endpoints.py", "self.begin_asking(method, phase, *args, **kwargs).wait"): _PENDING,
     (
@@ -165,6 +164,7 @@ EXCEPTIONS: Exceptions = {
         "skyrl_train/weight_sync/sender.py",
         "self._backend.broadcast([tensor], options).wait",
     ): "the group was made with `timeout_s`, at which the collective fails",
+    ("skyrl_train/weight_sync/transports.py", "pending.wait"): _PENDING,
     ("skyrl_train/weight_sync/transports.py", "written.wait"): _PENDING,
     ("skyrl_train/weights.py", "current.wait"): _PENDING,
     ("skyrl_train/weights.py", "pending.wait"): _PENDING,
