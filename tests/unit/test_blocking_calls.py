@@ -127,7 +127,6 @@ EXCEPTIONS: Exceptions = {
         "skyrl_train/endpoints.py",
         "socket.socket",
     ): "bound for a moment to find a free port: neither listens nor connects",
-    ("skyrl_train/inference/hf.py", "self._executor.shutdown"): "to be replaced",
     (
         "skyrl_train/inference/hf.py",
         "self._weights_lock",
@@ -158,7 +157,6 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/telemetry/run_log.py", "self._lock"): _BRIEF,
     ("skyrl_train/threads.py", "self._calls.get"): _IDLE,
     ("skyrl_train/trainers/checkpoints.py", "os.fsync"): "on a thread of `map_in_time`, with DISK_TIMEOUT_S",
-    ("skyrl_train/trainers/rollout_sink.py", "self._thread.shutdown"): "to be replaced",
     ("skyrl_train/weight_sync/device_sharing.py", "self._lock"): _BRIEF,
     (
         "skyrl_train/weight_sync/sender.py",
