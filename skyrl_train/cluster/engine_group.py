@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 _MAX_LEAD = 32
 """Requests that an engine may have in flight beyond the least busy one before prefixes stop to count."""
 _MAX_ATTEMPTS = 4
+_CLOSE_TIMEOUT_S = 10.0
+"""How long threads that start an engine again may take to see that it was ended."""
+_LOOK_EVERY_S = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +78,9 @@ class EngineGroup:
         self._restarts = [0] * len(slots)
         self._late: dict[int, RemoteActor] = {}
         """Engines that were started again and have no weights yet, by index."""
+        self._closed = threading.Event()
+        self._restarting: dict[int, RemoteActor] = {}
+        """Engines that threads are bringing up, by index."""
         self.actors = [self._launch(index) for index in range(len(slots))]
         """By index; of a dead engine, what it was."""
         self.alive = [True] * len(slots)
@@ -124,15 +131,27 @@ class EngineGroup:
         `catch_up` brings them to it, and says whether there were any; if not it waits for the next update. Raises as
         `wait_ready` does.
         """
-        actor = self._launch(index)
-        starting = self.workers([actor]).begin_asking(EngineWorker.start, "restart")
-        self._locate([actor], "restart")
-        starting.wait()
-        catch_up(self._endpoint([actor]), partial(self._join, index, actor))
+        actor = self._restarting[index] = self._launch(index)
+        try:
+            if self._closed.is_set():  # in between: nobody else would end it
+                kill([actor])
+                raise EngineError("the engines were closed")
+            starting = self.workers([actor]).begin_asking(EngineWorker.start, "restart")
+            self._locate([actor], "restart")
+            starting.wait()
+            catch_up(self._endpoint([actor]), partial(self._join, index, actor))
+        finally:
+            self._restarting.pop(index)
 
     def close(self) -> None:
-        """End the engines."""
+        """End the engines, those that are being started again included; their threads see that within moments, and are
+        waited for that long."""
+        self._closed.set()
         kill([actor for actor, alive in zip(self.actors, self.alive) if alive])
+        kill([*self._late.values(), *list(self._restarting.values())])
+        ends = time.monotonic() + _CLOSE_TIMEOUT_S
+        while self._restarting and time.monotonic() < ends:
+            time.sleep(0.1)
 
     def _join(self, index: int, actor: RemoteActor, has_weights: bool) -> None:
         if has_weights:
@@ -224,7 +243,8 @@ class GroupEngine:
                     "no inference engine is left. Their last words are above; see generator.vllm.max_restarts",
                     phase="generate",
                 )
-            await asyncio.wait(set(self._revivals), return_when=asyncio.FIRST_COMPLETED)
+            # each of them has the deadlines of a start
+            await asyncio.wait(set(self._revivals), timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
 
     async def _ask(self, index: int, request: GenerationRequest) -> Answer | None:
         """Return the answer; None where the engine died over it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ class WeightGroup:
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """Raises what torch raises where the others do not come in time."""
-        self._device = device
+        self._device, self._timeout = device, timedelta(seconds=rendezvous.timeout_s)
         self._backend: Any = meet(rendezvous, device)
 
     def send(self, flat: Tensor) -> None:
@@ -59,7 +60,7 @@ class WeightGroup:
     def _broadcast(self, tensor: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._backend.broadcast([tensor], options).wait()
+        self._backend.broadcast([tensor], options).wait(self._timeout)
 
 
 class RankSender(WeightSender):
