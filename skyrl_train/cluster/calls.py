@@ -21,7 +21,9 @@ from typing import Any
 
 import ray
 import ray.util
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from skyrl_train.cluster.session import RaySession
 from skyrl_train.errors import ActorError, ActorLostError, CollectiveError, EngineDeadError, SkyrlTrainError
 
 HEALTH = "health"
@@ -31,6 +33,8 @@ _SETTLE_S = 2.0
 """After a first failure: how long others may take to say that they failed before it."""
 _ASKED_S = 2.0
 """An actor that was asked to end has so long."""
+_END_THERE_S = 20.0
+"""How long tasks may take that end stopped processes of other nodes, which may be gone as a whole."""
 _FETCH_S = 60.0
 """Deadline of reading an answer that is there."""
 _TAIL_LINES = 20
@@ -64,6 +68,8 @@ class Identity:
 
     node: str
     pid: int
+    node_id: str = ""
+    """Ray's, for what must run on the same node."""
 
 
 @dataclass(kw_only=True)
@@ -75,6 +81,8 @@ class RemoteActor:
     rank: int
     log_folder: Path | None
     identity: Identity | None = None
+    is_silent: bool = False
+    """It gave no sign of life, so that it hears nothing either."""
 
     def found_at(self, identity: Identity) -> None:
         """Remember where the actor said that it is."""
@@ -115,6 +123,29 @@ def kill(actors: Sequence[RemoteActor]) -> None:
     while (left := [pid for pid in here if _is_ray_worker(pid)]) and time.monotonic() < ends:
         time.sleep(0.02)
     for pid in left:
+        _end_process(pid)
+    _end_on_their_nodes([actor for actor in actors if actor.is_silent and actor.log_folder is None])
+
+
+def own_identity() -> Identity:
+    """Return where this process is."""
+    return Identity(node=node_address(), pid=os.getpid(), node_id=str(ray.get_runtime_context().get_node_id()))
+
+
+def _end_on_their_nodes(actors: Sequence[RemoteActor]) -> None:
+    """Stopped processes of other nodes would keep their devices' memory: a task on each node ends them."""
+    asked = []
+    for actor in actors:
+        if actor.identity is not None and actor.identity.node_id:
+            there = NodeAffinitySchedulingStrategy(node_id=actor.identity.node_id, soft=False)
+            options = {"num_cpus": 0, "runtime_env": RaySession.runtime_env(1), "scheduling_strategy": there}
+            asked.append(ray.remote(max_retries=0)(_end_process).options(**options).remote(actor.identity.pid))
+    if asked:
+        ray.wait(asked, num_returns=len(asked), timeout=_END_THERE_S)
+
+
+def _end_process(pid: int) -> None:
+    if _is_ray_worker(pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
@@ -161,6 +192,7 @@ class Watch:
                     broken_off, ends_at = True, min(ends_at, time.monotonic() + self._silence_timeout_s)
                 failed |= error is not None and not isinstance(error, CollectiveError)
             if silent := pings.silent(list(pending.values())):
+                silent.is_silent = True
                 raise self._lost(
                     f"{silent} (phase {self._phase}, {self._what}): the process, asked for a sign of life, did not answer "
                     f"within {self._silence_timeout_s:g} s. It is stopped, swapped out or unreachable",

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.cluster.calls import Answer, Identity, current_stacks, node_address
+from skyrl_train.cluster.calls import Answer, Identity, current_stacks, own_identity
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.config.parts import ENGINES
 from skyrl_train.registry import PartSpec
@@ -60,7 +60,7 @@ class EngineWorker:
 
     async def identify(self) -> Identity:
         """Return where this process is."""
-        return Identity(node=node_address(), pid=os.getpid())
+        return own_identity()
 
     async def start(self) -> None:
         """Make the engine, which loads the model."""

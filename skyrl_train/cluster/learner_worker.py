@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
-from skyrl_train.cluster.calls import Answer, Identity, current_stacks, node_address
+from skyrl_train.cluster.calls import Answer, Identity, current_stacks, own_identity
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.distributed.process_group import is_broken_collective, join
 from skyrl_train.endpoints import Rendezvous, free_port
@@ -184,7 +184,7 @@ class LearnerWorker:
 
     def identify(self) -> Identity:
         """Return where this process is."""
-        return Identity(node=node_address(), pid=os.getpid())
+        return own_identity()
 
     def free_port(self) -> int:
         """Return a port of this node that nobody listens on at this moment, for the ranks to meet at."""

@@ -58,9 +58,12 @@ class Restarts:
     """Told of how the run ends, before the last attempt's parts are closed."""
 
     def ends(self, error: BaseException | None) -> None:
-        """Pass on how an attempt ended, unless another one follows."""
-        if error is None or self.answered(error) is None:
+        """Pass on how an attempt ended; where another one follows, say why before anything is closed."""
+        lost = None if error is None else self.answered(error)
+        if lost is None:
             self.on_end(error)
+        else:
+            logger.warning("%s: %s", type(lost).__name__, lost)
 
     def answered(self, error: BaseException) -> ActorLostError | None:
         """The loss among the causes of an error that is answered by another attempt, if there is one."""
@@ -109,7 +112,6 @@ def run_with_restarts(
             lost = restarts.answered(error)
             if lost is None:
                 raise
-            logger.warning("%s: %s", type(lost).__name__, lost)
             restarts.reason = str(lost).partition("\n")[0]
         # Behind the handler: the error's traceback holds the models and engines of the attempt.
         gc.collect()

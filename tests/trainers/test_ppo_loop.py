@@ -1,12 +1,14 @@
 """Whole runs of the loop, with fakes."""
 
 import json
+import os
+import signal
 import time
 from dataclasses import replace
 
 import pytest
 
-from skyrl_train.errors import NonFiniteError
+from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
 from skyrl_train.telemetry.learning_curve import draw_learning_curve
 from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.rollout_log import read_rollouts, write_rollouts
@@ -197,6 +199,30 @@ def test_a_run_stopped_by_a_non_finite_gradient_resumes_from_the_checkpoint(tmp_
     run = fake_run(tmp_path)
     assert run.run() is not None
     assert [record["step"] for record in read_metrics(run.folder.metrics_file)] == [0, 1, 2, 3, 4]
+
+
+class LostLearner(FakeLearner):
+    """Its rank dies in the third step, in which the user asks for an end first."""
+
+    def __init__(self, signum=None):
+        super().__init__()
+        self.signum = signum
+
+    def optim_step(self):
+        if self.num_optimizer_steps == 5:
+            if self.signum is not None:
+                os.kill(os.getpid(), self.signum)
+            raise ActorLostError("policy worker rank 1 died", phase="update")
+        return super().optim_step()
+
+
+def test_a_lost_worker_is_what_the_run_ends_with_unless_a_signal_asked_for_the_end_before(tmp_path):
+    with pytest.raises(ActorLostError):
+        fake_run(tmp_path / "lost", learner=LostLearner()).run()
+    with pytest.raises(StopRequested) as stopped:
+        fake_run(tmp_path / "both", learner=LostLearner(signal.SIGTERM)).run()
+    assert (stopped.value.signal_name, stopped.value.global_step) == ("SIGTERM", 2)
+    assert (tmp_path / "both" / "checkpoints" / "step_000002").is_dir()
 
 
 def test_a_reference_is_scored_and_its_distance_reported(tmp_path):
