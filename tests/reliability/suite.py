@@ -113,6 +113,12 @@ PARTS = (
         "tests/unit/cluster/test_object_store.py",
     ),
     Part(
+        name="cluster_faults",
+        fault="a frozen policy rank, a frozen engine, a full /dev/shm, in the middle of a step on Ray with vLLM",
+        whole="tests.reliability.cluster_failures - --restart policy-STOP-update engine-STOP-sync engine-STOP-generate "
+        "shm-FULL-update",
+    ),
+    Part(
         name="source",
         fault="a call without a deadline, code in data, a listener open to other machines",
         whole=f"{_TEST} {_FAST} tests/unit/test_blocking_calls.py tests/unit/test_foreign_code.py",

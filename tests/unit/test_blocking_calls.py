@@ -100,7 +100,6 @@ EXCEPTIONS: Exceptions = {
         "skyrl_train/cluster/endpoints.py",
         "self._in_order",
     ): "held while calls are submitted, which does not wait for them",
-    ("skyrl_train/cluster/engine_group.py", "asyncio.wait"): "for restarts of engines, which have `start_timeout_s`",
     ("skyrl_train/cluster/engine_group.py", "self._starting.wait"): _PENDING,
     ("skyrl_train/cluster/engine_group.py", "starting.wait"): _PENDING,
     (
@@ -158,10 +157,6 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/threads.py", "self._calls.get"): _IDLE,
     ("skyrl_train/trainers/checkpoints.py", "os.fsync"): "on a thread of `map_in_time`, with DISK_TIMEOUT_S",
     ("skyrl_train/weight_sync/device_sharing.py", "self._lock"): _BRIEF,
-    (
-        "skyrl_train/weight_sync/sender.py",
-        "self._backend.broadcast([tensor], options).wait",
-    ): "the group was made with `timeout_s`, at which the collective fails",
     ("skyrl_train/weight_sync/transports.py", "pending.wait"): _PENDING,
     ("skyrl_train/weight_sync/transports.py", "written.wait"): _PENDING,
     ("skyrl_train/weights.py", "current.wait"): _PENDING,
