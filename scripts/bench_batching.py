@@ -87,7 +87,7 @@ def plan_step(lengths: Rows, costs: NDArray[np.float64]) -> list[list[Rows]]:
 def measure(count: int) -> Result:
     lengths = long_tailed_lengths(count)
     costs = CostModel().of_rows(lengths)
-    repeats = 3 if count <= 100_000 else 1
+    repeats = 3 if count < 1_000_000 else 1
     deal_8_s, dealt_8 = timed(lambda: balance_rows(costs, 8), repeats)
     deal_64_s, dealt_64 = timed(lambda: balance_rows(costs, 64), repeats)
     padded_s, padded = timed(lambda: split_padded(lengths, MAX_TOKENS), repeats)
