@@ -161,8 +161,9 @@ class MemoryModel:
         count: Floats = np.full_like(size, _MAX_POSITIONS)
         with np.errstate(over="ignore"):
             np.divide(limit_bytes - fixed, each, out=count, where=each > 0)
+        # One more than the quotient, so that counting down alone finds the border, whichever way the division rounded.
         count = np.floor(np.minimum(count, _MAX_POSITIONS / size)) + 1
-        # Division rounds: count down to what the same arithmetic as `peak_bytes` allows.
+        # The same arithmetic as `peak_bytes`, operation by operation: another order would round to another border.
         while (over := fixed + self._growing(count * size, longest) > limit_bytes).any():
             count -= over
         return count
@@ -186,6 +187,7 @@ def fit_memory_model(probes: Sequence[MemoryProbe], *, margin: float = 0.05) -> 
     lengths = np.array([probe.longest for probe in probes], dtype=np.float64)
     peaks = np.array([probe.peak_bytes for probe in probes], dtype=np.float64)
     columns = np.stack([np.ones_like(positions), positions, positions * lengths], axis=1)
+    # Errors are relative: a large probe would otherwise decide alone, and small micro-batches be foretold by chance.
     weighted = columns / peaks[:, None]
     if _rank(weighted) < 3:
         columns, weighted = columns[:, :2], weighted[:, :2]
@@ -215,6 +217,7 @@ def _non_negative_least_squares(weighted: Floats) -> Floats:
     for size in range(1, width + 1):
         for chosen in combinations(range(width), size):
             part = weighted[:, chosen]
+            # Columns differ by a factor of a million and more; unscaled, the small ones would be lost as rank-deficient.
             scale = np.linalg.norm(part, axis=0)
             found = np.linalg.lstsq(part / scale, ones, rcond=None)[0] / scale
             error = float(((part @ found - 1) ** 2).sum())
@@ -276,6 +279,7 @@ def probes_at_the_limit(
     found: list[MemoryProbe] = []
     fitting, before = 1, max(lengths)
     for length in sorted(set(lengths), reverse=True):
+        # Searches start near their end: a probe is a traced or compiled pass, and costs seconds.
         guess = fitting * before // length
         search = _RowSearch(probe, length, limit_bytes)
         fitting, probes = search.run(low=fitting, guess=min(guess, max_rows), most=max_rows, tolerance=tolerance)
@@ -301,17 +305,18 @@ class _RowSearch:
         high = max(guess, low + 1)
         while high <= most and self._fits(high):
             expected = self._expected_border()
+            # Beyond the line's border by one, so that the next probe most likely closes the bracket.
             low, high = high, expected + 1 if expected > high else 2 * high
         high = min(high, most + 1)
         for turn in count(1):
             if high - low <= 1 + tolerance * low:
                 break
             middle = (low + high) // 2
-            if turn % 3:
+            if turn % 3:  # every third turn halves, whatever the line says: a bent peak could lead it astray for long
                 # Memory is nearly a straight line in rows, and the border at most a row from where it meets the limit.
                 middle = min(max(self._expected_border(), low + 1), high - 1)
             low, high = (middle, high) if self._fits(middle) else (low, middle)
-        self._fits(low)
+        self._fits(low)  # known to fit from a longer length, perhaps, but a fit needs its bytes
         return low, [self._at[rows] for rows in (low, high) if rows in self._at]
 
     def _fits(self, rows: int) -> bool:

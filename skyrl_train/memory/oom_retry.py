@@ -172,6 +172,7 @@ class OomRetry(Generic[PassesT]):
             attempts += 1
             if training:
                 self._drop_gradients()
+            # Blocks of the sizes that failed would stay in the allocator's cache, in the way of smaller ones.
             meter.release_cached()
             self._lower(self._batches, meter, reason, training=training, give_up=attempts > self._retries)
 
@@ -232,6 +233,7 @@ class OomRetry(Generic[PassesT]):
                 + ("which cannot be cut further" if size.num_rows == 1 else f"after {self._retries} smaller attempts")
             )
         found = strategy.first_reason(hopeless if reason else "")
+        # The largest of negatives is the smallest: one collective serves both.
         smallest = -strategy.agree(-size.positions if reason else -_FITTED_HERE)
         if found:
             raise MemoryLimitError(

@@ -179,6 +179,7 @@ class PredictedPasses:
                 f"{self.resident_bytes(phase)} do not depend on it; {limit_bytes} bytes are there"
             )
         around = self._around(phase, lambda _, peak_bytes: peak_bytes > limit_bytes)
+        # The plan leaves its margin free of the whole device; a second one here would count twice.
         fit = fit_memory_model([self._probe(phase, rows) for rows in around], margin=0.0)
         layouts = {"padded": (True,), "auto": (True, False)}.get(self.settings.micro_batching.layout, (False,))
         return min(fit.token_budget(limit_bytes, self.longest, padded=each) for each in layouts)
@@ -186,6 +187,8 @@ class PredictedPasses:
     def _around(self, phase: Phase, is_enough: Callable[[int, int], bool]) -> tuple[int, int]:
         """The first traced number of rows that `is_enough`, told it and its bytes, and the one before; the last two that
         are traced where none is."""
+        # By factors of four: what lies in between is read off a line that is never below the peak, and few sizes serve
+        # every question, of whatever device or number of ranks.
         before, rows = 1, 2
         while not is_enough(rows, self._probe(phase, rows).peak_bytes):
             larger = 4 if rows == 2 else 4 * rows
@@ -210,6 +213,7 @@ class PredictedPasses:
         if str(rows) not in known:
             with self.effort.of_a_size(self.settings.model.path):
                 known[str(rows)] = asdict(self._find(phase, rows))
+            # After each size, so that a plan that is interrupted has not worked for nothing.
             remember(self._file, self._known)
         return PassPeaks(**known[str(rows)])
 
@@ -263,6 +267,7 @@ class PredictedPasses:
         batching = [own.micro_batching.layout, own.merge_turns, self.longest, self.effort.how]
         loss = [asdict(own.algorithm), own.on_policy, own.temperature]
         share = [self.share.sharded, self.share.device_type]
+        # Neither the number of ranks nor the device's size is part of it: what depends on them is counted, not traced.
         key = [self.config, own.role, model, asdict(own.model.lora), batching, loss, share, stamps]
         return remembered_file("passes", key)
 

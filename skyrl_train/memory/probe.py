@@ -160,15 +160,17 @@ class Prober:
         rows, length = first_rows, lengths[0]
         while (probe := self.probe(rows, length, training=training)) is not None:
             found.append(probe)
+            # Twice the rows take at most twice what these did beside what lies there anyway.
             growing = max(0, probe.peak_bytes - self.meter.in_use_bytes())
             is_last = probe.peak_bytes + growing > self.meter.limit_bytes
             if self.learner.engine.strategy.agree(int(is_last)) or 2 * rows * length > max_positions:
                 break
             rows *= 2
-        if not found and first_rows > 1:
+        if not found and first_rows > 1:  # a prediction led to the first size, and was too high
             return self.grow(lengths, max_positions=max_positions, training=training)
         if found:
             sizes = [(found[-1].positions // other, other) for other in lengths[1:]]
+            # One size of the longest row gives no slope in positions: shorter single rows do.
             sizes += [(1, other) for other in lengths[1:]] if len(found) == 1 else []
             others = [self.probe(rows, other, training=training) for rows, other in sizes]
             found += [probe for probe in others if probe is not None]

@@ -136,6 +136,7 @@ def size_micro_batches(
     engine's passes run under them from now on. Raises MemoryLimitError where the longest row does not fit."""
     engine, strategy = learner.engine, learner.engine.passes.micro_batching
     hold_everything(engine, meter)
+    # The least of all ranks, so that a file written by one of them is true of every one.
     limit = -engine.strategy.agree(-meter.limit_bytes)
     facts = _facts(engine, limits, limit)
     differs = stored is None or dict(stored.facts) != facts
@@ -190,6 +191,7 @@ class _Sizing:
             model = fit_memory_model(near_the_limit(probes), margin=limits.margin)
             own = min(cap, self._budget(model))
             tokens = -agree(-own)
+            # Trials add probes near the limit, from which the next fit may allow more: worth another trial, or done.
             if tokens <= held * WORTH_A_TRIAL:
                 return self._report(model, probes, tokens=min(tokens, held), own=own, predicted=predicted)
             if self._holds(tokens, lengths, probes):
