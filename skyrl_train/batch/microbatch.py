@@ -74,6 +74,7 @@ class MemoryAwareBatchIterator:
         self._name = name
         self._max_rows = max_rows
         self._checks_budget = checks_budget
+        self._is_one_forward = False
         self.cost = cost or CostModel()
 
     def iterate(
@@ -122,6 +123,8 @@ class MemoryAwareBatchIterator:
             max_rows=self._max_rows[phase],
             cost=self.cost,
         )
+        if self._is_one_forward:
+            return checked_forwards(one_forward, facts, name="one_forward", within_budget=False)
         return checked_forwards(self._plan, facts, name=self._name, within_budget=self._checks_budget)
 
     def lower(self, positions: int, *, training: bool) -> None:
@@ -136,12 +139,13 @@ class MemoryAwareBatchIterator:
         if self._plan is fixed:  # knows of no budget
             found._plan = token_budget
         found.budgets, found._checks_budget = budgets, found._plan is not token_budget
+        found._is_one_forward = False
         return found
 
     def as_one_forward(self) -> MemoryAwareBatchIterator:
-        """All rows of a batch in one micro-batch, to measure it."""
+        """All rows of a batch in one micro-batch, to measure it; `under` is again what it was."""
         measured = copy(self)
-        measured._plan, measured._checks_budget = one_forward, False
+        measured._is_one_forward = True
         return measured
 
 

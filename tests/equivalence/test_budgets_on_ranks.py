@@ -32,7 +32,7 @@ from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.value_model import load_value_model
 from tests.gloo_ranks import on_ranks
 from tests.layout_cases import close, on_policy
-from tests.learner_cases import make_batch, save_tiny_model
+from tests.learner_cases import fixed_rows, make_batch, save_tiny_model
 from tests.memory_cases import DEADLINE_S, MIB, FailingMeter, spread
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
@@ -51,7 +51,7 @@ def build(folder: Path, role: str, strategy: ModelStrategy) -> Probed:
     engine = ModelEngine(
         model,
         name=role,
-        micro_batching=None,  # type: ignore[arg-type]
+        micro_batching=fixed_rows(1),
         optimizer=None if role == "reference" else OptimizerConfig(lr=1e-3),
         total_optimizer_steps=10,
         strategy=strategy,

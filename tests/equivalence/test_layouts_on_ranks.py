@@ -18,7 +18,7 @@ from skyrl_train.model.causal_lm import load_causal_lm
 from tests.equivalence.test_layouts import ALGORITHM, flat_gradient, plain
 from tests.gloo_ranks import on_ranks
 from tests.layout_cases import close, distance, on_policy, tree_batch, use_layout
-from tests.learner_cases import make_double, make_learner, save_tiny_model
+from tests.learner_cases import fixed_rows, make_double, make_learner, save_tiny_model
 
 
 def strategy(name: str) -> ModelStrategy:
@@ -35,9 +35,9 @@ def run_rank(rank: int, folder: Path, name: str) -> list[Tensor]:
     engine = ModelEngine(
         model,
         name="policy",
-        micro_batching=None,
+        micro_batching=fixed_rows(1),
         optimizer=OptimizerConfig(),
-        strategy=spread,  # type: ignore[arg-type]
+        strategy=spread,
     )
     learner = PolicyLearner(engine, model=ModelConfig(), algorithm=ALGORITHM, temperature=1.0)
     use_layout(learner, "prefix_shared", rows=2 + rank)

@@ -23,7 +23,7 @@ from skyrl_train.memory.probe import Prober
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.gloo_ranks import on_ranks
 from tests.layout_cases import close, on_policy
-from tests.learner_cases import make_batch, make_double, save_tiny_model
+from tests.learner_cases import fixed_rows, make_batch, make_double, save_tiny_model
 from tests.memory_cases import DEADLINE_S, FailingMeter, full_weights, size_itself, spread
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
@@ -67,7 +67,7 @@ def build(folder: Path, case: str) -> tuple[PolicyLearner, FailingMeter]:
     engine = ModelEngine(
         model,
         name="policy",
-        micro_batching=None,  # type: ignore[arg-type]
+        micro_batching=fixed_rows(1),
         optimizer=OptimizerConfig(name="sgd", lr=0.1),
         strategy=spread(case.split()[0], CASES[case]),
     )
@@ -105,19 +105,19 @@ def one_step(
 def noting_meetings(learner: PolicyLearner, meter: FailingMeter) -> Iterator[list[int]]:
     """How many allocations there were before each meeting of ranks."""
     strategy: Any = learner.engine.strategy
-    together = strategy._together
-    meet: Callable[[int], int] = together._meet
+    consensus = strategy._consensus
+    meet: Callable[[int], int] = consensus._rendezvous
     noted: list[int] = []
 
     def noting(code: int) -> int:
         noted.append(meter.num_allocations)
         return meet(code)
 
-    together._meet = noting
+    consensus._rendezvous = noting
     try:
         yield noted
     finally:
-        together._meet = meet
+        consensus._rendezvous = meet
 
 
 def points_between(marks: list[int]) -> list[int]:
