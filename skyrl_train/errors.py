@@ -31,6 +31,9 @@ from typing import Any
 class SkyrlTrainError(Exception):
     """Base of all errors below. `main` prints them without a traceback and exits with status 2."""
 
+    trajectories: tuple[Any, ...] = ()
+    """Pairs of a prompt and its trajectory that were complete when generating ended by this error."""
+
     def __reduce__(self) -> tuple[Any, ...]:
         """The class with its message and attributes: Python would call the constructor with the message alone, which is
         not what those of several errors take."""

@@ -31,6 +31,8 @@ from skyrl_train.telemetry.redaction import is_secret_name
 T = TypeVar("T")
 
 _STOP_TIMEOUT_S = 30.0
+_RAYS_OWN = "r"
+"""Folder within the session's, which nobody else may enter: Ray opens its own to everybody. Paths of sockets are short."""
 _REMOVE_ATTEMPTS = 10
 _POLL_S = 0.2
 _LOOK_EVERY_S = 2.0
@@ -100,7 +102,7 @@ class RaySession:
                 "num_cpus": num_cpus,
                 "include_dashboard": False,
                 "object_store_memory": object_store_bytes(largest_bucket_bytes),
-                "_temp_dir": str(self.folder),
+                "_temp_dir": str(self.folder / _RAYS_OWN),
                 "_node_ip_address": "127.0.0.1",
             }
         else:
@@ -147,7 +149,7 @@ class RaySession:
     def log_folder(self) -> Path | None:
         """Where the workers of this node write, if that is on this machine."""
         if self.folder is not None:
-            return self.folder / "session_latest" / "logs"
+            return self.folder / _RAYS_OWN / "session_latest" / "logs"
         return None
 
     @staticmethod
@@ -291,5 +293,7 @@ class _Resident:
         self._calls.put(None)
 
     def _work(self) -> None:
+        # What Ray starts inherits it: a terminal that closes tells all processes, and the trainer still has to save.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, signal.SIGUSR1})
         while (call := self._calls.get()) is not None:
             call()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import AGENT_LOOPS
 from skyrl_train.config.schema import EnvironmentConfig
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.registry import split_spec
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
@@ -169,6 +169,12 @@ class RolloutGenerator:
             tasks = [asyncio.ensure_future(run) for run in runs]
             try:
                 await self._watch(tasks)
+            except SkyrlTrainError as error:
+                done = (each for each in zip(jobs, tasks) if each[1].done() and not each[1].cancelled())
+                error.trajectories = tuple(
+                    (job.prompt, task.result()) for job, task in done if task.exception() is None
+                )
+                raise
             finally:
                 for task in tasks:
                     task.cancel()

@@ -17,7 +17,7 @@ from skyrl_train.telemetry.rollout_log import read_rollouts
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
 _LARGEST_ID = 2**31
-_EVALUATION_FILE = re.compile(r"eval_step_\d+\.jsonl")
+_NOT_TRAINED_ON = re.compile(r"(?:eval|failed)_step_\d+\.jsonl")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class ReplayGenerator:
     ) -> None:
         """
         Args:
-            path: A JSON-lines file, or a folder of them such as a run's `rollouts/` (evaluation files are left out).
+            path: A JSON-lines file, or a folder of them such as a run's `rollouts/` (those of evaluations and failed steps
+                are left out).
             vocabulary_size: Rows of the policy's embedding.
             max_context_length: Most tokens of a prompt and its response together.
             max_failed_fraction: Most trajectories of a step, as a fraction, that may be refused for one of these two, or for
@@ -186,7 +187,7 @@ def _files(path: Path) -> list[Path]:
             f"generator.replay_path: no such file or folder: {path}. "
             "Give a JSON-lines file or a run's rollouts/ folder."
         )
-    files = sorted(file for file in path.glob("*.jsonl") if not _EVALUATION_FILE.fullmatch(file.name))
+    files = sorted(file for file in path.glob("*.jsonl") if not _NOT_TRAINED_ON.fullmatch(file.name))
     if not files:
         raise DataError(
             f"generator.replay_path: {path} holds no training rollouts (*.jsonl). "

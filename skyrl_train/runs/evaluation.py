@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,8 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
                     )
                 ]
             )
-        with console.phase("evaluate"):
+        kept = nullcontext() if rollout_log is None else rollout_log.failures_kept(step)
+        with console.phase("evaluate"), kept:
             result = evaluator.evaluate(step)
         if rollout_log is not None:
             rollout_log.flush()

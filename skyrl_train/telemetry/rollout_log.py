@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ from skyrl_train.types import (
     token_ids,
 )
 
+FAILED = "failed"
+"""Purpose of the rollouts of a step that ended by an error."""
 TurnAdvantages = Sequence[Sequence[float]]
 """Per turn, the advantage of each response token."""
 
@@ -70,15 +72,45 @@ def write_rollouts(
     Raises:
         ValueError: A number is not finite, or advantages do not match the turns.
     """
-    path = rollout_file(folder, purpose=purpose, global_step=global_step)
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
     head = {"global_step": global_step, "purpose": purpose}
+    records = (
+        head
+        | encode_trajectory(
+            rollouts.prompts[index // rollouts.n_samples_per_prompt],
+            trajectory,
+            advantages[index] if advantages is not None else None,
+        )
+        for index, trajectory in enumerate(rollouts.trajectories)
+    )
+    return _write_lines(rollout_file(folder, purpose=purpose, global_step=global_step), records)
+
+
+def write_failed_rollouts(
+    folder: Path, rollouts: Sequence[tuple[Prompt, Trajectory]], *, global_step: int, error: str
+) -> Path:
+    """Write the trajectories of a step that ended by `error`, which stands in each line, as `failed_step_000003.jsonl`. It
+    takes the place of the step's own file: nothing was learned from them. Numbers that are not finite become null."""
+    head = {"global_step": global_step, "purpose": FAILED, "error": error}
+    records = (_finite_numbers(head | encode_trajectory(prompt, trajectory)) for prompt, trajectory in rollouts)
+    path = _write_lines(rollout_file(folder, purpose=FAILED, global_step=global_step), records)
+    rollout_file(folder, purpose="train", global_step=global_step).unlink(missing_ok=True)
+    return path
+
+
+def _finite_numbers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite_numbers(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite_numbers(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    """Write a file of JSON lines, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
-        for index, trajectory in enumerate(rollouts.trajectories):
-            prompt = rollouts.prompts[index // rollouts.n_samples_per_prompt]
-            of_turns = advantages[index] if advantages is not None else None
-            record = {**head, **encode_trajectory(prompt, trajectory, of_turns)}
+        for record in records:
             file.write(json.dumps(record, ensure_ascii=False, allow_nan=False, default=str))
             file.write("\n")
         file.flush()

@@ -27,10 +27,19 @@ class RunLogHandler(logging.FileHandler):
 
     _is_refused = False
 
+    def flush(self) -> None:
+        """Write what is buffered, also where Hydra asks for it at the end of a run."""
+        try:
+            super().flush()
+        except OSError as error:
+            self._say_refused(error)
+
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say once what keeps lines from the log."""
+        """Say what keeps a record from the log."""
         del record
-        error = sys.exc_info()[1]
+        self._say_refused(sys.exc_info()[1])
+
+    def _say_refused(self, error: BaseException | None) -> None:
         if not self._is_refused:
             self._is_refused = True
             sys.stderr.write(f"warning: {self.baseFilename} cannot be written ({error}); the run goes on without it\n")

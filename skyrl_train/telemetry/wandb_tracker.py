@@ -9,22 +9,36 @@ from __future__ import annotations
 import netrc
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
+import httpx
+
 from skyrl_train.config.schema import WandbConfig
-from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.errors import DeadlineError, SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.threads import WorkerThread
 
+PROBE_TIMEOUT_S = 4.0
+"""For the server to answer anything at all, where the mode is left to us."""
+AUTO_TIMEOUT_S = 10.0
+"""For the server to start the run then. With PROBE_TIMEOUT_S: how long it takes at most to choose the mode."""
 INIT_TIMEOUT_S = 30.0
+"""For the server to start the run where `tracker.wandb.mode=online`."""
 FINISH_TIMEOUT_S = 60.0
 """Upload at the end; what is left is in the folder for `wandb sync`."""
+_TEARDOWN_TIMEOUT_S = 5.0
+_NOT_SERVED = frozenset({403, 407, 500, 502, 503, 504})
+"""HTTP statuses of proxies, portals and servers that are down."""
+_RUN_ID = "run_id"
 _DEFAULT_SERVER = "https://api.wandb.ai"
 
+R = TypeVar("R")
 Mode = Literal["online", "offline", "disabled", "shared"]
 
 
@@ -44,25 +58,33 @@ class WandbTracker:
 
         Raises SkyrlTrainError where wandb is not installed, or cannot start in the mode that was asked for.
 
-        Mode `auto` falls back to offline, with a warning, where the server does not answer within INIT_TIMEOUT_S.
+        Mode `auto` falls back to offline, with a warning, where the server does not answer, refuses, or does not start the
+        run, each within its time.
         """
         try:
             import wandb
         except ImportError as error:
             raise SkyrlTrainError("tracker.wandb needs wandb. Install it, or leave wandb out of tracker=...") from error
         mode = choose_mode(settings.mode, os.environ)
+        is_auto = settings.mode == "auto" and mode == "online"
         start = partial(_start, wandb, settings, folder, run_name=run_name, config=config)
         try:
-            self._run = start(mode=mode)
+            if is_auto:
+                _probe(_server(os.environ))
+            timeout_s = AUTO_TIMEOUT_S if is_auto else INIT_TIMEOUT_S
+            # Its own limits do not count the start of its service, nor every retry.
+            self._run = _within(timeout_s, lambda: start(mode=mode, timeout_s=timeout_s), "starting the run at wandb")
         except Exception as error:  # wandb raises its own kinds for keys, network and time-outs
-            if settings.mode != "auto" or mode == "offline":
+            if not is_auto:
                 raise SkyrlTrainError(
                     f"tracker.wandb cannot start in mode {mode} ({type(error).__name__}: {error}). "
                     "Check the key and the network, or set tracker.wandb.mode=offline"
                 ) from error
             console.warn(f"wandb is offline: the server could not be used ({type(error).__name__}: {error})")
             mode = "offline"
-            self._run = start(mode=mode)
+            with suppress(Exception):  # its service holds the run's id until then
+                _within(_TEARDOWN_TIMEOUT_S, wandb.teardown, "wandb.teardown")
+            self._run = _offline(folder, lambda: start(mode=mode, timeout_s=INIT_TIMEOUT_S))
         if mode == "offline":
             console.note(f"wandb: offline; upload later with `wandb sync {folder.wandb}/offline-run-*`")
 
@@ -70,7 +92,8 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        self._run.finish()
+        """Upload what is left. Raises DeadlineError where that hangs."""
+        _within(FINISH_TIMEOUT_S + _TEARDOWN_TIMEOUT_S, self._run.finish, "wandb's upload")
 
 
 def choose_mode(mode: str, environ: Mapping[str, str]) -> Mode:
@@ -86,15 +109,58 @@ def _has_key(environ: Mapping[str, str]) -> bool:
     """A key in the environment, or in the netrc file where `wandb login` keeps it."""
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
-    host = urlsplit(environ.get("WANDB_BASE_URL") or _DEFAULT_SERVER).hostname or ""
+    host = urlsplit(_server(environ)).hostname or ""
     try:
         return netrc.netrc(environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
         return False
 
 
+def _server(environ: Mapping[str, str]) -> str:
+    return environ.get("WANDB_BASE_URL") or _DEFAULT_SERVER
+
+
+def _probe(server: str) -> None:
+    """Raise where the server does not answer, or something in its place refuses everybody: through the proxies of this
+    machine, as wandb asks it. Nothing of ours is sent, so that certificates are left to wandb."""
+
+    def ask() -> None:
+        answer = httpx.get(server, timeout=PROBE_TIMEOUT_S, verify=False, follow_redirects=True)
+        if answer.status_code in _NOT_SERVED:
+            raise ConnectionError(f"{server} answers with HTTP status {answer.status_code}")
+
+    _within(PROBE_TIMEOUT_S, ask, server)
+
+
+def _offline(folder: RunFolder, start: Callable[[], R]) -> R:
+    """What `start` gives offline. Where the service of the attempt before neither ended nor let go of the run's id, a run
+    under another id."""
+    try:
+        return _within(INIT_TIMEOUT_S, start, "wandb offline")
+    except Exception:  # its own kind, which says that the id is in use
+        (folder.wandb / _RUN_ID).unlink(missing_ok=True)
+        return _within(INIT_TIMEOUT_S, start, "wandb offline")
+
+
+def _within(timeout_s: float, function: Callable[[], R], what: str) -> R:
+    """Return the function's result, or raise its exception; DeadlineError where neither comes in time."""
+    worker = WorkerThread("wandb")
+    future = worker.submit(function)
+    worker.close(timeout_s)
+    if not future.done():
+        raise DeadlineError(what, timeout_s)
+    return future.result(0)
+
+
 def _start(
-    wandb: Any, settings: WandbConfig, folder: RunFolder, *, run_name: str, config: Mapping[str, Any], mode: Mode
+    wandb: Any,
+    settings: WandbConfig,
+    folder: RunFolder,
+    *,
+    run_name: str,
+    config: Mapping[str, Any],
+    mode: Mode,
+    timeout_s: float,
 ) -> Any:
     return wandb.init(
         project=settings.project,
@@ -110,7 +176,7 @@ def _start(
             disable_code=True,
             disable_git=True,
             finish_timeout=FINISH_TIMEOUT_S,
-            init_timeout=INIT_TIMEOUT_S,
+            init_timeout=timeout_s,
             save_code=False,
             silent=True,
             use_dot_wandb=False,
@@ -121,7 +187,7 @@ def _start(
 
 def _run_id(folder: RunFolder) -> str:
     """The same id for as long as the run folder lives, so that a resumed run continues its curves."""
-    path = folder.wandb / "run_id"
+    path = folder.wandb / _RUN_ID
     if path.exists():
         return path.read_text().strip()
     run_id = uuid.uuid4().hex[:12]

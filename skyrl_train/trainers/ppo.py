@@ -25,6 +25,7 @@ meanwhile can take its place.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from skyrl_train.algorithms.controllers import KLControllerState, next_state
@@ -95,32 +96,36 @@ class PPOTrainer:
         with loop.running():
             self._begin()
             for step in loop.steps():
-                with loop.phase("generate", can_give_up=True):
-                    generated = steps.generate(
-                        self.generator, self.prompts, settings, step=step, position=self.state.data_position
-                    )
-                with loop.phase("assemble"):
-                    batch = steps.assemble(generated.rollouts, settings.assembly, step=step, weight_version=step - 1)
-                with loop.phase("score"):
-                    batch = steps.score(batch, learners, settings.trainer, rollouts=generated.rollouts)
-                with loop.phase("estimate"):
-                    batch = steps.estimate(
-                        batch, settings.trainer.algorithm, kl_coef=self.state.kl_controller.coef, seed=settings.seed
-                    )
-                with loop.phase("log"):
-                    self._keep(generated.rollouts, batch, step)
-                with loop.phase("update"):
-                    update = steps.update(
-                        batch,
-                        learners,
-                        settings.trainer,
-                        on_progress=loop.console.on_progress,
-                        entropy=self.state.entropy_controller,
-                    )
-                with loop.phase("sync"):
-                    steps.sync(learners.policy, self.transport, version=step)
-                    self._move_reference(step)
-                self._finish_step(step, generated, batch, update)
+                with self._failures_kept(step) as seen:
+                    with loop.phase("generate", can_give_up=True):
+                        generated = steps.generate(
+                            self.generator, self.prompts, settings, step=step, position=self.state.data_position
+                        )
+                    seen.append(generated.rollouts)
+                    with loop.phase("assemble"):
+                        batch = steps.assemble(
+                            generated.rollouts, settings.assembly, step=step, weight_version=step - 1
+                        )
+                    with loop.phase("score"):
+                        batch = steps.score(batch, learners, settings.trainer, rollouts=generated.rollouts)
+                    with loop.phase("estimate"):
+                        batch = steps.estimate(
+                            batch, settings.trainer.algorithm, kl_coef=self.state.kl_controller.coef, seed=settings.seed
+                        )
+                    with loop.phase("log"):
+                        self._keep(generated.rollouts, batch, step)
+                    with loop.phase("update"):
+                        update = steps.update(
+                            batch,
+                            learners,
+                            settings.trainer,
+                            on_progress=loop.console.on_progress,
+                            entropy=self.state.entropy_controller,
+                        )
+                    with loop.phase("sync"):
+                        steps.sync(learners.policy, self.transport, version=step)
+                        self._move_reference(step)
+                    self._finish_step(step, generated, batch, update)
             return self._finish()
 
     def _begin(self) -> None:
@@ -208,6 +213,10 @@ class PPOTrainer:
     def _keep(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
         if self.rollout_log is not None:
             self.rollout_log.write(rollouts, batch, step=step)
+
+    def _failures_kept(self, step: int) -> AbstractContextManager[list[RolloutBatch]]:
+        """Wraps a step, whose rollouts stay where it fails, unless none are kept at all."""
+        return nullcontext([]) if self.rollout_log is None else self.rollout_log.failures_kept(step)
 
     def _flush_rollouts(self) -> None:
         if self.rollout_log is not None:

@@ -6,18 +6,24 @@ in `metrics.jsonl` therefore means that the rollouts of its step are on disk.
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.errors import DeadlineError, SkyrlTrainError
-from skyrl_train.telemetry.rollout_log import write_rollouts
+from skyrl_train.errors import DeadlineError, SkyrlTrainError, StopRequested
+from skyrl_train.telemetry.redaction import redact_text
+from skyrl_train.telemetry.rollout_log import write_failed_rollouts, write_rollouts
 from skyrl_train.threads import WorkerThread
-from skyrl_train.types import RolloutBatch
+from skyrl_train.types import Prompt, RolloutBatch, Trajectory
+
+logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 1800.0
 CLOSE_TIMEOUT_S = 30.0
@@ -60,6 +66,32 @@ class RolloutLog:
                     "Make room, or set trainer.dump_rollouts=false"
                 ) from error
 
+    @contextmanager
+    def failures_kept(self, step: int) -> Iterator[list[RolloutBatch]]:
+        """Wraps a step, which appends its rollouts to what it is given. Where it raises, they are written with the error,
+        or those that were complete when generating ended by it."""
+        seen: list[RolloutBatch] = []
+        try:
+            yield seen
+        except StopRequested:
+            raise
+        except Exception as error:
+            ended = error.trajectories if isinstance(error, SkyrlTrainError) else ()
+            rollouts = ended or [pair for batch in seen for pair in _pairs(batch)]
+            if rollouts:
+                self._write_failed(step, rollouts, redact_text(f"{type(error).__name__}: {error}"))
+            raise
+
+    def _write_failed(self, step: int, rollouts: Sequence[tuple[Prompt, Trajectory]], error: str) -> None:
+        """Within the time of closing, and without an error of its own: there is one already."""
+        try:
+            written = self._thread.submit(
+                write_failed_rollouts, self._folder, rollouts, global_step=step, error=error
+            ).result(self._close_timeout_s)
+            logger.info("%d rollouts of step %d, which failed: %s", len(rollouts), step, written)
+        except Exception as lost:  # of any kind: rollouts are what the environments of others made them
+            logger.warning("rollouts of step %d, which failed, are not kept: %s: %s", step, type(lost).__name__, lost)
+
     def close(self) -> None:
         """Ends the thread; what is pending is still written, unless that takes longer than CLOSE_TIMEOUT_S. Raises
         DeadlineError then."""
@@ -73,6 +105,11 @@ class RolloutLog:
         self, rollouts: RolloutBatch, purpose: str, step: int, advantages: list[list[list[float]] | None] | None
     ) -> None:
         write_rollouts(self._folder, rollouts, purpose=purpose, global_step=step, advantages=advantages)
+
+
+def _pairs(rollouts: RolloutBatch) -> Iterator[tuple[Prompt, Trajectory]]:
+    for index, trajectory in enumerate(rollouts.trajectories):
+        yield rollouts.prompts[index // rollouts.n_samples_per_prompt], trajectory
 
 
 def cut_rollouts_after(folder: Path, step: int) -> None:

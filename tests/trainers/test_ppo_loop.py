@@ -189,6 +189,7 @@ def test_a_non_finite_gradient_stops_the_run_and_leaves_the_checkpoint(tmp_path)
     assert "step_000002; it was not touched" in message
     assert [record["step"] for record in read_metrics(run.folder.metrics_file)] == [0, 1, 2]
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000002"]
+    assert sorted(path.name for path in (tmp_path / "rollouts").glob("*_step_000003*")) == ["failed_step_000003.jsonl"]
     assert run.engine.versions == [0, 1, 2]
     assert not (tmp_path / "complete.json").exists()
 

@@ -1,11 +1,13 @@
 import json
+import math
 import threading
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
-from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.errors import DeadlineError, SkyrlTrainError, StopRequested
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import rollout_sink, steps
 from skyrl_train.trainers.rollout_sink import RolloutLog, advantages_by_turn, cut_rollouts_after
@@ -22,8 +24,6 @@ ROLLOUTS = RolloutBatch(prompts=tuple(make_prompts(1)), trajectories=TRAJECTORIE
 
 def numbered_batch(tmp_path, *, step_wise: bool, rows="per_trajectory", rollouts=ROLLOUTS):
     """The advantage of each trained token is its place among the trained tokens."""
-    from dataclasses import replace
-
     config = make_config(tmp_path, train_batch_size=1, policy_mini_batch_size=1)
     generator = replace(
         config.generator,
@@ -101,9 +101,64 @@ def test_a_disk_that_hangs_is_a_deadline(tmp_path, monkeypatch):
     log.close()
 
 
+def test_a_writer_that_hangs_is_not_waited_for_at_the_end(tmp_path, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(rollout_sink, "write_rollouts", lambda *args, **kwargs: release.wait(10))
+    log = RolloutLog(tmp_path, close_timeout_s=0.01)
+    log.write_evaluation(1, ROLLOUTS)
+    with pytest.raises(DeadlineError, match="writing rollouts"):
+        log.close()
+    release.set()
+    log.close()
+
+
+def fail(log, step, error, *seen):
+    with log.failures_kept(step) as rollouts:
+        rollouts.extend(seen)
+        raise error
+
+
+def test_a_step_that_fails_leaves_its_rollouts_with_the_error_in_place_of_its_own_file(tmp_path):
+    log = RolloutLog(tmp_path)
+    log.write(ROLLOUTS, numbered_batch(tmp_path / "batch", step_wise=False), step=7)
+    with pytest.raises(SkyrlTrainError, match="no weight was changed"):
+        fail(log, 7, SkyrlTrainError("no weight was changed, api_key=abc"), ROLLOUTS)
+    log.close()
+    assert [path.name for path in tmp_path.glob("*.jsonl")] == ["failed_step_000007.jsonl"]
+    lines = [json.loads(line) for line in (tmp_path / "failed_step_000007.jsonl").read_text().splitlines()]
+    assert [line["outcome"] for line in lines] == ["done", "failed", "done"]
+    assert {line["error"] for line in lines} == {"SkyrlTrainError: no weight was changed, api_key=<redacted>"}
+    assert {line["purpose"] for line in lines} == {"failed"}
+
+
+def test_generating_that_fails_leaves_what_was_complete_even_where_it_is_not_finite(tmp_path):
+    log, error = RolloutLog(tmp_path), SkyrlTrainError("2 of 3 trajectories failed")
+    infinite = make_trajectory(replace(make_turn((1, 2), (3, 4)), reward=math.inf), sample=0)
+    error.trajectories = ((ROLLOUTS.prompts[0], TRAJECTORIES[1]), (ROLLOUTS.prompts[0], infinite))
+    with pytest.raises(SkyrlTrainError):
+        fail(log, 3, error)
+    log.close()
+    failed, other = map(json.loads, (tmp_path / "failed_step_000003.jsonl").read_text().splitlines())
+    assert failed["failure"]["message"] == TRAJECTORIES[1].failure.message
+    assert other["turns"][0]["reward"] is None
+
+
+def test_a_stop_is_no_failure(tmp_path):
+    log = RolloutLog(tmp_path)
+    with pytest.raises(StopRequested):
+        fail(log, 3, StopRequested("SIGTERM", 3), ROLLOUTS)
+    log.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_later_steps_and_torn_files_are_cut(tmp_path):
     kept = ["train_step_000002.jsonl", "eval_step_000000.jsonl", "notes.txt"]
-    cut = ["train_step_000003.jsonl", "eval_step_000004.jsonl", ".train_step_000001.jsonl.tmp"]
+    cut = [
+        "train_step_000003.jsonl",
+        "failed_step_000003.jsonl",
+        "eval_step_000004.jsonl",
+        ".train_step_000001.jsonl.tmp",
+    ]
     for name in kept + cut:
         (tmp_path / name).touch()
     cut_rollouts_after(tmp_path, 2)

@@ -319,6 +319,9 @@ def test_too_many_failures_stop_the_run_with_the_commonest_reasons(make_generato
     text = str(caught.value)
     assert "3 of 4 trajectories failed, more than environment.max_failed_fraction=0.5" in text
     assert "3 x environment_error: ValueError: unknown city 'Oz'" in text
+    kept = [(prompt.uid, trajectory.failed) for prompt, trajectory in caught.value.trajectories]
+    assert sum(failed for _, failed in kept) == 3
+    assert len(kept) == len(set(kept))
 
 
 def test_an_engine_that_always_fails_is_an_engine_error(make_generator: Any) -> None:

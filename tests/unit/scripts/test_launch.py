@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,16 @@ def test_kuberay_runs_as_nobody_in_particular_with_as_many_gpus_as_the_placement
     assert all(pod["securityContext"]["runAsNonRoot"] for pod in pods)
 
 
+def test_every_cluster_that_a_launcher_brings_up_wants_a_token() -> None:
+    texts = {name: (LAUNCH / name).read_text(encoding="utf-8") for name in ("slurm.sbatch", "skypilot.yaml")}
+    for name, text in texts.items():
+        assert re.search(r"RAY_AUTH_MODE=token", text), name
+        assert "RAY_AUTH_MODE=disabled" not in text
+        assert text.count("start --head") == text.count("--temp-dir="), name
+    job = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text(encoding="utf-8"))
+    assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+
+
 def test_slurm_brings_ray_up_trains_and_takes_it_down(tmp_path: Path) -> None:
     root, tools, calls = tmp_path / "clone", tmp_path / "bin", tmp_path / "calls"
     (root / ".venv" / "bin").mkdir(parents=True)
@@ -127,7 +138,9 @@ def test_slurm_brings_ray_up_trains_and_takes_it_down(tmp_path: Path) -> None:
     assert "placement.ray_address=10.0.0.1:6379" in trained
     assert trained.endswith("seed=5")
     # Ray is started in the background, whose line may be written late.
-    assert "ray stop --force" in [line for line in said if "ray start" not in line][-1]
+    *_, stopped, removed = [line for line in said if "ray start" not in line]
+    assert "ray stop --force" in stopped
+    assert "rm -rf /tmp/skyrl-ray-7" in removed
     assert any("ray start --head" in line for line in said)
 
 
@@ -191,9 +204,17 @@ def test_skypilot_brings_ray_up_trains_on_the_first_node_and_takes_it_down(tmp_p
     calls, programs = tmp_path / "calls", tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name, status in (("ray", 0), ("python", 3)):
-        (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >>"{calls}"\nexit {status}\n', encoding="utf-8")
+        says = f'[ "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" = "token t0ken" ] && echo "{name} $*" >>"{calls}"'
+        (programs / name).write_text(f"#!/bin/sh\n{says}\nexit {status}\n", encoding="utf-8")
         (programs / name).chmod(0o755)
-    variables = {**task["envs"], "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "8"}
+    assert task["secrets"] == {"RAY_AUTH_TOKEN": None}, "each launch brings its own"
+    variables = {
+        **task["envs"],
+        "RAY_AUTH_TOKEN": "t0ken",
+        "SKYPILOT_TASK_ID": tmp_path.name,
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    }
     statuses = [
         subprocess.run(
             ["bash", "-c", task["run"]],
@@ -208,6 +229,21 @@ def test_skypilot_brings_ray_up_trains_on_the_first_node_and_takes_it_down(tmp_p
     assert statuses == [0, 3]
     assert joined.startswith("ray start --address=10.0.0.1:6380")
     assert started.startswith("ray start --head --port=6380 --num-gpus=8")
+    folder = Path(started.partition("--temp-dir=")[2]).parent
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.rmdir()
+    without = {name: value for name, value in variables.items() if name != "RAY_AUTH_TOKEN"}
+    refused = subprocess.run(
+        ["bash", "-c", task["run"]],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], **without, "SKYPILOT_NODE_RANK": "0"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert refused.returncode != 0
+    assert "--secret RAY_AUTH_TOKEN" in refused.stderr
     assert "placement.ray_address=10.0.0.1:6380" in trained
     assert stopped == "ray stop --force"
 

@@ -1,6 +1,13 @@
 import io
 import json
 import math
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -149,6 +156,83 @@ def test_all_trackers_together_and_resumed(tmp_path, monkeypatch):
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 3, 4]
     assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])["odd"] is None
+
+
+def closed_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def server(kind: str) -> Iterator[str]:
+    """The address of a dead server: none that listens, one that takes connections and says nothing, one that sends a byte
+    a second, one that refuses everybody by HTTP."""
+    if kind == "unreachable":
+        yield f"http://127.0.0.1:{closed_port()}"
+        return
+    stopped = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        with connection:
+            if kind == "refusing":
+                connection.settimeout(5)
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\nConnection: close\r\n\r\nno")
+            while kind != "refusing" and not stopped.wait(1):
+                if kind == "dripping":
+                    connection.sendall(b"H")
+
+    def accept() -> None:
+        while not stopped.is_set():
+            with suppress(OSError):
+                threading.Thread(target=serve, args=(listener.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            stopped.set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["unreachable", "hanging", "dripping", "refusing"])
+def test_wandb_with_a_key_and_a_dead_server_is_offline_within_15_s(kind, tmp_path, monkeypatch):
+    """Real wandb, in a process of its own as a run's is."""
+    with server(kind) as address:
+        environ = {"WANDB_API_KEY": "0123456789abcdef" * 3, "WANDB_BASE_URL": address, "NETRC": str(tmp_path / "none")}
+        program = (
+            "import json, sys, time\n"
+            "from pathlib import Path\n"
+            "from skyrl_train.config.schema import WandbConfig\n"
+            "from skyrl_train.telemetry.console import RunConsole\n"
+            "from skyrl_train.telemetry.run_folder import RunFolder\n"
+            "from skyrl_train.telemetry.wandb_tracker import WandbTracker\n"
+            "import wandb\n"
+            "class Console(RunConsole):\n"
+            "    def warn(self, line):\n"
+            "        print('after', time.monotonic() - start, line, flush=True)\n"
+            "start = time.monotonic()\n"
+            "tracker = WandbTracker(WandbConfig(enabled=True), RunFolder(Path(sys.argv[1])), run_name='x', config={},\n"
+            "                       console=Console())\n"
+            "for step in (1, 2): tracker.log({'a': 1.0}, step=step)\n"
+            "tracker.close()\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path)],
+            env={**os.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("after")]
+    assert "wandb is offline: the server could not be used" in line
+    assert float(line.split()[1]) < 15
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert next(run.glob("*.wandb")).stat().st_size > 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,84 @@
+"""What the console shows is in the log, and neither a terminal nor a disk that goes away ends a run."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.telemetry.run_log import ConsoleStream, RunLogHandler, console_streams
+
+
+@pytest.fixture
+def run_log(tmp_path: Path) -> Iterator[Path]:
+    handler = RunLogHandler(tmp_path / "run.log", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    yield tmp_path / "run.log"
+    logging.getLogger().removeHandler(handler)
+    handler.close()
+
+
+def test_lines_are_logged_whole_without_colours_and_without_bars(run_log: Path) -> None:
+    terminal = io.StringIO()
+    stream = ConsoleStream(terminal, "stdout")
+    for text in ("a ", "line\nanother", "\n", "\x1b[33mwarning\x1b[0m\n", "\n"):
+        stream.write(text)
+    for bar in ("\rgenerate 1/3", "\rgenerate 2/3", "\r\x1b[2Kstep 1\n"):
+        stream.write(bar)
+        stream.flush()
+    stream.write("api_key=abc\n")
+    assert terminal.getvalue().startswith("a line\nanother\n\x1b[33mwarning\x1b[0m\n\n\rgenerate 1/3\rgenerate 2/3")
+    assert terminal.getvalue().endswith("api_key=<redacted>\n")
+    assert run_log.read_text().splitlines() == [
+        "stdout: a line",
+        "stdout: another",
+        "stdout: warning",
+        "stdout: step 1",
+        "stdout: api_key=<redacted>",
+    ]
+
+
+def test_a_terminal_that_is_gone_costs_nothing_but_itself(run_log: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        stream = ConsoleStream(gone, "stderr")
+        for step in (1, 2):
+            stream.write(f"step {step}\n")
+            stream.flush()
+    assert run_log.read_text() == "stderr: step 1\nstderr: step 2\n"
+
+
+def test_what_a_terminal_cannot_show_is_shown_in_ascii() -> None:
+    content = io.BytesIO()
+    stream = ConsoleStream(io.TextIOWrapper(content, encoding="ascii"), "stdout")
+    stream.write("caf\u00e9 \udc80\n")
+    stream.flush()
+    assert content.getvalue() == b"caf\\xe9 \\udc80\n"
+
+
+def test_a_disk_that_is_full_is_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = RunLogHandler("/dev/full")
+    logger = logging.Logger("alone")
+    logger.addHandler(handler)
+    for step in (1, 2):
+        logger.warning("step %d", step)
+    assert capsys.readouterr().err == (
+        "warning: /dev/full cannot be written ([Errno 28] No space left on device); the run goes on without it\n"
+    )
+    handler.flush()
+
+
+def test_streams_are_those_of_before_again_afterwards(capsys: pytest.CaptureFixture[str]) -> None:
+    before = sys.stdout
+    with console_streams():
+        print("token=abc", end="")
+        assert sys.stdout is not before
+    assert sys.stdout is before
+    assert capsys.readouterr().out == "token=<redacted>"
