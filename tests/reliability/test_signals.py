@@ -45,7 +45,7 @@ RL = (
     "data.validation=[]",
     "trainer.ckpt_interval=0",
 )
-SFT = ("trainer.batch_size=2", "data.validation=[]", "trainer.ckpt_interval=0")
+SFT = ("trainer.batch_size=2", "trainer.optimizer.schedule=constant", "data.validation=[]", "trainer.ckpt_interval=0")
 
 
 def steps_of(folder: Path) -> list[int]:
