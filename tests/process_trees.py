@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -66,6 +67,12 @@ def descendants(*roots: int) -> list[int]:
 def is_running(pid: int) -> bool:
     """False where the process is gone, or has ended and waits to be collected."""
     return _start_time(pid) is not None
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that the process has used; 0 where it is gone."""
+    fields = _stat(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
 
 
 def _stat(pid: int) -> list[str]:

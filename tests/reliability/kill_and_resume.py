@@ -4,7 +4,7 @@
     python -m tests.reliability.kill_and_resume --kills 20 --kind sft --kills-a-run 2 --jobs 2
     python -m tests.reliability.kill_and_resume --kills 3 --kind gpu     # where there are CUDA devices
 
-Each trial starts the real command in a folder of its own and kills its whole process group after a random delay, once or
+Each trial starts the real command in a folder of its own and kills its whole process group at a random moment, once or
 several times; then the same command runs until it ends by itself. `metrics.jsonl` (timings aside) and the exported weights
 are compared with those of the undisturbed run, byte for byte. On Ray what the killed run had started must be gone before
 the next one. Exit status 1 and the differences where any trial differs.
@@ -24,16 +24,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.process_trees import Family
+from tests.process_trees import Family, cpu_seconds, descendants
 
 DEADLINE_S = 900.0
+LOOK_EVERY_S = 0.1
 LEFT_TIMEOUT_S = 30.0
 """Processes that a killed run had started are gone by then."""
 
@@ -163,44 +164,72 @@ def differences(expected: RunResult, actual: RunResult) -> list[str]:
     return found
 
 
-def trial(folder: Path, words: Sequence[str], delays_s: Sequence[float]) -> str:
-    """Kills the run after each of the delays, counted from its last start, finishes it, and says what had been reached at
-    each kill. Raises RuntimeError where it does not end, or leaves processes behind."""
+def trial(folder: Path, words: Sequence[str], points: Sequence[float]) -> list[str]:
+    """Kills the run at each of the points, in seconds of processor time since its last start, finishes it, and says what had
+    been reached at each kill. Raises RuntimeError where it does not end, or leaves processes behind."""
     reached = []
-    for delay_s in delays_s:
+    for point_s in points:
         process = start(folder, words)
         family = Family(process.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=delay_s)
-        with contextlib.suppress(ProcessLookupError):  # it was done
+        cpu_s = follow(process, until=lambda used_s: used_s >= point_s)  # noqa: B023
+        time.sleep(random.Random(point_s).uniform(0.0, LOOK_EVERY_S))
+        was_running = process.poll() is None
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(timeout=60)
         if left := family.left(within_s=LEFT_TIMEOUT_S):
             raise RuntimeError(f"processes of the killed run are left after {LEFT_TIMEOUT_S:.0f} s: {left}")
-        metrics = folder / "metrics.jsonl"
-        steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
-        checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("*"))
-        reached.append(f"{delay_s:.1f} s: {steps} metric lines, checkpoints {', '.join(checkpoints) or 'none'}")
+        if was_running:
+            metrics = folder / "metrics.jsonl"
+            steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+            checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("*"))
+            reached.append(f"{cpu_s:.1f} s: {steps} metric lines, checkpoints {', '.join(checkpoints) or 'none'}")
     run_to_the_end(folder, words)
-    return "; ".join(reached)
+    return reached
 
 
-def draw_delays(rng: random.Random, count: int, *, start_s: float, duration_s: float) -> list[float]:
-    """Nine of ten within the steps, of which the start takes longer than a small run's; the others at the start."""
-    return [rng.uniform(start_s, duration_s) if rng.random() < 0.9 else rng.uniform(0.0, start_s) for _ in range(count)]
+def follow(process: subprocess.Popen[bytes], until: Callable[[float], bool]) -> float:
+    """Seconds of processor time of the process and all that stem from it, which say how far a run is whatever else the
+    machine does, when `until` is first true of them or the process has ended."""
+    most_s, ends = 0.0, time.monotonic() + DEADLINE_S
+    while process.poll() is None and not until(most_s) and time.monotonic() < ends:
+        time.sleep(LOOK_EVERY_S)
+        most_s = max(most_s, sum(map(cpu_seconds, descendants(process.pid))))
+    return most_s
 
 
-def one(folder: Path, words: Sequence[str], kind: str, delays_s: Sequence[float], expected: RunResult) -> bool:
-    """One trial, with its line; whether it ended as it should. The folder of one that did is removed."""
+def measure(folder: Path, words: Sequence[str]) -> tuple[float, float]:
+    """Seconds of processor time of an undisturbed run: until its folder is prepared, and in all."""
+    process = start(folder, words)
+    start_s = follow(process, until=lambda _: (folder / "config.yaml").exists())
+    whole_s = follow(process, until=lambda _: False)
+    if process.wait(timeout=60) != 0:
+        raise RuntimeError((folder.parent / f"{folder.name}.log").read_text(errors="replace")[-3000:])
+    return start_s, whole_s
+
+
+def draw_points(rng: random.Random, count: int, *, start_s: float, whole_s: float) -> list[float]:
+    """Nine of ten within the steps, before which a small run takes longest; the others while it starts."""
+    return [rng.uniform(start_s, whole_s) if rng.random() < 0.9 else rng.uniform(0.0, start_s) for _ in range(count)]
+
+
+def one(
+    folder: Path, words: Sequence[str], kind: str, points: Sequence[float], expected: RunResult
+) -> tuple[int, bool]:
+    """One trial, with its line: kills that met a running process, and whether the run ended as it should. The folder of one
+    that did is removed."""
+    reached: list[str] = []
     try:
-        reached = trial(folder, words, delays_s)
+        reached = trial(folder, words, points)
         found = differences(expected, result(folder, kind))
     except (OSError, ValueError, RuntimeError) as error:
-        reached, found = "?", [str(error)]
-    print(f"{folder.name} killed after {reached}: {'; '.join(found) or 'identical'}", flush=True)
+        found = [str(error)]
+    print(
+        f"{folder.name} killed after {'; after '.join(reached) or '?'}: {'; '.join(found) or 'identical'}", flush=True
+    )
     if not found:
         shutil.rmtree(folder)
-    return not found
+    return len(reached), not found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -208,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=20, help="number of kills in all")
     parser.add_argument("--kills-a-run", type=int, default=1, help="times that one run is killed before it may end")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--seed", type=int, default=0, help="of the delays")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--kind", choices=sorted(KINDS), default="rl", help="what to train")
     parser.add_argument("--output", type=Path, help="folder for the runs; a temporary one unless given")
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides")
@@ -216,21 +245,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = [*KINDS[args.kind], *args.overrides]
     with tempfile.TemporaryDirectory(prefix="kill-and-resume-") as scratch, ThreadPoolExecutor(args.jobs) as pool:
         root = args.output or Path(scratch)
-        begun = time.time()
-        duration_s = run_to_the_end(root / "undisturbed", words)
-        start_s = (root / "undisturbed" / "config.yaml").stat().st_mtime - begun
+        start_s, whole_s = measure(root / "undisturbed", words)
         expected = result(root / "undisturbed", args.kind)
-        print(f"undisturbed: {duration_s:.1f} s, {len(expected.metrics)} metric lines, {expected.weights_sha256[:12]}")
+        print(
+            f"undisturbed: {whole_s:.1f} s of processor time, {start_s:.1f} s of it before the folder is prepared, "
+            f"{len(expected.metrics)} metric lines, {expected.weights_sha256[:12]}",
+            flush=True,
+        )
         rng = random.Random(args.seed)
-        # Runs beside each other are slower than one alone.
-        pace = {"start_s": start_s * args.jobs, "duration_s": duration_s * args.jobs}
         trials = []
         for first in range(0, args.kills, args.kills_a_run):
-            delays_s = draw_delays(rng, min(args.kills_a_run, args.kills - first), **pace)
-            trials.append(pool.submit(one, root / f"run_{first:03d}", words, args.kind, delays_s, expected))
-        failed = sum(not trial.result() for trial in trials)
-    print(f"{args.kind}: {len(trials)} runs, {len(trials) - failed} ended identical to the undisturbed one")
-    print(f"{args.kills} cases, {failed} failures")
+            points = draw_points(rng, min(args.kills_a_run, args.kills - first), start_s=start_s, whole_s=whole_s)
+            trials.append(pool.submit(one, root / f"run_{first:03d}", words, args.kind, points, expected))
+        ended = [trial.result() for trial in trials]
+    failed = sum(not is_right for _, is_right in ended)
+    print(f"{args.kind}: {len(ended)} runs, {len(ended) - failed} ended identical to the undisturbed one")
+    print(f"{sum(kills for kills, _ in ended)} cases, {failed} failures")
     return 1 if failed else 0
 
 

@@ -66,24 +66,24 @@ PARTS = (
     Part(
         name="kills_rl",
         fault="SIGKILL of the process group, RL",
-        whole=f"{_KILLS} --kind rl --kills 50 --kills-a-run 2 {_SMALL}",
+        whole=f"{_KILLS} --kind rl --kills 56 --jobs 2 --kills-a-run 2 {_SMALL}",
         sample=f"{_KILLS} --kind rl --kills 2 --kills-a-run 2 {_SMALL}",
     ),
     Part(
         name="kills_ppo",
         fault="SIGKILL of the process group, PPO with a critic",
-        whole=f"{_KILLS} --kind ppo --kills 40 --kills-a-run 2 {_SMALL}",
+        whole=f"{_KILLS} --kind ppo --kills 44 --jobs 2 --kills-a-run 2 {_SMALL}",
     ),
     Part(
         name="kills_sft",
         fault="SIGKILL of the process group, supervised",
-        whole=f"{_KILLS} --kind sft --kills 40 --kills-a-run 2",
+        whole=f"{_KILLS} --kind sft --kills 44 --jobs 2 --kills-a-run 2",
         sample=f"{_KILLS} --kind sft --kills 2 --kills-a-run 2",
     ),
     Part(
         name="kills_ray",
         fault="SIGKILL of the process group, RL on Ray",
-        whole=f"{_KILLS} --kind ray --kills 20 --kills-a-run 2 --jobs 1 {_SMALL}",
+        whole=f"{_KILLS} --kind ray --kills 26 --kills-a-run 2 --jobs 1 {_SMALL}",
     ),
     Part(
         name="saves",
