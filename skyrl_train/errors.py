@@ -16,7 +16,7 @@ SkyrlTrainError
 ├── ActorError                   a process of the run raised what nobody expected
 │   └── ActorLostError           it died or hangs, or its node is gone: others may repeat what it did
 │       └── CollectiveError      ranks could not talk to another one, which is what was lost
-└── StopRequested                SIGTERM or SIGINT, raised at the next safe point
+└── StopRequested                a signal asked for a stop, raised at the next safe point
 
 All of them, subclasses of a user's own included, can be pickled and come out of another process as they went in.
 """

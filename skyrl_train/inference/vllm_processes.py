@@ -29,7 +29,7 @@ _WATCHDOG_TIMEOUT_S = 10.0
 _END_TIMEOUT_S = 10.0
 _SHUTDOWN_REQUESTED = 1
 """`EngineShutdownState.REQUESTED` of `vllm/v1/engine/core.py`."""
-_SIGNALS_TO_A_JOB = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS_TO_A_JOB = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _STATUS_TIMEOUT_S = 0.5
 _REASON_TIMEOUT_S = 1.0
 """After a failure: how long it may take until it is known that a process ended, and of what."""
@@ -54,7 +54,7 @@ class EngineProcesses:
     def starting(self, environment: Mapping[str, str]) -> Iterator[None]:
         """What is started inside, by this thread, belongs to the engine and has `environment`.
 
-        It has no ear for Ctrl-C, nor for a SIGTERM to all processes of a job: whoever uses the engine is told as well, may
+        It has no ear for Ctrl-C, nor for a SIGTERM, SIGHUP or SIGUSR1 to all processes of a job: whoever uses the engine is told as well, may
         need its answers for the end of a step, and ends it.
         """
         added = {_MARK: self._mark, **environment}

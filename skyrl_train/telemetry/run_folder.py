@@ -7,7 +7,8 @@ OUTPUT_DIR/
   memory.json          micro-batches that size themselves: probes and budgets
   metrics.jsonl        one record a step
   restarts.jsonl       on Ray: each time that the run went on by itself after a worker was lost, and why
-  rollouts/            every trajectory, JSON lines
+  run.log              all that the console showed, Python's logging, each error with its traceback
+  rollouts/            every trajectory, JSON lines; `failed_step_N.jsonl` of a step that ended by an error
   samples/             supervised: answers at each evaluation, JSON lines
   evaluation.json      each evaluation on the held-out prompts
   learning_curve.png   reward, accuracy and response length over steps
