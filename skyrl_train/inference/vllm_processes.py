@@ -54,8 +54,8 @@ class EngineProcesses:
     def starting(self, environment: Mapping[str, str]) -> Iterator[None]:
         """What is started inside, by this thread, belongs to the engine and has `environment`.
 
-        It has no ear for Ctrl-C, nor for a SIGTERM, SIGHUP or SIGUSR1 to all processes of a job: whoever uses the engine is told as well, may
-        need its answers for the end of a step, and ends it.
+        It has no ear for Ctrl-C, nor for a SIGTERM, SIGHUP or SIGUSR1 to all processes of a job: whoever uses the engine is
+        told as well, may need its answers for the end of a step, and ends it.
         """
         added = {_MARK: self._mark, **environment}
         before = {name: os.environ.get(name) for name in added}

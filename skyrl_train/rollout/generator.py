@@ -162,18 +162,16 @@ class RolloutGenerator:
     async def _run_all(self, jobs: Sequence[Job]) -> list[Trajectory]:
         with contextlib.ExitStack() as all_leases:
             runs: list[Coroutine[Any, Any, Trajectory]] = []
+            complete: list[tuple[Prompt, Trajectory]] = []
             for job in jobs:
                 lease = all_leases.enter_context(contextlib.ExitStack())
                 lease.enter_context(self._engine.lease())
-                runs.append(self._run_one(job, lease))
+                runs.append(self._run_one(job, lease, complete))
             tasks = [asyncio.ensure_future(run) for run in runs]
             try:
                 await self._watch(tasks)
             except SkyrlTrainError as error:
-                done = (each for each in zip(jobs, tasks) if each[1].done() and not each[1].cancelled())
-                error.trajectories = tuple(
-                    (job.prompt, task.result()) for job, task in done if task.exception() is None
-                )
+                error.trajectories = tuple(complete)
                 raise
             finally:
                 for task in tasks:
@@ -181,7 +179,10 @@ class RolloutGenerator:
                 await asyncio.gather(*tasks, return_exceptions=True)
         return [task.result() for task in tasks]
 
-    async def _run_one(self, job: Job, lease: contextlib.ExitStack) -> Trajectory:
+    async def _run_one(
+        self, job: Job, lease: contextlib.ExitStack, complete: list[tuple[Prompt, Trajectory]]
+    ) -> Trajectory:
+        """Return the job's trajectory, which is appended to what is `complete` as well."""
         with lease:
             env_class = self._env_class(job.prompt)
             extras = {**job.prompt.extras, "max_turns": self._limits.max_turns, "env_class": env_class}
@@ -195,11 +196,13 @@ class RolloutGenerator:
             if not isinstance(trajectory, Trajectory):
                 kind = type(trajectory).__name__
                 raise DataError(f"generator.agent_loop must give a Trajectory (skyrl_train.types); it gave {kind}")
-            return checked_trajectory(
+            checked = checked_trajectory(
                 trajectory,
                 vocabulary_size=self._vocabulary_size,
                 max_context_length=self._limits.max_context_length,
             )
+            complete.append((job.prompt, checked))
+            return checked
 
     async def _watch(self, tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
         """Waits for all, reporting progress; raises at the first error and as soon as too many have failed."""
