@@ -23,6 +23,7 @@ from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import HoldsModel, ModelEngine
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.model.value_model import token_values
+from skyrl_train.telemetry.files import sync_tree
 from skyrl_train.telemetry.metrics import Mean, StepMetrics, later
 
 
@@ -59,6 +60,7 @@ class CriticLearner(HoldsModel):
             own = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
             save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
             load_tokenizer(self._model_config).save_pretrained(folder)
+            sync_tree(folder)
         except OSError as error:
             raise ModelError(f"{folder}: the critic could not be exported: {error}") from error
 

@@ -31,6 +31,7 @@ from skyrl_train.learner.state import take_weights
 from skyrl_train.model.causal_lm import load_tokenizer, output_head, quiet_transformers
 from skyrl_train.model.logprobs import LossOfTokens, OfDistribution, TokenScores, score_tokens, sum_of_squares
 from skyrl_train.model.lora import adapter_off, adapter_tensors, write_adapter
+from skyrl_train.telemetry.files import sync_tree
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics, later
 from skyrl_train.weights import ModelWeights
 
@@ -108,6 +109,7 @@ class PolicyLearner(HoldsModel):
             load_tokenizer(self._model_config).save_pretrained(folder)
             if adapter:
                 write_adapter(folder / "adapter", adapter, self._model_config.lora, base=self._model_config.path)
+            sync_tree(folder)
         except OSError as error:
             raise ModelError(f"{folder}: the model could not be exported: {error}") from error
 

@@ -45,6 +45,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(folder: Path) -> None:
+    """Makes every file and every name in and below `folder` survive a power cut."""
+    for path in [*folder.rglob("*"), folder]:
+        sync_folder(path)  # which does for files what it does for folders
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes beside `path`, syncs, and renames into place: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
