@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,6 +99,9 @@ def _model_problem(path: str) -> tuple[str, str] | None:
 def _environment(environment: EnvironmentConfig) -> Iterator[Violation]:
     if environment.env_class is not None:
         yield from environment_violations(environment.env_class)
+    for index, name in enumerate(environment.allowed):
+        for violation in environment_violations(name):
+            yield replace(violation, field=f"environment.allowed[{index}]")
 
 
 def _engine(generator: GeneratorConfig, placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Violation]:

@@ -171,6 +171,7 @@ def remedy_for_unknown(path: str, schema: type) -> str:
 MOVED = {
     "environment.kwargs": "settings of an environment stand beside it: write "
     "environment.env_class={{_target_: NAME, {key}: ...}}",
+    "environment.max_workers": "write environment.num_workers",
 }
 """Settings that there were, and what to write now."""
 

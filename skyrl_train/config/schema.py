@@ -130,8 +130,11 @@ class EnvironmentConfig:
     `env_class`."""
     step_timeout_s: Free[Seconds] = 60.0
     """Deadline of each `init`, `step` and `close`. An environment that exceeds it fails its trajectory, not the run."""
-    max_workers: Free[PositiveInt] = 16
-    """Threads that run environments beside the event loop."""
+    num_workers: Free[PositiveInt] = 16
+    """Environment calls at a time, each on a thread or in a process of its own."""
+    allowed: Free[tuple[str, ...]] = ()
+    """Custom environments (`package.module:attr`) that data rows may name in `env_class`, which otherwise name registered
+    ones alone: whoever writes data does not choose what code runs."""
     max_failed_fraction: Free[Fraction] = 0.5
     """Stop the run when a larger share of a batch's trajectories failed: something is broken for good."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.chat_tokens import ChatTokens
-from skyrl_train.rollout.env_runner import Broken, EnvironmentSession, describe
+from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession, describe
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import (
     ChatMessage,

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_train.errors import DataError
-from skyrl_train.rollout.env_runner import Broken, describe
+from skyrl_train.rollout.env_boundary import Broken, describe
 from skyrl_train.types import ChatMessage, FailureKind, Prompt, TokenIds, Tokenizer, token_ids
 
 _QUESTION = "1"

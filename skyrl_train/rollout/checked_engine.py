@@ -17,7 +17,7 @@ import numpy as np
 
 from skyrl_train.errors import EngineError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.rollout.env_runner import describe
+from skyrl_train.rollout.env_boundary import describe
 from skyrl_train.types import (
     Failure,
     FailureKind,

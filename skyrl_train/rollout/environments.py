@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from skyrl_train.config.parts import ENVIRONMENTS
-from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.interfaces import Environment
 from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec, unknown_name
+
+if TYPE_CHECKING:
+    from skyrl_train.config.schema import EnvironmentConfig
+    from skyrl_train.types import Prompt
 
 _CONFIG_CLASSES: dict[str, str] = {
     "search": "skyrl_gym.envs.search.env:SearchEnvConfig",
@@ -40,6 +44,37 @@ def make_environment(spec: PartSpec, extras: Mapping[str, Any]) -> Environment:
         return create(env_config=_env_config(name, arguments), extras=own)
     settings = arguments.pop("env_config", {})
     return create(env_config=SimpleNamespace(**settings), extras=own, **copy.deepcopy(arguments))
+
+
+def environment_of(prompt: Prompt, environment: EnvironmentConfig) -> str:
+    """Return the name of the configured environment; where that is null, of the row's own.
+
+    Raises DataError where nothing names one, or a row names code that the configuration does not allow: whoever writes data
+    does not choose what runs here.
+    """
+    if environment.env_class is not None:
+        return split_spec(environment.env_class)[0]
+    name = prompt.env_class
+    if name is None:
+        raise DataError(
+            f"prompt {prompt.uid} names no environment, and environment.env_class is null. "
+            "Set environment=NAME, or give the row an env_class."
+        )
+    if ":" in name and name not in environment.allowed:
+        raise DataError(
+            f"prompt {prompt.uid}: its env_class {name!r} is code that environment.allowed does not list. Rows may name "
+            f"registered environments and those listed there. If you trust it, set environment.allowed=['{name}']."
+        )
+    return name
+
+
+def check_rows(prompts: Iterable[Prompt], environment: EnvironmentConfig) -> None:
+    """Check the environments that rows choose, where they do. Raises DataError as `environment_of`, ConfigError for a name
+    that there is not."""
+    if environment.env_class is None:
+        for name in {environment_of(prompt, environment) for prompt in prompts}:
+            if name not in environment.allowed:
+                check_environment(name)
 
 
 def check_environment(spec: PartSpec) -> None:
@@ -70,13 +105,15 @@ def environment_violations(spec: PartSpec) -> list[Violation]:
 @functools.cache
 def resolve_environment(name: str) -> Callable[..., Environment]:
     """Return the class (or factory) that `name` names. Raises ConfigError with the known names and the nearest."""
-    registered = _gym_entry_points()
-    known = dict.fromkeys(sorted({*ENVIRONMENTS, *registered}))
-    entry = ENVIRONMENTS.builtins[name].target if name in ENVIRONMENTS else registered.get(name)
-    if entry is None and ":" in name:
-        entry = name
-    if entry is None:
-        raise unknown_name(name, known, field=ENVIRONMENTS.setting)
+    entry: Any = name
+    if name in ENVIRONMENTS:
+        entry = ENVIRONMENTS.builtins[name].target
+    elif ":" not in name:
+        registered = _gym_entry_points()
+        if name not in registered:
+            known = dict.fromkeys(sorted({*ENVIRONMENTS, *registered}))
+            raise unknown_name(name, known, field=ENVIRONMENTS.setting)
+        entry = registered[name]
     create = import_attr(entry, field=ENVIRONMENTS.setting) if isinstance(entry, str) else entry
     if not callable(create):
         rule, value = "must name a class or a function that makes an environment", f"{name!r} ({type(create).__name__})"

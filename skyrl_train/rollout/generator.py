@@ -14,7 +14,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from skyrl_train.config.generation import GeneratorConfig
@@ -22,12 +21,12 @@ from skyrl_train.config.parts import AGENT_LOOPS
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
-from skyrl_train.registry import split_spec
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
 from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
 from skyrl_train.rollout.checked_engine import CheckedEngine, check_failures, checked_trajectory
-from skyrl_train.rollout.env_runner import EnvironmentSession, EnvRunner
-from skyrl_train.rollout.environments import check_environment, make_environment
+from skyrl_train.rollout.env_boundary import EnvironmentSession
+from skyrl_train.rollout.env_threads import ThreadEnvironments
+from skyrl_train.rollout.environments import check_environment, check_rows, environment_of
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Tokenizer, Trajectory, token_ids
 
@@ -77,7 +76,9 @@ class RolloutGenerator:
         self._agent_loop: Callable[[Episode], Awaitable[object]] = AGENT_LOOPS.resolve(generator.agent_loop)
         self._context = generator.privileged_context
         self._seed = seed
-        self._runner = EnvRunner(max_workers=environment.max_workers, timeout_s=environment.step_timeout_s)
+        self._environments = ThreadEnvironments(
+            num_workers=environment.num_workers, timeout_s=environment.step_timeout_s
+        )
         self._thread = LoopThread(name="rollout")
         self.on_progress = on_progress
 
@@ -98,36 +99,24 @@ class RolloutGenerator:
             DataError: The chat template refuses a prompt, or nothing names its environment.
             ConfigError: A row names an environment that does not exist.
         """
-        if self._environment.env_class is None:
-            for name in {self._env_class(prompt) for prompt in prompts}:
-                check_environment(name)
+        check_rows(prompts, self._environment)
         jobs = self._jobs(prompts, n_samples_per_prompt, sampling, global_step, purpose)
-        abandoned, unclosed = self._runner.num_abandoned, self._runner.num_close_failures
+        hosts = self._environments
+        hung, unclosed = hosts.num_given_up, hosts.num_close_failures
         trajectories = self._thread.run(self._run_all(jobs))
-        if self._runner.num_abandoned > abandoned:
-            logger.warning(
-                "%d environment calls hung; their threads were given up", self._runner.num_abandoned - abandoned
-            )
-        if self._runner.num_close_failures > unclosed:
-            logger.warning("%d environments could not be closed", self._runner.num_close_failures - unclosed)
+        if hosts.num_given_up > hung:
+            logger.warning("%d environment calls hung; %s", hosts.num_given_up - hung, hosts.given_up)
+        if hosts.num_close_failures > unclosed:
+            logger.warning("%d environments could not be closed", hosts.num_close_failures - unclosed)
         return RolloutBatch(
             prompts=tuple(prompts), trajectories=tuple(trajectories), n_samples_per_prompt=n_samples_per_prompt
         )
 
     def close(self) -> None:
-        self._runner.close()
+        """Ends the environments' threads or processes. Idempotent."""
+        if not self._thread.is_closed:
+            self._thread.run(self._environments.aclose())
         self._thread.close()
-
-    def _env_class(self, prompt: Prompt) -> str:
-        """Return the name of the configured environment; where that is null, of the row's own."""
-        configured = self._environment.env_class
-        env_class = prompt.env_class if configured is None else split_spec(configured)[0]
-        if env_class is None:
-            raise DataError(
-                f"prompt {prompt.uid} names no environment, and environment.env_class is null. "
-                "Set environment=NAME, or give the row an env_class."
-            )
-        return env_class
 
     def _jobs(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
@@ -184,11 +173,12 @@ class RolloutGenerator:
     ) -> Trajectory:
         """Return the job's trajectory, which is appended to what is `complete` as well."""
         with lease:
-            env_class = self._env_class(job.prompt)
+            env_class = environment_of(job.prompt, self._environment)
             extras = {**job.prompt.extras, "max_turns": self._limits.max_turns, "env_class": env_class}
             session = EnvironmentSession(
-                self._runner,
-                partial(make_environment, self._environment.env_class or env_class, extras),
+                self._environments,
+                self._environment.env_class or env_class,
+                extras,
                 name=env_class.rpartition(":")[2],
             )
             episode = Episode(job=job, engine=self._engine, session=session, chat=self._chat, limits=self._limits)
@@ -246,6 +236,10 @@ class LoopThread:
                 with contextlib.suppress(BaseException):
                     self._settle()
             raise
+
+    @property
+    def is_closed(self) -> bool:
+        return self._loop.is_closed()
 
     def close(self) -> None:
         """Stops the loop. Idempotent."""

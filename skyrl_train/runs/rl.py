@@ -280,6 +280,7 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
     from skyrl_train.data.prompts import filter_by_length, load_prompts
     from skyrl_train.model.causal_lm import load_tokenizer
     from skyrl_train.rollout.chat_tokens import ChatTokens
+    from skyrl_train.rollout.environments import check_rows
 
     if not sources:
         return []
@@ -290,6 +291,7 @@ def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, note
         max_prompt_length=config.data.max_prompt_length,
         over_long=config.data.over_long,
     )
+    check_rows(result.prompts, config.environment)
     own = config.environment.env_class
     named = None if own is None else split_spec(own)[0]
     num_others = sum(prompt.env_class not in (None, named) for prompt in result.prompts)

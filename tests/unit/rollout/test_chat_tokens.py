@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_train.errors import DataError
 from skyrl_train.rollout.chat_tokens import ChatTokens
-from skyrl_train.rollout.env_runner import Broken
+from skyrl_train.rollout.env_boundary import Broken
 from skyrl_train.types import FailureKind, Prompt
 from tests.fakes import CHATML, make_tokenizer
 

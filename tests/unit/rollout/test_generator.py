@@ -212,6 +212,19 @@ def test_rows_name_their_environment_where_the_configuration_names_none(make_gen
         roll_out(make_generator(FakeEngine(answer), environment=by_row), [replace(prompt, env_class=None)])
 
 
+def test_a_row_does_not_choose_code(make_generator: Any) -> None:
+    prompt = replace(make_prompts(1)[0], env_class="os.path:join")
+    generator = make_generator(FakeEngine(answer), environment={"env_class": None, "allowed": (FAKE_ENVIRONMENT,)})
+    with pytest.raises(DataError, match=r"p0: its env_class 'os.path:join' is code that environment.allowed does not"):
+        roll_out(generator, [prompt])
+
+
+def test_a_row_may_name_what_is_allowed(make_generator: Any) -> None:
+    prompt = replace(make_prompts(1)[0], env_class=FAKE_ENVIRONMENT)
+    generator = make_generator(FakeEngine(answer), environment={"env_class": None, "allowed": (FAKE_ENVIRONMENT,)})
+    assert roll_out(generator, [prompt]).trajectories[0].reward == 1.0
+
+
 def test_the_configured_environment_judges_rows_that_name_another(make_generator: Any) -> None:
     prompt = replace(make_prompts(1)[0], env_class="gsm8k")
     assert roll_out(make_generator(FakeEngine(answer)), [prompt]).trajectories[0].failure is None
@@ -331,7 +344,7 @@ def test_an_engine_that_always_fails_is_an_engine_error(make_generator: Any) -> 
 
 def test_a_run_that_is_broken_for_good_stops_early(make_generator: Any) -> None:
     generator = make_generator(
-        FakeEngine(answer), environment={"max_workers": 1, "step_timeout_s": 0.2, "max_failed_fraction": 0.0}
+        FakeEngine(answer), environment={"num_workers": 1, "step_timeout_s": 0.2, "max_failed_fraction": 0.0}
     )
     started = time.monotonic()
     with pytest.raises(SkyrlTrainError, match="1 of 50 trajectories failed"):

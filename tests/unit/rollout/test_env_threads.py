@@ -13,9 +13,19 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from skyrl_train.rollout.env_runner import Broken, EnvironmentSession, EnvRunner, StepResult, check_step
+from skyrl_train.rollout.env_boundary import (
+    MAX_CHARACTERS,
+    Broken,
+    EnvironmentSession,
+    StepResult,
+    check_messages,
+    check_step,
+    numbers_only,
+    read_answer,
+)
+from skyrl_train.rollout.env_threads import ThreadEnvironments
 from skyrl_train.types import FailureKind
-from tests.fakes import FakeEnvironment, done_with, go_on_with
+from tests.fakes import FAKE_ENVIRONMENT, FakeEnvironment, done_with, go_on_with
 
 T = TypeVar("T")
 MESSAGES = [{"role": "user", "content": "2+2?"}]
@@ -28,11 +38,11 @@ def fresh_environments() -> Iterator[None]:
     FakeEnvironment.release.set()
 
 
-def make_session(runner: EnvRunner, **extras: Any) -> EnvironmentSession:
-    return EnvironmentSession(runner, partial(FakeEnvironment, None, extras), name="FakeEnvironment")
+def make_session(runner: ThreadEnvironments, **extras: Any) -> EnvironmentSession:
+    return EnvironmentSession(runner, FAKE_ENVIRONMENT, extras, name="FakeEnvironment")
 
 
-async def play(runner: EnvRunner, **extras: Any) -> StepResult:
+async def play(runner: ThreadEnvironments, **extras: Any) -> StepResult:
     """One episode of one step, closed however it goes."""
     session = make_session(runner, **extras)
     try:
@@ -55,37 +65,57 @@ def broken_by(coroutine: Coroutine[Any, Any, Any]) -> Broken:
 
 
 def test_a_step_gives_observations_reward_and_done() -> None:
-    result = run(play(EnvRunner(max_workers=2, timeout_s=5), steps=[go_on_with("Try again", 0.5)]))
+    result = run(play(ThreadEnvironments(num_workers=2, timeout_s=5), steps=[go_on_with("Try again", 0.5)]))
     assert result == StepResult(observations=[{"role": "user", "content": "Try again"}], reward=0.5, done=False)
 
 
 @pytest.mark.parametrize("method", ["construction", "init", "step", "get_metrics"])
 def test_an_exception_is_a_failure_that_says_what_was_raised(method: str) -> None:
-    broken = broken_by(play(EnvRunner(max_workers=2, timeout_s=5), raise_in=method))
+    broken = broken_by(play(ThreadEnvironments(num_workers=2, timeout_s=5), raise_in=method))
     assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "ValueError: unknown city 'Oz'")
 
 
 def test_an_environment_that_exits_the_interpreter_fails_its_trajectory_only() -> None:
-    broken = broken_by(play(EnvRunner(max_workers=2, timeout_s=5), raise_in="step", error=SystemExit(3)))
-    assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "RuntimeError: SystemExit: 3")
+    broken = broken_by(play(ThreadEnvironments(num_workers=2, timeout_s=5), raise_in="step", error=SystemExit(3)))
+    assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "SystemExit: 3")
 
 
 def test_a_timeout_error_of_the_environments_own_is_an_error_not_a_timeout() -> None:
-    broken = broken_by(play(EnvRunner(max_workers=2, timeout_s=5), raise_in="step", error=TimeoutError("database")))
+    broken = broken_by(
+        play(ThreadEnvironments(num_workers=2, timeout_s=5), raise_in="step", error=TimeoutError("database"))
+    )
     assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "TimeoutError: database")
 
 
 @pytest.mark.parametrize("method", ["construction", "init", "step", "get_metrics"])
+def test_a_stop_iteration_is_an_error_not_a_timeout(method: str) -> None:
+    broken = broken_by(
+        play(ThreadEnvironments(num_workers=2, timeout_s=5), raise_in=method, error=StopIteration("end"))
+    )
+    assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "StopIteration: end")
+
+
+def test_an_error_without_a_text_is_told_by_its_type() -> None:
+    broken = broken_by(play(ThreadEnvironments(num_workers=2, timeout_s=5), raise_in="step", error=Unspeakable()))
+    assert broken.message == "Unspeakable"
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("method", ["construction", "init", "step", "get_metrics"])
 def test_a_call_that_hangs_is_given_up_at_its_deadline(method: str) -> None:
-    runner = EnvRunner(max_workers=2, timeout_s=0.25)
+    runner = ThreadEnvironments(num_workers=2, timeout_s=0.25)
     broken = broken_by(play(runner, hang_in=method))
     assert broken.kind is FailureKind.ENVIRONMENT_TIMEOUT
     assert broken.message == f"FakeEnvironment.{method} did not answer within 0.25 s"
-    assert runner.num_abandoned == 1
+    assert runner.num_given_up == 1
 
 
 def test_a_hung_call_does_not_cost_a_worker() -> None:
-    runner = EnvRunner(max_workers=1, timeout_s=0.25)
+    runner = ThreadEnvironments(num_workers=1, timeout_s=0.25)
 
     async def hang_then_play() -> StepResult:
         with pytest.raises(Broken):
@@ -97,7 +127,7 @@ def test_a_hung_call_does_not_cost_a_worker() -> None:
 
 @pytest.mark.parametrize("method", ["construction", "step"])
 def test_an_environment_that_hung_is_closed_on_its_own_thread_once_it_returns(method: str) -> None:
-    runner = EnvRunner(max_workers=1, timeout_s=0.25)
+    runner = ThreadEnvironments(num_workers=1, timeout_s=0.25)
     broken_by(play(runner, hang_in=method))
     assert FakeEnvironment.closed == []
     FakeEnvironment.release.set()
@@ -111,11 +141,11 @@ def test_an_environment_that_hung_is_closed_on_its_own_thread_once_it_returns(me
 def test_a_hung_environment_does_not_keep_the_interpreter_alive() -> None:
     code = """
 import asyncio, time
-from skyrl_train.rollout.env_runner import EnvRunner
-from skyrl_train.rollout.env_runner import Broken
+from skyrl_train.rollout.env_threads import ThreadEnvironments
+from skyrl_train.rollout.env_boundary import Broken
 async def main():
     try:
-        await EnvRunner(max_workers=1, timeout_s=0.1).call(lambda: time.sleep(1000), what="step")
+        await ThreadEnvironments(num_workers=1, timeout_s=0.1).call(lambda: time.sleep(1000), what="step")
     except Broken as broken:
         print(broken.message)
 asyncio.run(main())
@@ -125,7 +155,7 @@ asyncio.run(main())
 
 
 def test_waiting_for_a_free_thread_does_not_count_against_the_deadline() -> None:
-    runner = EnvRunner(max_workers=1, timeout_s=0.5)
+    runner = ThreadEnvironments(num_workers=1, timeout_s=0.5)
 
     async def calls() -> list[None]:
         return await asyncio.gather(*(runner.call(partial(time.sleep, 0.15), what="step") for _ in range(5)))
@@ -137,7 +167,7 @@ def test_waiting_for_a_free_thread_does_not_count_against_the_deadline() -> None
 def test_an_environment_is_closed_however_its_episode_ends(extras: dict[str, Any]) -> None:
     async def episode() -> None:
         try:
-            await play(EnvRunner(max_workers=2, timeout_s=5), **extras)
+            await play(ThreadEnvironments(num_workers=2, timeout_s=5), **extras)
         except Broken:
             return
 
@@ -147,14 +177,14 @@ def test_an_environment_is_closed_however_its_episode_ends(extras: dict[str, Any
 
 @pytest.mark.parametrize("extras", [{"raise_in": "close"}, {"hang_in": "close"}])
 def test_a_close_that_breaks_is_counted_and_loses_nothing(extras: dict[str, Any]) -> None:
-    runner = EnvRunner(max_workers=2, timeout_s=0.25)
+    runner = ThreadEnvironments(num_workers=2, timeout_s=0.25)
     assert run(play(runner, **extras)).reward == 1.0
     assert runner.num_close_failures == 1
 
 
 def test_metrics_are_the_finite_numbers() -> None:
     async def metrics() -> dict[str, float]:
-        session = make_session(EnvRunner(max_workers=2, timeout_s=5))
+        session = make_session(ThreadEnvironments(num_workers=2, timeout_s=5))
         await session.start(MESSAGES)
         return await session.metrics()
 
@@ -170,7 +200,9 @@ def test_every_kind_of_number_is_a_reward(reward: object, expected: float) -> No
     assert (result.reward, type(result.reward)) == (expected, float)
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", None, [1.0], {"score": 1.0}, 1j, 10**400])
+@pytest.mark.parametrize(
+    "reward", [float("nan"), float("inf"), "1", None, [1.0], {"score": 1.0}, 1j, 10**400, 3.5e38, -3.5e38, 1.1e12]
+)
 def test_what_is_not_a_finite_number_is_no_reward(reward: object) -> None:
     with pytest.raises(Broken, match=r"Env.step returned the reward .*; must be a finite number") as caught:
         check_step(done_with(reward), source="Env.step")
@@ -187,6 +219,57 @@ def test_what_is_not_a_list_of_chat_messages_is_no_observation(observations: obj
     assert caught.value.kind is FailureKind.INVALID_OBSERVATION
 
 
+@pytest.mark.parametrize("done", ["False", "True", 1, 0, None, [], np.array([True])])
+def test_done_is_true_or_false_and_nothing_that_only_counts_as_either(done: object) -> None:
+    with pytest.raises(Broken, match=r"Env.step returned 'done' as .*; must be True or False") as caught:
+        check_step({"observations": [], "reward": 0.0, "done": done}, source="Env.step")
+    assert caught.value.kind is FailureKind.ENVIRONMENT_ERROR
+
+
+@pytest.mark.parametrize("done", [True, np.bool_(True), np.array(True)])
+def test_numpys_truth_is_a_truth(done: object) -> None:
+    assert check_step({"reward": 0.0, "done": done}, source="Env.step").done is True
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        ("\ud800", "message 0.content is a text that UTF-8 cannot hold"),
+        ([{"type": "text", "text": b"x"}], r"message 0.content\[0\].text is b'x' \(bytes\); must be a text"),
+        ([float("nan")], r"message 0.content\[0\] is nan"),
+        ([{1: 2}], r"message 0.content\[0\] has a key that is no text"),
+        ([1 << 5000], r"message 0.content\[0\] is .*int"),
+        ("x" * (MAX_CHARACTERS + 1), "the messages have more than 4,194,304 characters"),
+    ],
+)
+def test_a_message_holds_what_json_and_utf_8_hold(content: object, rule: str) -> None:
+    with pytest.raises(Broken, match=rule) as caught:
+        check_messages([{"role": "user", "content": content}], source="Env.step")
+    assert caught.value.kind is FailureKind.INVALID_OBSERVATION
+
+
+def test_a_message_that_holds_itself_is_refused() -> None:
+    content: list[Any] = []
+    content.append(content)
+    with pytest.raises(Broken, match="nested more than 32 deep"):
+        check_messages([{"role": "user", "content": content}], source="Env.step")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [None, [], "x", {}, {"value": 1, "more": 2}, {"failure": "engine_error", "message": "x"}, {"failure": "x"}],
+)
+def test_what_is_no_answer_of_a_host_fails_the_trajectory(answer: object) -> None:
+    with pytest.raises(Broken, match=r"Env.step: its worker sent .*, which is no answer"):
+        read_answer(answer, source="Env.step")
+
+
+def test_metrics_are_numbers_with_short_names() -> None:
+    metrics = {"a": np.float32(0.5), "b" * 300: 1.0, "\ud800": 1.0, "c": "1", "d": 4e38, "e": True, 5: 2}
+    assert numbers_only(metrics) == {"a": 0.5, "e": 1.0, "5": 2.0}
+    assert len(numbers_only({str(n): n for n in range(5000)})) == 1000
+
+
 def test_a_finished_episode_needs_no_observations() -> None:
     assert check_step({"reward": 1, "done": True}, source="Env.step").observations == []
 
@@ -200,5 +283,5 @@ def test_a_step_without_its_fields_is_an_environment_error(output: object) -> No
 
 @pytest.mark.parametrize("first_messages", [[], "hello", None])
 def test_init_must_give_messages(first_messages: object) -> None:
-    broken = broken_by(play(EnvRunner(max_workers=2, timeout_s=5), first_messages=first_messages))
+    broken = broken_by(play(ThreadEnvironments(num_workers=2, timeout_s=5), first_messages=first_messages))
     assert broken.kind is FailureKind.INVALID_OBSERVATION

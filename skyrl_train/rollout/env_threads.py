@@ -1,0 +1,163 @@
+"""Environments on threads of this process: daemon threads, a deadline for each call.
+
+A call that exceeds its deadline cannot be killed. Its thread is abandoned (it is a daemon, so it does not keep the
+interpreter alive), a new one takes its place when there is work, and the environment is closed on the abandoned thread
+should the call ever return: two threads never use one environment at once. For environments that are trusted not to hang:
+a loop that was given up keeps a core busy, and one that holds the interpreter's lock stops everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from skyrl_train.rollout.env_boundary import Broken, HostedEnvironment, Request, describe
+from skyrl_train.types import FailureKind
+
+T = TypeVar("T")
+
+
+class _Call(Generic[T]):
+    """One function to run on a worker and where its result goes."""
+
+    def __init__(self, function: Callable[[], T], loop: asyncio.AbstractEventLoop) -> None:
+        self.function = function
+        self.loop = loop
+        self.future: asyncio.Future[T] = loop.create_future()
+
+    def run(self) -> None:
+        try:
+            result = self.function()
+        except BaseException as error:
+            self._deliver(self._set_exception, error)
+        else:
+            self._deliver(self._set_result, result)
+
+    def _deliver(self, setter: Callable[[Any], None], value: object) -> None:
+        # The loop may be closed by the time an abandoned call returns: nobody waits for it then.
+        if not self.loop.is_closed():
+            try:
+                self.loop.call_soon_threadsafe(setter, value)
+            except RuntimeError:
+                return
+
+    def _set_result(self, result: T) -> None:
+        if not self.future.done():
+            self.future.set_result(result)
+
+    def _set_exception(self, error: BaseException) -> None:
+        if not self.future.done():
+            # A future takes neither what ends a program nor a StopIteration.
+            usable = isinstance(error, Exception) and not isinstance(error, StopIteration)
+            self.future.set_exception(error if usable else RuntimeError(describe(error)))
+
+
+class _Worker:
+    """A daemon thread with its own queue; None ends it."""
+
+    def __init__(self, name: str) -> None:
+        self.calls: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def _work(self) -> None:
+        while (run := self.calls.get()) is not None:
+            run()
+
+
+class ThreadEnvironments:
+    """Implements `Environments` with at most `num_workers` calls at a time, each with `timeout_s` from when it starts to
+    run.
+    """
+
+    given_up = "their threads were given up"
+
+    def __init__(self, *, num_workers: int, timeout_s: float) -> None:
+        self._slots = asyncio.Semaphore(num_workers)
+        self._idle: list[_Worker] = []
+        self._timeout_s = timeout_s
+        self._num_started = 0
+        self.num_given_up = 0
+        self.num_close_failures = 0
+
+    def host(self, name: str) -> _OnThreads:
+        return _OnThreads(self, name)
+
+    async def call(self, function: Callable[[], T], *, what: str, if_late: Callable[[], object] | None = None) -> T:
+        """Runs `function` on a thread.
+
+        `if_late` runs on that thread after a call that exceeded its deadline returned at last. Raises what `function`
+        raises, or Broken (environment_timeout) naming `what`.
+        """
+        async with self._slots:
+            worker = self._idle.pop() if self._idle else self._new_worker()
+            call: _Call[T] = _Call(function, asyncio.get_running_loop())
+            worker.calls.put(call.run)
+            deadline = call.loop.call_later(self._timeout_s, self._expire, call, what)
+            try:
+                result = await call.future
+            except (_DeadlineExceeded, asyncio.CancelledError) as error:
+                self._abandon(worker, if_late)
+                if isinstance(error, _DeadlineExceeded):
+                    raise Broken(FailureKind.ENVIRONMENT_TIMEOUT, str(error)) from None
+                raise
+            except BaseException:
+                self._idle.append(worker)
+                raise
+            finally:
+                deadline.cancel()
+            self._idle.append(worker)
+            return result
+
+    async def aclose(self) -> None:
+        while self._idle:
+            self._idle.pop().calls.put(None)
+
+    def _new_worker(self) -> _Worker:
+        self._num_started += 1
+        return _Worker(name=f"environment-{self._num_started}")
+
+    def _expire(self, call: _Call[Any], what: str) -> None:
+        if not call.future.done():
+            call.future.set_exception(_DeadlineExceeded(f"{what} did not answer within {self._timeout_s:g} s"))
+
+    def _abandon(self, worker: _Worker, if_late: Callable[[], object] | None) -> None:
+        self.num_given_up += 1
+        if if_late is not None:
+            worker.calls.put(_Quietly(if_late))
+        worker.calls.put(None)
+
+
+class _DeadlineExceeded(Exception):
+    """Internal: distinguished from a TimeoutError that the environment itself raised."""
+
+
+class _Quietly:
+    """Runs a clean-up whose result nobody waits for."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+
+    def __call__(self) -> None:
+        try:
+            self._function()
+        except BaseException:
+            return
+
+
+class _OnThreads:
+    """Implements `EnvironmentHandle` with an object of this process."""
+
+    def __init__(self, threads: ThreadEnvironments, name: str) -> None:
+        self._threads, self._name = threads, name
+        self._hosted = HostedEnvironment(name)
+
+    async def ask(self, request: Request) -> object:
+        call, what = partial(self._hosted.answer, request), f"{self._name}.{request['call']}"
+        return await self._threads.call(call, what=what, if_late=self._hosted.close_late)
+
+    def release(self) -> None:
+        """Nothing to do: the object goes with this handle."""
