@@ -19,8 +19,9 @@ from skyrl_train.config.validate import near_path
 from skyrl_train.data.hub import endpoint, is_cached, is_reachable
 from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import DataError, Violation
-from skyrl_train.registry import did_you_mean
-from skyrl_train.rollout.environments import environment_violations
+from skyrl_train.registry import did_you_mean, split_spec
+from skyrl_train.rollout.env_local import violations_in_process
+from skyrl_train.rollout.environments import environment_violations, uses_processes
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
@@ -97,11 +98,13 @@ def _model_problem(path: str) -> tuple[str, str] | None:
 
 
 def _environment(environment: EnvironmentConfig) -> Iterator[Violation]:
-    if environment.env_class is not None:
-        yield from environment_violations(environment.env_class)
-    for index, name in enumerate(environment.allowed):
-        for violation in environment_violations(name):
-            yield replace(violation, field=f"environment.allowed[{index}]")
+    """In worker processes where those are to run it, so that its code is not run here."""
+    chosen = {"environment.env_class": environment.env_class} if environment.env_class is not None else {}
+    listed = {f"environment.allowed[{index}]": name for index, name in enumerate(environment.allowed)}
+    for field, spec in {**chosen, **listed}.items():
+        apart = uses_processes(environment) and ":" in split_spec(spec)[0]
+        for violation in violations_in_process([spec]) if apart else environment_violations(spec):
+            yield replace(violation, field=violation.field.replace("environment.env_class", field, 1))
 
 
 def _engine(generator: GeneratorConfig, placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Violation]:

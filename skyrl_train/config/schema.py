@@ -130,8 +130,16 @@ class EnvironmentConfig:
     `env_class`."""
     step_timeout_s: Free[Seconds] = 60.0
     """Deadline of each `init`, `step` and `close`. An environment that exceeds it fails its trajectory, not the run."""
+    isolation: Free[Literal["auto", "process", "thread"]] = "auto"
+    """Where environments run. process: in worker processes, which are killed at the deadline and take nothing else down;
+    thread: on threads of this process, for trusted, cheap code; auto: threads for the bundled environment, processes for all
+    others."""
+    placement: Free[Literal["local", "ray"]] = "local"
+    """Where worker processes are: on this machine, or on every node of the Ray cluster."""
     num_workers: Free[PositiveInt] = 16
-    """Environment calls at a time, each on a thread or in a process of its own."""
+    """Environment calls at a time: threads, or worker processes at most. A process hosts many environments in turn."""
+    worker_memory_gb: Free[PositiveFloat] = 4.0
+    """What a worker process may allocate. Beyond it is a MemoryError, which fails the trajectory."""
     allowed: Free[tuple[str, ...]] = ()
     """Custom environments (`package.module:attr`) that data rows may name in `env_class`, which otherwise name registered
     ones alone: whoever writes data does not choose what code runs."""

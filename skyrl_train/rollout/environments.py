@@ -46,6 +46,13 @@ def make_environment(spec: PartSpec, extras: Mapping[str, Any]) -> Environment:
     return create(env_config=SimpleNamespace(**settings), extras=own, **copy.deepcopy(arguments))
 
 
+def uses_processes(environment: EnvironmentConfig) -> bool:
+    """Whether environments run in worker processes."""
+    if environment.isolation != "auto":
+        return environment.isolation == "process"
+    return environment.env_class is None or split_spec(environment.env_class)[0] not in ENVIRONMENTS
+
+
 def environment_of(prompt: Prompt, environment: EnvironmentConfig) -> str:
     """Return the name of the configured environment; where that is null, of the row's own.
 

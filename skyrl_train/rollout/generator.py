@@ -14,6 +14,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from skyrl_train.config.generation import GeneratorConfig
@@ -24,9 +25,11 @@ from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
 from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
 from skyrl_train.rollout.checked_engine import CheckedEngine, check_failures, checked_trajectory
-from skyrl_train.rollout.env_boundary import EnvironmentSession
+from skyrl_train.rollout.env_boundary import Environments, EnvironmentSession
+from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.env_processes import ProcessEnvironments, WorkerHost
 from skyrl_train.rollout.env_threads import ThreadEnvironments
-from skyrl_train.rollout.environments import check_environment, check_rows, environment_of
+from skyrl_train.rollout.environments import check_environment, check_rows, environment_of, uses_processes
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Tokenizer, Trajectory, token_ids
 
@@ -58,12 +61,18 @@ class RolloutGenerator:
         seed: int,
         on_progress: ProgressCallback | None = None,
         vocabulary_size: int | None = None,
+        workers: WorkerHost | None = None,
+        log: Path | None = None,
     ) -> None:
-        """`vocabulary_size`: rows of the policy's embedding; those of the tokenizer unless given.
+        """Raises ConfigError for an unknown environment (of one in worker processes, `generate` does), DataError for a
+        tokenizer without a usable chat template.
 
-        Raises ConfigError for an unknown environment, DataError for a tokenizer without a usable chat template."""
-        if environment.env_class is not None:
-            check_environment(environment.env_class)
+        Args:
+            on_progress: As the attribute.
+            vocabulary_size: Rows of the policy's embedding; those of the tokenizer unless given.
+            workers: Where worker processes are started, if not on this machine.
+            log: Where those of this machine write what environments print; None is nowhere.
+        """
         self._vocabulary_size = vocabulary_size or len(tokenizer)
         self._engine = CheckedEngine(engine, vocabulary_size=self._vocabulary_size)
         self._chat = ChatTokens(tokenizer)
@@ -76,10 +85,8 @@ class RolloutGenerator:
         self._agent_loop: Callable[[Episode], Awaitable[object]] = AGENT_LOOPS.resolve(generator.agent_loop)
         self._context = generator.privileged_context
         self._seed = seed
-        self._environments = ThreadEnvironments(
-            num_workers=environment.num_workers, timeout_s=environment.step_timeout_s
-        )
         self._thread = LoopThread(name="rollout")
+        self._environments = self._host_environments(workers, log)
         self.on_progress = on_progress
 
     def generate(
@@ -117,6 +124,19 @@ class RolloutGenerator:
         if not self._thread.is_closed:
             self._thread.run(self._environments.aclose())
         self._thread.close()
+
+    def _host_environments(self, workers: WorkerHost | None, log: Path | None) -> Environments:
+        environment = self._environment
+        num_workers, timeout_s = environment.num_workers, environment.step_timeout_s
+        if not uses_processes(environment):
+            if environment.env_class is not None:
+                check_environment(environment.env_class)
+            return ThreadEnvironments(num_workers=num_workers, timeout_s=timeout_s)
+        host = workers or LocalWorkers(WorkerSettings.of(environment, log=log))
+        processes = ProcessEnvironments(host, num_workers=num_workers, timeout_s=timeout_s)
+        # Imports go on while models are loaded; what is wrong with them is raised where rollouts need them.
+        self._thread.begin(processes.prepare())
+        return processes
 
     def _jobs(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
@@ -236,6 +256,10 @@ class LoopThread:
                 with contextlib.suppress(BaseException):
                     self._settle()
             raise
+
+    def begin(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        """Run a coroutine whose result, or exception, nobody waits for."""
+        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     @property
     def is_closed(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from skyrl_train.registry import split_spec
@@ -77,6 +78,7 @@ def build_rollouts(
         config.seed,
         on_progress=on_progress,
         vocabulary_size=vocabulary_size(config.model),
+        log=Path(config.output_dir) / "environments.log",
     )
     stack.callback(generator.close)
     return RolloutParts(generator=generator, transport=engines.transport)

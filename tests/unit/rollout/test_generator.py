@@ -48,6 +48,7 @@ from tests.fakes import (
 TOKENIZER = make_tokenizer()
 ANSWER = [*TOKENIZER.encode("#### 4"), 3]
 """`#### 4<|im_end|>`, three tokens."""
+ON_THREADS: dict[str, Any] = {"env_class": FAKE_ENVIRONMENT, "step_timeout_s": 5.0, "isolation": "thread"}
 FIRST_PROMPT_TOKENS = 12
 """`<|im_start|>` `user` `\\n` `0` ` +` ` 1` `?` `<|im_end|>` `\\n` `<|im_start|>` `assistant` `\\n`"""
 
@@ -70,7 +71,7 @@ def make_generator() -> Iterator[Callable[..., RolloutGenerator]]:
                 engine,
                 TOKENIZER,
                 GeneratorConfig(**generator),
-                EnvironmentConfig(**{"env_class": FAKE_ENVIRONMENT, "step_timeout_s": 5.0, **(environment or {})}),
+                EnvironmentConfig(**{**ON_THREADS, **(environment or {})}),
                 seed,
                 vocabulary_size=vocabulary_size,
             )

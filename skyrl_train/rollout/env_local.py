@@ -1,0 +1,376 @@
+"""Worker processes of this machine: `env_worker.py` from the outside.
+
+What a worker sends is read as JSON of limited size, as the answer to the request that it was asked, and as nothing else:
+anything that does not fit ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
+from skyrl_train.registry import TARGET, PartSpec
+from skyrl_train.rollout.env_boundary import Request, plain
+from skyrl_train.rollout.env_processes import WorkerEnded
+from skyrl_train.rollout.env_worker import Frames, frame
+
+_CHUNK = 1 << 18
+_IMPORT_TIMEOUT_S = 120.0
+_CLOSE_TIMEOUT_S = 10.0
+_REPORT_WITHIN_S = 2.0
+"""How long the supervisor may take to say how a worker ended whose connection is closed."""
+_PERHAPS_MEMORY = {-signal.SIGKILL: ", as the kernel does where memory runs out"}
+_PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSettings:
+    """What worker processes are started with, on this machine or another."""
+
+    specs: tuple[PartSpec, ...]
+    """Environments to import before the first call: the configured one, or those that rows may name."""
+    registry: bool
+    """Whether rows may name environments of skyrl-gym's registry."""
+    memory_gb: float
+    """What one worker may take beyond what it has when it starts."""
+    log: Path | None = None
+    """Where their standard output and error go; None is a temporary file."""
+
+    @classmethod
+    def of(cls, environment: EnvironmentConfig, log: Path | None = None) -> WorkerSettings:
+        """Return what a configuration asks for."""
+        by_row = environment.env_class is None
+        specs: tuple[PartSpec, ...] = environment.allowed if environment.env_class is None else (environment.env_class,)
+        return cls(specs=specs, registry=by_row, memory_gb=environment.worker_memory_gb, log=log)
+
+
+def check_arguments(spec: PartSpec) -> None:
+    """Raise ConfigError for keyword arguments of an environment that cannot be sent to a worker process."""
+    found = []
+    for name, value in {} if isinstance(spec, str) else spec.items():
+        field = f"environment.env_class.{name}"
+        try:
+            plain(value, field)
+        except ValueError as error:
+            rule = "must be plain data, which worker processes can be sent"
+            remedy = f"{error}; environment.isolation=thread takes any object"
+            found.append(Violation(field=field, rule=rule, value=type(value).__name__, remedy=remedy))
+    if found:
+        raise ConfigError(found)
+
+
+class LocalWorkers:
+    """Implements `WorkerHost` with a supervisor process on this machine. Used from one event loop."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        """Raises ConfigError where an argument of an environment cannot be sent. Nothing is started yet."""
+        for spec in settings.specs:
+            check_arguments(spec)
+        self._settings = settings
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._frames = Frames()
+        self._loaded: asyncio.Future[Mapping[str, Any]] | None = None
+        self._workers: dict[int, LocalWorker] = {}
+        self._num_started = 0
+        self._preload = True
+        self._starting = asyncio.Lock()
+        self._log: IO[bytes] | None = None
+
+    async def ready(self) -> None:
+        if self._control is not None and self._loaded is not None and self._loaded.done():
+            return
+        async with self._starting:
+            if self._control is not None:
+                return
+            loaded = await self._start_supervisor()
+            violations = [Violation(**each) for each in loaded["violations"]]
+            if violations or not loaded["forkable"]:
+                await self._end_supervisor()
+            if violations:
+                raise ConfigError(violations)
+            if not loaded["forkable"]:
+                self._preload = False
+                await self._start_supervisor()
+
+    def start(self) -> LocalWorker:
+        assert self._control is not None, "ready() comes first"
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._num_started += 1
+        worker = LocalWorker(self._num_started, ours, self._ask_to_end)
+        self._workers[worker.number] = worker
+        with theirs:
+            try:
+                socket.send_fds(self._control, [frame({"start": worker.number})], [theirs.fileno()])
+            except OSError as error:
+                worker.ended_with(f"could not be started: {error}")
+        return worker
+
+    async def aclose(self) -> None:
+        await self._end_supervisor()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    async def _start_supervisor(self) -> Mapping[str, Any]:
+        """Return what it says of the environments that it imported."""
+        loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "skyrl_train.rollout.env_worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log_file(),
+                stderr=self._log_file(),
+                start_new_session=True,
+                env=_environment(),
+            )
+        self._control, self._frames, self._loaded = ours, Frames(), loop.create_future()
+        loop.add_reader(ours, self._hear)
+        content = {
+            "sys_path": sys.path,
+            "memory_bytes": int(self._settings.memory_gb * 1e9),
+            "specs": [plain(spec, TARGET) for spec in self._settings.specs],
+            "registry": self._settings.registry,
+            "preload": self._preload,
+        }
+        try:
+            await asyncio.wait_for(loop.sock_sendall(ours, frame(content)), _IMPORT_TIMEOUT_S)
+            return await asyncio.wait_for(self._loaded, _IMPORT_TIMEOUT_S)
+        except BaseException as error:
+            await self._end_supervisor()
+            if not isinstance(error, (OSError, WorkerEnded, asyncio.TimeoutError)):
+                raise
+            late = isinstance(error, asyncio.TimeoutError)
+            names = ", ".join(str(each if isinstance(each, str) else each[TARGET]) for each in self._settings.specs)
+            reason = f"did not end within {_IMPORT_TIMEOUT_S:g} s" if late else f"ended its process, which {error}"
+            raise SkyrlTrainError(
+                f"environment.env_class: the import of {names or 'environments'} {reason}. {self._last_words()}"
+            ) from None
+
+    def _hear(self) -> None:
+        """Take in what the supervisor says: what it imported, and how workers ended."""
+        assert self._control is not None
+        assert self._loaded is not None
+        try:
+            data = self._control.recv(_CHUNK)
+            for message in self._frames.feed(data):
+                if not isinstance(message, dict):
+                    raise ValueError("no message of a supervisor")
+                if "ready" in message and not self._loaded.done():
+                    self._loaded.set_result(message)
+                elif "ended" in message and (worker := self._workers.pop(message["ended"], None)) is not None:
+                    worker.ended_with(_manner(message["status"]) + _PERHAPS_MEMORY.get(message["status"], ""))
+        except BlockingIOError:
+            return
+        except (OSError, ValueError):
+            data = b""
+        if not data:
+            self._lose()
+
+    def _lose(self) -> None:
+        """The supervisor is gone, and with it all workers; the next call starts another."""
+        process, self._process = self._process, None
+        assert process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.1)
+        status = process.poll()
+        process.kill()
+        self._forget(_manner(status) if status is not None else "closed its connection")
+
+    def _forget(self, manner: str) -> None:
+        """Close what leads to a supervisor that ended, or is about to."""
+        if self._control is None or self._loaded is None:
+            return
+        asyncio.get_running_loop().remove_reader(self._control)
+        self._control.close()
+        self._control = None
+        for worker in self._workers.values():
+            worker.ended_with(f"was ended with its supervisor, which {manner}")
+        self._workers.clear()
+        if not self._loaded.done():
+            self._loaded.set_exception(WorkerEnded(manner))
+
+    def _ask_to_end(self, number: int) -> None:
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(frame({"end": number}))
+
+    async def _end_supervisor(self) -> None:
+        process, self._process = self._process, None
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                self._control.send(frame({"quit": True}))
+        self._forget("was ended with the run")
+        if process is not None:
+            await asyncio.to_thread(_await_end, process)
+
+    def _log_file(self) -> IO[bytes]:
+        if self._log is None:
+            place = self._settings.log
+            self._log = tempfile.TemporaryFile("a+b") if place is None else place.open("ab")  # noqa: SIM115 - until aclose
+        return self._log
+
+    def _last_words(self) -> str:
+        """Return the last lines of the log, for an error message."""
+        try:
+            log = self._log_file()
+            with open(f"/proc/self/fd/{log.fileno()}", "rb") as stream:
+                stream.seek(max(0, os.fstat(log.fileno()).st_size - 2000))
+                lines = stream.read().decode(errors="replace").split("\n")
+        except OSError:
+            return ""
+        return "Its last words:\n" + "\n".join(lines[-12:])
+
+
+class LocalWorker:
+    """Implements `WorkerProcess` over a connection of its own."""
+
+    def __init__(self, number: int, connection: socket.socket, ask_to_end: Callable[[int], None]) -> None:
+        """`ask_to_end(number)` has the supervisor kill it."""
+        self.number = number
+        self.ended: str | None = None
+        self._connection, self._ask_to_end = connection, ask_to_end
+        self._frames = Frames()
+        self._num_asked = 0
+        self._answer: asyncio.Future[object] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(connection, self._hear)
+
+    async def ask(self, request: Request, timeout_s: float) -> object:
+        if self.ended is not None:
+            raise WorkerEnded(self.ended)
+        self._num_asked += 1
+        self._answer = self._loop.create_future()
+        deadline = self._loop.call_later(timeout_s, self._late)
+        try:
+            await self._send(frame({**request, "number": self._num_asked}), timeout_s)
+            return await self._answer
+        except asyncio.CancelledError:
+            self.end("was ended in a call that nobody waits for any more")
+            raise
+        finally:
+            deadline.cancel()
+            self._answer = None
+
+    def end(self, reason: str) -> None:
+        if self.ended is None:
+            self._ask_to_end(self.number)
+            self.ended_with(reason)
+
+    def ended_with(self, reason: str) -> None:
+        """Take note that the process is no more, or will not be in a moment."""
+        if self.ended is None:
+            self.ended = reason
+            self._loop.remove_reader(self._connection)
+            self._connection.close()
+            self._fail(WorkerEnded(reason))
+
+    async def _send(self, data: bytes, timeout_s: float) -> None:
+        try:
+            sent = self._connection.send(data)
+            if sent < len(data):
+                await asyncio.wait_for(self._loop.sock_sendall(self._connection, data[sent:]), timeout_s)
+        except OSError:
+            # How it ended is told by the supervisor in a moment.
+            self._loop.call_later(_REPORT_WITHIN_S, self.end, "closed its connection")
+
+    def _late(self) -> None:
+        self._fail(asyncio.TimeoutError())
+        self.end("was ended: it exceeded the deadline of a call")
+
+    def _fail(self, error: Exception) -> None:
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(error)
+
+    def _hear(self) -> None:
+        try:
+            data = self._connection.recv(_CHUNK)
+            for message in self._frames.feed(data):
+                answer = self._answer
+                if (
+                    answer is None
+                    or answer.done()
+                    or not isinstance(message, dict)
+                    or set(message) != {"number", "answer"}
+                ):
+                    raise ValueError("it spoke unasked")
+                if message["number"] != self._num_asked:
+                    raise ValueError("it answered another request")
+                answer.set_result(message["answer"])
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        except ValueError as error:
+            self.end(f"was ended: what it sent is no answer ({error})")
+            return
+        if not data:
+            self._loop.remove_reader(self._connection)
+            self._loop.call_later(_REPORT_WITHIN_S, self.end, "closed its connection")
+
+
+def _manner(status: int) -> str:
+    """How a process ended, as `subprocess` counts: negative is a signal."""
+    if status >= 0:
+        return f"exited with status {status}"
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    return f"was ended by {name}"
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with one thread for each of a worker's numerical libraries: there are many workers."""
+    path = os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]))
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {**threads, **os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(_CLOSE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_CLOSE_TIMEOUT_S)
+
+
+def violations_in_process(specs: Sequence[PartSpec]) -> list[Violation]:
+    """Return what is wrong with environments, which are imported in a process of their own: an import that exits, crashes
+    or hangs harms nothing here."""
+
+    async def check() -> None:
+        workers = LocalWorkers(WorkerSettings(specs=tuple(specs), registry=False, memory_gb=1.0))
+        try:
+            await workers.ready()
+        finally:
+            await workers.aclose()
+
+    try:
+        # On a thread: whoever asks may be running an event loop.
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            pool.submit(asyncio.run, check()).result(2 * _IMPORT_TIMEOUT_S)
+    except ConfigError as error:
+        return list(error.violations)
+    except SkyrlTrainError as error:
+        rule, value = "must be importable", ", ".join(map(str, specs))
+        return [Violation(field="environment.env_class", rule=rule, value=value, remedy=str(error))]
+    return []

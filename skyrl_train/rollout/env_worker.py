@@ -1,0 +1,343 @@
+"""The processes that environments run in: `python -m skyrl_train.rollout.env_worker FD`, started by `env_local.py`.
+
+    trainer
+      supervisor     starts workers and ends them with everything that stems from them; says how each ended
+        worker       one session, one process group; answers one request at a time over its own connection to the trainer
+          ...        whatever an environment starts; ends with its worker
+
+The supervisor imports the environments' modules once and forks the workers, which then start in milliseconds and share that
+memory. Where the import leaves a thread or an open file behind, which a fork would break, it says so and is started once
+more without: each worker then imports by itself. No kept library does this without unpickling what the child sends.
+
+Messages are JSON behind four bytes of length. Standard input, output and error are never used for them.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.rollout.env_boundary import HostedEnvironment
+from skyrl_train.rollout.environments import environment_violations
+from skyrl_train.types import FailureKind
+
+MAX_FRAME_BYTES = 64 << 20
+"""Of one message; what an environment may say in one answer is far less (`env_boundary.MAX_CHARACTERS`)."""
+MAX_LOG_BYTES = 16 << 20
+"""A log of the workers' output that has grown beyond this is emptied."""
+_LENGTH = struct.Struct("!I")
+_CHUNK = 1 << 18
+_LOOK_EVERY_S = 1.0
+_END_WITHIN_S = 5.0
+_FIRST_OWN_FD = 100
+"""Connections are moved here: code that closes low file descriptors does not hit them."""
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LINUX = sys.platform == "linux"
+
+
+def frame(message: object) -> bytes:
+    """Return a message as it is sent. Raises ValueError (or RecursionError) for what JSON does not hold, or is too long."""
+    body = json.dumps(message, allow_nan=False, separators=(",", ":")).encode("ascii")
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(f"a message of {len(body):,} bytes; at most {MAX_FRAME_BYTES:,}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Bytes that arrive, as messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Yield the messages that are complete now. Raises ValueError where the bytes are none."""
+        self._data += data
+        while len(self._data) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._data)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"a message of {length:,} bytes; at most {MAX_FRAME_BYTES:,}")
+            end = _LENGTH.size + length
+            if len(self._data) < end:
+                return
+            body = bytes(self._data[_LENGTH.size : end])
+            del self._data[:end]
+            yield parse(body)
+
+
+def parse(body: bytes) -> Any:
+    """Return the message in a frame. Raises ValueError where it is no JSON, or none that `frame` writes."""
+    try:
+        return json.loads(body, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+# The worker
+
+
+def _work(connection: socket.socket) -> None:
+    """Answer requests until the trainer closes the connection."""
+    frames, hosted, process = Frames(), dict[int, HostedEnvironment](), os.getpid()
+    while data := _receive(connection):
+        for request in frames.feed(data):
+            number = int(request["environment"])
+            if number not in hosted:
+                hosted[number] = HostedEnvironment(str(request["name"]))
+            answer = hosted[number].answer(request)
+            if os.getpid() != process:  # the environment forked, and its child came back as well
+                return
+            if request["call"] == "close":
+                del hosted[number]
+            # A timer that this environment set must not end the next one's call.
+            signal.alarm(0)
+            connection.setblocking(True)
+            connection.sendall(_framed(answer, request["number"]))
+
+
+def _framed(answer: dict[str, Any], number: int) -> bytes:
+    try:
+        return frame({"number": number, "answer": answer})
+    except (ValueError, RecursionError, MemoryError) as error:
+        failure = {"failure": FailureKind.ENVIRONMENT_ERROR.value, "message": f"its answer cannot be sent: {error}"}
+        return frame({"number": number, "answer": failure})
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """Return what arrives next; nothing at the end, or when the supervisor is gone."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        if select.select([connection], [], [], _LOOK_EVERY_S)[0]:
+            return connection.recv(_CHUNK)
+    return b""
+
+
+def _become_worker(connection: socket.socket, memory_bytes: int, supervisor: int) -> None:
+    """What a forked process does in place of the supervisor's work: be a worker, and end."""
+    status = 1
+    try:
+        os.setsid()
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        if os.getppid() != supervisor:
+            return
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        faulthandler.enable(file=2)
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _limit_memory(memory_bytes)
+        if "numpy.random" in sys.modules:  # numbers of its own, as Python's module draws after a fork by itself
+            sys.modules["numpy.random"].seed()
+        _work(connection)
+        status = 0
+    except BaseException:
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Let this process take so much beyond what it has, which the libraries that it has mapped count towards."""
+    with contextlib.suppress(OSError, ValueError):
+        mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        limit = mapped + num_bytes if hard == resource.RLIM_INFINITY else min(hard, mapped + num_bytes)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+# The supervisor
+
+
+class Supervisor:
+    """Starts workers and ends them. One thread, which runs no environment's code after it has imported it."""
+
+    def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
+        """`control` is the connection to the trainer; `settings` is its first message."""
+        self._control = control
+        self._memory_bytes = int(settings["memory_bytes"])
+        self._workers: dict[int, int] = {}
+        """Process to the worker's number."""
+        self._frames = Frames()
+        self._connections: list[int] = []
+        """File descriptors that came for workers that are still to be started."""
+        self._wake, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wake_end = wake
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+
+    def run(self) -> None:
+        """Serve until the trainer closes the connection or a signal ends this."""
+        try:
+            while self._serve():
+                self._collect()
+                _empty_large_log()
+        finally:
+            self._end_all()
+
+    def _serve(self) -> bool:
+        """Wait a moment for what the trainer says, and do it; False at the end."""
+        ready = select.select([self._control.fileno(), self._wake], [], [], _LOOK_EVERY_S)[0]
+        if self._wake in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake, _CHUNK)
+        if self._control.fileno() not in ready:
+            return True
+        data, descriptors = _receive_descriptors(self._control)
+        self._connections += descriptors
+        for message in self._frames.feed(data):
+            if "start" in message:
+                self._start(int(message["start"]))
+            elif "end" in message:
+                for process in [pid for pid, number in self._workers.items() if number == message["end"]]:
+                    _kill(process)
+            else:
+                return False
+        return bool(data)
+
+    def _start(self, number: int) -> None:
+        connection = socket.socket(fileno=self._connections.pop(0))
+        supervisor = os.getpid()
+        process = os.fork()
+        if process == 0:
+            self._control.close()
+            os.close(self._wake)
+            os.close(self._wake_end)
+            _become_worker(connection, self._memory_bytes, supervisor)
+        connection.close()
+        self._workers[process] = number
+
+    def _collect(self) -> None:
+        """Tell of workers that ended, and end what they left behind: processes that nobody else is the parent of."""
+        while True:
+            try:
+                process, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if process == 0:
+                break
+            if process in self._workers:
+                with contextlib.suppress(OSError):
+                    os.killpg(process, signal.SIGKILL)
+                self._tell({"ended": self._workers.pop(process), "status": os.waitstatus_to_exitcode(status)})
+        for orphan in _children() - set(self._workers):
+            _kill(orphan)
+
+    def _tell(self, message: object) -> None:
+        with contextlib.suppress(OSError):
+            self._control.sendall(frame(message))
+
+    def _end_all(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        deadline = time.monotonic() + _END_WITHIN_S
+        while (children := _children() | set(self._workers)) and time.monotonic() < deadline:
+            for process in children:
+                _kill(process)
+            self._collect()
+            time.sleep(0.005)
+
+
+def _kill(process: int) -> None:
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(OSError):
+            kill(process, signal.SIGKILL)
+
+
+def _children() -> set[int]:
+    """Return the processes that this one is the parent of, adopted ones included."""
+    try:
+        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+    except OSError:
+        return set()
+
+
+def _empty_large_log() -> None:
+    """What workers write goes to standard error, which may be a file; they append."""
+    with contextlib.suppress(OSError):
+        if os.fstat(2).st_size > MAX_LOG_BYTES:
+            os.ftruncate(2, 0)
+
+
+def _receive_descriptors(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Return bytes and the file descriptors that came with them, as those of low numbers are for others."""
+    room = array.array("i")
+    data, ancillary, _, _ = connection.recvmsg(_CHUNK, socket.CMSG_SPACE(64 * room.itemsize))
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            room.frombytes(content[: len(content) - len(content) % room.itemsize])
+    return data, [_moved(descriptor) for descriptor in room]
+
+
+def _moved(descriptor: int) -> int:
+    import fcntl
+
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_OWN_FD)
+    os.close(descriptor)
+    return moved
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LINUX:
+        ctypes.CDLL(None).prctl(option, int(value), 0, 0, 0)
+
+
+def _load(settings: dict[str, Any]) -> dict[str, Any]:
+    """Import the environments. Return what is wrong with them, and whether workers can be forked from here now."""
+    before = _open_files()
+    violations = [vars(found) for spec in settings["specs"] for found in environment_violations(spec)]
+    if settings["registry"]:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("skyrl_gym.envs")
+    tasks = len(os.listdir("/proc/self/task")) if _LINUX else threading.active_count()
+    return {"ready": True, "violations": violations, "forkable": tasks == 1 and _open_files() <= before}
+
+
+def _open_files() -> set[str]:
+    return set(os.listdir("/proc/self/fd")) if _LINUX else set()
+
+
+def main() -> None:
+    """Be the supervisor whose connection to the trainer is the file descriptor in the first argument."""
+    control = socket.socket(fileno=_moved(int(sys.argv[1])))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    frames = Frames()
+    settings = next(message for data in iter(lambda: control.recv(_CHUNK), b"") for message in frames.feed(data))
+    sys.path[:] = settings["sys_path"]
+    if settings["preload"]:
+        control.sendall(frame(_load(settings)))
+        gc.collect()
+        gc.freeze()  # what is shared with workers stays shared
+    else:
+        control.sendall(frame({"ready": True, "violations": [], "forkable": True}))
+    Supervisor(control, settings).run()
+
+
+if __name__ == "__main__":
+    main()
