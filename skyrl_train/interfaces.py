@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Environment(Protocol):
     """Where an answer is judged: the skyrl-gym API. Constructed as `cls(env_config=..., extras=...)` per trajectory.
 
-    Methods may block: they run on threads, each call under a deadline.
+    Methods may block: they run in worker processes or on threads, each call under a deadline.
     """
 
     def init(self, prompt: list[ChatMessage]) -> tuple[list[ChatMessage], Mapping[str, Any]]:

@@ -12,7 +12,7 @@ from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import WEIGHT_TRANSPORTS
 from skyrl_train.config.placement import ROLES, PlacementConfig, PlatformConfig, StrategyConfig
-from skyrl_train.config.schema import CriticConfig, LoopConfig, ModelConfig
+from skyrl_train.config.schema import CriticConfig, EnvironmentConfig, LoopConfig, ModelConfig
 from skyrl_train.errors import Violation
 
 
@@ -74,6 +74,25 @@ def _inline_engines(
             "with the models",
             value=repr(device),
             remedy=f"set platform.device=cuda:0, with CUDA_VISIBLE_DEVICES={number} in the environment",
+        )
+
+
+def _environment_workers(environment: EnvironmentConfig, placement: PlacementConfig) -> Iterator[Violation]:
+    if environment.placement == "local":
+        return
+    inline = placement.backend == "inline" and not placement.auto
+    if inline or environment.isolation == "thread":
+        other = (
+            "placement.backend=inline, which has no nodes"
+            if inline
+            else "environment.isolation=thread: threads are here"
+        )
+        remedy = "add placement=ray" if inline else "set environment.isolation=process"
+        yield Violation(
+            field="environment.placement",
+            rule=f"must be local with {other}",
+            value=repr(environment.placement),
+            remedy=f"{remedy}, or environment.placement=local",
         )
 
 
@@ -307,6 +326,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
 )
 """What contradicts itself in any kind of run."""
 ENGINE_PLACEMENT_RULES: tuple[Rule, ...] = (
+    _environment_workers,
     _inline_engines,
     *(partial(_shared_nodes, role=role) for role in ("ref", "critic")),
     _inference,

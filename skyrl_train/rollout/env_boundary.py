@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol, SupportsFloat, TypeVar
 
 from skyrl_train.registry import PartSpec
@@ -118,7 +119,8 @@ class HostedEnvironment:
         if call == "init":
             return check_first_messages(self._environment.init(request["messages"]), source=source)
         if call == "step":
-            return asdict(check_step(self._environment.step(request["action"]), source=source))
+            result = check_step(self._environment.step(request["action"]), source=source)
+            return {"observations": result.observations, "reward": result.reward, "done": result.done}
         return numbers_only(self._environment.get_metrics())
 
 
@@ -280,13 +282,14 @@ def check_reward(value: object, *, source: str) -> float:
 
 
 def numbers_only(metrics: object) -> dict[str, float]:
-    """Return the finite numbers among an environment's metrics, whose names are texts of at most 200 characters."""
+    """Return the finite numbers among an environment's metrics, whose names are texts of at most 200 characters; what is
+    beyond the first thousand is left out."""
     if not isinstance(metrics, Mapping):
         return {}
     numbers: dict[str, float] = {}
-    for key, value in metrics.items():
+    for key, value in islice(metrics.items(), _MAX_METRICS):
         name, number = str(key), _number(value, _FLOAT32_MAX)
-        if number is not None and len(name) <= _MAX_METRIC_NAME and _is_text(name) and len(numbers) < _MAX_METRICS:
+        if number is not None and len(name) <= _MAX_METRIC_NAME and _is_text(name):
             numbers[name] = number
     return numbers
 
@@ -342,7 +345,10 @@ def _is_text(value: str) -> bool:
 
 
 def _short(value: object) -> str:
-    text = _REPR.repr(value)
+    try:
+        text = _REPR.repr(value)
+    except Exception:  # a number with too many digits, say
+        text = f"a {type(value).__name__} that cannot be shown"
     return text if len(text) <= 80 else text[:77] + "..."
 
 

@@ -18,6 +18,7 @@ import array
 import contextlib
 import ctypes
 import faulthandler
+import fcntl
 import gc
 import importlib
 import json
@@ -33,7 +34,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from skyrl_train.rollout.env_boundary import HostedEnvironment
 from skyrl_train.rollout.environments import environment_violations
@@ -99,7 +100,7 @@ def _no_constant(name: str) -> None:
 
 def _work(connection: socket.socket) -> None:
     """Answer requests until the trainer closes the connection."""
-    frames, hosted, process = Frames(), dict[int, HostedEnvironment](), os.getpid()
+    frames, hosted, process, output = Frames(), dict[int, HostedEnvironment](), os.getpid(), _Output()
     while data := _receive(connection):
         for request in frames.feed(data):
             number = int(request["environment"])
@@ -110,10 +111,38 @@ def _work(connection: socket.socket) -> None:
                 return
             if request["call"] == "close":
                 del hosted[number]
-            # A timer that this environment set must not end the next one's call.
+            # What this environment did to the process must not break the next one's call.
             signal.alarm(0)
+            output.restore()
             connection.setblocking(True)
             connection.sendall(_framed(answer, request["number"]))
+
+
+class _Output:
+    """Standard output and error, which lead to the log whatever an environment closes."""
+
+    def __init__(self) -> None:
+        self._log = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, _FIRST_OWN_FD)
+        self._streams: tuple[TextIO, ...] = (sys.stdout, sys.stderr)
+
+    def restore(self) -> None:
+        """Open again what was closed, and put back what was replaced."""
+        if any(stream.closed for stream in self._streams) or not (_is_open(1) and _is_open(2)):
+            for descriptor in (1, 2):
+                os.dup2(self._log, descriptor)
+            self._streams = tuple(
+                open(descriptor, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115 - for good
+                for descriptor in (1, 2)
+            )
+        sys.stdout, sys.stderr = self._streams[0], self._streams[1]
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 def _framed(answer: dict[str, Any], number: int) -> bytes:
@@ -293,8 +322,6 @@ def _receive_descriptors(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _moved(descriptor: int) -> int:
-    import fcntl
-
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_OWN_FD)
     os.close(descriptor)
     return moved

@@ -1,8 +1,8 @@
 """`RolloutGenerator`: prompts in, trajectories out.
 
-Each trajectory runs as one task of an event loop on a thread of its own. Environments run on further threads, the
-engine where its backend puts it. Every trajectory leases the engine before the first one asks for tokens, so that an engine
-that generates in waves sees the same batches on every run.
+Each trajectory runs as one task of an event loop on a thread of its own. Environments run in worker processes or on
+further threads, the engine where its backend puts it. Every trajectory leases the engine before the first one asks for
+tokens, so that an engine that generates in waves sees the same batches on every run.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from skyrl_train.learner.critic import CriticLearner
     from skyrl_train.learner.policy import PolicyLearner
     from skyrl_train.learner.shared_device import LearnerOnSharedDevice
+    from skyrl_train.rollout.env_processes import WorkerHost
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.runs.build_engines import Engines
     from skyrl_train.runs.build_ray import Cluster
@@ -78,10 +79,18 @@ def build_rollouts(
         config.seed,
         on_progress=on_progress,
         vocabulary_size=vocabulary_size(config.model),
+        workers=_environment_workers(config, host),
         log=Path(config.output_dir) / "environments.log",
     )
     stack.callback(generator.close)
     return RolloutParts(generator=generator, transport=engines.transport)
+
+
+def _environment_workers(config: Config, host: Host) -> WorkerHost | None:
+    """Return where environments run, if that is on the nodes of a cluster."""
+    if host.cluster is None or config.environment.placement != "ray":
+        return None
+    return host.cluster.environment_workers(config.environment)
 
 
 def build_host(config: Config, stack: ExitStack) -> Host:

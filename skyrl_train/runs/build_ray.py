@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.cluster.calls import RemoteActor
+from skyrl_train.cluster.environment_workers import RayWorkers
 from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.placement import Placement
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.bundles import Layout, Role, count_engines, num_cpus
 from skyrl_train.config.learners import LearnerSettings, RunModels, layout_of, learner_settings, roles_of
-from skyrl_train.config.schema import ModelConfig, PlacementConfig
+from skyrl_train.config.schema import EnvironmentConfig, ModelConfig, PlacementConfig
 from skyrl_train.learner.policy import BaseOfAdapter
 from skyrl_train.memory.model_sizes import largest_parameter, weight_bytes
+from skyrl_train.rollout.env_local import WorkerSettings
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weights import BUCKET_BYTES
 
@@ -82,6 +84,11 @@ class Cluster:
             timeout_s=placement.start_timeout_s,
             wait_for_nodes_s=placement.wait_for_nodes_s if placement.ray_address else 0.0,
         )
+
+    def environment_workers(self, environment: EnvironmentConfig) -> RayWorkers:
+        """Return what starts worker processes of environments, on all nodes."""
+        timeout_s = self.settings.placement.start_timeout_s
+        return RayWorkers(WorkerSettings.of(environment), self.session, timeout_s=timeout_s)
 
     def build_learners(
         self,

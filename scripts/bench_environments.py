@@ -1,0 +1,96 @@
+"""Measures what an environment call costs on threads and in worker processes, in one run.
+
+    python scripts/bench_environments.py                                   # 20,000 calls each way
+    python scripts/bench_environments.py --calls 1000000                   # minutes
+    python scripts/bench_environments.py --env-class gsm8k_multi_turn      # start and memory of an environment of skyrl-gym
+
+The calls are steps of the bundled environment, which take a few microseconds: what is left is the way there and back.
+As many trajectories are under way as there are workers. Start-up is from nothing to the first answer, with the imports
+of the supervisor; memory is each process's proportional share (PSS), since workers share what was imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+
+from skyrl_train.rollout.env_boundary import Environments, EnvironmentSession
+from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.env_processes import ProcessEnvironments
+from skyrl_train.rollout.env_threads import ThreadEnvironments
+
+ROW = {"reward_spec": {"method": "rule", "ground_truth": "4"}, "max_turns": 1 << 30}
+MESSAGES = [{"role": "user", "content": "2 + 2?"}]
+
+
+async def one_trajectory(environments: Environments, env_class: str, num_steps: int) -> None:
+    session = EnvironmentSession(environments, env_class, ROW, env_class)
+    await session.start(MESSAGES)
+    for _ in range(num_steps):
+        await session.step("I do not know.")
+    await session.close()
+
+
+async def measure(
+    environments: Environments, env_class: str, *, num_calls: int, num_workers: int
+) -> tuple[float, float]:
+    """Return seconds from nothing to the first answer, and calls a second from then on."""
+    started = time.perf_counter()
+    await one_trajectory(environments, env_class, 1)
+    start_s = time.perf_counter() - started
+    # All workers are there before the clock starts.
+    await asyncio.gather(*(one_trajectory(environments, env_class, 1) for _ in range(num_workers)))
+    started = time.perf_counter()
+    steps = num_calls // num_workers
+    await asyncio.gather(*(one_trajectory(environments, env_class, steps) for _ in range(num_workers)))
+    return start_s, num_workers * steps / (time.perf_counter() - started)
+
+
+def memory_mb(process: int) -> float:
+    """Proportional share of memory, in MB; Linux only."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1000
+
+
+def children(process: int | str) -> list[int]:
+    found: list[int] = []
+    for file in Path(f"/proc/{process}/task").glob("*/children"):
+        found += map(int, file.read_text(encoding="ascii").split())
+    return found
+
+
+async def compare(env_class: str, num_calls: int, num_workers: int, timeout_s: float) -> None:
+    threads = ThreadEnvironments(num_workers=num_workers, timeout_s=timeout_s)
+    start_s, thread_rate = await measure(threads, env_class, num_calls=num_calls, num_workers=num_workers)
+    await threads.aclose()
+    print(f"threads    first answer after {start_s:.2f} s, {thread_rate:,.0f} calls/s")
+    settings = WorkerSettings(specs=(env_class,), registry=False, memory_gb=4.0)
+    processes = ProcessEnvironments(LocalWorkers(settings), num_workers=num_workers, timeout_s=timeout_s)
+    start_s, rate = await measure(processes, env_class, num_calls=num_calls, num_workers=num_workers)
+    (supervisor,) = children("self")
+    workers = sorted(memory_mb(worker) for worker in children(supervisor))
+    print(f"processes  first answer after {start_s:.2f} s, {rate:,.0f} calls/s: {rate / thread_rate:.2f} of threads")
+    print(
+        f"           {1e6 / rate:,.0f} microseconds a call, {1e6 / rate - 1e6 / thread_rate:,.0f} more than a thread's"
+    )
+    shares = f"{len(workers)} workers of {workers[0]:.1f} to {workers[-1]:.1f} MB"
+    print(f"           {shares}, supervisor {memory_mb(supervisor):.1f} MB")
+    started = time.perf_counter()
+    await processes.aclose()
+    print(f"           ended in {time.perf_counter() - started:.2f} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=20_000, help="steps each way")
+    parser.add_argument("--workers", type=int, default=16, help="threads, or processes, and trajectories under way")
+    parser.add_argument("--env-class", default="word_problems")
+    parser.add_argument("--timeout-s", type=float, default=60.0)
+    arguments = parser.parse_args()
+    asyncio.run(compare(arguments.env_class, arguments.calls, arguments.workers, arguments.timeout_s))
+
+
+if __name__ == "__main__":
+    main()

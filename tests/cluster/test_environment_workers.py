@@ -1,0 +1,84 @@
+"""Environments in worker processes on the nodes of Ray: as without Ray, whatever they do there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from skyrl_train.cluster.environment_workers import RayWorkers
+from skyrl_train.cluster.session import RaySession
+from skyrl_train.errors import ConfigError
+from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
+from tests.process_trees import descendants
+from tests.reliability.hostile_environments import HOSTILE
+from tests.reliability.test_hostile_environments import Played
+
+pytestmark = pytest.mark.cluster
+
+SETTINGS = WorkerSettings(specs=(HOSTILE,), registry=False, memory_gb=0.5)
+
+
+@pytest.fixture
+def on_ray(session: RaySession) -> Iterator[Played]:
+    played = Played(RayWorkers(SETTINGS, session, timeout_s=120))
+    yield played
+    played.close()
+
+
+def test_bad_environments_fail_on_ray_as_they_do_on_this_machine(on_ray: Played) -> None:
+    deeds = [
+        "nothing",
+        "os._exit",
+        "a catastrophic regular expression",
+        "nothing",
+        "ten gigabytes",
+        "reward 3",
+        "nothing",
+    ]
+    deeds += ["a segmentation fault", "the end of its supervisor", "nothing"]
+    here = Played(LocalWorkers(SETTINGS))
+    try:
+        assert [on_ray.play(deed) for deed in deeds] == [here.play(deed) for deed in deeds]
+    finally:
+        here.close()
+
+
+def test_workers_end_with_the_actor_that_started_them(session: RaySession) -> None:
+    before = set(descendants(os.getpid()))
+    played = Played(RayWorkers(SETTINGS, session, timeout_s=120))
+    assert played.play("a daemon left behind") == "reward 1.0"
+    played.close()
+    left = [
+        pid
+        for pid in set(descendants(os.getpid())) - before
+        if b"env_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    assert left == []
+
+
+def test_an_environment_that_is_not_what_it_should_be_is_told_before_the_first_call(session: RaySession) -> None:
+    host = RayWorkers(
+        WorkerSettings(specs=("tests.fakes:Nothing",), registry=False, memory_gb=1.0), session, timeout_s=120
+    )
+    played = Played(host)
+    try:
+        with pytest.raises(ConfigError, match=r"environment.env_class: must name an importable"):
+            played.play("nothing")
+    finally:
+        played.close()
+
+
+def test_an_actor_that_dies_costs_what_was_running_there_alone(session: RaySession) -> None:
+    host = RayWorkers(SETTINGS, session, timeout_s=120)
+    played = Played(host)
+    try:
+        assert played.play("nothing") == "reward 1.0"
+        for node in host._nodes:
+            ray.kill(node.actor)
+        assert [played.play("nothing") for _ in range(3)][1:] == ["reward 1.0"] * 2
+    finally:
+        played.close()

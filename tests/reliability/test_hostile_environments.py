@@ -1,0 +1,94 @@
+"""A hundred and more bad environments in real worker processes: each fails with its reason, and the next one works."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession
+from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.env_processes import ProcessEnvironments, WorkerHost
+from skyrl_train.rollout.generator import LoopThread
+from tests.process_trees import descendants
+from tests.reliability.hostile_environments import BAD, GOES_ON, HOSTILE
+
+TIMEOUT_S = 2.0
+CHEAP = [
+    "a catastrophic regular expression",
+    "os._exit",
+    "a segmentation fault",
+    "signal.alarm",
+    "sys.exit",
+    "ten gigabytes",
+    "a fork",
+    "a daemon left behind",
+    "standard output closed",
+    "a loop that keeps the interpreter's lock",
+    "garbage to every file",
+    "a huge observation",
+    "the end of its supervisor",
+    "raises a StopIteration",
+    "done 0",
+    "reward 3",
+    "close exits",
+]
+
+
+class Played:
+    """Environments in worker processes, from a test that is no coroutine."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._thread = LoopThread(name="hostile")
+        self._environments = ProcessEnvironments(host, num_workers=2, timeout_s=TIMEOUT_S)
+
+    def play(self, deed: str) -> str:
+        """One episode; what its trajectory fails with, or its reward."""
+        return self._thread.run(self._play(deed))
+
+    def close(self) -> None:
+        self._thread.run(self._environments.aclose())
+        self._thread.close()
+
+    async def _play(self, deed: str) -> str:
+        session = EnvironmentSession(self._environments, HOSTILE, {"deed": deed}, "Hostile")
+        try:
+            await session.start([{"role": "user", "content": "2+2?"}])
+            result = await session.step("4")
+            await session.metrics()
+            return f"reward {result.reward}"
+        except Broken as broken:
+            return f"{broken.kind.value}: {broken.message}"
+        finally:
+            await session.close()
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Played]:
+    before = set(descendants(os.getpid()))
+    log = tmp_path_factory.mktemp("hostile") / "environments.log"
+    played = Played(LocalWorkers(WorkerSettings(specs=(HOSTILE,), registry=False, memory_gb=0.5, log=log)))
+    yield played
+    started = time.monotonic()
+    played.close()
+    assert time.monotonic() - started < 10
+    assert set(descendants(os.getpid())) <= before
+
+
+@pytest.mark.parametrize("deed", [pytest.param(name, marks=() if name in CHEAP else pytest.mark.slow) for name in BAD])
+def test_a_bad_environment_fails_with_its_reason_and_harms_nobody_else(played: Played, deed: str) -> None:
+    expected = BAD[deed][0]
+    told = played.play(deed)
+    if expected is GOES_ON:
+        assert told == "reward 1.0"
+    else:
+        assert re.search(expected, told), told
+    assert played.play("nothing") == "reward 1.0"
+
+
+def test_there_are_a_hundred() -> None:
+    assert len(BAD) >= 100
+    assert set(CHEAP) <= set(BAD)
