@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +25,7 @@ from skyrl_train.registry import TARGET, PartSpec
 from skyrl_train.rollout.env_boundary import Request, plain
 from skyrl_train.rollout.env_processes import WorkerEnded
 from skyrl_train.rollout.env_worker import Frames, frame
+from skyrl_train.threads import in_time
 
 _CHUNK = 1 << 18
 _IMPORT_TIMEOUT_S = 120.0
@@ -366,8 +366,7 @@ def violations_in_process(specs: Sequence[PartSpec]) -> list[Violation]:
 
     try:
         # On a thread: whoever asks may be running an event loop.
-        with ThreadPoolExecutor(max_workers=1) as pool:
-            pool.submit(asyncio.run, check()).result(2 * _IMPORT_TIMEOUT_S)
+        in_time(lambda: asyncio.run(check()), what="the import of environments", timeout_s=3 * _IMPORT_TIMEOUT_S)
     except ConfigError as error:
         return list(error.violations)
     except SkyrlTrainError as error:

@@ -92,6 +92,7 @@ RULES: tuple[Rule, ...] = (
 _PENDING = "a Pending of `endpoints.py`: the call was begun with a deadline, at which `wait` raises"
 _IS_DONE = "of a future that is done: the wait for it, with its deadline, is the line before"
 _IDLE = "a daemon thread waits for work; nobody waits for the thread without a limit"
+_READABLE = "`select`, or the event loop, has said that there is something to read"
 _BRIEF = "held for assignments, or for calls that have deadlines of their own"
 EXCEPTIONS: Exceptions = {
     ("skyrl_train/cluster/endpoints.py", "other.wait"): _PENDING,
@@ -147,7 +148,12 @@ EXCEPTIONS: Exceptions = {
         "connection.wait",
     ): "a daemon thread waits for deaths, for as long as the run",
     ("skyrl_train/inference/vllm_worker.py", "self.shutdown"): "vLLM's own method of a worker, which waits for nobody",
-    ("skyrl_train/rollout/env_runner.py", "self.calls.get"): _IDLE,
+    ("skyrl_train/rollout/env_local.py", "self._connection.recv"): _READABLE,
+    ("skyrl_train/rollout/env_local.py", "self._control.recv"): _READABLE,
+    ("skyrl_train/rollout/env_threads.py", "self.calls.get"): _IDLE,
+    ("skyrl_train/rollout/env_worker.py", "connection.recv"): _READABLE,
+    ("skyrl_train/rollout/env_worker.py", "control.recv"): "in a child, of its parent, whose end closes the connection",
+    ("skyrl_train/rollout/env_worker.py", "socket.socket"): "one end of a pair that was made elsewhere",
     ("skyrl_train/rollout/generator.py", "asyncio.as_completed"): "trajectories, of which every await has a deadline",
     ("skyrl_train/rollout/generator.py", "future.result"): _IS_DONE,
     ("skyrl_train/rollout/generator.py", "task.exception"): _IS_DONE,
