@@ -31,7 +31,7 @@ _CHUNK = 1 << 18
 _IMPORT_TIMEOUT_S = 120.0
 _CLOSE_TIMEOUT_S = 10.0
 _REPORT_WITHIN_S = 2.0
-"""How long the supervisor may take to say how a worker ended whose connection is closed."""
+"""How long the supervisor may take to say how a worker ended whose connection is closed, and to end itself."""
 _PERHAPS_MEMORY = {-signal.SIGKILL: ", as the kernel does where memory runs out"}
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
@@ -189,7 +189,7 @@ class LocalWorkers:
         process, self._process = self._process, None
         assert process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)
+            process.wait(_REPORT_WITHIN_S)
         status = process.poll()
         process.kill()
         self._forget(_manner(status) if status is not None else "closed its connection")

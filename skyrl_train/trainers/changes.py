@@ -31,7 +31,10 @@ Flat = Mapping[str, Any]
 ABSENT = object()
 """Stands for the value of an entry that a mapping of the user's does not have."""
 
-_RENAMED = {"generator.vllm.weight_transport": "generator.weight_transport"}
+_RENAMED = {
+    "generator.vllm.weight_transport": "generator.weight_transport",
+    "environment.max_workers": "environment.num_workers",
+}
 """Settings that older checkpoints know under another name."""
 START_ANEW = "start over with trainer.resume_mode=none (the old run is kept in previous-N/) or another output_dir=..."
 
