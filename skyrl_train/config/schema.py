@@ -232,6 +232,9 @@ class LoopConfig(MicroBatchConfig):
     before. Less than the time until whoever sent the signal kills, by the time that a checkpoint takes. 0: no limit."""
     max_ckpts_to_keep: Free[PositiveInt] = 2
     """Older checkpoints are deleted after a newer one is complete."""
+    max_failed_saves: Free[PositiveInt] = 3
+    """Steps in a row at which the disk refuses, after which the run ends; until then it goes on and tries again after
+    each step."""
     resume_mode: Free[Literal["latest", "none", "from_path", "fork"]] = "latest"
     """latest: from this output folder, if it holds a checkpoint. from_path: from `resume_path`. fork: a new run begins at
     `resume_path`, with other settings."""

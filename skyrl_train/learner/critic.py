@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -61,7 +62,7 @@ class CriticLearner(HoldsModel):
             save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
             load_tokenizer(self._model_config).save_pretrained(folder)
             sync_tree(folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise ModelError(f"{folder}: the critic could not be exported: {error}") from error
 
     def _values(self, hidden: Tensor, rows: TrainingInputBatch, layout: Layout) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from skyrl_train.algorithms.checks import needed
@@ -110,7 +111,7 @@ class PolicyLearner(HoldsModel):
             if adapter:
                 write_adapter(folder / "adapter", adapter, self._model_config.lora, base=self._model_config.path)
             sync_tree(folder)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise ModelError(f"{folder}: the model could not be exported: {error}") from error
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

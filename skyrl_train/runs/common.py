@@ -128,10 +128,12 @@ def begin(
     from skyrl_train.telemetry.redaction import redact
     from skyrl_train.trainers.resume import find_start, prepare_run_folder
 
+    checkpoints.clean()
     start = find_start(resume, folder, checkpoints, data=data, total_steps=plan.total_steps)
     for note in start.notes:
         console.note(note)
     if start.complete:
+        checkpoints.tidy(start.checkpoint)
         return None
     notes = prepare_run_folder(
         folder,
@@ -139,6 +141,8 @@ def begin(
         write_config=lambda path: write_yaml(redact(dataclasses.asdict(config)), path),
         plan={**dataclasses.asdict(plan), "resume": promise},
     )
+    if start.own and start.checkpoint is not None:
+        checkpoints.tidy(start.checkpoint)
     for note in notes:
         console.note(note)
     return start
@@ -178,6 +182,7 @@ def build_loop(
             eval_interval=trainer.eval_interval,
             ckpt_interval=trainer.ckpt_interval,
             stop_grace_s=trainer.stop_grace_s,
+            max_failed_saves=trainer.max_failed_saves,
             config=recorded,
             num_restarts=num_restarts,
         ),

@@ -113,6 +113,8 @@ def _train(
     from skyrl_train.trainers.sft import SFTSettings, SFTTrainer
 
     keeps_best = config.trainer.keep_best or config.trainer.export == "best"
+    best = CheckpointStore(folder.best, keep=1)
+    best.tidy()
     policy = build_policy(config, plan, stack)
     from skyrl_train.memory.sizing import size_run
 
@@ -154,7 +156,7 @@ def _train(
         policy=policy,
         evaluator=build_sft_evaluator(config, data),
         samples=build_samples(config, data, folder, stack),
-        best=CheckpointStore(folder.best, keep=1) if keeps_best else None,
+        best=best if keeps_best else None,
     )
     return trainer.train()
 

@@ -55,11 +55,15 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Writes beside `path`, syncs, and renames into place: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        bring_to_disk(file.fileno(), path)
-    temporary.replace(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            bring_to_disk(file.fileno(), path)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)  # half of a file on a full disk helps nobody
+        raise
     sync_folder(path.parent)
 
 

@@ -25,14 +25,31 @@ class MetricsLog:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._owed = b""
+        """Lines that are not on disk yet."""
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Appends the step's line and waits until it is on disk. Raises OSError, since a run without it is blind."""
+        """Appends the step's line and waits until it is on disk. Raises OSError; the line is kept then, and written with the
+        next one."""
+        self._owed += _line(metrics, step)
+        self.flush()
+
+    def flush(self) -> None:
+        """Writes what could not be written before. Raises OSError, and leaves no part of a line behind."""
+        if not self._owed:
+            return
         new = not self._path.exists()
-        with self._path.open("ab") as file:
-            file.write(_line(metrics, step))
-            file.flush()
-            bring_to_disk(file.fileno(), self._path)
+        with self._path.open("ab", buffering=0) as file:
+            whole = file.tell()
+            try:
+                rest = memoryview(self._owed)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                bring_to_disk(file.fileno(), self._path)
+            except OSError:
+                file.truncate(whole)
+                raise
+        self._owed = b""
         if new:
             sync_folder(self._path.parent)
 

@@ -109,13 +109,17 @@ def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
     """Write a file of JSON lines, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps(record, ensure_ascii=False, allow_nan=False, default=str))
-            file.write("\n")
-        file.flush()
-        bring_to_disk(file.fileno(), path)
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False, default=str))
+                file.write("\n")
+            file.flush()
+            bring_to_disk(file.fileno(), path)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     return path
 
 

@@ -24,8 +24,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +111,15 @@ class RunFolder:
             return None
         return self._move_to_previous(self._files())
 
+    def discard(self) -> None:
+        """Removes what a run left that is begun again in the same way: it will write the same once more. Budgets that were
+        measured stay, and so does the identity of its curves at a tracker."""
+        for path in self._files():
+            if path.is_dir() and path != self.wandb:
+                shutil.rmtree(path)
+            elif path.is_file() and path != self.memory_file:
+                path.unlink()
+
     def set_aside_checkpoints_after(self, step: int) -> Path | None:
         """Moves checkpoints of later steps to `previous-N/`, so that going back to `step` cannot resume past it."""
         later = [folder for folder in self.checkpoints.glob("step_*") if _step_of(folder) > step]
@@ -143,10 +154,28 @@ class RunFolder:
                 ) from error
             except OSError:
                 pass  # a file system without locks; the check is a courtesy
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
+            with suppress(OSError):  # who holds the lock is a courtesy, too
+                os.truncate(file.fileno(), 0)
+                os.write(file.fileno(), f"{os.getpid()}\n".encode())
             yield
+
+
+class HeldFolder:
+    """A run's folder that stays open, so that its removal shows, and that of its files, whatever takes its name."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._descriptor = os.open(folder.root, os.O_RDONLY)
+        self._is_prepared = folder.config_file.exists()
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def is_there(self) -> bool:
+        """Whether the path still leads to this folder, with what was in it from the start."""
+        try:
+            is_same = os.path.samestat(os.fstat(self._descriptor), os.stat(self._folder.root))
+        except OSError:  # gone, or its file system is
+            return False
+        return is_same and (self._folder.config_file.exists() or not self._is_prepared)
 
 
 def _has_entries(folder: Path) -> bool:

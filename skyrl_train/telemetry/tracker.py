@@ -1,6 +1,6 @@
 """Where metrics go: `metrics.jsonl` always, and console, TensorBoard and Weights & Biases as configured.
 
-`metrics.jsonl` is the record of the run: when it cannot be written, the run stops. The others are views of it: one that
+`metrics.jsonl` is the record of the run: no checkpoint is written ahead of it. The others are views of it: one that
 fails later is warned about once, tried again at each step, and its losses are stated at the end.
 """
 
@@ -12,6 +12,7 @@ from typing import Protocol
 
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.metrics_log import MetricsLog
 
 
 class Tracker(Protocol):
@@ -25,20 +26,26 @@ class Tracker(Protocol):
 class Trackers:
     """One record and any number of views of it. Implements Tracker."""
 
-    def __init__(self, *, record: Tracker, views: Mapping[str, Tracker], console: RunConsole) -> None:
+    def __init__(self, *, record: MetricsLog, views: Mapping[str, Tracker], console: RunConsole) -> None:
         self._record = record
         self._views = dict(views)
         self._console = console
         self._lost: dict[str, list[int]] = {}
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Writes the record, then the views. Raises only what the record raises."""
-        self._record.log(metrics, step=step)
-        for name, view in self._views.items():
-            try:
-                view.log(metrics, step=step)
-            except Exception as error:  # a view's own failures are of every kind; none may stop training
-                self._note_loss(name, step, error)
+        """Writes the record, then the views. Raises only what the record raises, which is written at the next call then."""
+        try:
+            self._record.log(metrics, step=step)
+        finally:
+            for name, view in self._views.items():
+                try:
+                    view.log(metrics, step=step)
+                except Exception as error:  # a view's own failures are of every kind; none may stop training
+                    self._note_loss(name, step, error)
+
+    def flush(self) -> None:
+        """Writes what the record owes. Raises OSError."""
+        self._record.flush()
 
     def close(self) -> None:
         """Closes all of them, whatever happens to one, and says what was lost."""

@@ -21,10 +21,11 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, SaveError
 from skyrl_train.telemetry.files import (
     DISK_TIMEOUT_S,
     read_json,
@@ -59,6 +60,20 @@ class CheckpointStore:
     def write(self, step: int, write: Callable[[Path], None]) -> Path:
         """Write the checkpoint of `step` and return its folder, as `write_checkpoint` does."""
         return write_checkpoint(self._root, step, write, self._keep)
+
+    def clean(self) -> None:
+        """Removes what a write that was cut short left behind, as `clean_leftovers` does."""
+        if self._root.is_dir():
+            with suppress(OSError):  # a disk that lets nothing be changed can still be read
+                clean_leftovers(self._root)
+
+    def tidy(self, newest: Path | None = None) -> None:
+        """Removes what a run that was killed had no time for: checkpoints older than the `keep` that end with `newest`, by
+        default the newest that can be used."""
+        self.clean()
+        with suppress(OSError, CheckpointError):
+            if len(_candidates(self._root, [])) > self._keep and (newest := newest or self.latest()) is not None:
+                _prune(self._root, self._keep, newest)
 
     def latest(self) -> Path | None:
         """Return the newest checkpoint that can be used, as `latest_checkpoint` does."""
@@ -98,7 +113,8 @@ def write_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep:
     """Writes the checkpoint of `step` and returns its folder; the newest `keep` whole ones stay, older ones go.
 
     `write` fills the (empty) folder it is given. An existing checkpoint of the same step is replaced.
-    Raises CheckpointError where the disk refuses (no space, no permission); what was there before is untouched.
+    Raises SaveError where the disk refuses (no space, no permission); what was there before is as it was, and what was
+    written of this one is removed.
     """
     final = root / checkpoint_name(step)
     temporary = root / f"{_TEMPORARY}{final.name}"
@@ -114,9 +130,13 @@ def write_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep:
         sync_folder(root)
         write_atomically(root / LATEST, f"{final.name}\n".encode())
         clean_leftovers(root)
-        _prune(root, keep)
-    except OSError as error:
-        raise CheckpointError(
+        _prune(root, keep, final)
+    except (OSError, CheckpointError) as error:
+        with suppress(OSError):
+            clean_leftovers(root)
+        if isinstance(error, CheckpointError):
+            raise
+        raise SaveError(
             f"{final}: could not be written: {error}. Earlier checkpoints are untouched; make room or choose another "
             "output folder"
         ) from error
@@ -204,10 +224,11 @@ def _candidates(root: Path, problems: list[str]) -> list[Path]:
     return [folders[step] for step in sorted(folders, key=lambda step: (step > named, -step))]
 
 
-def _prune(root: Path, keep: int) -> None:
-    """Removes all but the first `keep` whole checkpoints. A damaged one is removed with those older than it."""
+def _prune(root: Path, keep: int, newest: Path) -> None:
+    """Removes all but `keep` whole checkpoints from `newest` on. A damaged one is removed with those older than it."""
     whole = 0
-    for folder in _candidates(root, []):
+    candidates = _candidates(root, [])
+    for folder in candidates[candidates.index(newest) :]:
         if whole >= keep:
             doomed = root / f"{_TEMPORARY}remove-{folder.name}"
             os.rename(folder, doomed)

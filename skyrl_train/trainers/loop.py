@@ -13,23 +13,22 @@ the same record again. Signals ask for a stop at the next safe point (`stop.py`)
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
 from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.tracker import Tracker
+from skyrl_train.telemetry.tracker import Trackers
 from skyrl_train.trainers.checkpoints import CheckpointStore, checkpoint_name
 from skyrl_train.trainers.observers import Observers
-from skyrl_train.trainers.resume import Start, mark_complete
+from skyrl_train.trainers.resume import Start
+from skyrl_train.trainers.saving import Saves
 from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
 from skyrl_train.trainers.stop import GivenUp, StopFlag, stop_on_signals
 
@@ -48,6 +47,8 @@ class LoopSettings:
     """Steps; 0 evaluates before and after training alone."""
     ckpt_interval: int
     """Steps; 0 saves at the end and on a signal alone."""
+    max_failed_saves: int
+    """Steps in a row that could not be written in full, after which the run ends."""
     stop_grace_s: float = 0.0
     """Seconds that the running step has after a signal; 0 does not limit it."""
     config: Mapping[str, Any]
@@ -67,7 +68,7 @@ class TrainingLoop:
         data: DataFingerprint,
         start: Start,
         checkpoints: CheckpointStore,
-        trackers: Tracker,
+        trackers: Trackers,
         observers: Observers,
         folder: RunFolder,
         console: RunConsole,
@@ -84,6 +85,9 @@ class TrainingLoop:
         self._last_checkpoint, self._last_step = start.checkpoint, start.global_step
         self._finished: tuple[int, LoopState] | None = None
         """The last step that is finished and the state after it, which the models have until the next update."""
+        self.saves = Saves(
+            folder, console, max_failures=settings.max_failed_saves, policy=cast("Learner", models["policy"])
+        )
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -136,7 +140,8 @@ class TrainingLoop:
         step = self.start.global_step
         self.observers.tell("start", step, path=self.folder.root)
         if self.start.is_first and self.settings.eval_before_train and (metrics := self._evaluate(step, evaluate)):
-            self._trackers.log({**metrics, **self.timer.finish_step()}, step=step)
+            with self.saves.attempt():
+                self._trackers.log({**metrics, **self.timer.finish_step()}, step=step)
         self._finished = step, state
         if self._stop.is_set and step < self.settings.total_steps:
             self._save(step, state)
@@ -164,20 +169,24 @@ class TrainingLoop:
         with self.phase("record"):
             restarts = {"run/restarts": float(self.settings.num_restarts)} if self.settings.num_restarts else {}
             record = {**metrics, **timings, **speed(timings), **restarts}
-            self._trackers.log(record, step=step)
+            with self.saves.attempt():
+                self._trackers.log(record, step=step)
             if is_evaluated and not self.is_last(step):
                 self.draw()
         self.observers.tell("step", step, metrics=record)
 
     def conclude(self, step: int, state: LoopState, *, ends: bool = False) -> None:
-        """Saves a checkpoint where one is due. Raises StopRequested, with the checkpoint written, where a signal came and
-        there is more to train.
+        """Saves a checkpoint where one is due, or where the last one failed. Raises StopRequested, with the checkpoint
+        written, where a signal came and there is more to train, and SaveError where the run cannot go on writing
+        (`saving.py`).
 
         `ends`: the trainer ends the run after this step, whatever the number of steps is.
         """
         stopping, ends = self._stop.is_set, ends or self.is_last(step)
-        if ends or stopping or is_due(step, self.settings.ckpt_interval):
-            self._save(step, state)
+        if ends or stopping or self.saves.has_failed or is_due(step, self.settings.ckpt_interval):
+            self._save(step, state, can_retry=not (ends or stopping))
+        else:
+            self._settle(step, state, can_retry=True)
         self._finished = step, state
         if stopping and not ends:
             self._stop.raise_if_set(step)
@@ -206,7 +215,7 @@ class TrainingLoop:
 
     def complete(self, step: int) -> None:
         """Marks the run as complete, which is its last act, and tells callbacks."""
-        mark_complete(self.folder, step)
+        self.saves.complete(step)
         self.observers.tell("end", step, path=self.folder.root)
 
     def _evaluate(self, step: int, evaluate: Callable[[int], Figures]) -> Figures:
@@ -215,23 +224,23 @@ class TrainingLoop:
             self.observers.tell("evaluation", step, metrics=metrics)
         return metrics
 
-    def _save(self, step: int, state: LoopState) -> None:
-        self._last_checkpoint, self._last_step = self.write_checkpoint(self._checkpoints, step, state), step
+    def _save(self, step: int, state: LoopState, *, can_retry: bool = False) -> None:
+        """The checkpoint, after the records that belong to it. Raises SaveError where that ends the run."""
+        with self.saves.attempt():
+            self._trackers.flush()
+            self._last_checkpoint, self._last_step = self.write_checkpoint(self._checkpoints, step, state), step
+        self._settle(step, state, can_retry=can_retry)
+
+    def _settle(self, step: int, state: LoopState, *, can_retry: bool) -> None:
+        def rescue(folder: RunFolder) -> Path:
+            return self.write_checkpoint(CheckpointStore(folder.checkpoints, keep=1), step, state)
+
+        self.saves.settle(step, rescue, can_retry=can_retry)
 
 
 def is_due(step: int, interval: int) -> bool:
     """Return whether `step` is one of every `interval`; no step is for 0."""
     return interval > 0 and step % interval == 0
-
-
-def export_whole(learner: Learner, folder: Path) -> None:
-    """Replaces the export in `folder` by one that is whole at any moment."""
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    for leftover in (temporary, folder):
-        if leftover.exists():
-            shutil.rmtree(leftover)
-    learner.export_hf(temporary)
-    os.rename(temporary, folder)
 
 
 class StepTimer:

@@ -40,10 +40,11 @@ from skyrl_train.trainers.evaluation_report import (
     read_evaluations,
     write_evaluation,
 )
-from skyrl_train.trainers.loop import TrainingLoop, export_whole, is_due
+from skyrl_train.trainers.loop import TrainingLoop, is_due
 from skyrl_train.trainers.observers import StepFacts
 from skyrl_train.trainers.resume import Start
 from skyrl_train.trainers.rollout_sink import RolloutLog
+from skyrl_train.trainers.saving import export_whole
 from skyrl_train.trainers.state import LoopState
 from skyrl_train.trainers.step_metrics import (
     batch_metrics,
@@ -205,7 +206,8 @@ class PPOTrainer:
             return {}
         with self.loop.phase("evaluate"):
             result = self.evaluator.evaluate(step)
-            write_evaluation(self.loop.folder.evaluation_file, result)
+            with self.loop.saves.attempt():
+                write_evaluation(self.loop.folder.evaluation_file, result)
         self._flush_rollouts()
         self.loop.console.note(evaluation_line(result))
         return result.metrics()
@@ -220,7 +222,7 @@ class PPOTrainer:
 
     def _flush_rollouts(self) -> None:
         if self.rollout_log is not None:
-            with self.loop.phase("log"):
+            with self.loop.phase("log"), self.loop.saves.attempt():
                 self.rollout_log.flush()
 
 

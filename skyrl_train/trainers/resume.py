@@ -10,14 +10,15 @@ themselves are compared.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.rules import Resume
-from skyrl_train.errors import CheckpointError, ConfigError, Violation
+from skyrl_train.errors import CheckpointError, ConfigError, SaveError, Violation
 from skyrl_train.telemetry.files import read_json, whole_number, write_json
 from skyrl_train.telemetry.metrics_log import cut_metrics_after
 from skyrl_train.telemetry.run_folder import RunFolder
@@ -43,6 +44,8 @@ class Start:
     """The run in this folder has nothing left to do."""
     notes: tuple[str, ...]
     """What to tell the user, one line each."""
+    begins_again: bool = False
+    """A run that was to go on has no checkpoint yet: where the one in the folder is the same, its steps are repeated."""
     fork: Fork | None = None
     """Where this is a new run that begins at another's checkpoint; `state` is then what it begins with."""
 
@@ -99,7 +102,7 @@ def find_start(
     if checkpoint is None and mode != "latest":
         checkpoint = checkpoints.find(Path(resume_path).expanduser())
     if checkpoint is None:
-        return FRESH
+        return replace(FRESH, begins_again=True)
     state = TrainerState.read(checkpoint)
     changes = changes_since(state.config, run.settings, run.schema)
     if is_new_fork:
@@ -132,13 +135,27 @@ def prepare_run_folder(
     `config.yaml` and `plan.json`. Returns what to tell the user.
 
     `write_config` writes the resolved, redacted configuration to the path that it is given.
-    Call it while the folder is locked (`folder.locked()`), before trackers are built.
+    Call it while the folder is locked (`folder.locked()`), before trackers are built. Raises SaveError where the disk
+    refuses.
     """
     folder.create()
+    try:
+        return _prepare(folder, start, write_config, plan)
+    except OSError as error:
+        raise SaveError(
+            f"output_dir={folder.root} cannot be written: {error}. Make room, or choose another with output_dir=..."
+        ) from error
+
+
+def _prepare(
+    folder: RunFolder, start: Start, write_config: Callable[[Path], None], plan: Mapping[str, Any]
+) -> list[str]:
     notes: list[str] = []
     if start.own and start.state is not None:
         if moved := folder.set_aside_checkpoints_after(start.global_step):
             notes.append(f"checkpoints after step {start.global_step} are now in {moved}")
+    elif start.begins_again and _is_same_run(folder, write_config, plan):
+        folder.discard()
     elif moved := folder.set_aside():
         why = "" if start.checkpoint else ", which left no checkpoint to go on from or was not asked for"
         notes.append(f"the files of the run that was in {folder.root}{why} are now in {moved}")
@@ -153,6 +170,19 @@ def prepare_run_folder(
     write_config(folder.config_file)
     write_json(folder.plan_file, plan)
     return notes
+
+
+def _is_same_run(folder: RunFolder, write_config: Callable[[Path], None], plan: Mapping[str, Any]) -> bool:
+    """Return whether the run in the folder had the same configuration and plan."""
+    temporary = folder.root / f".{folder.config_file.name}.tmp"
+    try:
+        write_config(temporary)
+        is_same = temporary.read_bytes() == folder.config_file.read_bytes()
+        return is_same and read_json(folder.plan_file) == json.loads(json.dumps(plan))
+    except (OSError, ValueError):
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def mark_complete(folder: RunFolder, global_step: int) -> None:

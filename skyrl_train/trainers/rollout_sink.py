@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.errors import DeadlineError, SkyrlTrainError, StopRequested
+from skyrl_train.errors import DeadlineError, SaveError, SkyrlTrainError, StopRequested
 from skyrl_train.telemetry.redaction import redact_text
 from skyrl_train.telemetry.rollout_log import write_failed_rollouts, write_rollouts
 from skyrl_train.threads import WorkerThread
@@ -50,7 +50,7 @@ class RolloutLog:
         self._pending.append(self._thread.submit(self._write, rollouts, "eval", step, None))
 
     def flush(self) -> None:
-        """Waits until everything is on disk. Raises SkyrlTrainError where writing failed, DeadlineError where it does
+        """Waits until everything is on disk. Raises SaveError where writing failed, DeadlineError where it does
         not end."""
         pending, self._pending = self._pending, []
         for future in pending:
@@ -61,7 +61,7 @@ class RolloutLog:
                     f"writing rollouts to {self._folder}", self._flush_timeout_s, "Is the disk reachable?"
                 ) from error
             except OSError as error:
-                raise SkyrlTrainError(
+                raise SaveError(
                     f"rollouts could not be written to {self._folder}: {error}. "
                     "Make room, or set trainer.dump_rollouts=false"
                 ) from error

@@ -20,8 +20,9 @@ from skyrl_train.interfaces import Learner
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics, to_values
 from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.trainers.checkpoints import CheckpointStore
-from skyrl_train.trainers.loop import TrainingLoop, export_whole
+from skyrl_train.trainers.loop import TrainingLoop
 from skyrl_train.trainers.observers import StepFacts
+from skyrl_train.trainers.saving import export_whole
 from skyrl_train.trainers.sft_evaluate import LOSS, LossHistory, SFTEvaluator, evaluation_line, evaluation_table
 from skyrl_train.trainers.sft_samples import SampleWriter
 from skyrl_train.trainers.state import LoopState, Totals
@@ -110,7 +111,8 @@ class SFTTrainer:
         measured = self.loop.observers.measure(StepFacts(step=step, batch=batch.mini_batch.batch), measured)
         self.loop.record(step, measured, speed=partial(_speed, batch), is_evaluated=bool(evaluation))
         if evaluation and self.best is not None and self.history.best_step == step:
-            self.loop.write_checkpoint(self.best, step, self.state)
+            with self.loop.saves.attempt():
+                self.loop.write_checkpoint(self.best, step, self.state)
         self.loop.conclude(step, self.state, ends=self._has_stalled())
 
     def _finish(self, step: int) -> SFTResult:

@@ -192,15 +192,6 @@ def test_resume_mode_none_keeps_the_old_run_in_previous(tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000001"]
 
 
-def test_a_run_without_a_checkpoint_is_set_aside_not_overwritten(tmp_path):
-    with pytest.raises(Killed):
-        fake_run(tmp_path, on_call=killed_in(2, "train")).run()
-    run = fake_run(tmp_path)
-    run.run()
-    assert [record["step"] for record in read_metrics(tmp_path / "previous-1" / "metrics.jsonl")] == [0, 1]
-    assert "are now in" in run.output.getvalue()
-
-
 def test_from_path_goes_back_within_a_run_and_later_resumes_do_not_jump_ahead(tmp_path):
     config = make_config(tmp_path, ckpt_interval=1, max_ckpts_to_keep=9)
     fake_run(tmp_path, config=config).run()

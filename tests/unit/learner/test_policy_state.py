@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, ModelError, SaveError
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.telemetry.metrics import to_values
+from tests.file_limits import file_size_limit
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.unit.learner.test_policy_learner import LENGTHS, close, same, snapshot
 
@@ -183,3 +184,25 @@ def test_the_export_loads_with_transformers(folder: Path, tmp_path: Path) -> Non
     assert model.config.use_cache is True
     assert same(dict(model.named_parameters()), snapshot(learner))
     assert load_tokenizer(ModelConfig(path=str(tmp_path / "export"))).encode("w7 w9") == [7, 9]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 100, 20_000])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_disk_without_room_is_told_from_a_bug(
+    folder: Path, tmp_path: Path, num_bytes: int, sharded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(folder)
+    learner.forward_backward(close(make_batch(LENGTHS)))
+    learner.optim_step()
+    monkeypatch.setattr(learner.engine.strategy, "sharded", sharded)
+    before = snapshot(learner)
+    with file_size_limit(num_bytes):
+        with pytest.raises(SaveError, match=r"the policy model could not be written"):
+            learner.save(tmp_path / "state")
+        with pytest.raises(ModelError, match=r"the model could not be exported"):
+            learner.export_hf(tmp_path / "export")
+    assert same(snapshot(learner), before)
+    learner.save(tmp_path / "state")
+    resumed = make_learner(folder)
+    resumed.load(tmp_path / "state")
+    assert same(snapshot(resumed), before)
