@@ -156,7 +156,6 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/rollout/env_worker.py", "socket.socket"): "one end of a pair that was made elsewhere",
     ("skyrl_train/rollout/generator.py", "asyncio.as_completed"): "trajectories, of which every await has a deadline",
     ("skyrl_train/rollout/generator.py", "future.result"): _IS_DONE,
-    ("skyrl_train/rollout/generator.py", "task.exception"): _IS_DONE,
     ("skyrl_train/rollout/generator.py", "task.result"): _IS_DONE,
     ("skyrl_train/rollout/generator.py", "task.exception"): _IS_DONE,
     ("skyrl_train/runs/build_ray.py", "wait"): "the start of a learner, with `start_timeout_s`",
