@@ -157,7 +157,6 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/rollout/generator.py", "asyncio.as_completed"): "trajectories, of which every await has a deadline",
     ("skyrl_train/rollout/generator.py", "future.result"): _IS_DONE,
     ("skyrl_train/rollout/generator.py", "task.result"): _IS_DONE,
-    ("skyrl_train/rollout/generator.py", "task.exception"): _IS_DONE,
     ("skyrl_train/runs/build_ray.py", "wait"): "the start of a learner, with `start_timeout_s`",
     ("skyrl_train/telemetry/files.py", "os.fsync"): "on a thread, with DISK_TIMEOUT_S: what everything else calls",
     ("skyrl_train/telemetry/run_log.py", "self._lock"): _BRIEF,
