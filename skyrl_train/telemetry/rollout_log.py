@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.errors import DataError
-from skyrl_train.telemetry.files import bring_to_disk
+from skyrl_train.telemetry.files import bring_to_disk, sync_folder
 from skyrl_train.types import (
     Failure,
     FailureKind,
@@ -120,6 +120,7 @@ def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
     return path
 
 

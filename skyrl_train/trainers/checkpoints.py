@@ -131,6 +131,7 @@ def write_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep:
         write_atomically(root / LATEST, f"{final.name}\n".encode())
         clean_leftovers(root)
         _prune(root, keep, final)
+        sync_folder(root)
     except (OSError, CheckpointError) as error:
         with suppress(OSError):
             clean_leftovers(root)
