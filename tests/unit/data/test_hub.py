@@ -22,6 +22,7 @@ from skyrl_train.errors import DataError
 @pytest.fixture(autouse=True)
 def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     hub.is_reachable.cache_clear()
     yield
     hub.is_reachable.cache_clear()
