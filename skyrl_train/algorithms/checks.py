@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs
+from skyrl_train.algorithms.inputs import AdvantageInputs, AdvantageOutput, PolicyLossInputs, PolicyLossOutput
 from skyrl_train.batch.reduce import require_bool, require_float, require_integer, require_rows
 from skyrl_train.errors import BatchError
 
@@ -71,8 +71,13 @@ def check_advantage_inputs(inputs: AdvantageInputs) -> None:
         require_float("reward_components", inputs.reward_components, (*rows, *inputs.reward_components.shape[1:]))
 
 
-def check_advantage_output(output: AdvantageOutput, inputs: AdvantageInputs, name: str) -> None:
+def check_advantage_output(output: object, inputs: AdvantageInputs, name: str) -> None:
     """Check the output of any estimator, bundled or custom: shape, dtype, finite on trained tokens. Raises BatchError."""
+    if not isinstance(output, AdvantageOutput):
+        raise BatchError(
+            f"advantage estimator {name!r} must return AdvantageOutput(advantages=..., returns=...) of "
+            f"skyrl_train.algorithms.inputs; it returned {type(output).__name__}"
+        )
     shape = inputs.rewards.shape
     trained = inputs.loss_mask & ~inputs.is_padding.unsqueeze(1)
     for column in ("advantages", "returns"):
@@ -82,6 +87,16 @@ def check_advantage_output(output: AdvantageOutput, inputs: AdvantageInputs, nam
         require_finite(label, value, trained, inputs)
     if output.whiten_over_batch is not None:
         require_bool(f"whiten_over_batch from advantage estimator {name!r}", output.whiten_over_batch, shape)
+
+
+def check_loss_output(output: object, shape: torch.Size, what: str) -> None:
+    """Check what any loss returns, bundled or custom. Raises BatchError."""
+    if not isinstance(output, PolicyLossOutput):
+        raise BatchError(
+            f"{what} must return PolicyLossOutput(token_losses=..., metrics=...) of skyrl_train.algorithms.inputs, with one "
+            f"loss for each token {list(shape)}; it returned {type(output).__name__}"
+        )
+    require_float(f"token_losses from {what}", output.token_losses, shape)
 
 
 def check_policy_loss_inputs(inputs: PolicyLossInputs) -> None:

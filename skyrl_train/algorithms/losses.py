@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import needed
+from skyrl_train.algorithms.checks import check_loss_output, needed
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from skyrl_train.algorithms.off_policy import off_policy_weights
 from skyrl_train.algorithms.ratios import Turns, masked, rows_of, turns_of
-from skyrl_train.batch.reduce import require_float
 from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.parts import POLICY_LOSSES
 from skyrl_train.registry import Reads, part_name
@@ -45,9 +44,7 @@ def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLoss
     """
     loss: PolicyLoss = POLICY_LOSSES.resolve(config.policy_loss)
     output = loss(_as_declared(inputs, loss_reads(config)), config)
-    require_float(
-        f"token_losses from policy loss {part_name(config.policy_loss)!r}", output.token_losses, inputs.logprobs.shape
-    )
+    check_loss_output(output, inputs.logprobs.shape, f"policy loss {part_name(config.policy_loss)!r}")
     if inputs.policy_weights is not None:
         return replace(output, token_losses=output.token_losses * inputs.policy_weights.to(output.token_losses.dtype))
     losses, metrics = output.token_losses, dict(output.metrics)

@@ -108,9 +108,8 @@ def _environment(environment: EnvironmentConfig) -> Iterator[Violation]:
 
 
 def _engine(generator: GeneratorConfig, placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Violation]:
-    """vLLM, where this process starts it; on Ray its nodes have it."""
-    inline = placement.backend == "inline" and not placement.auto
-    if inline and generator.backend == "vllm" and find_spec("vllm") is None:
+    """vLLM, where it is started on this machine; the nodes of another cluster have it."""
+    if _is_here(placement) and generator.backend == "vllm" and find_spec("vllm") is None:
         extra = "cpu" if platform.name == "cpu" else "vllm"
         yield Violation(
             field="generator.backend",
@@ -131,11 +130,31 @@ def _device(placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Vi
         )
 
 
+def _attention(model: ModelConfig, placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Violation]:
+    """flash-attn, of which transformers says that it is missing once it has loaded everything else."""
+    if model.attention != "flash_attention_2" or not _is_here(placement):
+        return
+    found = any(find_spec(name) is not None for name in ("flash_attn", "kernels"))
+    if platform.name == "cpu" or not found:
+        yield Violation.of(
+            "model.attention",
+            model.attention,
+            "needs a GPU" if platform.name == "cpu" else "needs the package flash-attn, which is not installed here",
+            "set model.attention=auto" + ("" if platform.name == "cpu" else ", or pip install flash-attn"),
+        )
+
+
+def _is_here(placement: PlacementConfig) -> bool:
+    """Whether every process of the run is on this machine."""
+    return not placement.auto and not placement.ray_address
+
+
 MACHINE_RULES: tuple[Rule, ...] = (
     _folder,
     *(partial(_data, name=name) for name in ("train", "validation")),
     *(partial(_models, name=name) for name in ("path", "tokenizer_path")),
     _device,
+    _attention,
 )
 """What any kind of run needs of this machine."""
 RL_MACHINE_RULES: tuple[Rule, ...] = (*MACHINE_RULES, _environment, _engine)

@@ -11,13 +11,13 @@ nested ones: `extra_info.answer`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from skyrl_train.data.rows import Row
 from skyrl_train.errors import DataError
+from skyrl_train.telemetry.json_text import json_problem, parse_json
 from skyrl_train.types import ChatMessage
 
 Format = Literal["auto", "chat", "prompt_completion", "alpaca", "text"]
@@ -59,6 +59,13 @@ class RowFormat:
 
 def read_content(row: Row, form: RowFormat) -> Content:
     """Return what to train on in `row`. Raises DataError naming the row, what it has and what it needs."""
+    content = _read_content(row, form)
+    if problem := json_problem(vars(content)):
+        raise DataError(f"{row.place}: {problem}. Write a text in its place, or drop the row.")
+    return content
+
+
+def _read_content(row: Row, form: RowFormat) -> Content:
     if form.format != "auto":
         needed, read = _READERS[form.format]
         missing = [name for name in needed(form) if _look_up(row.values, name) is None]
@@ -171,9 +178,9 @@ def _tools(row: Row) -> tuple[Mapping[str, Any], ...]:
     tools: object = row.values.get("tools")
     if isinstance(tools, str):
         try:
-            tools = json.loads(tools)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{row.place}: 'tools' is a text that is not JSON ({error.msg}).") from error
+            tools = parse_json(tools)
+        except ValueError as error:
+            raise DataError(f"{row.place}: 'tools' is a text that is {error}.") from error
     if tools is None:
         return ()
     if (

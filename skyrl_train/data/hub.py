@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
+import queue
+import sys
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import DataError
 
 _TIMEOUT_S = 2.0
+_ANSWER_TIMEOUT_S = 4.0
+_PAUSES_S = (1.0, 2.0)
+"""Before a data set is asked for again."""
+
+logger = logging.getLogger(__name__)
 
 
 def endpoint(environ: Mapping[str, str] = os.environ) -> str:
@@ -30,24 +39,46 @@ def is_reachable() -> bool:
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
         return False
-    answers: list[bool] = []
 
-    def ask() -> None:
+    def ask() -> bool:
         try:
             urllib.request.urlopen(urllib.request.Request(endpoint(), method="HEAD"), timeout=_TIMEOUT_S).close()
         except urllib.error.HTTPError:
             pass  # an answer all the same
         except (OSError, ValueError):
-            return
-        answers.append(True)
+            return False
+        return True
 
-    # On a thread: looking up a name knows no deadline.
-    asking = threading.Thread(target=ask, name="ask-the-hub", daemon=True)
-    asking.start()
-    asking.join(_TIMEOUT_S)
+    answers = _within(_TIMEOUT_S, ask) is True
     if not answers:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-    return bool(answers)
+        _go_offline()
+    return answers
+
+
+def _within(timeout_s: float, function: Callable[[], object]) -> object:
+    """Return what `function` gives, or raises, as a value; TimeoutError where it does not end in time. On a thread: looking
+    up a name knows no deadline."""
+    answers: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put(function())
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=work, name="ask-the-hub", daemon=True).start()
+    try:
+        return answers.get(timeout=timeout_s)
+    except queue.Empty:
+        return TimeoutError(f"no answer within {timeout_s:g} s")
+
+
+def _go_offline() -> None:
+    """Have the hub's libraries take what is in their cache: those imported later, and those that were imported before."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for name in ("huggingface_hub.constants", "datasets.config"):
+        if name in sys.modules:
+            vars(sys.modules[name])["HF_HUB_OFFLINE"] = True
 
 
 def is_cached(name: str, *, dataset: bool, environ: Mapping[str, str] = os.environ) -> bool:
@@ -76,19 +107,65 @@ def fetch_config(name: str, *, revision: str | None = None) -> bool:
 
 
 def read_hub(location: str) -> Iterator[Any]:
-    """The reader `hub`: one split of a data set, `owner/name:split` or `owner/name/config:split`."""
-    import datasets
+    """The reader `hub`: one split of a data set, `owner/name:split` or `owner/name/config:split`.
 
+    Raises DataError within 20 seconds where the hub does not answer for it and nothing of it is in the cache.
+    """
     address, _, split = location.partition(":")
     owner, name, *config = address.split("/")
+    if not is_reachable():
+        if not is_cached(f"{owner}/{name}", dataset=True):
+            raise DataError(
+                f"{location}: {endpoint()} does not answer, and the data set is not in the cache. {_REMEDY}"
+            )
+    elif (problem := _missing(f"{owner}/{name}")) and not is_cached(f"{owner}/{name}", dataset=True):
+        raise DataError(f"{location}: the hub does not give the data set ({problem}). {_REMEDY}")
+    elif problem:
+        logger.warning("%s: %s; what is in the cache is taken", location, problem)
+        _go_offline()
+    import datasets
+
+    for library in ("huggingface_hub", "datasets"):  # each writes by itself what the run's own log writes again
+        if logging.getLogger().hasHandlers():
+            logging.getLogger(library).handlers.clear()
     try:
         rows = datasets.load_dataset(f"{owner}/{name}", *config, split=split)
     except Exception as error:
         # Whatever the hub client raises (no network, no such repository, gated): one line a person can act on.
-        first_line = (str(error).splitlines() or [""])[0]
         raise DataError(
-            f"{location}: the hub data set cannot be loaded ({type(error).__name__}: {first_line}). "
-            "Check the name, the split and the network (owner/name/config:split where it has several configurations), "
-            "or download it and give its folder."
+            f"{location}: the hub data set cannot be loaded ({_first_line(error)}). Check the name, the split and the "
+            f"configuration (owner/name/config:split where it has several). {_REMEDY}"
         ) from error
     yield from rows
+
+
+_REMEDY = (
+    "Check the name and the network (HF_TOKEN for gated data, HF_ENDPOINT for a mirror), or download it and give its "
+    "folder"
+)
+
+
+def _missing(name: str) -> str:
+    """Return why the hub does not tell of a data set, empty where it does. Asked up to three times, each of them said once:
+    the hub's own client would try each of its files for minutes."""
+    import huggingface_hub
+
+    problem = ""
+    for pause in (*_PAUSES_S, None):
+        found = _within(
+            _ANSWER_TIMEOUT_S, lambda: huggingface_hub.HfApi(endpoint()).dataset_info(name, timeout=_ANSWER_TIMEOUT_S)
+        )
+        if not isinstance(found, Exception):
+            return ""
+        problem = _first_line(found)
+        status = getattr(getattr(found, "response", None), "status_code", 0)
+        if isinstance(found, huggingface_hub.errors.RepositoryNotFoundError) or status in (401, 403, 404):
+            return problem
+        if pause is not None:
+            logger.warning("%s: %s; asked again in %g s", name, problem, pause)
+            time.sleep(pause)
+    return problem
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import NoneType
 from typing import Any, Literal
 
 from skyrl_train.config.parts import PROMPT_ORDERS, ROW_FORMATS
@@ -13,6 +14,7 @@ from skyrl_train.data.rows import BY_NAME, Row, find_sources, read_rows
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.seeding import derive_seed
+from skyrl_train.telemetry.json_text import json_problem
 from skyrl_train.types import ChatMessage, Prompt
 
 GSM8K_INSTRUCTION = "Think step by step, and end with the answer on a line of its own, written as `#### ANSWER`."
@@ -115,8 +117,10 @@ def make_prompt(row: Row) -> Prompt:
     """Return the prompt of a row in the ecosystem's format: `prompt` (chat messages or text), perhaps `env_class`,
     `uid`, and the rest.
 
-    Raises DataError naming the row, what it has and what it needs.
+    Raises DataError naming the row, what it has and what it needs, or the column whose value no rollout file can hold.
     """
+    if problem := json_problem(row.values):
+        raise DataError(f"{row.place}: column {problem}. Write null or a text in its place, or leave the column out.")
     if "prompt" not in row.values:
         keys = ", ".join(sorted(map(str, row.values))) or "nothing"
         raise DataError(
@@ -127,6 +131,8 @@ def make_prompt(row: Row) -> Prompt:
     if env_class is not None and not isinstance(env_class, str):
         raise DataError(f"{row.place}: 'env_class' must be a name; got {_short(env_class)}.")
     uid = row.values.get("uid")
+    if isinstance(uid, bool) or not isinstance(uid, (str, int, float, NoneType)):
+        raise DataError(f"{row.place}: 'uid' must be a text or a number; got {_short(uid)}.")
     return Prompt(
         uid=str(uid) if uid is not None else f"{row.source}-{row.index}",
         messages=_messages(row.values["prompt"], row.place),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.resources
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 from skyrl_train.config.parts import DATA_READERS
 from skyrl_train.errors import DataError
 from skyrl_train.registry import PartSpec, part_name
+from skyrl_train.telemetry.json_text import parse_json
 
 BUILTIN = "builtin:"
 BY_NAME = "by_name"
@@ -184,11 +184,9 @@ def read_jsonl(location: str) -> Iterator[Row]:
                 continue
             place = f"{location}, line {number}"
             try:
-                values = json.loads(line.rstrip())
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{place}: not valid JSON ({error.msg} at column {error.colno}). Write one JSON object a line."
-                ) from error
+                values = parse_json(line.rstrip())
+            except ValueError as error:
+                raise DataError(f"{place}: {error}. Write one JSON object a line.") from error
             yield Row(source=location, index=index, place=place, values=values)
             index += 1
 
@@ -196,12 +194,11 @@ def read_jsonl(location: str) -> Iterator[Row]:
 def read_json(location: str) -> Iterator[Any]:
     """The reader `json`: a file with one list of rows."""
     try:
-        rows = json.loads(Path(location).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"{location}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno}). "
-            "For one JSON object a line, name the file .jsonl."
-        ) from error
+        rows = parse_json(Path(location).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{location}: not UTF-8 text ({error}). Convert the file to UTF-8.") from error
+    except ValueError as error:
+        raise DataError(f"{location}: {error}. For one JSON object a line, name the file .jsonl.") from error
     if not isinstance(rows, list):
         raise DataError(f"{location}: must be a list of rows; got {type(rows).__name__}. Use [ {{...}}, ... ].")
     yield from rows
@@ -212,9 +209,26 @@ def read_parquet(location: str) -> Iterator[Any]:
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
+    index = 0
     try:
         with pyarrow.parquet.ParquetFile(location) as file:
             for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
+                try:
+                    rows = batch.to_pylist()
+                except (ValueError, OverflowError) as error:  # a date that Python has none of, text that is no UTF-8
+                    raise DataError(f"{location}, {_bad_cell(batch, index)} cannot be read ({error}).") from error
+                yield from rows
+                index += len(rows)
+    except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{location}: not a readable parquet file ({error}). Write it again.") from error
+
+
+def _bad_cell(batch: Any, first_row: int) -> str:
+    """Return which row and column of an Arrow batch has no value in Python, e.g. `row 7, column 'born'`."""
+    for name, column in zip(batch.schema.names, batch.columns):
+        for index, cell in enumerate(column):
+            try:
+                cell.as_py()
+            except (ValueError, OverflowError):
+                return f"row {first_row + index}, column {name!r}"
+    return f"a row from {first_row} on"

@@ -314,7 +314,13 @@ def _digest_of_file(path: Path) -> str:
 def _digest_of_rows(source: Source, limit: int) -> str:
     digest = hashlib.sha256()
     for row in islice(read_rows(source), limit or None):
-        digest.update(json.dumps(dict(row.values), sort_keys=True, default=str).encode() + b"\n")
+        try:
+            digest.update(json.dumps(dict(row.values), sort_keys=True, default=str).encode() + b"\n")
+        except Exception as error:  # of names that are no texts, of depth, of an object without a text
+            raise DataError(
+                f"{row.place}: cannot be written as JSON ({type(error).__name__}: {error}). Fix the row, or set "
+                "data.cache=false."
+            ) from error
     return digest.hexdigest()
 
 

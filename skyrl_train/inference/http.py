@@ -10,13 +10,19 @@ Start the server with the trainer's weight-transfer backend, so that it takes ne
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference.settings import EngineSettings, stop_token_ids
+from skyrl_train.model.causal_lm import vocabulary_size
+from skyrl_train.rollout.checked_engine import check_answer
+from skyrl_train.telemetry.json_text import parse_json
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
 from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
 from skyrl_train.weights import Bucket
@@ -28,6 +34,45 @@ _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _FIRST_PAUSE_S = 0.5
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_CONNECTIONS = 512
+_MAX_BODY_BYTES = 4 * 2**20
+"""Of an answer beside its tokens; what a server sends beyond is not read."""
+_BODY_BYTES_PER_TOKEN = 1024
+_REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
+
+T = TypeVar("T")
+
+
+class _Unreadable(Exception):
+    """What a server sent is no answer at all, such as a page of a proxy: it may pass."""
+
+
+class _Reply:
+    """A server's answer before anything is made of it."""
+
+    def __init__(self, where: str, response: httpx.Response, most: int) -> None:
+        """The answer without its body, which may have `most` bytes. Raises EngineError where that is compressed."""
+        encoding = response.headers.get("content-encoding", "identity").lower()
+        if encoding != "identity":
+            raise EngineError(f"{where}: the answer is compressed ({encoding[:40]}), which is refused")
+        self._where, self._most = where, most
+        self.status, self.body = response.status_code, bytearray()
+
+    def add(self, chunk: bytes) -> None:
+        """Take some of the body. Raises EngineError where it gets too long."""
+        self.body += chunk
+        if len(self.body) > self._most:
+            raise EngineError(f"{self._where}: the answer has more than {self._most} bytes")
+
+    @property
+    def beginning(self) -> str:
+        return self.body[:300].decode(errors="replace")
+
+    def json(self) -> Any:
+        """Raises _Unreadable."""
+        try:
+            return parse_json(bytes(self.body))
+        except ValueError as error:
+            raise _Unreadable(f"the answer is {error}, and begins with {self.beginning[:80]!r}") from None
 
 
 class HTTPEngine(UpdatableEngine):
@@ -44,6 +89,7 @@ class HTTPEngine(UpdatableEngine):
         stop_token_ids: tuple[int, ...],
         timeout_s: float,
         send_seeds: bool = True,
+        vocabulary_size: int = 2**31,
         transport: httpx.AsyncBaseTransport | None = None,
         control_transport: httpx.BaseTransport | None = None,
     ) -> None:
@@ -54,17 +100,20 @@ class HTTPEngine(UpdatableEngine):
             stop_token_ids: Tokens that end a response.
             timeout_s: Deadline of one request, and of one step of a weight update.
             send_seeds: Whether a request has its own seed; otherwise the server's decides (`generator.seeds=engine`).
+            vocabulary_size: Token ids of an answer are from 0 to below this.
             transport: For tests; the network unless given.
             control_transport: The same for what is not generation.
 
-        Raises EngineError where the server does not answer or refuses the token.
+        Raises EngineError where the server does not answer or refuses the token, or DeadlineError.
         """
+        self._vocabulary_size = vocabulary_size
         self._options, self._stop_token_ids, self._timeout_s = options, stop_token_ids, timeout_s
         self._send_seeds = send_seeds
         token = os.environ.get(options.api_key_env, "")
         common: dict[str, Any] = {
             "base_url": options.url,
-            "headers": {"Authorization": f"Bearer {token}"} if token else {},
+            # Compressed, a few bytes may stand for any number.
+            "headers": {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})},
             "timeout": httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
         }
         limits = httpx.Limits(max_connections=_MAX_CONNECTIONS)
@@ -74,7 +123,7 @@ class HTTPEngine(UpdatableEngine):
         self._confirmed, self._confirming = False, asyncio.Lock()
         self._num_in_flight = 0
         self._initialized = False
-        self._model = options.model or str(self.control("GET", "/v1/models")["data"][0]["id"])
+        self._model = options.model or self._served_model()
 
     @property
     def weight_version(self) -> int:
@@ -94,47 +143,92 @@ class HTTPEngine(UpdatableEngine):
 
     async def _ask(self, request: GenerationRequest) -> GenerationOutput:
         version, failure = self._version, ""
+        most = _MAX_BODY_BYTES + _BODY_BYTES_PER_TOKEN * (
+            len(request.prompt_token_ids) + request.sampling.max_generate_length
+        )
         for attempt in range(self._options.max_retries + 1):
             if attempt:
                 await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
             try:
                 await self._confirm_again()
-                response = await self._client.post("/v1/completions", json=self._body(request))
-            except httpx.TimeoutException:
+                reply = await self._send("POST", "/v1/completions", self._body(request), most)
+                answer = reply.json() if reply.status == 200 else None
+            except (httpx.TimeoutException, asyncio.TimeoutError):
                 raise DeadlineError(f"{self._options.url}, request {request.request_id}", self._timeout_s) from None
-            except httpx.TransportError as error:
+            except httpx.HTTPError as error:
                 self._confirmed = False
                 failure = f"{type(error).__name__}: {error}"
                 continue
-            if response.status_code == 200:
-                return _output(response.json(), request, version)
-            failure = f"status {response.status_code}: {response.text[:300]}"
-            if response.status_code not in _RETRY_STATUS:
+            except _Unreadable as error:
+                failure = str(error)
+                continue
+            if reply.status == 200:
+                output = _output(answer, request, version)
+                return check_answer(output, request, vocabulary_size=self._vocabulary_size, versions=(version, version))
+            failure = f"status {reply.status}: {reply.beginning}"
+            if reply.status not in _RETRY_STATUS:
                 break
         raise EngineError(f"{self._options.url}, request {request.request_id}: {failure}")
 
+    async def _send(self, method: str, path: str, body: dict[str, Any] | None, most: int) -> _Reply:
+        """Raises httpx.HTTPError, asyncio.TimeoutError, and EngineError for more than `most` bytes. A server that sends a
+        byte now and then has no more time than one that is silent."""
+
+        async def send() -> _Reply:
+            async with self._client.stream(method, path, json=body) as response:
+                reply = _Reply(f"{self._options.url}{path}", response, most)
+                async for chunk in response.aiter_bytes():
+                    reply.add(chunk)
+                return reply
+
+        return await asyncio.wait_for(send(), self._timeout_s)
+
     def control(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """One call beside generation, e.g. of a weight update. Raises EngineError, DeadlineError."""
+        where = f"{self._options.url}{path}"
+
+        def send() -> _Reply:
+            with self._control.stream(method, path, json=body) as response:
+                reply = _Reply(where, response, _MAX_BODY_BYTES)
+                for chunk in response.iter_bytes():
+                    reply.add(chunk)
+                return reply
+
         try:
-            response = self._control.request(method, path, json=body)
-        except httpx.TimeoutException:
-            raise DeadlineError(f"{self._options.url}{path}", self._timeout_s) from None
-        except httpx.TransportError as error:
-            raise EngineError(
-                f"{self._options.url}{path}: {type(error).__name__}: {error}. Is the server up?"
-            ) from error
-        if response.status_code in (401, 403):
+            reply = _within(self._timeout_s + _CONNECT_TIMEOUT_S, send)
+        except (httpx.TimeoutException, concurrent.futures.TimeoutError):
+            raise DeadlineError(where, self._timeout_s) from None
+        except httpx.HTTPError as error:
+            raise EngineError(f"{where}: {type(error).__name__}: {error}. Is the server up?") from error
+        if reply.status in (401, 403):
             raise EngineError(
                 f"{self._options.url} refuses the token; put the server's in the environment variable "
                 f"{self._options.api_key_env} (generator.http.api_key_env)"
             )
-        if response.status_code == 404:
+        if reply.status == 404:
             raise EngineError(
                 f"{self._options.url} has no {path}. Weight updates need VLLM_SERVER_DEV_MODE=1 in the server's environment"
             )
-        if response.status_code != 200:
-            raise EngineError(f"{self._options.url}{path}: status {response.status_code}: {response.text[:300]}")
-        return response.json() if response.content else None
+        if reply.status != 200:
+            raise EngineError(f"{where}: status {reply.status}: {reply.beginning}")
+        try:
+            return reply.json() if reply.body else None
+        except _Unreadable as error:
+            raise EngineError(f"{where}: {error}. Is it vLLM's server?") from None
+
+    def _served_model(self) -> str:
+        """Return the name that the server gives its model. Raises EngineError, DeadlineError."""
+        answer = self.control("GET", "/v1/models")
+        try:
+            name = answer["data"][0]["id"]
+        except (KeyError, IndexError, TypeError):
+            name = None
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise EngineError(
+                f"{self._options.url}/v1/models names no model; it says {repr(answer)[:200]}. Is it vLLM's server? Set "
+                "generator.http.url to that, or generator.http.model=NAME"
+            )
+        return name
 
     def receivers(self) -> list[Receiver]:
         """Return one that reads files."""
@@ -171,15 +265,18 @@ class HTTPEngine(UpdatableEngine):
         """A server that went away and came back has the weights that it was started with: raises EngineError then."""
         async with self._confirming:
             if self._version >= 0 and not self._confirmed:
-                self._require_version((await self._client.get("/weight_info")).json(), self._version)
+                reply = await self._send("GET", "/weight_info", None, _MAX_BODY_BYTES)
+                if reply.status != 200:
+                    raise _Unreadable(f"/weight_info: status {reply.status}: {reply.beginning}")
+                self._require_version(reply.json(), self._version)
                 self._confirmed = True
 
     def _require_version(self, info: Any, version: int) -> None:
         found = info.get("weight_version") if isinstance(info, dict) else info
-        if str(found) != str(version):
+        if type(found) not in (str, int) or str(found) != str(version):
             raise EngineError(
-                f"{self._options.url} serves weights {found!r} and not those of version {version}, which it was given. "
-                "Was it started again? Resume the run: it sends its weights at the start"
+                f"{self._options.url} serves weights {repr(found)[:80]} and not those of version {version}, which it was "
+                "given. Was it started again? Resume the run: it sends its weights at the start"
             )
 
     def _body(self, request: GenerationRequest) -> dict[str, Any]:
@@ -209,23 +306,44 @@ def build_engine(settings: EngineSettings, tokenizer: Any = None) -> HTTPEngine:
         stop_token_ids=stop_token_ids(settings.model),
         timeout_s=settings.request_timeout_s,
         send_seeds=settings.seeds_by_request,
+        vocabulary_size=vocabulary_size(settings.model),
     )
 
 
+def _within(timeout_s: float, function: Callable[[], T]) -> T:
+    """Return what `function` gives, or raise concurrent.futures.TimeoutError and leave it to a thread that nobody waits
+    for: a socket's own deadline begins anew with each byte."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="http-control", daemon=True).start()
+    return future.result(timeout_s)
+
+
 def _output(body: Any, request: GenerationRequest, version: int) -> GenerationOutput:
-    """Raises EngineError where the answer lacks token ids or log-probabilities."""
+    """Return what the answer says, whatever its numbers are. Raises EngineError where token ids or log-probabilities are
+    missing."""
     try:
         choice = body["choices"][0]
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        reason = {"stop": StopReason.STOP, "length": StopReason.LENGTH}.get(choice["finish_reason"], StopReason.ABORT)
-        return GenerationOutput(
-            token_ids=tuple(map(int, token_ids)),
-            logprobs=tuple(map(float, logprobs)),
-            stop_reason=reason,
-            weight_version=version,
-        )
-    except (KeyError, IndexError, TypeError, ValueError) as error:
+        reason = choice["finish_reason"]
+    except (KeyError, IndexError, TypeError) as error:
+        token_ids, why = None, f"{type(error).__name__}: {error}"
+    else:
+        why = "they are no lists"
+    if not isinstance(token_ids, list) or not isinstance(logprobs, list):
         raise EngineError(
-            f"request {request.request_id}: the server's answer has no token ids or log-probabilities "
-            f"({type(error).__name__}: {error}). It must be vLLM 0.32 or one that understands `return_token_ids`"
-        ) from error
+            f"request {request.request_id}: the server's answer has no token ids or log-probabilities ({why[:200]}). It "
+            "must be vLLM 0.32 or one that understands `return_token_ids`"
+        )
+    return GenerationOutput(
+        token_ids=tuple(token_ids),
+        logprobs=tuple(logprobs),
+        stop_reason=_REASONS.get(reason, StopReason.ABORT) if isinstance(reason, str) else StopReason.ABORT,
+        weight_version=version,
+    )

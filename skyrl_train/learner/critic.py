@@ -11,11 +11,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from skyrl_train.algorithms.checks import check_loss_output
 from skyrl_train.algorithms.critic_losses import ValueLossInputs
 from skyrl_train.algorithms.inputs import PolicyLossOutput
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
-from skyrl_train.batch.reduce import require_float
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.parts import CRITIC_LOSSES
@@ -24,6 +24,7 @@ from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import HoldsModel, ModelEngine
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.model.value_model import token_values
+from skyrl_train.registry import part_name
 from skyrl_train.telemetry.files import sync_tree
 from skyrl_train.telemetry.metrics import Mean, StepMetrics, later
 
@@ -76,7 +77,7 @@ class CriticLearner(HoldsModel):
         old_values, returns = (rows.padded(name).to(values.dtype) for name in ("values", "returns"))
         inputs = ValueLossInputs(values=values, old_values=old_values, returns=returns, loss_mask=mask)
         output: PolicyLossOutput = CRITIC_LOSSES.resolve(self._algorithm.critic_loss)(inputs, self._algorithm)
-        require_float("token_losses of the critic", output.token_losses, values.shape)
+        check_loss_output(output, values.shape, f"critic loss {part_name(self._algorithm.critic_loss)!r}")
         loss = (rows.padded("loss_weights") * output.token_losses).sum()
         num_tokens = layout.scored.num_loss_tokens if layout.scored is not None else int(mask.sum())
         share = num_tokens / max(1, denominators.num_tokens)

@@ -282,6 +282,17 @@ def vocabulary_size(model: ModelConfig) -> int:
     return stated if type(stated) is int and stated > 0 else len(load_tokenizer(model))
 
 
+def check_token_ids(largest: int, model: ModelConfig, where: str) -> None:
+    """Raise ModelError where `where`, a text, has a token id `largest` that the model has no embedding of."""
+    rows = vocabulary_size(model)
+    if largest >= rows:
+        raise ModelError(
+            f"{where} has the token id {largest}, and the embedding of {model.path!r} has {rows} rows, so ids up to "
+            f"{rows - 1}. The tokenizer at {model.tokenizer_path or model.path!r} is that of another model. Set "
+            "model.tokenizer_path to the model's own"
+        )
+
+
 def last_hidden_state(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """`[rows, len, hidden]` of right-padded `input_ids` `[rows, len]`.
 

@@ -278,20 +278,29 @@ def load_data(config: Config) -> Data:
 
 def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, notes: list[str]) -> list[Prompt]:
     from skyrl_train.data.prompts import filter_by_length, load_prompts
-    from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.model.causal_lm import check_token_ids, load_tokenizer
     from skyrl_train.rollout.chat_tokens import ChatTokens
     from skyrl_train.rollout.environments import check_rows
 
     if not sources:
         return []
     chat = ChatTokens(load_tokenizer(config.model))
+    largest = (-1, "")
+
+    def count_tokens(prompt: Prompt) -> int:
+        nonlocal largest
+        token_ids = chat.data_prompt(prompt)
+        largest = max(largest, (int(token_ids.max(initial=0)), prompt.uid))
+        return len(token_ids)
+
     result = filter_by_length(
         load_prompts(sources, limit=limit or None, reader=config.data.reader, row_format=config.data.row_format),
-        lambda prompt: len(chat.data_prompt(prompt)),
+        count_tokens,
         max_prompt_length=config.data.max_prompt_length,
         over_long=config.data.over_long,
     )
     check_rows(result.prompts, config.environment)
+    check_token_ids(largest[0], config.model, f"prompt {largest[1]}")
     own = config.environment.env_class
     named = None if own is None else split_spec(own)[0]
     num_others = sum(prompt.env_class not in (None, named) for prompt in result.prompts)

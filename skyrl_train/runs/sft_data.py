@@ -95,7 +95,7 @@ def _load(
     from skyrl_train.data.conversations import RowFormat
     from skyrl_train.data.sft import ExampleFormat, load_examples
     from skyrl_train.data.token_cache import default_folder
-    from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.model.causal_lm import check_token_ids, load_tokenizer
 
     rows = RowFormat(
         format=data.format,
@@ -104,7 +104,7 @@ def _load(
         chat_template=data.chat_template,
     )
     folder = Path(data.cache_dir).expanduser() if data.cache_dir else default_folder()
-    return load_examples(
+    loaded = load_examples(
         specs,
         load_tokenizer(model),
         ExampleFormat(rows=rows, loss_on=data.loss_on, template_kwargs=data.template_kwargs),
@@ -115,6 +115,9 @@ def _load(
         cache_folder=folder if data.cache else None,
         on_progress=on_progress,
     )
+    for part in loaded.examples.parts:
+        check_token_ids(int(part.store.input_ids.max(initial=0)), model, part.name)
+    return loaded
 
 
 def _set_names(data: SFTDataConfig) -> list[str]:

@@ -17,12 +17,12 @@ be trained on. `logprobs` absent means that none were recorded.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from skyrl_train.errors import DataError
 from skyrl_train.telemetry.files import bring_to_disk, sync_folder
+from skyrl_train.telemetry.json_text import json_line, json_problem, parse_json
 from skyrl_train.types import (
     Failure,
     FailureKind,
@@ -45,6 +46,8 @@ from skyrl_train.types import (
     token_ids,
 )
 
+_JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text", NoneType: "null"}
+_LARGEST_COUNT = 2**53
 FAILED = "failed"
 """Purpose of the rollouts of a step that ended by an error."""
 TurnAdvantages = Sequence[Sequence[float]]
@@ -70,7 +73,8 @@ def write_rollouts(
         advantages: Per trajectory, in the batch's order; None where there are none (a failed trajectory, say).
 
     Raises:
-        ValueError: A number is not finite, or advantages do not match the turns.
+        ValueError: Advantages do not match the turns.
+        OSError: The disk does not take it.
     """
     head = {"global_step": global_step, "purpose": purpose}
     records = (
@@ -110,10 +114,9 @@ def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "wb") as file:
             for record in records:
-                file.write(json.dumps(record, ensure_ascii=False, allow_nan=False, default=str))
-                file.write("\n")
+                file.write(json_line(record))
             file.flush()
             bring_to_disk(file.fileno(), path)
         os.replace(temporary, path)
@@ -193,8 +196,8 @@ def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
         place = f"{path}, line {number}"
         try:
             prompt, trajectory = decode_trajectory(record)
-            step = int(record.get("global_step", 0))
-        except (KeyError, TypeError, ValueError) as error:
+            step = _count(record.get("global_step", 0), "global_step")
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise DataError(
                 f"{place}: not a recorded trajectory ({what}). It needs uid and, for each of its turns, "
@@ -210,33 +213,46 @@ def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
 
 
 def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
-    """Return the inverse of `encode_trajectory` (advantages aside). Raises KeyError, TypeError or ValueError."""
-    if not isinstance(record["uid"], (str, int)):
-        raise ValueError(f"uid must be a text; got {record['uid']!r}")
+    """Return the inverse of `encode_trajectory` (advantages aside). Raises KeyError for a missing field, ValueError for one
+    of the wrong type, with its name."""
+    if problem := json_problem(
+        {name: record.get(name) for name in ("uid", "prompt", "env_class", "extras", "failure")}
+    ):
+        raise ValueError(problem)
+    if isinstance(record["uid"], bool) or not isinstance(record["uid"], (str, int)):
+        raise ValueError(f"uid must be a text; got {_short(record['uid'])}")
     uid = str(record["uid"])
     prompt = Prompt(
         uid=uid,
-        messages=tuple(record.get("prompt", ())),
-        env_class=record.get("env_class"),
-        extras=record.get("extras", {}),
+        messages=tuple(_of_type(each, dict, "prompt") for each in _of_type(record.get("prompt", []), list, "prompt")),
+        env_class=_of_type(record.get("env_class"), (str, NoneType), "env_class"),
+        extras=_of_type(record.get("extras", {}), dict, "extras"),
     )
-    failure = record.get("failure")
+    failure = _of_type(record.get("failure"), (dict, NoneType), "failure")
     turns: list[Turn] = []
-    for turn_record in record["turns"]:
-        turns.append(_decode_turn(turn_record, turns))
+    for index, turn_record in enumerate(_of_type(record["turns"], list, "turns")):
+        try:
+            turns.append(_decode_turn(_of_type(turn_record, dict, "a turn"), turns))
+        except ValueError as error:
+            raise ValueError(f"turn {index}: {error}") from None
     if failure is None and not turns:
         raise ValueError("it has no turn and did not fail")
     trajectory = Trajectory(
         prompt_uid=uid,
-        sample_index=int(record.get("sample", 0)),
+        sample_index=_count(record.get("sample", 0), "sample"),
         turns=tuple(turns),
         outcome=Outcome(record.get("outcome", Outcome.DONE.value)),
         failure=None
         if failure is None
         else Failure(
-            kind=FailureKind(failure["kind"]), message=str(failure["message"]), turn_index=int(failure["turn_index"])
+            kind=FailureKind(failure["kind"]),
+            message=_of_type(failure["message"], str, "the failure's message"),
+            turn_index=_count(failure["turn_index"], "the failure's turn_index"),
         ),
-        metrics={name: float(value) for name, value in record.get("metrics", {}).items()},
+        metrics={
+            name: _finite(value, f"the metric {name}")
+            for name, value in _of_type(record.get("metrics", {}), dict, "metrics").items()
+        },
         teacher_prompt_token_ids=_token_ids(record.get("teacher_prompt_token_ids", []), "teacher_prompt_token_ids"),
         greedy_reward=_finite(record["greedy_reward"], "greedy_reward") if "greedy_reward" in record else None,
     )
@@ -245,6 +261,8 @@ def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
 
 def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
     response = _token_ids(record["response_token_ids"], "response_token_ids")
+    if problem := json_problem({"text": record.get("text")}):
+        raise ValueError(problem)
     if "added_token_ids" in record:
         parent, added = record.get("parent"), _token_ids(record["added_token_ids"], "added_token_ids")
         if parent is not None and (type(parent) is not int or not 0 <= parent < len(earlier)):
@@ -257,15 +275,12 @@ def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
         parent=parent,
         added_token_ids=added,
         response_token_ids=response,
-        response_logprobs=_logprobs(record.get("logprobs") or (), len(response)),
-        loss_mask=np.array(_flags(record.get("loss_mask") or ()), dtype=np.bool_),
-        response_text=str(record.get("text", "")),
+        response_logprobs=_logprobs(_of_type(record.get("logprobs") or [], list, "logprobs"), len(response)),
+        loss_mask=np.array(_flags(_of_type(record.get("loss_mask") or [], list, "loss_mask")), dtype=np.bool_),
+        response_text=_of_type(record.get("text", ""), str, "text"),
         reward=_finite(record["reward"], "reward"),
         stop_reason=StopReason(record.get("stop_reason", StopReason.STOP.value)),
-        weight_versions=tuple(
-            VersionRun(int(start), int(version))
-            for start, version in record.get("weight_versions", [[0, record.get("weight_version", 0)]])
-        ),
+        weight_versions=_versions(record.get("weight_versions", [[0, record.get("weight_version", 0)]])),
     )
 
 
@@ -277,6 +292,31 @@ def _logprobs(values: Sequence[object], num_tokens: int) -> NDArray[np.float32]:
     if not np.isfinite(column).all():
         raise ValueError("a log-probability must be finite in float32")
     return column
+
+
+def _versions(values: object) -> tuple[VersionRun, ...]:
+    runs = _of_type(values, list, "weight_versions")
+    if not all(isinstance(run, list) and len(run) == 2 and all(type(each) is int for each in run) for run in runs):
+        raise ValueError("weight_versions must be a list of [token, version]")
+    return tuple(VersionRun(start, version) for start, version in runs)
+
+
+def _of_type(value: Any, kind: type | tuple[type, ...], name: str) -> Any:
+    if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        raise ValueError(f"{name} must be {' or '.join(_JSON_NAMES[each] for each in kinds)}; got {_short(value)}")
+    return value
+
+
+def _count(value: object, name: str) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST_COUNT:
+        raise ValueError(f"{name} must be a whole number from 0 to {_LARGEST_COUNT}; got {_short(value)}")
+    return value
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _flags(values: Sequence[object]) -> Sequence[object]:
@@ -297,21 +337,21 @@ def _token_ids(value: object, name: str) -> TokenIds:
 
 def _finite(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number; got {value!r}")
+        raise ValueError(f"{name} must be a finite number; got {_short(value)}")
     return float(value)
 
 
 def _records(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(
-                    f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})."
-                ) from error
+                record = parse_json(line.decode().strip())
+            except UnicodeDecodeError as error:
+                raise DataError(f"{path}, line {number}: not UTF-8 text ({error}).") from error
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: {error}.") from error
             if not isinstance(record, dict):
                 raise DataError(f"{path}, line {number}: must be an object; got {type(record).__name__}.")
             yield number, record

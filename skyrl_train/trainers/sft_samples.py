@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from skyrl_train.interfaces import InferenceEngine, Learner, WeightTransport
 from skyrl_train.rollout.generator import LoopThread
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.files import write_atomically
+from skyrl_train.telemetry.json_text import json_line
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 
 
@@ -78,8 +78,8 @@ class SampleWriter:
         finally:
             loop.close()
         samples = [self._sample(question, output) for question, output in zip(self._questions, outputs)]
-        lines = (json.dumps(asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
-        write_atomically(self._folder / f"step_{step:06d}.jsonl", "".join(lines).encode())
+        lines = (json_line(asdict(sample)) for sample in samples)
+        write_atomically(self._folder / f"step_{step:06d}.jsonl", b"".join(lines))
         return samples
 
     async def _generate(self, step: int) -> list[GenerationOutput]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +14,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from skyrl_train.config.schema import Config, DataConfig, ModelConfig
 from skyrl_train.data.word_problems import Split, generate_problems
+from skyrl_train.errors import ModelError
+from skyrl_train.model.causal_lm import vocabulary_size
 from skyrl_train.rollout.envs.word_problems import parse_answer
+from skyrl_train.runs.rl import load_data
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "skyrl_train" / "assets" / "tiny_qwen2"
@@ -147,3 +152,14 @@ def test_the_recorded_accuracy_is_that_of_a_model_that_guesses(recorded: dict[st
     measured = recorded["measured_on_held_out"]
     assert 0.1 < measured["sampled"]["solved_first_turn"] < 0.5
     assert measured["sampled"]["solved"] >= measured["sampled"]["solved_first_turn"]
+
+
+def test_a_tokenizer_with_tokens_that_the_model_has_no_embedding_of_is_refused_before_training(tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    shutil.copytree(FOLDER, folder)
+    config = json.loads((folder / "config.json").read_text())
+    assert vocabulary_size(ModelConfig(path=str(FOLDER))) == config["vocab_size"]
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 8}))
+    data = DataConfig(train=("builtin:word_problems/train",), validation=(), max_train_prompts=32)
+    with pytest.raises(ModelError, match=r"prompt .* has the token id \d+, and the embedding of .* has 8 rows"):
+        load_data(Config(model=ModelConfig(path=str(folder)), data=data))

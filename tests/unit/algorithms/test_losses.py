@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -285,6 +286,10 @@ def flat_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossOu
     return PolicyLossOutput(token_losses=inputs.logprobs.sum())
 
 
+def bare_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> Any:
+    return -inputs.logprobs
+
+
 class TestConfiguredLoss:
     def test_a_loss_of_ones_own_is_found_by_module_and_name(self) -> None:
         inputs = random_loss_inputs(0)
@@ -294,6 +299,12 @@ class TestConfiguredLoss:
     def test_a_loss_of_ones_own_with_another_shape_is_refused(self) -> None:
         with pytest.raises(BatchError, match=r"token_losses from policy loss '.*flat_loss' has shape \[\]"):
             policy_loss(random_loss_inputs(0), AlgorithmConfig(policy_loss=f"{__name__}:flat_loss"))
+
+    def test_a_loss_of_ones_own_that_returns_a_tensor_is_told_what_to_return(self) -> None:
+        with pytest.raises(
+            BatchError, match=r"bare_loss' must return PolicyLossOutput\(token_losses=.*returned Tensor"
+        ):
+            policy_loss(random_loss_inputs(0), AlgorithmConfig(policy_loss=f"{__name__}:bare_loss"))
 
     def test_an_unknown_name_is_refused_with_the_nearest_one(self) -> None:
         with pytest.raises(ConfigError, match=r"(?i)did you mean 'regular'"):

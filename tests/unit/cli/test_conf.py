@@ -15,8 +15,9 @@ from skyrl_train.cli.composition import load_node, plain_values
 from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.fields import walk
 from skyrl_train.config.load import read_root
+from skyrl_train.config.placement import PlacementConfig, PlatformConfig
 from skyrl_train.config.platform import DetectedPlatform
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import Config, ModelConfig
 from skyrl_train.config.validate import run_rules, validate_config
 from skyrl_train.data.prompts import GSM8K_ENV_CLASS
 
@@ -132,6 +133,28 @@ def test_vllm_in_one_process_is_asked_for_where_it_is_missing(monkeypatch: pytes
     assert "extra `cpu`" in missing.remedy
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     assert list(run_rules(config, machine.RL_MACHINE_RULES)) == []
+
+
+def test_what_is_missing_is_told_on_ray_too_where_all_of_it_is_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["+experiment=gsm8k_multiturn", "platform=cpu", "generator=vllm", "placement=ray"]
+    config = load_node(composed(*settings, "model.attention=flash_attention_2"), Config)
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    found = list(run_rules(config, machine.RL_MACHINE_RULES))
+    assert [violation.field for violation in found] == ["model.attention", "generator.backend"]
+    assert found[0].rule == "needs a GPU"
+    elsewhere = load_node(composed(*settings, "placement.ray_address=head:6379"), Config)
+    assert list(run_rules(elsewhere, machine.RL_MACHINE_RULES)) == []
+
+
+def test_flash_attention_is_asked_for_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = ModelConfig(attention="flash_attention_2")
+    on_gpu = PlatformConfig(name="gpu", device="cuda:0")
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    (missing,) = machine._attention(chosen, PlacementConfig(), on_gpu)
+    assert missing.rule == "needs the package flash-attn, which is not installed here"
+    assert "pip install flash-attn" in missing.remedy
+    monkeypatch.setattr(machine, "find_spec", lambda name: object() if name == "flash_attn" else None)
+    assert list(machine._attention(chosen, PlacementConfig(), on_gpu)) == []
 
 
 def test_the_gpu_platform_is_qwen_on_gsm8k_with_vllm_on_ray() -> None:

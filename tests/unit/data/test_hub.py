@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import io
 import os
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +22,7 @@ from skyrl_train.errors import DataError
 @pytest.fixture(autouse=True)
 def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     hub.is_reachable.cache_clear()
     yield
     hub.is_reachable.cache_clear()
@@ -67,6 +70,41 @@ def test_what_was_fetched_before_is_found_in_the_caches(tmp_path: Path, folder: 
     (tmp_path / folder).mkdir(parents=True)
     assert hub.is_cached("owner/name", dataset=dataset, environ=environ)
     assert not hub.is_cached("owner/name", dataset=not dataset, environ=environ)
+
+
+@pytest.fixture
+def busy_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    """A hub that answers 503, and what it was asked."""
+    asked: list[str] = []
+
+    class Busy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(503)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        yield asked
+        server.shutdown()
+
+
+def test_a_hub_that_does_not_give_a_data_set_is_asked_three_times_and_each_is_said_once(
+    busy_hub: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert sum(hub._PAUSES_S) + (len(hub._PAUSES_S) + 1) * hub._ANSWER_TIMEOUT_S + hub._TIMEOUT_S < 20
+    monkeypatch.setattr(hub, "_PAUSES_S", (0.01, 0.01))
+    with pytest.raises(DataError, match=r"the hub does not give the data set .*503.*download it and give its folder"):
+        load_prompts(["owner/name:train"])
+    assert busy_hub.count("/api/datasets/owner/name") == 3
+    assert [record.message.count("asked again") for record in caplog.records] == [1, 1]
 
 
 def test_a_row_of_another_format_is_named_with_what_it_has(tmp_path: Path) -> None:

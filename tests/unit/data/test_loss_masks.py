@@ -260,7 +260,7 @@ def test_text_is_trained_whole_but_for_the_token_that_nothing_predicts() -> None
         ({"messages": [{"role": "assistant", "content": ""}]}, "without a text and without tool calls"),
         ({"text": 3}, "'text' must be a text; got 3"),
         ({"instruction": "x", "output": 3}, "'output' must be a text; got 3"),
-        ({**cases.chat("a", "b"), "tools": "{"}, "'tools' is a text that is not JSON"),
+        ({**cases.chat("a", "b"), "tools": "{"}, "'tools' is a text that is not valid JSON"),
         ({**cases.chat("a", "b"), "tools": {"name": "x"}}, "'tools' must be a list of objects"),
         ({"text": ""}, "nothing to train on: no token has loss"),
     ],

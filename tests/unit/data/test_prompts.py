@@ -14,6 +14,7 @@ from skyrl_train.config.load import load_root
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig, validate_sft
 from skyrl_train.config.validate import validate_config
+from skyrl_train.data import hub
 from skyrl_train.data.prompts import PromptSource, filter_by_length, load_prompts
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.types import Prompt
@@ -159,7 +160,7 @@ def test_a_parquet_row_is_named_by_its_number(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("train.jsonl", '{"prompt": "a"}\n{"prompt": \n', "line 2: not valid JSON (Expecting value at column 11)"),
-        ("train.json", '[{"prompt": "a"},\n oops]', "line 2: not valid JSON (Expecting value at column 2)"),
+        ("train.json", '[{"prompt": "a"},\n oops]', "not valid JSON (Expecting value at line 2, column 2)"),
         ("train.json", '{"prompt": "a"}', "must be a list of rows; got dict"),
         ("train.parquet", "PAR?", "not a readable parquet file"),
         ("train.jsonl", "", "no rows"),
@@ -193,6 +194,50 @@ def test_an_empty_folder_and_an_unknown_builtin_are_named(tmp_path: Path) -> Non
     assert "It has builtin:word_problems/train" in error_of("builtin:word_problem/train")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b'[{"prompt": "\xe9"}]', "not UTF-8 text"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "\xe9"}\n', "not UTF-8 text"),
+        ("a.jsonl", b'{"prompt": "a"}\n' + b"[" * 100_000, "line 2: JSON that is nested too deeply"),
+        ("a.json", b"[" * 100_000, "JSON that is nested too deeply"),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "n": ' + b"9" * 5000 + b"}",
+            "line 1: JSON with an integer of more than 4300 digits",
+        ),
+        (
+            "a.jsonl",
+            b'{"prompt": "a", "x": {"y": [1, NaN]}}',
+            "line 1: column 'x.y[1]' is nan, and JSON has no such number",
+        ),
+        ("a.jsonl", b'{"prompt": "a", "x": -Infinity}', "line 1: column 'x' is -inf"),
+        ("a.jsonl", b'{"prompt": "a", "x": "\\ud800"}', "line 1: column 'x' has half of a character"),
+        ("a.jsonl", b'{"prompt": "a", "x": ' + b"[" * 80 + b"]" * 80 + b"}", "is nested deeper than 64 levels"),
+        ("a.jsonl", b'{"prompt": "a", "uid": [1]}', "line 1: 'uid' must be a text or a number; got [1]"),
+        ("a.parquet", b"PAR1" + bytes(200) + b"PAR1", "not a readable parquet file"),
+    ],
+)
+def test_what_no_run_could_use_is_refused_when_it_is_read(
+    tmp_path: Path, name: str, content: bytes, message: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    error = error_of(str(path))
+    assert error.startswith(str(path))
+    assert message in error
+
+
+def test_a_date_that_python_has_none_of_is_named_with_its_row_and_column(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    born = pyarrow.array([0, 2**30], type=pyarrow.date32())
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"], "born": born}), path)
+    assert "row 1, column 'born' cannot be read" in error_of(str(path))
+
+
 def test_a_hub_name_without_network_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
 
@@ -200,6 +245,8 @@ def test_a_hub_name_without_network_says_what_to_do(monkeypatch: pytest.MonkeyPa
         raise ConnectionError(f"cannot reach the hub for {name} {config} {split}")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(hub, "_missing", lambda name: "")
     error = error_of("openai/gsm8k/main:train[:10]")
     assert error.startswith("openai/gsm8k/main:train[:10]: the hub data set cannot be loaded (ConnectionError: ")
     assert "download it and give its folder" in error
@@ -214,6 +261,8 @@ def test_a_hub_data_set_is_read_like_a_file(monkeypatch: pytest.MonkeyPatch) -> 
         return [ROW]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(hub, "is_reachable", lambda: True)
+    monkeypatch.setattr(hub, "_missing", lambda name: "")
     assert [prompt.uid for prompt in load_prompts(["owner/name:train"])] == ["owner/name:train-0"]
     load_prompts(["owner/name/main:train[:10]"])
     assert asked == [(("owner/name",), "train"), (("owner/name", "main"), "train[:10]")]

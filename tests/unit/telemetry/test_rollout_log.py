@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,12 +119,31 @@ def test_nothing_is_left_behind_but_the_file_itself(tmp_path: Path) -> None:
 
 def test_a_write_that_fails_leaves_the_earlier_file_as_it_was(tmp_path: Path) -> None:
     path = write_rollouts(tmp_path, BATCH, purpose="train", global_step=1)
-    broken = RolloutBatch(
-        prompts=(PROMPT,), trajectories=(make_trajectory(metrics={"x": math.nan}),), n_samples_per_prompt=1
-    )
-    with pytest.raises(ValueError, match="JSON compliant"):
-        write_rollouts(tmp_path, broken, purpose="train", global_step=1)
+    with pytest.raises(ValueError, match="do not match"):
+        write_rollouts(tmp_path, BATCH, purpose="train", global_step=1, advantages=[[[0.5], [1.0]], None])
     assert read_rollouts(path) == {1: BATCH}
+
+
+class Untold:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def test_whatever_an_environment_said_can_be_written(tmp_path: Path) -> None:
+    strange = {"nan": math.nan, "half": "a\ud800", "untold": Untold(), "huge": 10**5000, 3: {(1, 2): [math.inf]}}
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    prompt = replace(PROMPT, extras={**strange, "deep": deep})
+    broken = RolloutBatch(
+        prompts=(prompt,), trajectories=(make_trajectory(metrics={"x": math.nan}),), n_samples_per_prompt=1
+    )
+    path = write_rollouts(tmp_path, broken, purpose="train", global_step=1)
+    (record,) = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    assert record["metrics"] == {"x": "nan"}
+    extras = record["extras"]
+    assert (extras["nan"], extras["half"], extras["untold"]) == ("nan", "a\\ud800", "<Untold>")
+    assert (extras["3"], extras["huge"]) == ({"(1, 2)": ["inf"]}, hex(10**5000))
 
 
 def test_advantages_that_do_not_match_the_tokens_are_refused(tmp_path: Path) -> None:

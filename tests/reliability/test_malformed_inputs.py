@@ -1,0 +1,251 @@
+"""Malformed data rows, engine answers, answers of servers and recorded rollouts: each is refused by an error of the project
+that says where, or is accepted with the meaning that `_require_*` states. Any other exception fails the test.
+
+A sample runs by default; all of it with `pytest -m slow tests/reliability/test_malformed_inputs.py -s`, which prints counts.
+SKYRL_TRAIN_MALFORMED_COUNT sets the number of cases of each kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import math
+import os
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from skyrl_train.config.generation import HTTPConfig
+from skyrl_train.data.conversations import RowFormat, read_content
+from skyrl_train.data.prompts import load_prompts
+from skyrl_train.data.rows import find_sources, read_rows
+from skyrl_train.errors import DataError, EngineError, SkyrlTrainError
+from skyrl_train.inference.http import HTTPEngine
+from skyrl_train.rollout.checked_engine import check_answer
+from skyrl_train.rollout.replay import ReplayGenerator
+from skyrl_train.telemetry.json_text import json_line
+from skyrl_train.telemetry.rollout_log import write_rollouts
+from skyrl_train.trainers.state import DataFingerprint
+from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
+from tests.reliability.malformed import ANSWER, ATOMS, RECORDS, ROWS, as_text, mutated
+
+SAMPLE, ALL = 80, 1500
+VOCABULARY_SIZE, MAX_CONTEXT_LENGTH = 300, 64
+REQUEST = GenerationRequest(
+    request_id="r1", prompt_token_ids=(5, 6), sampling=SamplingParams(max_generate_length=4), seed=3
+)
+COUNTS = [
+    pytest.param(SAMPLE, id="sample"),
+    pytest.param(int(os.environ.get("SKYRL_TRAIN_MALFORMED_COUNT", ALL)), id="all", marks=pytest.mark.slow),
+]
+PLACES = ("line ", "row ", "UTF-8", "no rows", "must be a list of rows", "JSON", "no trajectories", "step ")
+"""A refusal of a file names one, or what the whole file is."""
+tried: Counter[int] = Counter()
+"""Cases so far, by how many of each kind were asked for."""
+Case = Callable[[random.Random, Path], str]
+"""Tries one input; returns `accepted`, or where and why it was refused. Raises AssertionError, or whatever is a defect."""
+
+
+def data_row(numbers: random.Random, folder: Path) -> str:
+    """A row of a file that a run would train on."""
+    form = numbers.choice(("jsonl", "jsonl", "jsonl", "json"))
+    value = mutated(numbers, numbers.choice(ROWS))
+    path = folder / f"train.{form}"
+    path.write_bytes(as_text(numbers, value if form == "jsonl" else [ROWS[0], value]))
+    try:
+        prompts = load_prompts([str(path)])
+    except DataError as error:
+        return _refused(error, str(path), one_of=PLACES)
+    DataFingerprint.of(prompts)
+    for prompt in prompts:
+        assert isinstance(prompt.uid, str)
+        assert all(isinstance(message["content"], str) for message in prompt.messages)
+        _require_exact(
+            {"messages": list(prompt.messages), "extras": dict(prompt.extras), "env_class": prompt.env_class}
+        )
+    return "accepted"
+
+
+def conversation(numbers: random.Random, folder: Path) -> str:
+    """A row of a file that a supervised run would train on."""
+    rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": "[]"}]
+    rows += [{"prompt": "a", "completion": "b"}, {"instruction": "a", "output": "b"}, {"text": "a"}]
+    path = folder / "sft.jsonl"
+    path.write_bytes(as_text(numbers, mutated(numbers, numbers.choice(rows))))
+    try:
+        for source in find_sources([str(path)]):
+            for row in read_rows(source):
+                _require_exact(vars(read_content(row, RowFormat())))
+    except DataError as error:
+        return _refused(error, str(path), one_of=PLACES)
+    return "accepted"
+
+
+def engine_answer(numbers: random.Random, folder: Path) -> str:
+    """What a custom engine returns in place of a GenerationOutput."""
+    fields = {"token_ids": [8, 2, 5], "logprobs": [-0.5, -1.0, -0.0], "stop_reason": "stop", "weight_version": 7}
+    fields = mutated(numbers, fields)
+    given: Any = fields
+    if isinstance(fields, dict) and numbers.random() < 0.95:
+        reason = fields.get("stop_reason")
+        given = GenerationOutput(
+            token_ids=_column(numbers, fields.get("token_ids")),
+            logprobs=_column(numbers, fields.get("logprobs")),
+            stop_reason=StopReason.STOP if reason == "stop" else reason,  # type: ignore[arg-type]
+            weight_version=fields.get("weight_version"),  # type: ignore[arg-type]
+        )
+    try:
+        output = check_answer(given, REQUEST, vocabulary_size=VOCABULARY_SIZE, versions=(6, 7))
+    except EngineError as error:
+        return _refused(error, "the engine ")
+    _require_answer(output)
+    assert list(output.token_ids) == list(given.token_ids)
+    assert list(output.logprobs) == list(given.logprobs)
+    return "accepted"
+
+
+class Server:
+    """Answers what it is told to; making an engine for each case would take most of the time."""
+
+    def __init__(self) -> None:
+        self.body, self.content_type = b"", "application/json"
+        self.engine = HTTPEngine(
+            HTTPConfig(url="http://server", model="served", max_retries=0),
+            stop_token_ids=(2,),
+            timeout_s=5.0,
+            vocabulary_size=VOCABULARY_SIZE,
+            transport=httpx.MockTransport(self._answer),
+            control_transport=httpx.MockTransport(self._answer),
+        )
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=self.body, headers={"content-type": self.content_type})
+
+
+SERVER = functools.cache(Server)
+
+
+def server_answer(numbers: random.Random, folder: Path) -> str:
+    """The body of a server's answer to a completion."""
+    server = SERVER()
+    server.body = as_text(numbers, mutated(numbers, ANSWER))
+    server.content_type = numbers.choice(("application/json", "text/html; charset=none", "\x7f"))
+    try:
+        output = asyncio.run(server.engine.generate(REQUEST))
+    except EngineError as error:
+        return _refused(error, one_of=("the engine ", "http://server", "r1"))
+    _require_answer(output)
+    assert list(output.token_ids) == json.loads(server.body)["choices"][0]["token_ids"]
+    return "accepted"
+
+
+def served_models(numbers: random.Random, folder: Path) -> str:
+    """What a server says of its models."""
+    server = SERVER()
+    server.body = as_text(
+        numbers, mutated(numbers, {"object": "list", "data": [{"id": "served", "max_model_len": 64}]})
+    )
+    try:
+        name = server.engine._served_model()
+    except EngineError as error:
+        return _refused(error, "http://server/v1/models")
+    assert name == json.loads(server.body)["data"][0]["id"]
+    assert name.encode()
+    return "accepted"
+
+
+def recorded_rollout(numbers: random.Random, folder: Path) -> str:
+    """A line of a recording that is replayed."""
+    path = folder / "mine.jsonl"
+    path.write_bytes(as_text(numbers, mutated(numbers, numbers.choice(RECORDS))))
+    try:
+        source = ReplayGenerator(path, vocabulary_size=VOCABULARY_SIZE, max_context_length=MAX_CONTEXT_LENGTH)
+    except DataError as error:
+        return _refused(error, str(path), one_of=PLACES)
+    (batch,) = source._load(path).values()
+    for trajectory in batch.trajectories:
+        for turn, start in zip(trajectory.turns, trajectory.prompt_lengths()):
+            assert math.isfinite(np.float32(turn.reward))
+            assert start + len(turn.response_token_ids) <= MAX_CONTEXT_LENGTH
+            assert max(*turn.added_token_ids.tolist(), *turn.response_token_ids.tolist(), 0) < VOCABULARY_SIZE
+            assert (turn.response_logprobs <= 0).all()
+    again = write_rollouts(folder / "again", batch, purpose="train", global_step=1)
+    (same,) = ReplayGenerator(again)._load(again).values()
+    assert same == batch
+    return "failed alone" if any(trajectory.failed for trajectory in batch.trajectories) else "accepted"
+
+
+CASES: list[Case] = [data_row, conversation, engine_answer, server_answer, served_models, recorded_rollout]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_what_comes_from_outside_is_refused_by_name_or_has_a_meaning(case: Case, count: int, tmp_path: Path) -> None:
+    outcomes: Counter[str] = Counter()
+    for number in range(count):
+        try:
+            outcomes[case(random.Random(f"{case.__name__}/{number}"), tmp_path).partition(":")[0]] += 1
+        except Exception as error:
+            raise AssertionError(f"case {number} of {case.__name__}: {type(error).__name__}: {error}") from error
+    tried[count] += count
+    print(f"\n{case.__name__}: " + ", ".join(f"{each} {kind}" for kind, each in outcomes.most_common()))
+    print(f"{tried[count]} cases, 0 failures")
+    assert outcomes["refused"] > count / 20, "the grammar has to break something"
+    assert outcomes["accepted"] > count / 50, "and not everything"
+
+
+@pytest.mark.parametrize("atom", ATOMS, ids=lambda atom: str(type(atom).__name__))
+def test_every_atom_in_an_extra_column_can_be_written_or_is_refused_with_the_column(atom: Any, tmp_path: Path) -> None:
+    from skyrl_train.data.prompts import make_prompt
+    from skyrl_train.data.rows import Row
+
+    row = Row(source="s", index=0, place="s, row 0", values={"prompt": "2+2?", "extra_info": {"score": atom}})
+    try:
+        prompt = make_prompt(row)
+    except DataError as error:
+        _refused(error, "s, row 0: column 'extra_info")
+        return
+    _require_exact(dict(prompt.extras))
+
+
+def _require_exact(record: dict[str, Any]) -> None:
+    """What is written is read back as it was."""
+    assert json.loads(json_line(record)) == json.loads(json.dumps(record, allow_nan=False))
+
+
+def _refused(error: SkyrlTrainError, *words: str, one_of: tuple[str, ...] = ("",)) -> str:
+    """Return the outcome. A refusal has all `words`, one of the others, and a length that can be read."""
+    message = str(error)
+    assert all(word in message for word in words), message
+    assert any(word in message for word in one_of), message
+    assert len(message) < 1500
+    return f"refused: {message}"
+
+
+def _require_answer(output: GenerationOutput) -> None:
+    assert all(type(token_id) is int and 0 <= token_id < VOCABULARY_SIZE for token_id in output.token_ids)
+    assert all(type(value) is float and math.isfinite(value) and value <= 0 for value in output.logprobs)
+    assert 1 <= len(output.token_ids) == len(output.logprobs) <= REQUEST.sampling.max_generate_length
+    assert isinstance(output.stop_reason, StopReason)
+    assert asdict(output)
+
+
+def _column(numbers: random.Random, values: Any) -> Any:
+    """A list as engines give it: a tuple, a list, or an array where its values allow one."""
+    if not isinstance(values, list):
+        return values
+    if (
+        numbers.random() < 0.3
+        and values
+        and all(type(value) in (int, float, bool) and abs(value) < 2**31 for value in values)
+    ):
+        return np.array(values)
+    return numbers.choice((tuple, list))(values)
