@@ -73,6 +73,8 @@ def from_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     hub.is_reachable.cache_clear()
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setattr(urllib.request, "urlopen", lambda *_, **__: io.BytesIO())
+    library = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr(library.HfApi, "dataset_info", lambda *_, **__: object())
     monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split: {"train": ROWS, "test": ROWS[:1]}[split])
 
 
