@@ -140,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="resumed cases at a time")
     args = parser.parse_args(argv)
-    return 1 if run(flips=args.flips, resumed=args.resumed, seed=args.seed, jobs=args.jobs)["failures"] else 0
+    found = run(flips=args.flips, resumed=args.resumed, seed=args.seed, jobs=args.jobs)
+    print(f"{found['cases']} cases, {found['failures']} failures")
+    return 1 if found["failures"] else 0
 
 
 if __name__ == "__main__":

@@ -324,7 +324,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="cases at a time")
     args = parser.parse_args(argv)
     found = run(args.kind or list(KINDS), cases=args.cases, seed=args.seed, jobs=args.jobs)
-    print(f"crash states: {found['cases']} resumed, {found.get('failures', 0)} failures ({_counts(found)})")
+    print(f"crash states: {_counts(found)}")
+    print(f"{found['cases']} cases, {found.get('failures', 0)} failures")
     return 1 if found.get("failures") else 0
 
 
