@@ -62,19 +62,7 @@ def make_plan_report(
     sizes = validate_batch_sizes(config, num_train_prompts=num_train_prompts)
     found += [violation for violation in sizes if (violation.field, violation.rule) not in known]
     if found:
-        return PlanReport(
-            plan=None,
-            num_train_prompts=num_train_prompts,
-            micro_batching=micro_batching_text(config.trainer),
-            lengths_source="",
-            estimates=(),
-            learning_rates=(),
-            storage=(),
-            violations=tuple(found),
-            notes=(),
-            memory=memory,
-            placement=placement,
-        )
+        return _report_of_violations(config, found, num_train_prompts, memory, placement)
     plan = plan_batches(config, num_train_prompts=num_train_prompts)
     lengths = lengths or assumed_lengths(
         config.generator, seed=config.seed, max_prompt_length=config.data.max_prompt_length
@@ -124,6 +112,29 @@ def make_plan_report(
         placement=placement,
         time=None if rates is None else _time(config, plan, lengths, estimates, rates),
         disk=disk_bytes(plan, lengths, config.trainer, num_parameters=num_parameters),
+    )
+
+
+def _report_of_violations(
+    config: Config,
+    violations: Sequence[Violation],
+    num_train_prompts: int,
+    memory: DeviceMemory | None,
+    placement: PlacementReport | None,
+) -> PlanReport:
+    """The report of sizes that do not fit together, of which there is no plan."""
+    return PlanReport(
+        plan=None,
+        num_train_prompts=num_train_prompts,
+        micro_batching=micro_batching_text(config.trainer),
+        lengths_source="",
+        estimates=(),
+        learning_rates=(),
+        storage=(),
+        violations=tuple(violations),
+        notes=(),
+        memory=memory,
+        placement=placement,
     )
 
 
