@@ -48,6 +48,7 @@ def test_one_long_row_with_hundreds_of_short_ones_stays_within_the_budget(tmp_pa
         assert learner.forward_backward(closed)["memory/policy_redone"].value > 0, "which it would have left otherwise"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["prefix_shared", "auto"])
 @pytest.mark.parametrize("probed", [True, False])
 def test_hundreds_of_rows_with_one_prompt_stay_within_the_budget(
