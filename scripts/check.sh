@@ -18,7 +18,7 @@ ensure_env dev
 # Names, attributes and arguments alone, where most of what there is runs on machines of another kind: with a GPU, in a
 # benchmark, on Ray.
 check_names() {
-    "$python" -m mypy --explicit-package-bases --ignore-missing-imports --implicit-reexport --allow-untyped-calls --allow-untyped-defs \
+    "$python" -m mypy --cache-dir .mypy_cache/names --explicit-package-bases --ignore-missing-imports --implicit-reexport --allow-untyped-calls --allow-untyped-defs \
         --no-warn-unused-ignores --no-warn-unreachable --disable-error-code=arg-type --disable-error-code=assignment \
         --disable-error-code=call-overload --disable-error-code=index --disable-error-code=misc --disable-error-code=list-item \
         --disable-error-code=no-any-return --disable-error-code=type-arg --disable-error-code=union-attr \

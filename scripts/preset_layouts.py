@@ -33,6 +33,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file, save_file
 from torch import Tensor, multiprocessing, nn
 from torch import distributed as dist  # noqa: TID251 - the two ranks are processes of this script
 from transformers import AutoModelForCausalLM
@@ -109,6 +110,10 @@ LAYOUTS = (
     Layout(name="merged", choice="packed", merges=True),
     Layout(name="prefix_shared", choice="prefix_shared"),
 )
+
+
+_TWO_RANKS, _NORMS = "two_ranks.safetensors", "norms"
+"""A file, and its tensor `[cases, 4]`: the numbers of `Norms`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,15 +424,26 @@ def run_rank(rank: int, folder: Path, rollouts: RolloutBatch, alone: dict[tuple[
     torch.set_num_threads(1)
     place = f"file://{folder}/meeting"
     join(Rendezvous(rank=rank, num_ranks=2, init_method=place, timeout_s=TIMEOUT_S), torch.device("cpu"))
-    found: dict[Case, Norms] = {}
+    found: dict[Case, Norms] = {}  # in the order of `read_two_ranks`
     for (preset, dtype), first in alone.items():
         own = Steps(preset, dtype, rollouts, folder, Replicated())
         own.tables, own.plain_slopes = first.tables, first.plain_slopes
         found.update((case, own.run(case)) for case in cases_of(preset, dtype))
     if rank == 0:
-        torch.save(found, folder / "two_ranks.pt")
+        rows = [[each.policy, each.critic or 0.0, each.num_flipped, each.held] for each in found.values()]
+        save_file({_NORMS: torch.tensor(rows, dtype=torch.float64)}, folder / _TWO_RANKS)
     dist.barrier()
     leave()
+
+
+def read_two_ranks(folder: Path, alone: dict[tuple[str, torch.dtype], Ran]) -> dict[Case, Norms]:
+    """What rank 0 wrote, by the cases that one rank ran as well."""
+    rows = load_file(folder / _TWO_RANKS)[_NORMS].tolist()
+    cases = [(case, norms) for ran in alone.values() for case, norms in ran.norms.items()]
+    return {
+        case: Norms(policy=policy, critic=None if first.critic is None else critic, num_flipped=int(flipped), held=held)
+        for (case, first), (policy, critic, flipped, held) in zip(cases, rows, strict=True)
+    }
 
 
 def run_all(presets: Sequence[str], folder: Path) -> list[tuple[Case, int, Norms, Norms]]:
@@ -436,7 +452,7 @@ def run_all(presets: Sequence[str], folder: Path) -> list[tuple[Case, int, Norms
     rollouts = record(folder)
     alone = run_alone(presets, rollouts, folder)
     multiprocessing.start_processes(run_rank, args=(folder, rollouts, alone), nprocs=2, join=True, start_method="spawn")
-    together: dict[Case, Norms] = torch.load(folder / "two_ranks.pt", weights_only=False)
+    together = read_two_ranks(folder, alone)
     found = []
     for ran in alone.values():
         first, plain = next(iter(ran.norms.items()))

@@ -115,6 +115,15 @@ class Generator(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class ReportsMetrics(Protocol):
+    """A generator that measures more than its rollouts say."""
+
+    def take_metrics(self) -> Mapping[str, float]:
+        """Return what was measured since the last time, by the names of metrics."""
+        ...
+
+
 class Scorer(Protocol):
     """A model that is only scored, as the reference is: in one process, or a group of workers behind the same methods."""
 

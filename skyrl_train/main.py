@@ -10,9 +10,7 @@ one stopped the run (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 138 SIGUSR1), in its s
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from skyrl_train.signals import end_at_once_on_signals
+from skyrl_train.signals import TYPE_CHECKING, end_at_once_on_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

@@ -7,9 +7,7 @@ the weights of a checkpoint in place of `model.path`'s.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from skyrl_train.signals import end_at_once_on_signals
+from skyrl_train.signals import TYPE_CHECKING, end_at_once_on_signals
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

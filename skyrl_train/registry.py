@@ -76,6 +76,8 @@ class Builtin:
     reads: Reads = field(default_factory=Reads)
     settings: str = ""
     """Where the part's own settings are, if it is not called as custom ones are and so takes no arguments."""
+    free: frozenset[str] = frozenset()
+    """Arguments that a resumed run may change as it likes: addresses, deadlines, where something is computed."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,22 +16,27 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+
+TYPE_CHECKING = False  # as type checkers know it: `typing` takes a while to import, and a signal may come meanwhile
+if TYPE_CHECKING:
+    from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Ctrl-C, a terminal that closes, and the warnings of Slurm, Kubernetes and others before they kill."""
 _SHOW_CURSOR = "\x1b[?25h"
 
+terminal_descriptors: list[int] = [2]
+"""The terminal itself, also where descriptor 2 is copied to a log."""
 log_descriptors: list[int] = []
 """Open files that keep what `say` says: that of `run.log`."""
 
-Handler = Callable[[int, FrameType | None], Any]
+Handler = Callable[[int, "FrameType | None"], object]
 
 
 def say(line: str) -> None:
     """Write to the terminal's file descriptor, and to the log's: a handler may interrupt a print that holds the stream's
     lock."""
-    for descriptor in (2, *log_descriptors):
+    for descriptor in (*terminal_descriptors, *log_descriptors):
         with suppress(OSError):  # the terminal may be what went away
             cursor = _SHOW_CURSOR if os.isatty(descriptor) else ""
             os.write(descriptor, f"{cursor}{line}\n".encode())

@@ -2,31 +2,26 @@
 
 Everything here is plain frozen data, of the standard library and of read-only numpy columns, so that any layer may
 import it. Token columns of a training batch live in `batch/training_batch.py`; metrics with typed reductions in
-`telemetry/metrics.py`.
-
-The turns of a trajectory form a tree. A turn stores what it adds to its parent, so that a conversation of `n` tokens
-takes memory for `n` tokens however many turns it has. One trajectory of four turns, of which the third is a new root
-and the fourth goes back to the first:
-
-    turn  parent  added_token_ids  response_token_ids  prompt_token_ids(turn)
-    0     None    p p              r r                 p p
-    1     0       o                s                   p p r r o
-    2     None    q                t t                 q
-    3     0       v                u                   p p r r v
+`telemetry/metrics.py`. What a turn is, and how turns form a tree, is in `turns.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
-TokenIds: TypeAlias = NDArray[np.int32]
-"""`[num_tokens]`, each from 0 to 2**31 - 1."""
+from skyrl_train.turns import NO_IDS, is_equal, reduced, segments
+from skyrl_train.turns import StopReason as StopReason
+from skyrl_train.turns import TokenIds as TokenIds
+from skyrl_train.turns import Turn as Turn
+from skyrl_train.turns import VersionRun as VersionRun
+from skyrl_train.turns import find_parent as find_parent
+from skyrl_train.turns import prompt_lengths as prompt_lengths
+from skyrl_train.turns import token_ids as token_ids
 
 ChatMessage = Mapping[str, Any]
 """One chat message, `{"role": "user", "content": "..."}` (further keys, such as tool calls, are kept)."""
@@ -48,22 +43,13 @@ class Tokenizer(Protocol):
     def __len__(self) -> int: ...
 
 
-class StopReason(str, Enum):
-    """Why the engine stopped one response."""
-
-    STOP = "stop"
-    """An end-of-sequence token or a stop string."""
-    LENGTH = "length"
-    """`max_generate_length` or the context window was reached."""
-    ABORT = "abort"
-    """The engine gave the request up; the tokens so far are returned."""
-
-
 class Outcome(str, Enum):
     """How a trajectory ended."""
 
     DONE = "done"
     """The environment said so."""
+    TRUNCATED = "truncated"
+    """The environment cut it short. It counts as done: what would have followed is worth nothing."""
     MAX_TURNS = "max_turns"
     """The turn limit was reached before the environment was done."""
     CONTEXT_FULL = "context_full"
@@ -78,9 +64,13 @@ class FailureKind(str, Enum):
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     INVALID_REWARD = "invalid_reward"
-    """The environment returned a reward that is not a finite number."""
+    """The environment, or a reward function, returned a reward that is not a finite number."""
     INVALID_OBSERVATION = "invalid_observation"
     """The environment returned something that is not a list of chat messages."""
+    REWARD_ERROR = "reward_error"
+    REWARD_TIMEOUT = "reward_timeout"
+    NOT_SCORED = "not_scored"
+    """A reward function returned None."""
     ENGINE_ERROR = "engine_error"
     ENGINE_TIMEOUT = "engine_timeout"
     PROMPT_TOO_LONG = "prompt_too_long"
@@ -111,6 +101,12 @@ class Prompt:
     """Environment for this row; None means the configured one."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Every other column of the row (`reward_spec`, `extra_info`, ...), handed to the environment."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """What the model may call, as the chat template takes it."""
+    dataset: str = ""
+    """Name of its data set, where several are mixed."""
+    place: str = field(default="", compare=False)
+    """Where the row stands, e.g. `data/train.jsonl, line 3`, for messages; not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,165 +150,6 @@ class GenerationOutput:
     """Version of the weights that sampled the first token."""
 
 
-def token_ids(values: ArrayLike) -> TokenIds:
-    """Return the values as a read-only column of token ids. Raises ValueError where one is no token id."""
-    given = np.asarray(values)
-    if given.size and given.dtype.kind not in "iu":
-        raise ValueError(f"token ids must be whole numbers; got {given.dtype}")
-    if given.size and not (given.min() >= 0 and given.max() <= np.iinfo(np.int32).max):
-        raise ValueError(f"token ids must lie between 0 and 2**31 - 1; got {given.min()} to {given.max()}")
-    return _column(given, np.int32)
-
-
-def _column(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
-    """Return the values as a read-only array `[n]` that nothing else can write to.
-
-    A view of a part is copied: it would keep the whole array alive. So is what might be written through another name.
-    """
-    given = np.asarray(values)
-    if given.ndim != 1:
-        raise ValueError(f"a column must have one dimension; got the shape {given.shape}")
-    owner = given.base if isinstance(given.base, np.ndarray) else given
-    if given.dtype == dtype and not (given.flags.writeable or owner.flags.writeable) and owner.size == given.size:
-        return given
-    column = np.array(given, dtype=dtype)
-    column.flags.writeable = False
-    return column
-
-
-def _is_equal(left: Any, right: Any) -> bool:
-    """Whether two records of one class agree in each field, columns element by element."""
-    for each in fields(left):
-        one, other = getattr(left, each.name), getattr(right, each.name)
-        if not (np.array_equal(one, other) if isinstance(one, np.ndarray) else one == other):
-            return False
-    return True
-
-
-def _restore(kind: Callable[..., Any], values: Mapping[str, Any]) -> Any:
-    """Construct an unpickled record again, since pickling makes some columns writeable."""
-    return kind(**values)
-
-
-def _reduced(record: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return how `pickle` and `copy` make a record again: by its constructor, which freezes columns."""
-    return _restore, (type(record), {each.name: getattr(record, each.name) for each in fields(record)})
-
-
-class VersionRun(NamedTuple):
-    """Response tokens from `start` to the next run's, or to the end, which weights of one version sampled."""
-
-    start: int
-    version: int
-
-
-_NO_LOGPROBS = _column((), np.float32)
-_NO_IDS = _column((), np.int32)
-_NO_MASK = _column((), np.bool_)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Turn:
-    """One generation and the environment's answer to it, stored as what it adds to the turn that it continues.
-
-    Columns may be given as any sequence; they are kept as read-only arrays. Raises ValueError where columns or runs do
-    not fit the response. `find_parent` gives the first two fields for a prompt that is given as a whole.
-    """
-
-    parent: int | None = None
-    """Index within the trajectory of the earlier turn whose prompt and response this turn's prompt begins with; None
-    for a root, whose prompt continues no earlier turn."""
-    added_token_ids: TokenIds
-    """`[added]` int32: what the prompt adds to the parent's prompt and response; the whole prompt of a root."""
-    response_token_ids: TokenIds
-    """`[response]` int32."""
-    response_logprobs: NDArray[np.float32] = field(default_factory=lambda: _NO_LOGPROBS)
-    """`[response]` float32; empty where none were recorded (rollouts from a file)."""
-    loss_mask: NDArray[np.bool_] = field(default_factory=lambda: _NO_MASK)
-    """`[response]` bool: False at tokens that the policy did not choose and is not trained on, such as those that an
-    agent loop forced into a response; empty where all are trained on."""
-    response_text: str
-    reward: float
-    """Finite; the environment's reward for this turn."""
-    stop_reason: StopReason
-    weight_versions: tuple[VersionRun, ...]
-    """Which weights sampled the response: runs in order, the first from token 0. `((0, 7),)` for version 7 alone."""
-
-    def __post_init__(self) -> None:
-        num_tokens = len(self.response_token_ids)
-        versions = tuple(VersionRun(int(start), int(version)) for start, version in self.weight_versions)
-        starts = [run.start for run in versions]
-        if starts[:1] != [0] or starts != sorted(set(starts)) or starts[-1] > max(0, num_tokens - 1):
-            raise ValueError(
-                f"weight_versions must be runs (start, version), from token 0 on and in order, of {num_tokens} response "
-                f"tokens; got {[tuple(run) for run in versions]}"
-            )
-        columns = {
-            "added_token_ids": token_ids(self.added_token_ids),
-            "response_token_ids": token_ids(self.response_token_ids),
-            "response_logprobs": _column(self.response_logprobs, np.float32),
-            "loss_mask": _column(self.loss_mask, np.bool_),
-        }
-        for name, what in (("response_logprobs", "log-probabilities"), ("loss_mask", "flags of the loss mask")):
-            if len(columns[name]) not in (0, num_tokens):
-                raise ValueError(f"{len(columns[name])} {what} for {num_tokens} response tokens")
-        for name, value in {**columns, "weight_versions": versions}.items():
-            object.__setattr__(self, name, value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Turn) and _is_equal(self, other)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _reduced(self)
-
-    @property
-    def oldest_weight_version(self) -> int:
-        return min(run.version for run in self.weight_versions)
-
-
-def find_parent(turns: Sequence[Turn], prompt_token_ids: ArrayLike) -> tuple[int | None, TokenIds]:
-    """Return what a turn with this whole prompt stores after `turns`: its parent and the tokens that it adds.
-
-    The parent is the turn with the longest prompt and response that the new prompt begins with, token by token, the
-    latest of equally long ones. Where there is none, the turn is a root and adds the whole prompt.
-    """
-    prompt = token_ids(prompt_token_ids)
-    lengths = [start + len(turn.response_token_ids) for start, turn in zip(prompt_lengths(turns), turns)]
-    for index in sorted(range(len(turns)), key=lambda index: (lengths[index], index), reverse=True):
-        if lengths[index] <= len(prompt) and _begins_with(prompt, _segments(turns, index)):
-            return index, token_ids(prompt[lengths[index] :])
-    return None, prompt
-
-
-def prompt_lengths(turns: Sequence[Turn]) -> list[int]:
-    """Return the number of prompt tokens of each turn of a trajectory."""
-    lengths: list[int] = []
-    for turn in turns:
-        before = 0 if turn.parent is None else lengths[turn.parent] + len(turns[turn.parent].response_token_ids)
-        lengths.append(before + len(turn.added_token_ids))
-    return lengths
-
-
-def _segments(turns: Sequence[Turn], index: int) -> list[TokenIds]:
-    """Return prompt and response of one turn in order, as the columns of the turns from its root down to it."""
-    columns: list[TokenIds] = []
-    parent: int | None = index
-    while parent is not None:
-        turn = turns[parent]
-        columns += (turn.response_token_ids, turn.added_token_ids)
-        parent = turn.parent
-    return columns[::-1]
-
-
-def _begins_with(prompt: TokenIds, segments: Sequence[TokenIds]) -> bool:
-    start = 0
-    for segment in segments:
-        if not np.array_equal(prompt[start : start + len(segment)], segment):
-            return False
-        start += len(segment)
-    return True
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
     """What became of one sample of one prompt."""
@@ -325,8 +162,13 @@ class Trajectory:
     outcome: Outcome
     failure: Failure | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The environment's own numbers (`get_metrics`)."""
-    teacher_prompt_token_ids: TokenIds = field(default_factory=lambda: _NO_IDS)
+    """The environment's own numbers (`get_metrics`), and counts of tool calls."""
+    first_messages: tuple[ChatMessage, ...] = ()
+    """What the environment made of the prompt's messages; empty where it left them as they are."""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """What each reward function said, by name and before its weight, with `environment` for the environment's own reward;
+    their weighted sum is in the turns' rewards. Empty where no reward is configured beside the environment."""
+    teacher_prompt_token_ids: TokenIds = field(default_factory=lambda: NO_IDS)
     """The first prompt with what only a teacher of the same weights is shown; empty where there is none."""
     greedy_reward: float | None = None
     """Reward of the greedy sample of the same prompt, where one was drawn as a baseline."""
@@ -341,10 +183,10 @@ class Trajectory:
         object.__setattr__(self, "teacher_prompt_token_ids", token_ids(self.teacher_prompt_token_ids))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Trajectory) and _is_equal(self, other)
+        return isinstance(other, Trajectory) and is_equal(self, other)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _reduced(self)
+        return reduced(self)
 
     @property
     def failed(self) -> bool:
@@ -359,7 +201,7 @@ class Trajectory:
 
     def prompt_token_ids(self, turn_index: int) -> TokenIds:
         """Return the whole context that the engine was given for one turn, `[prompt]` int32."""
-        columns = _segments(self.turns, turn_index)[:-1]
+        columns = segments(self.turns, turn_index)[:-1]
         return token_ids(np.concatenate(columns)) if len(columns) > 1 else columns[0]
 
     def prompt_lengths(self) -> list[int]:
@@ -377,7 +219,7 @@ class Trajectory:
         for leaf in reversed(range(len(self.turns))):
             if found[leaf] is not None:
                 continue
-            whole: TokenIds = np.concatenate(_segments(self.turns, leaf))
+            whole: TokenIds = np.concatenate(segments(self.turns, leaf))
             whole.flags.writeable = False
             index: int | None = leaf
             while index is not None and found[index] is None:

@@ -312,10 +312,12 @@ def gdpo_oracle(samples: Sequence[Sample], config: AlgorithmConfig) -> Advantage
     for sample in samples:
         group = [other.components for other in samples if other.prompt == sample.prompt and not other.failed]
         total = 0.0
-        for index, weight in enumerate(config.reward_components.values()):
+        for index, component in enumerate(config.reward_components.values()):
+            given = component if isinstance(component, dict) else {"weight": component, "normalize": "group"}
             values = [components[index] for components in group]
             if len(values) > 1 and max(values) > min(values):
-                total += weight * (sample.components[index] - statistics.fmean(values)) / statistics.stdev(values)
+                spread = statistics.stdev(values) if given["normalize"] == "group" else 1.0
+                total += given["weight"] * (sample.components[index] - statistics.fmean(values)) / spread
         found.append([] if sample.failed else [total] * sample.num_actions)
     return found
 
@@ -367,7 +369,8 @@ ADVANTAGE_ORACLES: dict[str, Callable[[Sequence[Sample], AlgorithmConfig], Advan
 def advantage_error(name: str, seed: int, config: AlgorithmConfig) -> float:
     """Largest difference between the estimator and its oracle, over both layouts of one random input."""
     if name == "gdpo":
-        config = replace(config, reward_components={"correct": 1.0, "length": 0.5}, step_rewards="outcome")
+        length = {"weight": 0.5, "normalize": "none"} if seed % 2 else 0.5
+        config = replace(config, reward_components={"correct": 1.0, "length": length}, step_rewards="outcome")
     samples = random_samples(seed, binary_rewards=name == "maxrl")
     expected = ADVANTAGE_ORACLES[name](samples, config)
     largest = 0.0

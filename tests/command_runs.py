@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
+
+from skyrl_train.signals import STOP_SIGNALS
 
 RAY = ("placement.backend=ray", "placement.start_timeout_s=180", "placement.call_timeout_s=120")
 TIMEOUT_S = 800.0
@@ -29,7 +32,13 @@ class Running:
 
 
 def start_command(folder: Path, *overrides: str, module: str = "skyrl_train.main") -> Running:
-    """Starts `python -m module` into `folder`; what it prints goes into a file beside it."""
+    """Starts `python -m module` into `folder`; what it prints goes into a file beside it.
+
+    It answers signals, also where tests were started by something that ignores them, as `nohup` does.
+    """
+    for signum in STOP_SIGNALS:
+        if signal.getsignal(signum) is signal.SIG_IGN:
+            signal.signal(signum, signal.SIG_DFL)
     folder.mkdir(parents=True, exist_ok=True)
     log = folder.with_name(f"{folder.name}.log")
     with log.open("w", encoding="utf-8") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Mapping
@@ -51,3 +52,33 @@ class Scripted:
 
     def get_metrics(self) -> dict[str, Any]:
         return {"left": len(self.steps), "note": "left out"}
+
+
+ASYNCHRONOUS = "tests.environment_cases:Asynchronous"
+
+
+class Asynchronous:
+    """Only what must be there, as coroutines: says how many are in a step beside it, and in which process it is."""
+
+    together = 0
+
+    def __init__(self, env_config: Any, extras: Mapping[str, Any]) -> None:
+        self.sleep_s, self.closed = extras.get("sleep_s", 0.0), extras.get("closed")
+
+    async def init(self, prompt: list[dict[str, Any]]) -> Any:
+        return prompt, {}
+
+    async def step(self, action: str) -> Any:
+        Asynchronous.together += 1
+        await asyncio.sleep(60.0 if action == "hang" else self.sleep_s)
+        said = f"{Asynchronous.together} in {os.getpid()}"
+        Asynchronous.together -= 1
+        if action == "break":
+            raise KeyError("broken")
+        # As gymnasium answers: observation, reward, terminated, truncated, information.
+        return said, {"correct": 1.0, "brief": 0.25}, False, action == "stop", {}
+
+    async def close(self) -> None:
+        if self.closed:
+            with open(self.closed, "a") as file:
+                file.write("closed\n")

@@ -23,18 +23,18 @@ from torch import Tensor
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import Config
+from skyrl_train.data.curriculum import Curriculum
 from skyrl_train.data.prompts import PromptSource
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.plan.batch_plan import BatchPlan
 from skyrl_train.plan.dry_run import plan_batches
-from skyrl_train.runs.common import build_loop
+from skyrl_train.runs.common import build_loop, open_checkpoints
 from skyrl_train.runs.rl import ppo_settings
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.changes import flat_config, resume_settings
-from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.evaluate import Evaluator
 from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult, checkpointed_models
 from skyrl_train.trainers.resume import Start, find_start, prepare_run_folder
@@ -306,7 +306,7 @@ class FakeRun:
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.root)
         self.console = RunConsole(file=self.output)
-        self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=self.config.trainer.max_ckpts_to_keep)
+        self.checkpoints = open_checkpoints(self.folder.checkpoints, self.config.trainer)
         self.generator = FakeGenerator(
             self.engine, seed=self.config.seed, is_broken=self.is_broken, on_call=self.on_call
         )
@@ -333,6 +333,7 @@ class FakeRun:
             notes = prepare_run_folder(
                 self.folder, start, write_config=lambda path: path.write_text("seed: 0\n"), plan={"total_steps": 4}
             )
+            self.checkpoints.take_over(start.checkpoint if start.own else None)
             for note in notes:
                 self.console.note(note)
             with ExitStack() as stack:
@@ -367,12 +368,17 @@ class FakeRun:
             checkpoints=self.checkpoints,
             draw=self.draw,
         )
+        size = config.trainer.train_batch_size
+        source = PromptSource(self.prompts, batch_size=size, shuffle=True, seed=config.seed)
+        chosen = config.data.curriculum
+        curriculum = Curriculum(
+            datasets=[source.first_epoch()], slots=lambda _: [0] * size, seed=config.seed, config=chosen
+        )
         return PPOTrainer(
             loop=loop,
             settings=ppo_settings(config),
-            prompts=PromptSource(
-                self.prompts, batch_size=config.trainer.train_batch_size, shuffle=True, seed=config.seed
-            ).batch,
+            prompts=source.batch,
+            curriculum=curriculum if chosen.enabled else None,
             generator=self.generator,
             learners=learners,
             transport=self.engine,

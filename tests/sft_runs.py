@@ -24,15 +24,14 @@ from skyrl_train.data.loader import BatchLoader, SFTBatch
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import Learner
-from skyrl_train.runs.common import build_loop
-from skyrl_train.runs.sft import build_sft_evaluator, step_settings
+from skyrl_train.runs.common import build_loop, open_checkpoints
+from skyrl_train.runs.sft import build_sft_evaluator, open_best, step_settings
 from skyrl_train.runs.sft_data import SFTData, build_loader, plan_sft
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers import sft
 from skyrl_train.trainers.changes import flat_config, resume_settings
-from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.resume import find_start, prepare_run_folder
 from skyrl_train.trainers.sft import SFTResult, SFTSettings, SFTTrainer
 from skyrl_train.trainers.state import DataFingerprint
@@ -186,7 +185,7 @@ class FakeSFTRun:
 
     def __post_init__(self) -> None:
         self.folder = RunFolder(self.root)
-        self.checkpoints = CheckpointStore(self.folder.checkpoints, keep=self.config.trainer.max_ckpts_to_keep)
+        self.checkpoints = open_checkpoints(self.folder.checkpoints, self.config.trainer)
 
     @property
     def total_steps(self) -> int:
@@ -207,6 +206,7 @@ class FakeSFTRun:
         if start.complete:
             return None
         prepare_run_folder(self.folder, start, write_config=lambda path: path.write_text("seed: 0\n"), plan={})
+        self.checkpoints.take_over(start.checkpoint if start.own else None)
         trainer = self.config.trainer
         with ExitStack() as stack:
             loader = build_loader(step_settings(self.config), self.data, stack)
@@ -225,7 +225,6 @@ class FakeSFTRun:
                 checkpoints=self.checkpoints,
                 draw=quick_drawing,
             )
-            keeps_best = trainer.keep_best or trainer.export == "best"
             return SFTTrainer(
                 loop=loop,
                 settings=SFTSettings(
@@ -237,7 +236,7 @@ class FakeSFTRun:
                 policy=self.learner,
                 evaluator=build_sft_evaluator(self.config, self.data),
                 samples=self.samples,
-                best=CheckpointStore(self.folder.best, keep=1) if keeps_best else None,
+                best=open_best(self.folder, trainer, start),
             ).train()
 
 

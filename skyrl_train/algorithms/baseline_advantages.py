@@ -6,6 +6,7 @@ What `advantages.py` says of groups holds here too.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -117,21 +118,26 @@ def gdpo(inputs: AdvantageInputs, config: AlgorithmConfig) -> AdvantageOutput:
     Group reward-Decoupled normalization, arXiv:2601.05242, equations 4 to 6: each reward of `reward_components` is
     normalised within the prompt by itself, so that a reward of large spread does not hide the others. A reward that is
     equal in a group adds 0 there; trajectories of groups where all are keep their 0. The batch's mean and deviation are
-    over trained tokens, as in verl. Without `reward_components` the reward itself is the only one. Needs groups and the
-    components. Raises BatchError for malformed inputs.
+    over trained tokens, as in verl. A component with `normalize: none` is not divided by its deviation: it keeps its own
+    scale. Without `reward_components` the reward itself is the only one. Needs groups and the components. Raises BatchError
+    for malformed inputs.
     """
     check_advantage_inputs(inputs)
     scores = score(inputs, step_rewards="outcome", gamma=1.0)
-    parts: list[tuple[float, Scores]] = [] if config.reward_components else [(1.0, scores)]
+    parts: list[tuple[float, Scores, bool]] = [] if config.reward_components else [(1.0, scores, True)]
     if config.reward_components:
         components = needed("reward_components", inputs.reward_components).double()
-        for column, weight in zip(components.unbind(1), config.reward_components.values(), strict=True):
+        for column, component in zip(components.unbind(1), config.reward_components.values(), strict=True):
             values = _of_units(column, scores, inputs)
-            parts.append((float(weight), replace(scores, values=values, magnitude=values.abs())))
+            one = replace(scores, values=values, magnitude=values.abs())
+            given = component if isinstance(component, Mapping) else {"weight": component}
+            parts.append((float(given.get("weight", 1.0)), one, given.get("normalize", "group") == "group"))
     total = torch.zeros_like(scores.values)
     differs = torch.zeros_like(scores.values, dtype=torch.bool)
-    for weight, one in parts:
-        centred = (one.values - one.group_mean()) / _deviation(one)
+    for weight, one, by_deviation in parts:
+        centred = one.values - one.group_mean()
+        if by_deviation:
+            centred = centred / _deviation(one)
         total += weight * torch.where(one.differs(), centred, 0.0)
         differs |= one.differs()
     at_tokens = scores.to_tokens(differs.double()) != 0
@@ -191,9 +197,13 @@ def with_reward_columns(
         missing = "no reward of a greedy sample: it was recorded by another advantage_estimator"
         columns["greedy_rewards"] = _per_row(batch, rollouts, [t.greedy_reward for t in rollouts.trajectories], missing)
     for name in config.reward_components:
-        values = [trajectory.metrics.get(name) for trajectory in rollouts.trajectories]
-        known = sorted({key for trajectory in rollouts.trajectories for key in trajectory.metrics})
-        missing = f"no metric {name!r} that is a finite number, which reward_components names; its environment reports "
+        reported = [{**trajectory.metrics, **trajectory.rewards} for trajectory in rollouts.trajectories]
+        values = [numbers.get(name) for numbers in reported]
+        known = sorted({key for numbers in reported for key in numbers})
+        missing = (
+            f"no metric {name!r} that is a finite number, which reward_components names; its rewards and its environment "
+            "report "
+        )
         columns[component_column(name)] = _per_row(batch, rollouts, values, missing + (", ".join(known) or "none"))
     return batch.with_columns(**columns) if columns else batch
 

@@ -93,7 +93,7 @@ def check_loss_output(output: object, shape: torch.Size, what: str) -> None:
     """Check what any loss returns, bundled or custom. Raises BatchError."""
     if not isinstance(output, PolicyLossOutput):
         raise BatchError(
-            f"{what} must return PolicyLossOutput(token_losses=..., metrics=...) of skyrl_train.algorithms.inputs, with one "
+            f"{what} must return PolicyLossOutput(token_losses, metrics) of skyrl_train.algorithms.inputs, with one "
             f"loss for each token {list(shape)}; it returned {type(output).__name__}"
         )
     require_float(f"token_losses from {what}", output.token_losses, shape)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -195,14 +194,6 @@ class TrainingInputBatch:
             metadata=self.metadata.of_rows(self.metadata.uids[start:stop]),
         )
 
-    def chunk(self, num_chunks: int) -> list[TrainingInputBatch]:
-        """`num_chunks` parts in order; their numbers of rows differ by at most one, the larger ones first."""
-        if not 1 <= num_chunks <= max(self.num_rows, 1):
-            raise BatchError(f"{self.num_rows} rows cannot be cut into {num_chunks} chunks")
-        small, larger = divmod(self.num_rows, num_chunks)
-        starts = [index * small + min(index, larger) for index in range(num_chunks + 1)]
-        return [self.slice(start, stop) for start, stop in pairwise(starts)]
-
     @staticmethod
     def cat(batches: Sequence[TrainingInputBatch]) -> TrainingInputBatch:
         """One after the other. Raises BatchError where columns, steps or the numbering of prompts differ."""
@@ -270,10 +261,6 @@ class TrainingInputBatch:
         if padded.dim() != 2 or padded.shape[0] != self.num_rows or padded.shape[1] < width:
             raise BatchError(f"shape {tuple(padded.shape)} where [{self.num_rows}, {width}] was expected")
         return padded[:, :width].reshape(-1)[positions]
-
-    def attention_mask(self) -> Tensor:
-        """bool `[num_rows, max_len]`: True where `padded` holds a token."""
-        return torch.arange(self.padding()[0], device=self.lengths.device) < self.lengths[:, None]
 
     def to(self, device: torch.device | str) -> TrainingInputBatch:
         """All columns on `device`."""

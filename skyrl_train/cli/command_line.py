@@ -16,6 +16,7 @@ from skyrl_train.cli.composition import (
     alternatives,
     as_in_a_run,
     choices_of,
+    clear_text_violations,
     is_hydra,
     plain_values,
     reason,
@@ -196,6 +197,8 @@ class CommandLine:
         config = self._compose(overrides)
         if config is None or names_only:
             return None
+        for violation in clear_text_violations(config):
+            self._found.setdefault(str(violation), violation)
         with as_in_a_run(config, index, multirun=self._multirun):
             loaded = read_root(plain_values(config), self._root.schema)
             violations = self._violations_of(loaded)

@@ -21,12 +21,15 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from skyrl_train.config.load import MISSING, Unresolved, load_root
+from skyrl_train.errors import Violation
 
 T = TypeVar("T")
 
 _ERRORS = (HydraException, OmegaConfBaseException, YAMLError, ValueError)
 
 
+REDACTED_FILES = "skyrl_train.cli.hydra_files.RedactedFiles"
+"""What `conf/` names as Hydra's callback."""
 MAX_ALTERNATIVES = 64
 """Values of a sweep that are looked at beforehand."""
 
@@ -159,6 +162,27 @@ def as_in_a_run(config: DictConfig, index: int, *, multirun: bool) -> Iterator[N
         yield
     finally:
         HydraConfig.instance().cfg = before
+
+
+def clear_text_violations(config: DictConfig) -> Iterator[Violation]:
+    """What would have Hydra write the command line and the configuration as they were typed, secrets included, or leave
+    the callback out that writes them without (`hydra_files.py`)."""
+    hydra = config.hydra
+    if hydra.output_subdir is not None:
+        yield Violation.of(
+            "hydra.output_subdir",
+            hydra.output_subdir,
+            "would hold secrets in clear text",
+            "drop it: .hydra/ is written in any case, without secrets",
+        )
+    written = OmegaConf.select(hydra, "callbacks.redacted_files._target_")
+    if written != REDACTED_FILES:
+        yield Violation.of(
+            "hydra.callbacks.redacted_files",
+            written,
+            f"must be {REDACTED_FILES}, which keeps secrets out of files and logs",
+            "drop what changes it; others stand beside it, as hydra.callbacks.NAME",
+        )
 
 
 def load_node(node: DictConfig, schema: type[T]) -> T:

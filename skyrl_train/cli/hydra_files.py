@@ -49,7 +49,10 @@ def clean_logging() -> None:
     """Have every handler of Python's logging write without secrets, and none of its lines twice. Calling it again changes
     nothing."""
     log_once()
-    for handler in logging.getLogger().handlers:
+    named = [
+        logging.getLogger(name) for name in logging.root.manager.loggerDict
+    ]  # whose handlers a command line may add
+    for handler in [handler for logger in (logging.getLogger(), *named) for handler in logger.handlers]:
         if not isinstance(handler.formatter, RedactingFormatter):
             handler.setFormatter(RedactingFormatter(handler.formatter))
 

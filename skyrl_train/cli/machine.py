@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,10 +19,13 @@ from skyrl_train.config.sft import SFTDataConfig
 from skyrl_train.config.validate import near_path
 from skyrl_train.data.hub import endpoint, is_cached, is_reachable
 from skyrl_train.data.rows import find_sources
-from skyrl_train.errors import DataError, Violation
-from skyrl_train.registry import did_you_mean, split_spec
+from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.registry import did_you_mean
 from skyrl_train.rollout.env_local import violations_in_process
-from skyrl_train.rollout.environments import environment_violations, uses_processes
+from skyrl_train.rollout.environments import environment_violations, split_environment, uses_processes
+from skyrl_train.rollout.scoring import reward_problems, server_problems
+from skyrl_train.rollout.tools.formats import TOOL_FORMATS, VLLM_PARSER
+from skyrl_train.rollout.tools.toolbox import tool_schemas
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
@@ -102,9 +106,37 @@ def _environment(environment: EnvironmentConfig) -> Iterator[Violation]:
     chosen = {"environment.env_class": environment.env_class} if environment.env_class is not None else {}
     listed = {f"environment.allowed[{index}]": name for index, name in enumerate(environment.allowed)}
     for field, spec in {**chosen, **listed}.items():
-        apart = uses_processes(environment) and ":" in split_spec(spec)[0]
-        for violation in violations_in_process([spec]) if apart else environment_violations(spec):
+        apart = uses_processes(environment) and ":" in split_environment(spec)[0]
+        python = environment.python or ""
+        for violation in violations_in_process([spec], python) if apart else environment_violations(spec):
             yield replace(violation, field=violation.field.replace("environment.env_class", field, 1))
+
+
+def task_violations(environment: EnvironmentConfig) -> Iterator[Violation]:
+    """What is wrong with an environment, its rewards and its tools, whatever machine will run them."""
+    yield from _environment(environment)
+    yield from reward_problems(environment)
+    yield from _tools(environment)
+
+
+def _rewards(environment: EnvironmentConfig, generator: GeneratorConfig) -> Iterator[Violation]:
+    """Recorded rollouts have their rewards, so that nobody is asked for them."""
+    found = reward_problems(environment)
+    yield from found
+    if not found and generator.backend != "replay":
+        yield from asyncio.run(server_problems(environment))
+
+
+def _tools(environment: EnvironmentConfig) -> Iterator[Violation]:
+    """Functions that are no tools, servers that do not answer, an unknown format of calls."""
+    if environment.tool_format not in TOOL_FORMATS and not environment.tool_format.startswith(VLLM_PARSER):
+        rule = f"must be one of {', '.join(TOOL_FORMATS)}, or {VLLM_PARSER}NAME"
+        remedy = did_you_mean(environment.tool_format, list(TOOL_FORMATS)) or "auto reads the chat template"
+        yield Violation.of("environment.tool_format", environment.tool_format, rule, remedy)
+    try:
+        tool_schemas(environment.tools)
+    except ConfigError as error:
+        yield from error.violations
 
 
 def _engine(generator: GeneratorConfig, placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Violation]:
@@ -157,5 +189,5 @@ MACHINE_RULES: tuple[Rule, ...] = (
     _attention,
 )
 """What any kind of run needs of this machine."""
-RL_MACHINE_RULES: tuple[Rule, ...] = (*MACHINE_RULES, _environment, _engine)
+RL_MACHINE_RULES: tuple[Rule, ...] = (*MACHINE_RULES, _environment, _tools, _rewards, _engine)
 """What reinforcement learning needs of it."""

@@ -20,11 +20,12 @@ from hydra.types import RunMode
 from skyrl_train.cli import preflight
 from skyrl_train.cli.auto_placement import place_for_plan
 from skyrl_train.cli.composition import as_in_a_run, load_node
+from skyrl_train.cli.machine import task_violations
 from skyrl_train.cli.preflight import config_loader
-from skyrl_train.config.schema import Config, DataConfig, ModelConfig, PlanConfig, TrainerConfig
+from skyrl_train.config.mix import MixedDataset, mixed_datasets
+from skyrl_train.config.schema import Config, DataConfig, EnvironmentConfig, ModelConfig, PlanConfig, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.data.hub import is_cached
-from skyrl_train.data.prompts import load_prompts
 from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, ModelError, SkyrlTrainError
 from skyrl_train.memory.model_sizes import model_sizes
@@ -33,9 +34,11 @@ from skyrl_train.plan.estimate import RowLengths, recorded_lengths
 from skyrl_train.plan.memory import plan_memory
 from skyrl_train.plan.report import render_text, to_json
 from skyrl_train.plan.time import rates_of
+from skyrl_train.rollout.row_checks import checked_prompts
 from skyrl_train.telemetry.rollout_log import read_rollouts
 
 CONFIG_NAME = "config"
+_UNCOUNTED = "The training prompts were not counted, for a reason below; planning with one batch of them."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,7 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     preflight([*args.overrides, *folder], config_name=CONFIG_NAME, rules=False)
     try:
         config = _compose(args.overrides, args.config_dir)
-        num_train_prompts, note = count_train_prompts(config.data, config.plan, assumed=config.trainer)
+        datasets, refused = mixed_datasets(config.data, config.environment, config.generator.sampling)
+        num_train_prompts, note = count_train_prompts(
+            config.data,
+            config.plan,
+            assumed=config.trainer,
+            environment=config.environment,
+            mix=() if refused else datasets,
+        )
         notes = [note] if note else []
         placement, memory, asked_for_memory = None, None, config.plan.device_memory_gb > 0
         try:
@@ -65,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             violations = [*validate_config(config), *(memory.violations() if memory else ())]
         except ConfigError as error:  # no placement can be chosen: the rules are those of all else
             violations = [*error.violations, *validate_config(config, refused=["placement"])]
+        violations += task_violations(config.environment)
         report = make_plan_report(
             config,
             num_train_prompts=num_train_prompts,
@@ -90,25 +101,38 @@ def _compose(overrides: Sequence[str], config_dir: str | None) -> Config:
             return load_node(node, Config)
 
 
-def count_train_prompts(data: DataConfig, plan: PlanConfig, *, assumed: TrainerConfig) -> tuple[int, str]:
-    """Training prompts, and a note where they had to be assumed because the data is not on this machine."""
+def count_train_prompts(
+    data: DataConfig,
+    plan: PlanConfig,
+    *,
+    assumed: TrainerConfig,
+    environment: EnvironmentConfig,
+    mix: Sequence[MixedDataset] = (),
+) -> tuple[int, str]:
+    """Training prompts, and a note where they had to be assumed because the data is not on this machine.
+
+    Raises DataError for rows that the environment cannot use.
+    """
     if plan.num_train_prompts:
         return plan.num_train_prompts, ""
+    if mix:
+        found = [count_train_prompts(each.data, plan, assumed=assumed, environment=each.environment) for each in mix]
+        return sum(count for count, _ in found), next((note for _, note in found if note), "")
     try:
         for source in find_sources(data.train, data.reader):
             if source.on_hub and not is_cached(
                 "/".join(source.location.partition(":")[0].split("/")[:2]), dataset=True
             ):
                 raise DataError(f"{source.location} is fetched from the hub when the run begins.")
-        prompts = load_prompts(
-            data.train, limit=data.max_train_prompts or None, reader=data.reader, row_format=data.row_format
-        )
-        return len(prompts), ""
-    except ConfigError:  # of the part that reads rows, which is told with all else that is wrong
-        return assumed.train_batch_size, ""
     except DataError as error:
         count = assumed.train_batch_size * max(assumed.total_steps, 1)
         return count, f"{error} Planning with {count} prompts; plan.num_train_prompts=N states how many there are."
+    except ConfigError:  # of the part that reads rows, which is told with all else that is wrong
+        return assumed.train_batch_size, _UNCOUNTED
+    try:
+        return len(checked_prompts(data, data.train, data.max_train_prompts, environment)), ""
+    except ConfigError:  # likewise, or of the environment
+        return assumed.train_batch_size, _UNCOUNTED
 
 
 def count_parameters(path: str) -> int | None:

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, Node, OmegaConf
 
 from skyrl_train.config.fields import defaults, walk
 from skyrl_train.config.platform import detect_platform
+from skyrl_train.config.rewards import SINGLE_TURN
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.errors import ConfigError, Violation
@@ -57,6 +58,7 @@ def register_resolvers() -> None:
     """
     OmegaConf.register_new_resolver("detect_platform", lambda: detect_platform().name, replace=True)
     OmegaConf.register_new_resolver("per_platform", _per_platform, replace=True)
+    OmegaConf.register_new_resolver("unless_rewards", _unless_rewards, replace=True)
     OmegaConf.register_new_resolver("if_file", _if_file, replace=True)
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, replace=True)
@@ -81,6 +83,11 @@ def _per_platform(values: Mapping[str, Any], *, _root_: DictConfig) -> Any:
     if name not in values:
         raise ValueError(f"per_platform has no value for platform '{name}', only for {', '.join(values)}")
     return values[name]
+
+
+def _unless_rewards(name: str, *, _root_: DictConfig) -> str:
+    """`${unless_rewards:NAME}`: the environment of a run that chooses none, or `single_turn` where rewards are given."""
+    return SINGLE_TURN if _root_.environment.get("reward") or _root_.environment.get("rewards") else name
 
 
 def _if_file(path: str, then: str, otherwise: str) -> str:

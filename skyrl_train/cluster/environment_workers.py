@@ -19,10 +19,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from skyrl_train.cluster.calls import Answer, reason_of
 from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.errors import SkyrlTrainError
-from skyrl_train.rollout.env_boundary import Request
-from skyrl_train.rollout.env_local import LocalWorker, LocalWorkers, WorkerSettings
-from skyrl_train.rollout.env_processes import WorkerEnded
-from skyrl_train.rollout.env_worker import parse
+from skyrl_train.rollout.env_boundary import MAX_WORKERS, Request
+from skyrl_train.rollout.env_connection import LocalWorker, parse
+from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
+from skyrl_train.rollout.env_processes import Imported, WorkerEnded
 
 _GRACE_S = 15.0
 """An actor answers within the deadline of a call: how much later its answer may arrive."""
@@ -40,10 +40,9 @@ class NodeWorkers:
     async def ready(self) -> Answer:
         """Import the environments."""
         try:
-            await self._workers.ready()
+            return Answer(value=await self._workers.ready())
         except SkyrlTrainError as error:
             return Answer(error=error)
-        return Answer()
 
     async def ask(self, number: int, request: str, timeout_s: float) -> tuple[str, str]:
         """Return ("answer", its JSON), ("late", "") or ("ended", why). A number that is not known is a new worker's."""
@@ -76,20 +75,22 @@ class RayWorkers:
         self._nodes: list[_Node] = []
         self._starting = asyncio.Lock()
         self._num_started = 0
+        self._imported = Imported()
 
-    async def ready(self) -> None:
+    async def ready(self) -> Imported:
         async with self._starting:
             if any(node.lost is None for node in self._nodes):
-                return
+                return self._imported
             started = await asyncio.to_thread(self._start_actors)
             answers = [asyncio.wrap_future(node.actor.ready.remote().future()) for node in started]
             try:
                 for answer in await asyncio.wait_for(asyncio.gather(*answers), self._timeout_s):
-                    answer.unwrap()
+                    self._imported = answer.unwrap()
             except (asyncio.TimeoutError, ray.exceptions.RayError) as error:
                 reason = "did not start in time" if isinstance(error, asyncio.TimeoutError) else reason_of(error)
                 raise SkyrlTrainError(f"the workers of environments on Ray: {reason}") from None
             self._nodes = started
+            return self._imported
 
     def start(self) -> RayWorker:
         living = [node for node in self._nodes if node.lost is None]
@@ -118,6 +119,7 @@ class RayWorkers:
                 actor_class.options(
                     num_cpus=0,
                     max_restarts=0,
+                    max_concurrency=2 * MAX_WORKERS,
                     runtime_env=env,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
                 ).remote(self._settings, secrets=forwarded_environment(secret=True))

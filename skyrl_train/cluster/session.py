@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import queue
+import secrets
 import shlex
 import shutil
 import signal
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+import ray._private.authentication.authentication_token_setup as authentication
 
 from skyrl_train.config.schema import PlacementConfig
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
@@ -95,9 +97,12 @@ class RaySession:
             "log_to_driver": False,
             "logging_level": logging.ERROR,
         }
+        self._variables: dict[str, str | None] = {}
+        """Variables of this process before the session, where it has its own."""
         if self.is_local:
             _stay_on_loopback()
             self.folder = Path(tempfile.mkdtemp(prefix="skyrl-ray-"))
+            self._variables = _use_token(self.folder)
             options |= {
                 "num_cpus": num_cpus,
                 "include_dashboard": False,
@@ -185,6 +190,7 @@ class RaySession:
         if self.folder is not None:
             _remove(self.folder)
             self.folder = None
+            _authenticate(self._variables)
 
 
 def object_store_bytes(largest_bucket_bytes: int, *, free_bytes: int | None = None) -> int:
@@ -257,6 +263,26 @@ def _stay_on_loopback() -> None:
 
     os.environ[constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
     constants.ENABLE_RAY_CLUSTER = False
+
+
+def _use_token(folder: Path) -> dict[str, str | None]:
+    """Have the session demand a token that nobody else has, whatever the environment says of Ray's; return what it said.
+
+    The token lies in a file of the session's folder, and only its path is in the environment of its processes.
+    """
+    path = folder / "token"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32))
+    return _authenticate({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_TOKEN": None})
+
+
+def _authenticate(variables: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Set these variables, None removing one, and have Ray's library read them again; return what they were."""
+    before = {name: os.environ.pop(name, None) for name in variables}
+    os.environ.update({name: value for name, value in variables.items() if value is not None})
+    authentication.Config.initialize("")
+    authentication.AuthenticationTokenLoader.instance().reset_cache()
+    return before
 
 
 class _Resident:

@@ -14,7 +14,7 @@ from skyrl_train.config.parts import (
     POLICY_LOSSES,
     ROLLOUT_FILTERS,
 )
-from skyrl_train.config.rules import Range
+from skyrl_train.config.rules import NonNegativeInt, PositiveInt, Range
 from skyrl_train.registry import PartSpec, Reads
 
 Share = Annotated[float, Range(0.0, 1.0)]
@@ -71,7 +71,7 @@ class FilterConfig:
 
     dynamic_sampling: Literal["none", "filter", "replace"] = "none"
     """filter: generate until enough prompts have differing rewards. replace: fill up with copies of such prompts."""
-    dynamic_sampling_max_batches: Annotated[int, Range(1)] = 30
+    dynamic_sampling_max_batches: PositiveInt = 30
     """Generated batches without enough such prompts after which the run stops with an error."""
     replace_min_share: Share = 0.3
     """replace: below this share of prompts with differing rewards, another batch is generated instead."""
@@ -81,7 +81,7 @@ class FilterConfig:
     """Leave trajectories out of the loss that a length limit cut off; their rewards still count in the group."""
     overlong_soft_share: Share = 0.0
     """Soft penalty for responses in the last such share of `overlong_max_length`; 0 is off (DAPO: 0.2)."""
-    overlong_max_length: Annotated[int, Range(1)] = 512
+    overlong_max_length: PositiveInt = 512
     """Tokens of one response at which the soft penalty has its full size: what `max_generate_length` allows, say."""
     overlong_penalty: NonNegative = 1.0
     """Full size of the soft penalty."""
@@ -115,8 +115,9 @@ class AlgorithmConfig:
     step_rewards: Literal["outcome", "turn_return"] = "outcome"
     """Of trajectories of several turns: their whole reward for every turn, or each turn's discounted return-to-go."""
     reward_components: Mapping[str, Any] = field(default_factory=dict)
-    """gdpo: weight of each reward by its name among the environment's metrics, e.g. `{correct: 1, format: 0.5}`;
-    without any, the reward itself is the only one."""
+    """gdpo: weight of each reward by its name among `environment.rewards` and the environment's metrics, e.g. `{correct: 1,
+    format: 0.5}`, or `{weight: 0.5, normalize: none}`, which is not divided by its spread. Empty: what `environment.rewards`
+    says of each; where there are none either, the reward itself is the only one."""
     normalize_advantages: bool = False
     """Whiten advantages over each mini-batch with masked mean and variance."""
     gamma: Annotated[float, Range(0.0, 1.0)] = 1.0
@@ -127,7 +128,7 @@ class AlgorithmConfig:
     """The loss of each trained token; see docs/algorithms.md."""
     loss_reduction: Annotated[PartSpec, LOSS_REDUCTIONS] = "token_mean"
     """How token losses become one number. Denominators are counted over the whole optimizer step."""
-    max_sequence_length_for_norm: Annotated[int, Range(1)] = 512
+    max_sequence_length_for_norm: PositiveInt = 512
     """Constant divisor of `seq_mean_token_sum_norm` (tokens)."""
     sequence_unit: Literal["turn", "trajectory"] = "turn"
     """What a sequence is to gspo, gmpo, vespo and the sequence-level weights and masks of `off_policy`: one response, or
@@ -184,9 +185,9 @@ class AlgorithmConfig:
     """adaptive moves the weight of the KL in the reward so that the KL stays near `kl_target`."""
     kl_target: Positive = 0.1
     """adaptive: mean KL per trained token that is aimed at."""
-    kl_horizon: Annotated[int, Range(1)] = 10_000
+    kl_horizon: PositiveInt = 10_000
     """adaptive: trajectories over which the weight may change by a factor of about 1.2."""
-    ref_update_interval: Annotated[int, Range(0)] = 0
+    ref_update_interval: NonNegativeInt = 0
     """Replace the reference by the current policy every so many training batches; 0 never."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus (with a controller, the first weight)."""
@@ -202,7 +203,7 @@ class AlgorithmConfig:
     """Critic: the loss of each token's value. clipped: half the square of its distance from the return."""
     value_clip: NonNegative = 0.2
     """Critic: new values are clipped to within this of the old ones; 0 is off."""
-    critic_warmup_steps: Annotated[int, Range(0)] = 0
+    critic_warmup_steps: NonNegativeInt = 0
     """Training batches in which only the critic is trained."""
     off_policy: OffPolicyConfig = field(default_factory=OffPolicyConfig)
     """Correction for tokens that another policy, or another numerics, sampled."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from skyrl_train.config.algorithm import (
@@ -108,12 +108,15 @@ def _reward_clip(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 
 
 def _reward_weights(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    for name, weight in algorithm.reward_components.items():
+    for name, component in algorithm.reward_components.items():
+        given = component if isinstance(component, Mapping) else {"weight": component}
         yield from _require(
-            _is_number(weight),
+            _is_number(given.get("weight", 1.0))
+            and given.get("normalize", "group") in ("group", "none")
+            and set(given) <= {"weight", "normalize"},
             f"reward_components.{name}",
-            "must be a number, the reward's weight",
-            weight,
+            "must be a number, the reward's weight, or {weight: 1, normalize: group|none}",
+            component,
             f"reward_components={{{name}: 1}}",
         )
 

@@ -8,9 +8,10 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from skyrl_train.config.rules import ReadWith, Resume
+from skyrl_train.config.rules import ReadWith, Resume, Usual
 from skyrl_train.errors import Violation
 from skyrl_train.registry import Seam
 
@@ -104,6 +105,14 @@ def walk(schema: type, default: Any = None, section: SchemaField | None = None) 
         nested = section_of(annotation)
         if nested is not None:
             yield from walk(nested, entry.default, entry)
+
+
+def unusual_values(config: object) -> Iterator[tuple[str, float, Usual]]:
+    """Every setting of a configuration that is larger than anybody is likely to mean: its name, its value, and why."""
+    for entry in walk(type(config)):
+        usual = fact(entry.annotation, Usual)
+        if usual is not None and (value := attrgetter(entry.path)(config)) > usual.value:
+            yield entry.path, value, usual
 
 
 def recorded(section: T, record: Callable[[str], object], prefix: str = "") -> T:

@@ -9,18 +9,22 @@ from typing import Annotated, Any, Literal
 from skyrl_train.config.parts import AGENT_LOOPS, ENGINES, TRAJECTORY_ROWS, WEIGHT_TRANSPORTS
 from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.rules import (
+    BatchSize,
     Forks,
     Fraction,
     Free,
     Interchangeable,
     LayoutOnly,
+    NonNegativeCount,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveCount,
     PositiveFloat,
     PositiveInt,
     Range,
     Resume,
     Seconds,
+    Usual,
 )
 from skyrl_train.registry import PartSpec
 
@@ -29,7 +33,7 @@ from skyrl_train.registry import PartSpec
 class SamplingConfig:
     """How responses are sampled."""
 
-    temperature: NonNegativeFloat = 1.0
+    temperature: Annotated[NonNegativeFloat, Usual(3.0, "answers become noise")] = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Range(0.0, 1.0, exclusive_min=True)] = 1.0
     """Keep the smallest set of tokens with this much probability."""
@@ -47,10 +51,10 @@ class SamplingConfig:
 class VLLMConfig:
     """`generator.vllm`: engines on Ray, or one of this machine without it (`placement=inline`)."""
 
-    num_engines: NonNegativeInt = 0
+    num_engines: NonNegativeCount = 0
     """Data-parallel engines; requests that share a prefix go to the same one. 0 is as many as their devices hold: those of
     the policy with `placement.colocate_all`, those of `placement.inference_num_nodes`; elsewhere one."""
-    tensor_parallel_size: PositiveInt = 1
+    tensor_parallel_size: PositiveCount = 1
     """Devices of one engine."""
     dtype: Forks[Literal["auto", "float32", "bfloat16"]] = "auto"
     """auto is `model.dtype`. The trainer's own type is the one whose log-probabilities agree with the trainer's."""
@@ -58,7 +62,7 @@ class VLLMConfig:
     """Keys and values of one engine; 0 is a quarter GiB on a CPU, and what `gpu_memory_utilization` leaves on a GPU."""
     gpu_memory_utilization: Fraction = 0.8
     """Share of the device's memory that an engine takes in all (GPU only)."""
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: BatchSize = 256
     """Sequences that one engine generates together."""
     enforce_eager: bool | None = None
     """false compiles and captures graphs: slower to start, faster on a GPU. null: true on a CPU, vLLM's own default
@@ -115,7 +119,7 @@ class GeneratorConfig:
     backend: Annotated[PartSpec, ENGINES, Resume.FORKS, SAME_SAMPLES] = "hf"
     """Where tokens come from. hf: the model in this process. vllm: engines on Ray, or one of this machine. http: an
     OpenAI-compatible server. replay: recordings. Or a custom engine in this process."""
-    n_samples_per_prompt: Forks[PositiveInt] = 8
+    n_samples_per_prompt: Forks[BatchSize] = 8
     """Trajectories per training prompt: the group over which GRPO compares."""
     agent_loop: Forks[Annotated[PartSpec, AGENT_LOOPS]] = "multi_turn"
     """What makes one trajectory. multi_turn: the engine and the environment alternate until either has had enough."""
@@ -136,12 +140,12 @@ class GeneratorConfig:
     """For training rollouts."""
     eval_sampling: Free[SamplingConfig] = field(default_factory=SamplingConfig)
     """For evaluation."""
-    eval_n_samples_per_prompt: Free[PositiveInt] = 1
+    eval_n_samples_per_prompt: Free[BatchSize] = 1
     """Trajectories per held-out prompt; pass@n is reported for it."""
     seeds: Forks[Literal["request", "engine"]] = "request"
     """request: each response has a seed of its own, so that a resumed run samples what it would have. engine (vllm, http):
     one seed for all, so that a resume is not identical."""
-    max_batch_size: LayoutOnly[PositiveInt] = 256
+    max_batch_size: LayoutOnly[BatchSize] = 256
     """Sequences that the hf backend generates together."""
     request_timeout_s: Free[Seconds] = 600.0
     """Deadline of one generation request."""

@@ -54,6 +54,11 @@ class LearnerSettings:
     deterministic: bool
     seed: int
 
+    @property
+    def frozen(self) -> bool:
+        """Whether the weights that are loaded stay as they are: only scored, or under an adapter."""
+        return self.optimizer is None or self.model.lora.rank > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunModels:
@@ -82,8 +87,12 @@ def learner_settings(config: Config, role: Role, schedule: ScheduleLength | None
     """
     models = {
         "policy": config.model,
-        "reference": replace(model_at(config.reference.model.path, config.model), lora=LoraConfig()),
-        "critic": replace(model_at(config.critic.model.path, config.model), lora=config.critic.model.lora),
+        "reference": replace(
+            model_at(config.reference.model.path, config.model), lora=LoraConfig(), quantization="none"
+        ),
+        "critic": replace(
+            model_at(config.critic.model.path, config.model), lora=config.critic.model.lora, quantization="none"
+        ),
     }
     optimizers = {"policy": config.trainer.policy.optimizer, "critic": config.critic.optimizer}
     return LearnerSettings(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Generic, Literal, TypeVar, cast, get_args, get_origin
 
 from skyrl_train.config.fields import fact, hints, is_optional, remedy_for_unknown, section_of
-from skyrl_train.config.rules import Range, StandsFor
+from skyrl_train.config.rules import Most, Range, StandsFor
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import TARGET, PartSpec, Seam, did_you_mean
@@ -170,6 +170,8 @@ def convert(value: Any, annotation: Any, path: str) -> Any:
         for rule in rules:
             if isinstance(rule, Range) and not rule.holds(result):
                 raise _Refused(f"must be {rule}")
+            if isinstance(rule, Most) and result > rule.value:
+                raise _Refused(f"must be at most {rule.value:g}: {rule.why}")
         return result
     if is_optional(annotation):
         if value is None:

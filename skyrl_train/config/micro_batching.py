@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from skyrl_train.config.parts import MICRO_BATCH_STRATEGIES
 from skyrl_train.config.rules import (
+    BatchSize,
     CutsRows,
     LayoutChoice,
     LayoutOnly,
@@ -28,9 +29,9 @@ class MicroBatchConfig:
     micro_batching: CutsRows[Annotated[PartSpec, MICRO_BATCH_STRATEGIES]] = "fixed"
     """How rows are cut into forwards: `fixed` rows, `token_budget`, `auto` (sizes itself), or a custom planner, which sizes
     itself too where it declares that it reads `memory_budget`."""
-    micro_train_batch_size_per_gpu: CutsRows[PositiveInt] = 32
+    micro_train_batch_size_per_gpu: CutsRows[BatchSize] = 32
     """Rows per forward and backward on one rank (fixed)."""
-    micro_forward_batch_size_per_gpu: LayoutOnly[PositiveInt] = 64
+    micro_forward_batch_size_per_gpu: LayoutOnly[BatchSize] = 64
     """Rows per forward-only pass on one rank (fixed)."""
     max_tokens_per_microbatch: CutsRows[PositiveInt] = 8192
     """Hard cap on computed token positions of a forward and backward on one rank (token_budget, packed rows of

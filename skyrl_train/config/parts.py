@@ -104,7 +104,9 @@ DATA_READERS = Seam(
         "by_name": Builtin("skyrl_train.data.rows:by_name"),
         "jsonl": Builtin("skyrl_train.data.rows:read_jsonl"),
         "json": Builtin("skyrl_train.data.rows:read_json"),
+        "csv": Builtin("skyrl_train.data.rows:read_csv"),
         "parquet": Builtin("skyrl_train.data.rows:read_parquet"),
+        "arrow": Builtin("skyrl_train.data.rows:read_arrow"),
         "hub": Builtin("skyrl_train.data.hub:read_hub"),
     },
     given=("location",),
@@ -123,10 +125,48 @@ ROW_FORMATS = Seam(
 
 ENVIRONMENTS = Seam(
     "environment.env_class",
-    {"word_problems": Builtin("skyrl_train.rollout.envs.word_problems:WordProblemsEnv")},
+    {
+        "word_problems": Builtin("skyrl_train.rollout.envs.word_problems:WordProblemsEnv"),
+        "single_turn": Builtin("skyrl_train.rollout.reward_functions:SingleTurn"),
+    },
     names_elsewhere=True,
 )
 """`(env_config=..., extras=...) -> Environment`. Names of skyrl-gym's registry are added in `rollout/environments.py`."""
+
+TOOLS = Seam(
+    "environment.tools",
+    {"mcp": Builtin("skyrl_train.rollout.tools.mcp:McpServer")},
+    names_elsewhere=True,
+)
+"""A function that is a tool, or what makes some; see `rollout/tools/toolbox.py`, which checks them."""
+
+_READY_MADE = "skyrl_train.rollout.rewards.ready_made"
+REWARDS = Seam(
+    "environment.rewards",
+    {
+        "exact_match": Builtin(f"{_READY_MADE}:exact_match"),
+        "choice": Builtin(f"{_READY_MADE}:choice"),
+        "math_verify": Builtin(f"{_READY_MADE}:math_verify"),
+        "json_schema": Builtin(f"{_READY_MADE}:JsonSchema"),
+        "regex": Builtin(f"{_READY_MADE}:Regex"),
+        "code": Builtin(f"{_READY_MADE}:code"),
+        "length_penalty": Builtin(f"{_READY_MADE}:LengthPenalty"),
+        "not_stopped_penalty": Builtin(f"{_READY_MADE}:not_stopped_penalty"),
+        "judge": Builtin(
+            "skyrl_train.rollout.rewards.judge:Judge",
+            free=frozenset({"url", "max_concurrency", "max_retries", "timeout_s", "cache", "price", "api_key_env"}),
+        ),
+        "model": Builtin(
+            "skyrl_train.rollout.rewards.model:RewardModel",
+            free=frozenset(
+                {"placement", "device", "max_batch_tokens", "url", "timeout_s", "max_retries", "api_key_env"}
+            ),
+        ),
+    },
+    names_elsewhere=True,
+)
+"""`(completion=..., columns by name ...) -> float, {name: float} or None`; `rollout/rewards/__init__.py` has the contract.
+They are checked where they run, together with the columns of the data: `rollout/scoring.py`."""
 
 _KL = "skyrl_train.algorithms.kl"
 KL_ESTIMATORS = Seam(

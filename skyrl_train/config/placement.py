@@ -6,7 +6,15 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from skyrl_train.config.parts import STRATEGIES
-from skyrl_train.config.rules import CutsRows, Free, LayoutOnly, NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds
+from skyrl_train.config.rules import (
+    CutsRows,
+    Free,
+    LayoutOnly,
+    NonNegativeCount,
+    NonNegativeFloat,
+    PositiveCount,
+    Seconds,
+)
 from skyrl_train.registry import PartSpec
 
 ROLES = ("policy", "critic", "ref")
@@ -21,7 +29,7 @@ class PlatformConfig:
     """Chooses the other groups' defaults: tiny bundled model and inline learner on cpu, Qwen2.5 with vLLM on gpu."""
     device: str = "cpu"
     """torch device of the inline learner and of `generator=hf`, e.g. `cpu` or `cuda:0`."""
-    num_threads: PositiveInt = 1
+    num_threads: PositiveCount = 1
     """torch threads per process. One is fastest on small shared machines: idle threads spin on busy cores."""
 
     @property
@@ -36,7 +44,7 @@ class StrategyConfig:
 
     name: Annotated[PartSpec, STRATEGIES] = "single"
     """single: one process. ddp: a replica per rank. fsdp2: sharded over ranks. Or a custom one, of one process or many."""
-    sequence_parallel_size: CutsRows[PositiveInt] = 1
+    sequence_parallel_size: CutsRows[PositiveCount] = 1
     """So many ranks compute each micro-batch together, each a part of its positions: for long rows. Must divide the
     ranks and the attention heads of every model; a micro-batch's caps hold for all of them together."""
     cpu_offload: bool = False
@@ -68,35 +76,35 @@ class PlacementConfig:
     auto: bool = False
     """Choose backend, ranks, engines and what they share for the GPUs that there are (`placement=auto`): of this machine,
     or of the cluster at `ray_address`. What is stated of them is then refused, but for the engines' settings."""
-    num_gpus: NonNegativeInt = 0
+    num_gpus: NonNegativeCount = 0
     """GPUs to choose for (auto): of those there are, or for a plan without any; 0 counts them."""
-    num_nodes: PositiveInt = 1
+    num_nodes: PositiveCount = 1
     """Nodes over which `num_gpus` are spread evenly (auto)."""
     gpu_memory_gb: NonNegativeFloat = 0.0
     """Memory of one GPU in GB (10^9 bytes) to choose for (auto); 0 asks the driver, and takes 80 where it does not say."""
     backend: Literal["inline", "ray"] = "inline"
     """inline: one process, no Ray, debuggable with pdb. ray: actors on a cluster."""
-    policy_num_workers: CutsRows[PositiveInt] = 1
+    policy_num_workers: CutsRows[PositiveCount] = 1
     """Data-parallel ranks of the policy."""
-    critic_num_workers: CutsRows[PositiveInt] = 1
+    critic_num_workers: CutsRows[PositiveCount] = 1
     """Data-parallel ranks of the critic."""
-    ref_num_workers: LayoutOnly[PositiveInt] = 1
+    ref_num_workers: LayoutOnly[PositiveCount] = 1
     """Data-parallel ranks of the reference."""
-    policy_num_nodes: PositiveInt = 1
+    policy_num_nodes: PositiveCount = 1
     """Nodes that the policy's ranks are spread over, equally many on each."""
-    policy_num_gpus_per_node: NonNegativeInt = 0
+    policy_num_gpus_per_node: NonNegativeCount = 0
     """GPUs of each of them, one rank each; 0 where `policy_num_workers` says how many there are in all."""
-    critic_num_nodes: PositiveInt = 1
+    critic_num_nodes: PositiveCount = 1
     """Nodes of the critic's ranks; those of the policy where they share devices."""
-    critic_num_gpus_per_node: NonNegativeInt = 0
+    critic_num_gpus_per_node: NonNegativeCount = 0
     """GPUs of each of them; 0 where `critic_num_workers` counts."""
-    ref_num_nodes: PositiveInt = 1
+    ref_num_nodes: PositiveCount = 1
     """Nodes of the reference's ranks; those of the policy where they share devices."""
-    ref_num_gpus_per_node: NonNegativeInt = 0
+    ref_num_gpus_per_node: NonNegativeCount = 0
     """GPUs of each of them; 0 where `ref_num_workers` counts."""
-    inference_num_nodes: NonNegativeInt = 0
+    inference_num_nodes: NonNegativeCount = 0
     """Nodes for engines alone; 0 puts engines on any node with room."""
-    inference_num_gpus_per_node: NonNegativeInt = 0
+    inference_num_gpus_per_node: NonNegativeCount = 0
     """GPUs of each of them; 0 follows from the engines."""
     colocate_all: bool = False
     """Models and engines share devices; each gives its memory up while the others work."""

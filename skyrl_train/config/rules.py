@@ -89,11 +89,36 @@ class Range:
         return " and ".join(part for part in (low, high) if part)
 
 
-PositiveInt = Annotated[int, Range(1)]
-NonNegativeInt = Annotated[int, Range(0)]
+@dataclass(frozen=True)
+class Most:
+    """The largest value with which anything could work: beyond it a slip of the hand is refused."""
+
+    value: float
+    why: str
+    """Completes `must be at most ...: `."""
+
+
+@dataclass(frozen=True)
+class Usual:
+    """The largest value that somebody is likely to mean: beyond it the run, and its plan, say so."""
+
+    value: float
+    why: str
+
+
+ANY_RUN = Most(10**9, "no run gets through more")
+ANY_CLUSTER = Most(100_000, "no cluster has room for more")
+ANY_BATCH = Most(10**7, "no step holds more")
+PositiveInt = Annotated[int, Range(1), ANY_RUN]
+NonNegativeInt = Annotated[int, Range(0), ANY_RUN]
+PositiveCount = Annotated[int, Range(1), ANY_CLUSTER]
+"""Of processes, devices or nodes."""
+NonNegativeCount = Annotated[int, Range(0), ANY_CLUSTER]
+BatchSize = Annotated[int, Range(1), ANY_BATCH]
+"""Of prompts, samples or rows."""
 NonNegativeFloat = Annotated[float, Range(0.0)]
 PositiveFloat = Annotated[float, Range(0.0, exclusive_min=True)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
-Seconds = Annotated[float, Range(0.0, exclusive_min=True)]
+Seconds = Annotated[float, Range(0.0, exclusive_min=True), Most(10**9, "nobody waits for 30 years")]
 LayoutName = Literal["padded", "packed", "prefix_shared"]
 LayoutChoice = Literal["padded", "packed", "prefix_shared", "auto"]

@@ -3,7 +3,8 @@
 Types carry their rules: `Literal` lists the choices, `Annotated[int, Range(1)]` the bounds, and `Forks[...]`, or another
 class of `config/rules.py`, whether a run may go on from a checkpoint with another value. `config/load.py` turns a composed
 Hydra config into these classes and reports every violation at once; rules between fields live in
-`config/validate.py`. `docs/configuration.md` is generated from this file. The defaults here are those of `conf/`;
+`config/validate.py`. The sections that groups of `conf/` choose have files of their own, imported here.
+`docs/configuration.md` is generated from all of them. The defaults here are those of `conf/`;
 a test keeps the two equal.
 """
 
@@ -13,30 +14,27 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.data import DataConfig as DataConfig
+from skyrl_train.config.data import EnvironmentConfig as EnvironmentConfig
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.micro_batching import MicroBatchConfig
-from skyrl_train.config.parts import (
-    BATCH_RULES,
-    CALLBACKS,
-    DATA_READERS,
-    ENVIRONMENTS,
-    METRICS,
-    MODEL_LOADERS,
-    OPTIMIZERS,
-    PROMPT_ORDERS,
-    ROW_FORMATS,
-    SCHEDULES,
-    TRACKERS,
-)
+from skyrl_train.config.models import CriticConfig as CriticConfig
+from skyrl_train.config.models import CriticModelConfig as CriticModelConfig
+from skyrl_train.config.models import LoraConfig as LoraConfig
+from skyrl_train.config.models import ModelConfig as ModelConfig
+from skyrl_train.config.models import OptimizerConfig as OptimizerConfig
+from skyrl_train.config.models import PolicyConfig as PolicyConfig
+from skyrl_train.config.models import ReferenceConfig as ReferenceConfig
+from skyrl_train.config.models import ReferenceModelConfig as ReferenceModelConfig
+from skyrl_train.config.parts import BATCH_RULES, CALLBACKS, METRICS, TRACKERS
 from skyrl_train.config.placement import PlacementConfig as PlacementConfig
 from skyrl_train.config.placement import PlatformConfig as PlatformConfig
 from skyrl_train.config.placement import StrategyConfig as StrategyConfig
 from skyrl_train.config.rules import (
+    BatchSize,
     CutsRows,
     EndsSchedule,
-    Fixed,
     Forks,
-    Fraction,
     Free,
     LayoutOnly,
     NonNegativeFloat,
@@ -45,176 +43,9 @@ from skyrl_train.config.rules import (
     PositiveInt,
     Range,
     ReadWith,
-    Seconds,
     StandsFor,
 )
 from skyrl_train.registry import PartSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """`model.lora`: train a low-rank adapter in place of the weights. The reference is the model without it."""
-
-    rank: Fixed[NonNegativeInt] = 0
-    """Rank of the adapter; 0 trains all weights."""
-    alpha: Forks[PositiveFloat] = 32.0
-    """The adapter's output is multiplied by alpha / rank."""
-    dropout: Forks[Annotated[float, Range(0.0, 0.95)]] = 0.0
-    """Share of the adapter's inputs that is dropped (supervised training only)."""
-    targets: Fixed[tuple[str, ...]] = ("all-linear",)
-    """Names of the layers that are adapted, e.g. `[q_proj,v_proj]`; `all-linear` is all but the output head."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """`model=`: the policy's model and tokenizer."""
-
-    path: Fixed[str] = "builtin:tiny_qwen2"
-    """Folder in Hugging Face format, a hub name, or `builtin:NAME` for a model inside the package."""
-    tokenizer_path: Fixed[str | None] = None
-    """Where the tokenizer is, if not with the model."""
-    revision: Fixed[str | None] = None
-    """Branch, tag or commit of a hub model."""
-    dtype: Forks[Literal["float32", "bfloat16"]] = "float32"
-    """Type of the forward pass; master weights and optimizer state are float32."""
-    attention: LayoutOnly[Literal["auto", "sdpa", "eager", "flash_attention_2"]] = "auto"
-    """Attention kernel for the padded layout; auto is sdpa."""
-    gradient_checkpointing: LayoutOnly[bool] = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    compile: LayoutOnly[bool] = False
-    """Compile the decoder layers with torch.compile: one graph for all sizes; takes a while at the first forward."""
-    trust_remote_code: Free[bool] = False
-    """Run Python code that comes with the model. Off: such a model is refused."""
-    loader: Forks[Annotated[PartSpec, MODEL_LOADERS]] = "transformers"
-    """What reads the weights of every model that is trained, scored, or generates in this process."""
-    lora: Annotated[LoraConfig, ReadWith("rank")] = field(default_factory=LoraConfig)
-    """Train an adapter."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """`data=`: prompts for training and for evaluation."""
-
-    train: Free[tuple[str, ...]] = ("builtin:word_problems/train",)
-    """Parquet or JSON-lines files, folders of them, hub names (`owner/name:split`, `owner/name/config:split`), or
-    `builtin:NAME/SPLIT`."""
-    validation: Free[tuple[str, ...]] = ("builtin:word_problems/validation",)
-    """Held-out prompts; empty turns evaluation off."""
-    reader: Free[Annotated[PartSpec, DATA_READERS]] = "by_name"
-    """How an entry of `train` or `validation` is read: inferred from its name, as one kind of file whatever it is called,
-    or by a custom function of the entry, which yields rows (mappings of columns to values)."""
-    row_format: Free[Annotated[PartSpec, ROW_FORMATS]] = "prompt"
-    """What rows without a `prompt` are: `gsm8k`, as its makers publish it, or a custom function of a `Row`
-    (`data/rows.py`), which returns the columns that it should have. `prompt` refuses them."""
-    max_train_prompts: Free[NonNegativeInt] = 0
-    """Use only the first so many training prompts; 0 is all."""
-    max_validation_prompts: Free[NonNegativeInt] = 0
-    """Use only the first so many held-out prompts; 0 is all."""
-    max_prompt_length: Free[PositiveInt] = 256
-    """Tokens. A longer first prompt is handled by `over_long`."""
-    over_long: Free[Literal["drop", "error"]] = "drop"
-    """What becomes of a prompt over `max_prompt_length`: left out and counted, or refused before training."""
-    shuffle: Forks[bool] = True
-    """Another order each epoch, as `order` says; false: the order of the data."""
-    order: Forks[Annotated[PartSpec, PROMPT_ORDERS]] = "by_seed"
-    """Order of the training prompts in an epoch. by_seed: random, derived from `seed`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig:
-    """`environment=`: where answers are scored."""
-
-    env_class: Forks[Annotated[PartSpec | None, ENVIRONMENTS]] = "word_problems"
-    """A built-in name, one registered in skyrl-gym, or a custom class; scores all rows, whatever they name. Its settings
-    stand beside it, e.g. `{_target_: text2sql, db_path: /databases}`. null (`environment=by_row`) takes each row's own
-    `env_class`."""
-    step_timeout_s: Free[Seconds] = 60.0
-    """Deadline of each `init`, `step` and `close`. An environment that exceeds it fails its trajectory, not the run."""
-    isolation: Free[Literal["auto", "process", "thread"]] = "auto"
-    """Where environments run. process: in worker processes, which are killed at the deadline and take nothing else down;
-    thread: on threads of this process, for trusted, cheap code; auto: threads for the bundled environment, processes for all
-    others."""
-    placement: Free[Literal["local", "ray"]] = "local"
-    """Where worker processes are: on this machine, or on every node of the Ray cluster."""
-    num_workers: Free[PositiveInt] = 16
-    """Environment calls at a time: threads, or worker processes at most. A process hosts many environments in turn."""
-    worker_memory_gb: Free[PositiveFloat] = 4.0
-    """What a worker process may allocate. Beyond it is a MemoryError, which fails the trajectory."""
-    allowed: Free[tuple[str, ...]] = ()
-    """Custom environments (`package.module:attr`) that data rows may name in `env_class`, which otherwise name registered
-    ones alone: whoever writes data does not choose what code runs."""
-    max_failed_fraction: Free[Fraction] = 0.5
-    """Stop the run when a larger share of a batch's trajectories failed: something is broken for good."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """Optimizer and learning-rate schedule."""
-
-    name: Annotated[PartSpec, OPTIMIZERS] = "adamw"
-    """sgd has no momentum: its update is the gradient, which makes runs easy to compare."""
-    lr: PositiveFloat = 1e-6
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """AdamW's averaging coefficients."""
-    eps: PositiveFloat = 1e-8
-    """AdamW's denominator term."""
-    weight_decay: NonNegativeFloat = 0.01
-    """Decoupled weight decay; not applied to biases and norms."""
-    max_grad_norm: NonNegativeFloat = 1.0
-    """Clip the global gradient norm; 0 is off."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps from 0 to the peak learning rate."""
-    schedule: Annotated[PartSpec, SCHEDULES] = "constant"
-    """After warm-up, over the optimizer steps that the batch plan announces."""
-    min_lr_ratio: Fraction = 0.0
-    """Where linear and cosine end, as a share of `lr`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyConfig:
-    """`trainer.policy`: how the policy is updated."""
-
-    optimizer: Forks[OptimizerConfig] = field(default_factory=OptimizerConfig)
-    """The policy's optimizer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CriticModelConfig:
-    """`critic.model`: the value model."""
-
-    path: Forks[str] = ""
-    """Folder, hub name or `builtin:NAME`, `policy` for a copy of the policy's weights with a new value head, or empty
-    for no critic. The `score` head of a reward model with one label is kept; a new head starts at 0."""
-    lora: Annotated[LoraConfig, ReadWith("rank")] = field(default_factory=LoraConfig)
-    """Train an adapter and the value head in place of all weights; independent of the policy's `model.lora`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CriticConfig:
-    """`critic`: the value model of PPO."""
-
-    model: CriticModelConfig = field(default_factory=CriticModelConfig)
-    """What it starts from."""
-    optimizer: Forks[OptimizerConfig] = field(default_factory=OptimizerConfig)
-    """Its own optimizer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceModelConfig:
-    """`reference.model`: what the policy is held near, or learns from."""
-
-    path: Forks[str] = "policy"
-    """Folder or hub name, or `policy` for the policy as it starts. It reads the policy's tokens, so it must share the
-    policy's tokenizer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReferenceConfig:
-    """`reference`: the model of the KL terms, and the teacher of `algorithm=distillation`. Loaded only where used."""
-
-    model: ReferenceModelConfig = field(default_factory=ReferenceModelConfig)
-    """What it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,14 +63,19 @@ class LoopConfig(MicroBatchConfig):
     before. Less than the time until whoever sent the signal kills, by the time that a checkpoint takes. 0: no limit."""
     max_ckpts_to_keep: Free[PositiveInt] = 2
     """Older checkpoints are deleted after a newer one is complete."""
+    checkpoint_url: Free[str] = ""
+    """Bring each checkpoint to this URL as well, from which the run goes on where its output folder is lost:
+    `s3://bucket/run`, `gs://bucket/run`, `file:///mnt/run`, or another that fsspec knows."""
+    checkpoint_timeout_s: Free[PositiveFloat] = 1800.0
+    """Deadline of bringing one checkpoint to `checkpoint_url`, or from it."""
     max_failed_saves: Free[PositiveInt] = 3
-    """Steps in a row at which the disk refuses, after which the run ends; until then it goes on and tries again after
-    each step."""
+    """Steps in a row at which the disk or `checkpoint_url` refuses, after which the run ends; until then it goes on and
+    tries again after each step."""
     resume_mode: Free[Literal["latest", "none", "from_path", "fork"]] = "latest"
     """latest: from this output folder, if it holds a checkpoint. from_path: from `resume_path`. fork: a new run begins at
     `resume_path`, with other settings."""
     resume_path: Free[str] = ""
-    """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder."""
+    """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder, or its `checkpoint_url`."""
     max_restarts: Free[NonNegativeInt] = 3
     """How often a run on Ray goes on from its last checkpoint by itself when a worker or node died or hangs; 0 ends it."""
     metrics: Free[tuple[Annotated[PartSpec, METRICS], ...]] = ()
@@ -256,11 +92,11 @@ class TrainerConfig(LoopConfig):
     """Training batches in all; 0 derives it from `epochs`."""
     epochs: EndsSchedule[PositiveInt] = 1
     """Passes over the training prompts, where `total_steps` is 0."""
-    train_batch_size: Forks[PositiveInt] = 32
+    train_batch_size: Forks[BatchSize] = 32
     """Prompts per training batch (rollout)."""
-    policy_mini_batch_size: Forks[PositiveInt] = 16
+    policy_mini_batch_size: Forks[BatchSize] = 16
     """Prompts per optimizer step of the policy; must divide `train_batch_size`."""
-    critic_mini_batch_size: Forks[PositiveInt] = 16
+    critic_mini_batch_size: Forks[BatchSize] = 16
     """Prompts per optimizer step of the critic; must divide `train_batch_size`."""
     update_epochs_per_batch: Forks[PositiveInt] = 1
     """Passes over each training batch."""
@@ -278,7 +114,7 @@ class TrainerConfig(LoopConfig):
     """Advantages, losses, KL."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """The policy's optimizer."""
-    eval_batch_size: Free[PositiveInt] = 256
+    eval_batch_size: Free[BatchSize] = 256
     """Held-out prompts generated together."""
     dump_rollouts: Free[bool] = True
     """Write every trajectory to `rollouts/` as JSON lines."""
@@ -362,7 +198,7 @@ class RunConfig:
 
     run_name: Free[str] = "skyrl_train"
     """Shown by trackers and in the output folder's name."""
-    seed: Forks[NonNegativeInt] = 0
+    seed: Forks[Annotated[int, Range(0)]] = 0
     """Every random choice is derived from it."""
     deterministic: LayoutOnly[bool] = False
     """On GPUs, take only kernels whose result does not vary from call to call, in training and in vLLM: a resumed run is

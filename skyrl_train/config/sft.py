@@ -16,10 +16,11 @@ from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.bundles import Layout, plan_layout
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import SamplingConfig
-from skyrl_train.config.learners import LearnerSettings, ScheduleLength, micro_batch_settings
+from skyrl_train.config.learners import LearnerSettings, ScheduleLength, layout_of, micro_batch_settings
 from skyrl_train.config.parts import DATA_READERS, MICRO_BATCH_STRATEGIES
 from skyrl_train.config.placement import PlacementConfig, StrategyConfig
 from skyrl_train.config.rules import (
+    BatchSize,
     CutsRows,
     EndsSchedule,
     Forks,
@@ -45,8 +46,8 @@ class SFTDataConfig:
     """`data` (`sft_data=`): examples to learn from, and held-out ones."""
 
     train: Free[tuple[str, ...]] = ("builtin:word_problems/train",)
-    """Parquet or JSON-lines files, folders of them, hub names (`owner/name:split`, `owner/name/config:split`), or
-    `builtin:NAME/SPLIT`."""
+    """Parquet, Arrow, CSV, JSON or JSON-lines files, folders of them, hub names (`owner/name:split`,
+    `owner/name/config:split`), or `builtin:NAME/SPLIT`."""
     weights: Forks[tuple[Weight, ...]] = ()
     """For each entry of `train`, how often its rows are used per epoch (0.5: half of them, alternating); empty is once."""
     validation: Free[tuple[str, ...]] = ("builtin:word_problems/validation",)
@@ -89,15 +90,15 @@ class SFTTrainerConfig(LoopConfig):
     """`trainer`: the loop, what makes a step, and what is kept."""
 
     micro_batching: CutsRows[Annotated[PartSpec, MICRO_BATCH_STRATEGIES]] = "token_budget"
-    micro_train_batch_size_per_gpu: CutsRows[PositiveInt] = 8
-    micro_forward_batch_size_per_gpu: LayoutOnly[PositiveInt] = 16
+    micro_train_batch_size_per_gpu: CutsRows[BatchSize] = 8
+    micro_forward_batch_size_per_gpu: LayoutOnly[BatchSize] = 16
     eval_interval: Free[NonNegativeInt] = 50
     ckpt_interval: Free[NonNegativeInt] = 50
     num_steps: EndsSchedule[NonNegativeInt] = 0
     """Optimizer steps in all; 0 derives it from `num_epochs`."""
     num_epochs: EndsSchedule[PositiveInt] = 1
     """Passes over the training examples, where `num_steps` is 0."""
-    batch_size: Forks[PositiveInt] = 32
+    batch_size: Forks[BatchSize] = 32
     """Examples per optimizer step, over all ranks and micro-batches."""
     tokens_per_step: Forks[NonNegativeInt] = 0
     """Instead: as many examples per optimizer step as hold at most so many tokens; 0 is off."""
@@ -111,7 +112,7 @@ class SFTTrainerConfig(LoopConfig):
     """Make the next batch on a thread while the current one trains. The batches are the same either way."""
     optimizer: Forks[OptimizerConfig] = field(default_factory=lambda: OptimizerConfig(lr=1e-5, schedule="cosine"))
     """Optimizer and learning-rate schedule."""
-    eval_batch_size: Free[PositiveInt] = 64
+    eval_batch_size: Free[BatchSize] = 64
     """Held-out examples scored together."""
     eval_samples: Free[NonNegativeInt] = 0
     """Answers to generate at each evaluation, from the first examples of each held-out set; they go to `samples/`."""
@@ -168,6 +169,11 @@ def sft_learner_settings(config: SFTConfig, *, total_steps: int = 0) -> LearnerS
 def sft_layout(config: SFTConfig) -> Layout:
     """What a supervised run reserves on Ray."""
     return plan_layout(config.placement, roles=("policy",), gpu=config.platform.name == "gpu")
+
+
+def layout_of_run(config: AnyConfig) -> Layout:
+    """What a run of either kind reserves on Ray."""
+    return layout_of(config) if isinstance(config, Config) else sft_layout(config)
 
 
 def validate_sft(config: SFTConfig, *, refused: Collection[str] = ()) -> list[Violation]:

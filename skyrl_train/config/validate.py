@@ -19,11 +19,13 @@ from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads
 from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
 from skyrl_train.config.fields import Rule, is_refused, parts_of, recorded
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.mix import mixed_datasets
 from skyrl_train.config.parts import BATCH_RULES
 from skyrl_train.config.placement import PlatformConfig, StrategyConfig
+from skyrl_train.config.rewards import REWARD_RULES
 from skyrl_train.config.schema import Config, DataConfig, LoopConfig, TrainerConfig
 from skyrl_train.config.validate_engines import ENGINE_RULES
-from skyrl_train.config.validate_models import MODEL_RULES, lora_targets
+from skyrl_train.config.validate_models import MODEL_RULES, lora_targets, quantization
 from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
 from skyrl_train.errors import Violation
 from skyrl_train.registry import PartSpec, did_you_mean, part_name
@@ -36,6 +38,8 @@ def validate_config(config: Config, *, refused: Collection[str] = ()) -> list[Vi
         refused: fields whose value was refused before (they carry their defaults): nothing is said that follows from one.
     """
     found = [*run_rules(config, RULES, refused), *part_violations(config, refused)]
+    if config.data.mix and not is_refused("data.mix", refused):
+        found += mixed_datasets(config.data, config.environment, config.generator.sampling)[1]
     for spec in config.trainer.batch_rules:
         if not BATCH_RULES.violations(spec):  # else it is among those found
             found += BATCH_RULES.resolve(spec)(config, refused)
@@ -162,6 +166,16 @@ def _resume(trainer: LoopConfig) -> Iterator[Violation]:
             f"must be given with trainer.resume_mode={mode}",
             "set trainer.resume_path to a checkpoint folder or a run's output folder",
         )
+    elif reads_path and "://" in path:
+        yield from _url("trainer.resume_path", path)
+        own = trainer.checkpoint_url.rstrip("/")
+        if mode == "fork" and own and f"{path}/".startswith(f"{own}/"):
+            yield Violation.of(
+                "trainer.checkpoint_url",
+                trainer.checkpoint_url,
+                "must be another than that of the run that is forked: a fork is a new run",
+                "give the fork a trainer.checkpoint_url of its own",
+            )
     elif reads_path and not Path(path).expanduser().is_dir():
         yield Violation.of("trainer.resume_path", path, "must be an existing folder", near_path(path))
     elif not reads_path and path:
@@ -171,6 +185,30 @@ def _resume(trainer: LoopConfig) -> Iterator[Violation]:
             f"is not read with trainer.resume_mode={mode}",
             "add trainer.resume_mode=from_path (or fork), or drop trainer.resume_path",
         )
+
+
+def _checkpoint_url(trainer: LoopConfig) -> Iterator[Violation]:
+    if trainer.checkpoint_url:
+        yield from _url("trainer.checkpoint_url", trainer.checkpoint_url)
+
+
+def _url(field: str, url: str) -> Iterator[Violation]:
+    """Refuses what fsspec does not know, and what it lacks a package for."""
+    from fsspec.registry import get_filesystem_class, known_implementations
+
+    protocol, _, place = url.partition("://")
+    try:
+        if not place.strip("/"):
+            raise ValueError("it names no place")
+        get_filesystem_class(protocol)
+    except ValueError:
+        near = did_you_mean(protocol, list(known_implementations)) if place else ""
+        rule, remedy = "must be a URL that fsspec knows", near or "try s3://BUCKET/RUN, or file:///FOLDER"
+        yield Violation.of(field, url, rule, remedy)
+    except ImportError as error:
+        package = known_implementations[protocol]["class"].partition(".")[0]
+        remedy = f"pip install {package}" if package != "fsspec" else f"{error}"
+        yield Violation.of(field, url, f"needs a package for {protocol}:// that is not installed", remedy)
 
 
 def _replay(generator: GeneratorConfig) -> Iterator[Violation]:
@@ -302,8 +340,11 @@ def _trajectory_rows(generator: GeneratorConfig) -> Iterator[Violation]:
 
 
 def _data(data: DataConfig, generator: GeneratorConfig) -> Iterator[Violation]:
-    if not data.train and generator.backend != "replay":
+    if not data.train and not data.mix and generator.backend != "replay":
         yield Violation.of("data.train", data.train, "must name at least one source", "try data=word_problems")
+    if generator.backend == "replay" and (data.mix or data.curriculum.enabled):
+        field = "data.mix" if data.mix else "data.curriculum.enabled"
+        yield Violation.of(field, True, "is not read with generator=replay: recordings hold prompts", f"drop {field}")
 
 
 def _run_name(run_name: str) -> Iterator[Violation]:
@@ -323,12 +364,14 @@ SHARED_RULES: tuple[Rule, ...] = (
     _run_name,
     _output_dir,
     _resume,
+    _checkpoint_url,
     *PROCESS_RULES,
     *PLACEMENT_RULES,
     _strategy,
     _memory_budget,
     _memory_probe,
     lora_targets,
+    quantization,
 )
 """The rules of settings that every kind of run has."""
 RULES: tuple[Rule, ...] = (
@@ -348,5 +391,6 @@ RULES: tuple[Rule, ...] = (
     _trajectory_rows,
     _data,
     *ALGORITHM_RULES,
+    *REWARD_RULES,
 )
 """Every rule between fields of reinforcement learning, but for those of batch sizes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from skyrl_train.config.algorithm import (
     AlgorithmConfig,
@@ -19,6 +20,7 @@ from skyrl_train.config.schema import (
     ModelConfig,
     OptimizerConfig,
     ReferenceConfig,
+    StrategyConfig,
     TrainerConfig,
 )
 from skyrl_train.errors import Violation
@@ -100,6 +102,33 @@ def _reference_updates(reference: ReferenceConfig, algorithm: AlgorithmConfig) -
 def lora_targets(model: ModelConfig) -> Iterator[Violation]:
     """An adapter has layers to adapt."""
     yield from _no_targets(model.lora, "model.lora")
+
+
+def quantization(model: ModelConfig, strategy: StrategyConfig) -> Iterator[Violation]:
+    """Numbers of 4 bits are not trained, and not cut into shards."""
+    if model.quantization == "none":
+        return
+    rules = {
+        "holds weights that are not trained, and without an adapter all are": (
+            not model.lora.rank,
+            "set model.lora.rank, e.g. 32",
+        ),
+        "is not known to strategy=fsdp2, which cuts weights into shards": (
+            strategy.kind == "fsdp2",
+            "try strategy=ddp: each rank then holds the 4-bit weights whole",
+        ),
+        "is done by the loader of transformers alone": (
+            part_name(model.loader) != "transformers",
+            "set model.loader=transformers",
+        ),
+        "needs bitsandbytes, which is not installed here": (
+            find_spec("bitsandbytes") is None,
+            "pip install 'skyrl_train[quantization]'",
+        ),
+    }
+    for rule, (is_broken, remedy) in rules.items():
+        if is_broken:
+            yield Violation.of("model.quantization", model.quantization, rule, f"{remedy}, or model.quantization=none")
 
 
 def _lora_dropout(model: ModelConfig, critic: CriticConfig) -> Iterator[Violation]:

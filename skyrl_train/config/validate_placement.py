@@ -78,6 +78,9 @@ def _inline_engines(
 
 
 def _environment_workers(environment: EnvironmentConfig, placement: PlacementConfig) -> Iterator[Violation]:
+    if environment.python and environment.isolation == "thread":
+        rule = "is for worker processes, and environment.isolation=thread has none"
+        yield Violation.of("environment.python", environment.python, rule, "set environment.isolation=process")
     if environment.placement == "local":
         return
     inline = placement.backend == "inline" and not placement.auto

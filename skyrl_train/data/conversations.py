@@ -11,13 +11,14 @@ nested ones: `extra_info.answer`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from skyrl_train.data.columns import chat_messages, look_up, names_of, tools_of
 from skyrl_train.data.rows import Row
 from skyrl_train.errors import DataError
-from skyrl_train.telemetry.json_text import json_problem, parse_json
+from skyrl_train.telemetry.json_text import json_problem, shown
 from skyrl_train.types import ChatMessage
 
 Format = Literal["auto", "chat", "prompt_completion", "alpaca", "text"]
@@ -68,56 +69,45 @@ def read_content(row: Row, form: RowFormat) -> Content:
 def _read_content(row: Row, form: RowFormat) -> Content:
     if form.format != "auto":
         needed, read = _READERS[form.format]
-        missing = [name for name in needed(form) if _look_up(row.values, name) is None]
+        missing = [name for name in needed(form) if look_up(row.values, name) is None]
         if missing:
             raise _unreadable(row, f"data.format={form.format} needs {' and '.join(map(repr, missing))}")
         return read(row, form)
     for needed, read in _READERS.values():
-        if all(_look_up(row.values, name) is not None for name in needed(form)):
+        if all(look_up(row.values, name) is not None for name in needed(form)):
             return read(row, form)
     known = "; ".join(f"{name}: {' and '.join(needed(form))}" for name, (needed, _) in _READERS.items())
     raise _unreadable(row, f"no format fits ({known})")
 
 
 def _unreadable(row: Row, problem: str) -> DataError:
-    columns = ", ".join(sorted(map(str, row.values))) or "nothing"
     return DataError(
-        f"{row.place}: {problem}; the row has {columns}. "
+        f"{row.place}: {problem}; the row has {names_of(row.values)}. "
         "Name its columns with data.prompt_column and data.completion_column, or rename them."
     )
 
 
-def _look_up(values: Mapping[str, Any], path: str) -> Any:
-    """Return the value under a column's name, or under dots into nested columns; None where there is none."""
-    if path in values:
-        return values[path]
-    value: Any = values
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
 def _read_chat(row: Row, form: RowFormat) -> Content:
     del form
-    messages = _messages(row.values["messages"], row.place, "messages")
-    return Conversation(messages=messages, tools=_tools(row))
+    messages = chat_messages(row.values["messages"], row.place, "messages")
+    return Conversation(messages=messages, tools=tools_of(row))
 
 
 def _read_prompt_completion(row: Row, form: RowFormat) -> Content:
-    prompt = _look_up(row.values, form.prompt_column)
-    completion = _look_up(row.values, form.completion_column)
+    prompt = look_up(row.values, form.prompt_column)
+    completion = look_up(row.values, form.completion_column)
     if isinstance(prompt, str) and isinstance(completion, str) and not form.chat_template:
         return PlainText(prompt=prompt, completion=completion)
-    given = _said_by("user", prompt) or _messages(prompt, row.place, form.prompt_column)
-    trained = _said_by("assistant", completion) or _messages(completion, row.place, form.completion_column)
-    return Conversation(messages=(*given, *trained), tools=_tools(row), num_given=len(given))
+    given = _said_by("user", prompt) or chat_messages(prompt, row.place, form.prompt_column)
+    trained = _said_by("assistant", completion) or chat_messages(completion, row.place, form.completion_column)
+    return Conversation(messages=(*given, *trained), tools=tools_of(row), num_given=len(given))
 
 
 def _read_alpaca(row: Row, form: RowFormat) -> Content:
     parts = {name: row.values.get(name) or "" for name in ("system", "instruction", "input", "output")}
     for name, value in parts.items():
         if not isinstance(value, str):
-            raise DataError(f"{row.place}: {name!r} must be a text; got {_short(value)}.")
+            raise DataError(f"{row.place}: {name!r} must be a text; got {shown(value)}.")
     question = "\n\n".join(parts[name] for name in ("instruction", "input") if parts[name])
     if not form.chat_template:
         prompt = "\n\n".join(part for part in (parts["system"], question) if part)
@@ -130,7 +120,7 @@ def _read_text(row: Row, form: RowFormat) -> Content:
     del form
     text = row.values["text"]
     if not isinstance(text, str):
-        raise DataError(f"{row.place}: 'text' must be a text; got {_short(text)}.")
+        raise DataError(f"{row.place}: 'text' must be a text; got {shown(text)}.")
     return PlainText(prompt="", completion=text)
 
 
@@ -146,52 +136,3 @@ _READERS: dict[str, tuple[Callable[[RowFormat], tuple[str, ...]], Callable[[Row,
 def _said_by(role: str, text: object) -> tuple[ChatMessage, ...]:
     """Return one message; none where `text` is not a text."""
     return ({"role": role, "content": text},) if isinstance(text, str) else ()
-
-
-def _messages(value: object, place: str, column: str) -> tuple[ChatMessage, ...]:
-    """Return chat messages with a role each, and a text or tool calls."""
-    remedy = 'Write [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}].'
-    if not isinstance(value, (list, tuple)) or not value:
-        raise DataError(f"{place}: {column!r} must be a list of chat messages; got {_short(value)}. {remedy}")
-    return tuple(_message(message, place, f"message {index} of {column!r}") for index, message in enumerate(value))
-
-
-def _message(value: object, place: str, name: str) -> ChatMessage:
-    if not isinstance(value, Mapping):
-        raise DataError(f"{place}: {name} must be an object; got {_short(value)}.")
-    # Parquet gives each message the keys of all messages; those it lacks are null.
-    message = {key: part for key, part in value.items() if part is not None}
-    if not isinstance(message.get("role"), str):
-        raise DataError(f"{place}: {name} has no role; it is {_short(value)}.")
-    content = message.setdefault("content", "")
-    if not isinstance(content, str):
-        raise DataError(f"{place}: {name} must have a text under 'content'; got {_short(content)}.")
-    if not content and message["role"] == "assistant" and not message.get("tool_calls"):
-        raise DataError(
-            f"{place}: {name} is an assistant's without a text and without tool calls. Fix or drop the row."
-        )
-    return message
-
-
-def _tools(row: Row) -> tuple[Mapping[str, Any], ...]:
-    """Return `tools`, given as a list or as JSON, which is how files with one type per column hold it."""
-    tools: object = row.values.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = parse_json(tools)
-        except ValueError as error:
-            raise DataError(f"{row.place}: 'tools' is a text that is {error}.") from error
-    if tools is None:
-        return ()
-    if (
-        not isinstance(tools, Sequence)
-        or isinstance(tools, str)
-        or not all(isinstance(tool, Mapping) for tool in tools)
-    ):
-        raise DataError(f"{row.place}: 'tools' must be a list of objects; got {_short(tools)}.")
-    return tuple(tools)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

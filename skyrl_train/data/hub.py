@@ -97,6 +97,8 @@ def fetch_config(name: str, *, revision: str | None = None) -> bool:
     """Put the config of a model on the hub, and nothing else of it, into the cache; return whether it is there then."""
     if name.count("/") != 1 or name.startswith((".", "/", "~")) or not is_reachable():
         return False
+    if problem_of(name, dataset=False):
+        return False
     import huggingface_hub
 
     try:
@@ -118,7 +120,7 @@ def read_hub(location: str) -> Iterator[Any]:
             raise DataError(
                 f"{location}: {endpoint()} does not answer, and the data set is not in the cache. {_REMEDY}"
             )
-    elif (problem := _missing(f"{owner}/{name}")) and not is_cached(f"{owner}/{name}", dataset=True):
+    elif (problem := problem_of(f"{owner}/{name}", dataset=True)) and not is_cached(f"{owner}/{name}", dataset=True):
         raise DataError(f"{location}: the hub does not give the data set ({problem}). {_REMEDY}")
     elif problem:
         logger.warning("%s: %s; what is in the cache is taken", location, problem)
@@ -145,16 +147,17 @@ _REMEDY = (
 )
 
 
-def _missing(name: str) -> str:
-    """Return why the hub does not tell of a data set, empty where it does. Asked up to three times, each of them said once:
-    the hub's own client would try each of its files for minutes."""
+@functools.cache
+def problem_of(name: str, *, dataset: bool) -> str:
+    """Return why the hub, which answers, does not tell of a data set or a model, empty where it does. Asked up to three
+    times, each of them said once, and once for each process: the hub's own client would try each of its files for minutes.
+    """
     import huggingface_hub
 
-    problem = ""
+    api, problem = huggingface_hub.HfApi(endpoint()), ""
+    tell = api.dataset_info if dataset else api.model_info
     for pause in (*_PAUSES_S, None):
-        found = _within(
-            _ANSWER_TIMEOUT_S, lambda: huggingface_hub.HfApi(endpoint()).dataset_info(name, timeout=_ANSWER_TIMEOUT_S)
-        )
+        found = _within(_ANSWER_TIMEOUT_S, lambda: tell(name, timeout=_ANSWER_TIMEOUT_S))
         if not isinstance(found, Exception):
             return ""
         problem = _first_line(found)

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal
 
 from skyrl_train.config.parts import PROMPT_ORDERS, ROW_FORMATS
+from skyrl_train.data.columns import (
+    PromptColumns,
+    answer_columns,
+    chat_messages,
+    extract_gsm8k_answer,
+    look_up,
+    names_of,
+    prompt_column,
+    tools_of,
+)
 from skyrl_train.data.rows import BY_NAME, Row, find_sources, read_rows
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.seeding import derive_seed
-from skyrl_train.telemetry.json_text import json_problem
+from skyrl_train.telemetry.json_text import json_problem, shown
 from skyrl_train.types import ChatMessage, Prompt
 
 GSM8K_INSTRUCTION = "Think step by step, and end with the answer on a line of its own, written as `#### ANSWER`."
@@ -24,20 +33,28 @@ GSM8K_SPLITS = {"train": "train", "test": "validation"}
 """Their names there, and ours."""
 GSM8K_ENV_CLASS = "gsm8k_multi_turn"
 """Named in each row: the environment of `+experiment=gsm8k_multiturn` on GPUs."""
-_GSM8K_ANSWER = re.compile(r"-?\d+(\.\d+)?")
+_TAKEN = ("prompt", "env_class", "uid", "tools", "completion")
+"""Columns that are fields of a prompt, or that rewards are given under these names, and that extras leave out."""
+_BY_NAME = PromptColumns()
 
 
 def load_prompts(
-    sources: Sequence[str], *, limit: int | None = None, reader: PartSpec = BY_NAME, row_format: PartSpec = "prompt"
+    sources: Sequence[str],
+    *,
+    limit: int | None = None,
+    reader: PartSpec = BY_NAME,
+    row_format: PartSpec = "prompt",
+    columns: PromptColumns = _BY_NAME,
 ) -> list[Prompt]:
     """Return all prompts of `sources`, every row checked.
 
     Args:
-        sources: Parquet, `.jsonl` or `.json` files, folders of them, `owner/name:split` on the hub, or
+        sources: Parquet, Arrow, CSV, `.jsonl` or `.json` files, folders of them, `owner/name:split` on the hub, or
             `builtin:NAME/SPLIT`; whatever a custom reader takes.
         limit: Stop after so many; 0 or None is all.
         reader: How a source is read, as `data.reader`.
         row_format: What rows without a `prompt` are, as `data.row_format`.
+        columns: Which columns hold what.
 
     Raises:
         DataError: A file is missing or damaged, or a row lacks what it needs; names file, row and remedy.
@@ -48,7 +65,8 @@ def load_prompts(
     places: dict[str, str] = {}
     for source in find_sources(sources, reader):
         for row in read_rows(source):
-            prompt = make_prompt(row if "prompt" in row.values else _formatted(row, with_prompt, part_name(row_format)))
+            named = look_up(row.values, columns.prompt_column) is not None
+            prompt = make_prompt(row if named else _formatted(row, with_prompt, part_name(row_format)), columns)
             if prompt.uid in places:
                 raise DataError(
                     f"{row.place}: uid {prompt.uid!r} is also that of {places[prompt.uid]}. "
@@ -69,22 +87,13 @@ def _formatted(row: Row, with_prompt: Callable[[Row], Mapping[str, Any]], row_fo
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise DataError(
             f"{row.place}: is no row of data.row_format={row_format} ({type(error).__name__}: {error}); it has "
-            f"{', '.join(sorted(map(str, row.values))) or 'nothing'}. Give it a prompt, or set data.row_format"
+            f"{names_of(row.values)}. Give it a prompt, or set data.row_format"
         ) from error
 
 
 def own_columns(row: Row) -> Mapping[str, Any]:
     """The row format `prompt`: a row is what it is."""
     return row.values
-
-
-def extract_gsm8k_answer(solution: str) -> str:
-    """Return the number after the last `#### `, without commas. Raises ValueError where there is none."""
-    _, mark, tail = solution.rpartition("#### ")
-    answer = tail.strip().replace(",", "").removeprefix("$")
-    if not mark or not _GSM8K_ANSWER.fullmatch(answer):
-        raise ValueError(f"no number after '#### ' in {solution[-40:]!r}")
-    return answer
 
 
 def gsm8k_row(
@@ -113,57 +122,51 @@ def published_gsm8k_row(row: Row) -> dict[str, Any]:
     )
 
 
-def make_prompt(row: Row) -> Prompt:
-    """Return the prompt of a row in the ecosystem's format: `prompt` (chat messages or text), perhaps `env_class`,
-    `uid`, and the rest.
+def make_prompt(row: Row, columns: PromptColumns = _BY_NAME) -> Prompt:
+    """Return the prompt of a row: its prompt (chat messages or text), its answer where it has one, perhaps `tools`,
+    `env_class`, `uid`, and the rest.
 
     Raises DataError naming the row, what it has and what it needs, or the column whose value no rollout file can hold.
     """
     if problem := json_problem(row.values):
         raise DataError(f"{row.place}: column {problem}. Write null or a text in its place, or leave the column out.")
-    if "prompt" not in row.values:
-        keys = ", ".join(sorted(map(str, row.values))) or "nothing"
-        raise DataError(
-            f"{row.place}: has no 'prompt'; it has {keys}. "
-            'Give each row a prompt: [{"role": "user", "content": "..."}] or a text.'
-        )
+    column = prompt_column(row.values, columns)
+    if column is None:
+        raise _without_prompt(row, columns)
     env_class = row.values.get("env_class")
     if env_class is not None and not isinstance(env_class, str):
-        raise DataError(f"{row.place}: 'env_class' must be a name; got {_short(env_class)}.")
+        raise DataError(f"{row.place}: 'env_class' must be a name; got {shown(env_class)}.")
     uid = row.values.get("uid")
     if isinstance(uid, bool) or not isinstance(uid, (str, int, float, NoneType)):
-        raise DataError(f"{row.place}: 'uid' must be a text or a number; got {_short(uid)}.")
+        raise DataError(f"{row.place}: 'uid' must be a text or a number; got {shown(uid)}.")
+    extras = {**row.values, **answer_columns(row, columns)}
     return Prompt(
         uid=str(uid) if uid is not None else f"{row.source}-{row.index}",
-        messages=_messages(row.values["prompt"], row.place),
+        messages=_messages(look_up(row.values, column), row.place, column, columns.system_prompt),
+        tools=tools_of(row),
         env_class=env_class or None,
-        extras={name: value for name, value in row.values.items() if name not in ("prompt", "env_class", "uid")},
+        extras={name: value for name, value in extras.items() if name not in _TAKEN},
+        place=row.place,
     )
 
 
-def _messages(value: object, place: str) -> tuple[ChatMessage, ...]:
-    if isinstance(value, str):
-        return ({"role": "user", "content": value},)
-    remedy = 'Write [{"role": "user", "content": "..."}].'
-    if not isinstance(value, (list, tuple)) or not value:
-        raise DataError(f"{place}: 'prompt' must be a list of chat messages or a text; got {_short(value)}. {remedy}")
-    for index, message in enumerate(value):
-        if not isinstance(message, Mapping):
-            raise DataError(f"{place}: message {index} of 'prompt' must be an object; got {_short(message)}. {remedy}")
-        missing = [key for key in ("role", "content") if not isinstance(message.get(key), str)]
-        if missing:
-            raise DataError(
-                f"{place}: message {index} of 'prompt' has no text under {' and '.join(map(repr, missing))}; "
-                f"it is {_short(message)}. {remedy}"
-            )
-    return tuple(_without_nulls(message) for message in value)
+def _without_prompt(row: Row, columns: PromptColumns) -> DataError:
+    texts = [name for name, value in row.values.items() if isinstance(value, (str, list)) and value]
+    naming = (
+        f"or name its column: data.prompt_column={texts[0]}" if texts else "or name its column (data.prompt_column)"
+    )
+    return DataError(
+        f"{row.place}: has no {columns.prompt_column!r}; it has {names_of(row.values)}. "
+        f'Give each row a prompt, [{{"role": "user", "content": "..."}}] or a text, {naming}.'
+    )
 
 
-def _without_nulls(message: Mapping[str, Any]) -> ChatMessage:
-    """Return the message without what Parquet adds: it gives each message the keys of all messages; those it lacks are
-    null.
-    """
-    return {key: value for key, value in message.items() if value is not None}
+def _messages(value: object, place: str, column: str, system_prompt: str) -> tuple[ChatMessage, ...]:
+    text = isinstance(value, str)
+    messages = ({"role": "user", "content": value},) if text else chat_messages(value, place, column)
+    if system_prompt and messages[0]["role"] != "system":
+        return ({"role": "system", "content": system_prompt}, *messages)
+    return messages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +250,10 @@ class PromptSource:
         order = self._epoch_order(epoch)
         return [self._prompts[index] for index in order[place * self._batch_size : (place + 1) * self._batch_size]]
 
+    def first_epoch(self) -> list[Prompt]:
+        """Return all prompts in the order of the first epoch."""
+        return [self._prompts[index] for index in self._epoch_order(0)]
+
     def _epoch_order(self, epoch: int) -> list[int]:
         """Raises DataError where a custom order leaves prompts out or repeats them."""
         count = len(self._prompts)
@@ -270,8 +277,3 @@ def by_seed(num_prompts: int, epoch: int, seed: int) -> list[int]:
     generator = random.Random(derive_seed(seed, "prompt_order", epoch))
     keys = [generator.random() for _ in range(num_prompts)]
     return sorted(range(num_prompts), key=keys.__getitem__)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,4 +1,4 @@
-"""Reads data rows from JSON-lines, JSON and parquet files, from folders of them, from the package and from the hub.
+"""Reads data rows from JSON, JSON-lines, CSV, Parquet and Arrow files, from folders of them, from the package and the hub.
 
 A reader (`data.reader`) is called with a location, an entry of `data.train` say, and yields its rows: a mapping of
 columns to values each, or a `Row` where it knows better than their number where they stand.
@@ -6,6 +6,7 @@ columns to values each, or a `Row` where it knows better than their number where
 
 from __future__ import annotations
 
+import csv
 import difflib
 import importlib.resources
 import re
@@ -21,8 +22,17 @@ from skyrl_train.telemetry.json_text import parse_json
 
 BUILTIN = "builtin:"
 BY_NAME = "by_name"
-_SUFFIXES = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet"}
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+}
 """Readers of single files by the ends of their names."""
+_NO_DATA = ("dataset_info.json", "state.json", "dataset_dict.json")
+"""What `Dataset.save_to_disk` writes beside its Arrow files."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(/[\w.-]+)?:[\w.\[\]:%+-]+")
 
 
@@ -114,7 +124,7 @@ def _find(spec: str) -> list[Source]:
         return [_find_builtin(spec)]
     path = Path(spec).expanduser()
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file())
+        files = sorted(file for file in path.rglob("*") if _holds_rows(file))
         if not files:
             raise DataError(
                 f"{spec}: the folder holds no {', '.join(_SUFFIXES)} file. Point data.train at one that does."
@@ -137,6 +147,10 @@ def _find(spec: str) -> list[Source]:
     if _HUB_NAME.fullmatch(spec):
         return [Source(name=spec, location=spec, reader="hub")]
     raise DataError(f"{spec}: no such file or folder. {_nearby(path)}".rstrip())
+
+
+def _holds_rows(file: Path) -> bool:
+    return file.suffix in _SUFFIXES and file.name not in _NO_DATA and file.is_file()
 
 
 def _find_builtin(spec: str) -> Source:
@@ -204,23 +218,65 @@ def read_json(location: str) -> Iterator[Any]:
     yield from rows
 
 
+def read_csv(location: str) -> Iterator[Row]:
+    """The reader `csv`: a file whose first line names its columns; rows stand at their lines, and all values are texts."""
+    # Blank in a spreadsheet is an empty text. A mark at the start of the file is no part of the first name.
+    with open(location, encoding="utf-8-sig", newline="") as file:
+        rows = csv.DictReader(file, strict=True)
+        try:
+            for index, values in enumerate(rows):
+                place = f"{location}, line {rows.line_num}"
+                if None in values or None in values.values():
+                    raise DataError(
+                        f"{place}: must have a value for each of {len(rows.fieldnames or ())} columns. Quote texts that "
+                        "hold a comma or a line break."
+                    )
+                yield Row(source=location, index=index, place=place, values=values)
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(
+                f"{location}, line {rows.line_num + 1}: not CSV in UTF-8 ({error}). Write the file again."
+            ) from error
+
+
 def read_parquet(location: str) -> Iterator[Any]:
     """The reader `parquet`: one file, a row group at a time."""
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet  # type: ignore[import-untyped]
 
-    index = 0
     try:
         with pyarrow.parquet.ParquetFile(location) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                try:
-                    rows = batch.to_pylist()
-                except (ValueError, OverflowError) as error:  # a date that Python has none of, text that is no UTF-8
-                    raise DataError(f"{location}, {_bad_cell(batch, index)} cannot be read ({error}).") from error
-                yield from rows
-                index += len(rows)
+            yield from _rows_of(file.iter_batches(batch_size=1024), location)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{location}: not a readable parquet file ({error}). Write it again.") from error
+
+
+def read_arrow(location: str) -> Iterator[Any]:
+    """The reader `arrow`: one file, a stream (as `Dataset.save_to_disk` writes it) or with a footer (Feather)."""
+    import pyarrow
+    import pyarrow.ipc  # type: ignore[import-untyped]
+
+    try:
+        with pyarrow.memory_map(location) as file:
+            try:
+                batches = iter(pyarrow.ipc.open_stream(file))
+            except pyarrow.ArrowInvalid:
+                opened = pyarrow.ipc.open_file(file)
+                batches = map(opened.get_batch, range(opened.num_record_batches))
+            yield from _rows_of(batches, location)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{location}: not a readable Arrow file ({error}). Write it again.") from error
+
+
+def _rows_of(batches: Iterable[Any], location: str) -> Iterator[Any]:
+    """Yield the rows of Arrow batches."""
+    index = 0
+    for batch in batches:
+        try:
+            rows = batch.to_pylist()
+        except (ValueError, OverflowError) as error:  # a date that Python has none of, text that is no UTF-8
+            raise DataError(f"{location}, {_bad_cell(batch, index)} cannot be read ({error}).") from error
+        yield from rows
+        index += len(rows)
 
 
 def _bad_cell(batch: Any, first_row: int) -> str:

@@ -3,6 +3,9 @@
 Rows are right-aligned, so that every row's newest token stands in the last column. Each row draws its random numbers
 from its own seed, so a sample does not depend on the rows beside it (beyond the rounding of matrix products). Samples
 of one prompt share its prefill, and the next turn of a conversation starts from what this one computed.
+
+A model with other than attention layers generates for prompts of one length at a time, and computes each turn from its first
+token (`kv_cache.py`).
 """
 
 from __future__ import annotations
@@ -14,8 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.inference.kv_cache import BatchCache, RowState, num_attention_layers
-from skyrl_train.inference.prefill import prefill, right_aligned_mask
+from skyrl_train.inference.kv_cache import (
+    BatchCache,
+    OwnCache,
+    num_attention_layers,
+    require_exact_cache,
+    start_own_cache,
+)
+from skyrl_train.inference.prefill import MAX_POSITIONS, prefill, right_aligned_mask
 from skyrl_train.inference.prefixes import KeptPrefixes
 from skyrl_train.inference.sampling import SamplingTable, sample_tokens
 from skyrl_train.types import GenerationRequest, StopReason
@@ -77,10 +86,12 @@ class Decoder:
     ) -> None:
         """`decode_text` turns tokens to text, with special tokens; used only for requests with stop strings.
 
-        Raises ModelError for a model with other than attention layers.
+        Raises ModelError for a model with other than attention layers that does not compute the same with its own cache.
         """
         self._model = model
         self._num_layers = num_attention_layers(model)
+        if self._num_layers is None:
+            require_exact_cache(model)
         self._eos_token_ids = eos_token_ids
         self._pad_token_id = pad_token_id
         self._decode_text = decode_text
@@ -102,8 +113,18 @@ class Decoder:
 
         `wanted` is asked now and then; once it says no, what there is so far is returned with stop reason `abort`.
         """
+        if self._num_layers is not None:
+            return self._run_batch(requests, self._start(requests, self._num_layers), wanted)
+        found: dict[int, Response] = {}
+        for places in _batches_of_one_length(requests):
+            batch = [requests[place] for place in places]
+            found |= zip(places, self._run_batch(batch, self._start_own(batch), wanted))
+        return [found[place] for place in range(len(requests))]
+
+    def _run_batch(
+        self, requests: Sequence[GenerationRequest], state: _DecodeState, wanted: Callable[[], bool]
+    ) -> list[Response]:
         rows = [_Row(request) for request in requests]
-        state = self._start(requests)
         while True:
             tokens, logprobs = state.sample()
             for index, token_id, logprob in zip(state.row_of, tokens.tolist(), logprobs.tolist()):
@@ -119,29 +140,28 @@ class Decoder:
                 tokens = tokens[running]
             state.forward(self._model, tokens)
 
-    def _start(self, requests: Sequence[GenerationRequest]) -> _DecodeState:
+    def _start(self, requests: Sequence[GenerationRequest], num_layers: int) -> _DecodeState:
         """The state after the prompts."""
-        device = self._model.device
         prompts = [request.prompt_token_ids for request in requests]
-        prefilled = prefill(self._model, self._num_layers, prompts, self._prefixes, self._pad_token_id)
-        logits = torch.stack([prefilled[prompt].logits for prompt in prompts])
-        lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+        prefilled = prefill(self._model, num_layers, prompts, self._prefixes, self._pad_token_id)
         width = max(map(len, prompts))
         new_tokens = max(request.sampling.max_generate_length for request in requests)
-        return _DecodeState(
-            cache=BatchCache(
-                self._num_layers,
-                reserve=width + min(new_tokens, _RESERVED_NEW_TOKENS),
-                rows=[prefilled[prompt].state for prompt in prompts],
-            ),
-            logits=logits,
-            mask=right_aligned_mask(lengths, width),
-            positions=lengths,
-            uniforms=_uniforms(requests, new_tokens, device),
-            table=SamplingTable.of(
-                [request.sampling for request in requests], vocab_size=logits.shape[-1], device=device
-            ),
+        cache = BatchCache(
+            num_layers,
+            reserve=width + min(new_tokens, _RESERVED_NEW_TOKENS),
+            rows=[prefilled[prompt].state for prompt in prompts],
         )
+        return _DecodeState(requests, cache, torch.stack([prefilled[prompt].logits for prompt in prompts]))
+
+    def _start_own(self, requests: Sequence[GenerationRequest]) -> _DecodeState:
+        """The state after prompts of one length, in the model's own cache."""
+        prompts = [request.prompt_token_ids for request in requests]
+        place_of = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
+        device = self._model.device
+        cache, logits = start_own_cache(self._model, torch.tensor(list(place_of), device=device))
+        rows = torch.tensor([place_of[prompt] for prompt in prompts], device=device)
+        cache.take_rows(rows)
+        return _DecodeState(requests, cache, logits[rows])
 
     def _append(self, row: _Row, token_id: int, logprob: float) -> None:
         row.append(token_id, logprob)
@@ -155,33 +175,32 @@ class Decoder:
 
     def _keep(self, rows: Sequence[_Row], state: _DecodeState, places: Iterable[int]) -> None:
         """Keeps what finished rows computed, for prompts that continue them."""
+        if not isinstance(state.cache, BatchCache):
+            return
         for place in places:
             row = rows[state.row_of[place]]
             if row.stop_reason is not None:
                 token_ids = row.all_token_ids
-                self._prefixes.keep(token_ids, state.read(place, num_tokens=len(token_ids) - 1))
+                columns = state.mask[place].nonzero()[: len(token_ids) - 1, 0]
+                self._prefixes.keep(token_ids, state.cache.read_row(place, columns))
 
 
 class _DecodeState:
     """What one step needs; `row_of[place]` is the request that a computed row belongs to."""
 
-    def __init__(
-        self,
-        *,
-        cache: BatchCache,
-        logits: Tensor,
-        mask: Tensor,
-        positions: Tensor,
-        uniforms: Tensor,
-        table: SamplingTable,
-    ) -> None:
-        self.row_of = list(range(logits.shape[0]))
-        self._cache = cache
+    def __init__(self, requests: Sequence[GenerationRequest], cache: BatchCache | OwnCache, logits: Tensor) -> None:
+        """`cache` and `logits` `[rows, vocab]` are those after the prompts of the requests."""
+        lengths = torch.tensor([len(request.prompt_token_ids) for request in requests], device=logits.device)
+        new_tokens = max(request.sampling.max_generate_length for request in requests)
+        self.row_of = list(range(len(requests)))
+        self.cache = cache
+        self.mask = right_aligned_mask(lengths, int(lengths.max()))
         self._logits = logits
-        self._mask = mask
-        self._positions = positions
-        self._uniforms = uniforms
-        self._table = table
+        self._positions = lengths
+        self._uniforms = _uniforms(requests, new_tokens, logits.device)
+        self._table = SamplingTable.of(
+            [request.sampling for request in requests], vocab_size=logits.shape[-1], device=logits.device
+        )
         self._step = 0
 
     def sample(self) -> tuple[Tensor, Tensor]:
@@ -194,28 +213,35 @@ class _DecodeState:
         """Removes all rows but these."""
         rows = torch.tensor(places, device=self._logits.device)
         self.row_of = [self.row_of[place] for place in places]
-        self._cache.take_rows(rows)
-        self._mask = self._mask[rows]
+        self.cache.take_rows(rows)
+        self.mask = self.mask[rows]
         self._positions = self._positions[rows]
         self._uniforms = self._uniforms[rows]
         self._table = self._table.take(rows)
 
-    def read(self, place: int, *, num_tokens: int) -> RowState:
-        """Keys and values of a row's first tokens."""
-        return self._cache.read_row(place, self._mask[place].nonzero()[:num_tokens, 0])
-
     def forward(self, model: PreTrainedModel, tokens: Tensor) -> None:
         """Logits after one more token per row."""
-        self._mask = torch.cat([self._mask, self._mask.new_ones((len(self.row_of), 1))], dim=1)
+        self.mask = torch.cat([self.mask, self.mask.new_ones((len(self.row_of), 1))], dim=1)
         output = model(
             input_ids=tokens[:, None],
-            attention_mask=self._mask,
-            position_ids=self._positions[:, None],
-            past_key_values=self._cache.for_model,
             use_cache=True,
+            **self.cache.arguments(self.mask, self._positions[:, None]),
         )
         self._logits = output.logits[:, -1]
         self._positions = self._positions + 1
+
+
+def _batches_of_one_length(requests: Sequence[GenerationRequest]) -> list[list[int]]:
+    """Places of the requests, those with prompts of one length together, as many as one forward may hold."""
+    of_length: dict[int, list[int]] = {}
+    for place, request in enumerate(requests):
+        of_length.setdefault(len(request.prompt_token_ids), []).append(place)
+    return [
+        places[start : start + most]
+        for length, places in of_length.items()
+        for most in [max(1, MAX_POSITIONS // length)]
+        for start in range(0, len(places), most)
+    ]
 
 
 def _uniforms(requests: Sequence[GenerationRequest], count: int, device: torch.device) -> Tensor:

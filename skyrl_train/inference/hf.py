@@ -12,15 +12,18 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference.decode import Decoder, Response
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model.numerics import weight_dtype
 from skyrl_train.threads import WorkerThread
 from skyrl_train.types import GenerationOutput, GenerationRequest, Tokenizer
 
@@ -210,8 +213,14 @@ class HFEngine:
 
 def build_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
     """Raises ModelError."""
-    model = load_causal_lm(settings.model, settings.device)
+    model = load_for_engine(settings.model, settings.device)
     return HFEngine(model, tokenizer, max_batch_size=settings.max_batch_size)
+
+
+def load_for_engine(model: ModelConfig, device: str) -> PreTrainedModel:
+    """The model of an engine, which is given whole weights and trains none. Raises ModelError."""
+    whole = replace(model, quantization="none")
+    return load_causal_lm(whole, device, dtype=weight_dtype(whole, frozen=True))
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:

@@ -20,9 +20,17 @@ import httpx
 
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference.settings import EngineSettings, stop_token_ids
-from skyrl_train.model.causal_lm import vocabulary_size
+from skyrl_train.model.vocabulary import vocabulary_size
 from skyrl_train.rollout.checked_engine import check_answer
-from skyrl_train.telemetry.json_text import parse_json
+from skyrl_train.rollout.http_reply import (
+    CONNECT_TIMEOUT_S,
+    MAX_BODY_BYTES,
+    Reply,
+    UnreadableReply,
+    ask_until_answered,
+    client_arguments,
+    send,
+)
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
 from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
 from skyrl_train.weights import Bucket
@@ -30,49 +38,11 @@ from skyrl_train.weights import Bucket
 if TYPE_CHECKING:
     from skyrl_train.config.generation import HTTPConfig
 
-_RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
-_FIRST_PAUSE_S = 0.5
-_CONNECT_TIMEOUT_S = 10.0
 _MAX_CONNECTIONS = 512
-_MAX_BODY_BYTES = 4 * 2**20
-"""Of an answer beside its tokens; what a server sends beyond is not read."""
 _BODY_BYTES_PER_TOKEN = 1024
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 T = TypeVar("T")
-
-
-class _Unreadable(Exception):
-    """What a server sent is no answer at all, such as a page of a proxy: it may pass."""
-
-
-class _Reply:
-    """A server's answer before anything is made of it."""
-
-    def __init__(self, where: str, response: httpx.Response, most: int) -> None:
-        """The answer without its body, which may have `most` bytes. Raises EngineError where that is compressed."""
-        encoding = response.headers.get("content-encoding", "identity").lower()
-        if encoding != "identity":
-            raise EngineError(f"{where}: the answer is compressed ({encoding[:40]}), which is refused")
-        self._where, self._most = where, most
-        self.status, self.body = response.status_code, bytearray()
-
-    def add(self, chunk: bytes) -> None:
-        """Take some of the body. Raises EngineError where it gets too long."""
-        self.body += chunk
-        if len(self.body) > self._most:
-            raise EngineError(f"{self._where}: the answer has more than {self._most} bytes")
-
-    @property
-    def beginning(self) -> str:
-        return self.body[:300].decode(errors="replace")
-
-    def json(self) -> Any:
-        """Raises _Unreadable."""
-        try:
-            return parse_json(bytes(self.body))
-        except ValueError as error:
-            raise _Unreadable(f"the answer is {error}, and begins with {self.beginning[:80]!r}") from None
 
 
 class HTTPEngine(UpdatableEngine):
@@ -110,12 +80,7 @@ class HTTPEngine(UpdatableEngine):
         self._options, self._stop_token_ids, self._timeout_s = options, stop_token_ids, timeout_s
         self._send_seeds = send_seeds
         token = os.environ.get(options.api_key_env, "")
-        common: dict[str, Any] = {
-            "base_url": options.url,
-            # Compressed, a few bytes may stand for any number.
-            "headers": {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {token}"} if token else {})},
-            "timeout": httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S),
-        }
+        common = client_arguments(options.url, token, timeout_s)
         limits = httpx.Limits(max_connections=_MAX_CONNECTIONS)
         self._client = httpx.AsyncClient(**common, limits=limits, transport=transport)
         self._control = httpx.Client(**common, transport=control_transport)
@@ -142,60 +107,43 @@ class HTTPEngine(UpdatableEngine):
             self._confirmed = self._confirmed and self._num_in_flight > 0
 
     async def _ask(self, request: GenerationRequest) -> GenerationOutput:
-        version, failure = self._version, ""
-        most = _MAX_BODY_BYTES + _BODY_BYTES_PER_TOKEN * (
+        version, where = self._version, f"{self._options.url}, request {request.request_id}"
+        most = MAX_BODY_BYTES + _BODY_BYTES_PER_TOKEN * (
             len(request.prompt_token_ids) + request.sampling.max_generate_length
         )
-        for attempt in range(self._options.max_retries + 1):
-            if attempt:
-                await asyncio.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
+
+        async def attempt() -> Reply:
             try:
                 await self._confirm_again()
-                reply = await self._send("POST", "/v1/completions", self._body(request), most)
-                answer = reply.json() if reply.status == 200 else None
-            except (httpx.TimeoutException, asyncio.TimeoutError):
-                raise DeadlineError(f"{self._options.url}, request {request.request_id}", self._timeout_s) from None
-            except httpx.HTTPError as error:
+                return await self._send("POST", "/v1/completions", self._body(request), most)
+            except httpx.TimeoutException:
+                raise
+            except httpx.HTTPError:
                 self._confirmed = False
-                failure = f"{type(error).__name__}: {error}"
-                continue
-            except _Unreadable as error:
-                failure = str(error)
-                continue
-            if reply.status == 200:
-                output = _output(answer, request, version)
-                return check_answer(output, request, vocabulary_size=self._vocabulary_size, versions=(version, version))
-            failure = f"status {reply.status}: {reply.beginning}"
-            if reply.status not in _RETRY_STATUS:
-                break
-        raise EngineError(f"{self._options.url}, request {request.request_id}: {failure}")
+                raise
 
-    async def _send(self, method: str, path: str, body: dict[str, Any] | None, most: int) -> _Reply:
-        """Raises httpx.HTTPError, asyncio.TimeoutError, and EngineError for more than `most` bytes. A server that sends a
-        byte now and then has no more time than one that is silent."""
+        answer = await ask_until_answered(
+            attempt, where=where, max_retries=self._options.max_retries, timeout_s=self._timeout_s
+        )
+        output = _output(answer, request, version)
+        return check_answer(output, request, vocabulary_size=self._vocabulary_size, versions=(version, version))
 
-        async def send() -> _Reply:
-            async with self._client.stream(method, path, json=body) as response:
-                reply = _Reply(f"{self._options.url}{path}", response, most)
-                async for chunk in response.aiter_bytes():
-                    reply.add(chunk)
-                return reply
-
-        return await asyncio.wait_for(send(), self._timeout_s)
+    async def _send(self, method: str, path: str, body: dict[str, Any] | None, most: int) -> Reply:
+        return await send(self._client, method, path, body, timeout_s=self._timeout_s, most=most)
 
     def control(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """One call beside generation, e.g. of a weight update. Raises EngineError, DeadlineError."""
         where = f"{self._options.url}{path}"
 
-        def send() -> _Reply:
+        def ask() -> Reply:
             with self._control.stream(method, path, json=body) as response:
-                reply = _Reply(where, response, _MAX_BODY_BYTES)
+                reply = Reply(where, response, MAX_BODY_BYTES)
                 for chunk in response.iter_bytes():
                     reply.add(chunk)
                 return reply
 
         try:
-            reply = _within(self._timeout_s + _CONNECT_TIMEOUT_S, send)
+            reply = _within(self._timeout_s + CONNECT_TIMEOUT_S, ask)
         except (httpx.TimeoutException, concurrent.futures.TimeoutError):
             raise DeadlineError(where, self._timeout_s) from None
         except httpx.HTTPError as error:
@@ -213,7 +161,7 @@ class HTTPEngine(UpdatableEngine):
             raise EngineError(f"{where}: status {reply.status}: {reply.beginning}")
         try:
             return reply.json() if reply.body else None
-        except _Unreadable as error:
+        except UnreadableReply as error:
             raise EngineError(f"{where}: {error}. Is it vLLM's server?") from None
 
     def _served_model(self) -> str:
@@ -265,9 +213,9 @@ class HTTPEngine(UpdatableEngine):
         """A server that went away and came back has the weights that it was started with: raises EngineError then."""
         async with self._confirming:
             if self._version >= 0 and not self._confirmed:
-                reply = await self._send("GET", "/weight_info", None, _MAX_BODY_BYTES)
+                reply = await self._send("GET", "/weight_info", None, MAX_BODY_BYTES)
                 if reply.status != 200:
-                    raise _Unreadable(f"/weight_info: status {reply.status}: {reply.beginning}")
+                    raise UnreadableReply(f"/weight_info: status {reply.status}: {reply.beginning}")
                 self._require_version(reply.json(), self._version)
                 self._confirmed = True
 

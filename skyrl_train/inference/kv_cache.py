@@ -1,16 +1,21 @@
-"""Keys and values of a batch that grows token by token, in room reserved ahead, and of single rows.
+"""What a batch that grows token by token remembers of its tokens.
 
-`transformers.DynamicCache` copies the whole cache for each new token; here a token is one slice assignment. Rows can be
-read out and put together into another batch, so that a later turn of a conversation does not compute its earlier tokens
-again.
+Of models that have attention layers alone: keys and values, in room reserved ahead. `transformers.DynamicCache` copies the
+whole cache for each new token; here a token is one slice assignment. Rows can be read out and put together into another
+batch, so that a later turn of a conversation does not compute its earlier tokens again.
+
+Of any other model (state-space, linear attention, convolution): the cache that it makes for itself. Such a layer carries a
+state over every position that it is given, padding too, so that the rows of a batch have equally many tokens and none.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
@@ -132,8 +137,12 @@ class BatchCache:
         if any(row is not None for row in rows):
             for index, layer in enumerate(self._layers):
                 layer.fill([None if row is None else row.layers[index] for row in rows])
-        self.for_model = Cache(layers=list(self._layers))
-        """What the model takes as `past_key_values`."""
+        self._for_model = Cache(layers=list(self._layers))
+
+    def arguments(self, mask: Tensor, positions: Tensor) -> dict[str, Any]:
+        """What the model takes beside new tokens. `mask` bool `[rows, tokens]`, the new ones included; `positions` are
+        theirs."""
+        return {"attention_mask": mask, "position_ids": positions, "past_key_values": self._for_model}
 
     def take_rows(self, rows: Tensor) -> None:
         for layer in self._layers:
@@ -143,16 +152,72 @@ class BatchCache:
         return RowState(tuple(layer.read_row(place, columns) for layer in self._layers))
 
 
-def num_attention_layers(model: PreTrainedModel) -> int:
-    """Layers of a model whose state is keys and values only. Raises ModelError for any other."""
+class OwnCache:
+    """The cache of one batch as a model made it for itself. Its rows have equally many tokens."""
+
+    def __init__(self, name: str, cache: Any) -> None:
+        """`name` is the argument as which the model takes it."""
+        self._name, self._cache = name, cache
+
+    def arguments(self, mask: Tensor, positions: Tensor) -> dict[str, Any]:  # noqa: ARG002
+        """What the model takes beside new tokens: no mask, as no row has padding. Positions are said, since some families
+        (Bamba) do not find them in their cache."""
+        return {"position_ids": positions, self._name: self._cache}
+
+    def take_rows(self, rows: Tensor) -> None:
+        """Keeps the given rows, in that order; a row may be asked for several times."""
+        self._cache.reorder_cache(rows)
+
+
+def start_own_cache(model: PreTrainedModel, input_ids: Tensor) -> tuple[OwnCache, Tensor]:
+    """The cache after a forward over `input_ids` `[rows, tokens]`, and the logits `[rows, vocab]` of the next tokens."""
+    output = model(input_ids=input_ids, use_cache=True, logits_to_keep=1)
+    name = next((name for name in _OWN_CACHES if getattr(output, name, None) is not None), "")
+    if not name:
+        raise ModelError("it gives no cache back")
+    return OwnCache(name, getattr(output, name)), output.logits[:, -1]
+
+
+_OWN_CACHES = ("past_key_values", "cache_params")
+"""What models call their cache, in arguments and outputs."""
+
+
+@torch.inference_mode()
+def require_exact_cache(model: PreTrainedModel) -> None:
+    """Raises ModelError for a model whose own cache, used as `Decoder` does, gives other logits than no cache."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    rows = torch.arange(3, 19, device=model.device).remainder(vocabulary).view(2, 8)
+    order = torch.tensor([1, 0, 1], device=model.device)
+    tokens = rows[order]
+    try:
+        cache, _ = start_own_cache(model, rows[:, :4])
+        cache.take_rows(order)
+        for column in range(4, 8):
+            mask, positions = tokens[:, : column + 1] >= 0, tokens.new_full((3, 1), column)
+            arguments = cache.arguments(mask, positions)
+            found = model(input_ids=tokens[:, column : column + 1], use_cache=True, **arguments).logits[:, -1].float()
+        expected = model(input_ids=tokens, use_cache=False).logits[:, -1].float()
+        difference = float((found - expected).abs().max() / expected.abs().max())
+        reason = f"its logits are {difference:.2g} of their size off"
+    except Exception as error:
+        difference, reason = math.inf, f"{type(error).__name__}: {error}"
+    if not difference <= (_TOLERANCE if model.dtype == torch.float32 else _HALF_TOLERANCE):
+        raise ModelError(
+            f"generator=hf cannot generate with a {model.config.model_type} model token by token ({reason}). "
+            "Use generator=vllm"
+        )
+
+
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.1
+"""Rounding of logits relative to the largest, in float32 and in half precision."""
+
+
+def num_attention_layers(model: PreTrainedModel) -> int | None:
+    """Layers of a model whose state is keys and values only; None for any other."""
     config = model.config.get_text_config(decoder=True)
     layer_types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    others = set(layer_types) - _SUPPORTED_LAYERS
-    if others:
-        raise ModelError(
-            f"generator=hf keeps keys and values only, and a {config.model_type} model has layers of type "
-            f"{', '.join(sorted(others))}. Use generator=vllm."
-        )
+    if getattr(model, "_is_stateful", False) or set(layer_types) - _SUPPORTED_LAYERS:
+        return None
     return len(layer_types)
 
 

@@ -21,7 +21,7 @@ TokenIds = tuple[int, ...]
 _LENGTH_RATIO = 1.25
 _LENGTH_SLACK = 8
 """Prompts go together while the longest is at most this ratio, or so many tokens, over the shortest."""
-_MAX_POSITIONS = 16384
+MAX_POSITIONS = 16384
 """Token positions of one forward pass, padding included."""
 
 
@@ -65,7 +65,7 @@ def _groups(work: Sequence[_Work]) -> Iterator[list[_Work]]:
         if group:
             shortest, length = len(group[0].rest), len(item.rest)
             similar = length <= max(shortest * _LENGTH_RATIO, shortest + _LENGTH_SLACK)
-            if not similar or (len(group) + 1) * length > _MAX_POSITIONS:
+            if not similar or (len(group) + 1) * length > MAX_POSITIONS:
                 yield group
                 group = []
         group.append(item)
@@ -91,11 +91,9 @@ def _prefill_group(
     cache = BatchCache(num_layers, reserve=kept_width + rest_width, rows=[item.kept for item in group])
     output = model(
         input_ids=input_ids,
-        attention_mask=mask,
-        position_ids=(kept_lengths[:, None] + rest_mask.cumsum(dim=1) - 1).clamp(min=0),
-        past_key_values=cache.for_model,
         use_cache=True,
         logits_to_keep=1,
+        **cache.arguments(mask, (kept_lengths[:, None] + rest_mask.cumsum(dim=1) - 1).clamp(min=0)),
     )
     return [
         Prefilled(cache.read_row(place, mask[place].nonzero()[:, 0]), output.logits[place, -1])

@@ -44,7 +44,7 @@ def load_adapter(worker: Any, tensors: Mapping[str, Tensor], *, rank: int, alpha
     form in which vLLM takes adapters.
     """
     with tempfile.TemporaryDirectory(prefix="skyrl-adapter-") as folder:
-        write_adapter(Path(folder), dict(tensors), LoraConfig(rank=rank, alpha=alpha), base="policy")
+        write_adapter(Path(folder), dict(tensors), LoraConfig(rank=rank, alpha=alpha))
         is_loaded = worker.add_lora(_request(folder, replaces=True))
     return bool(is_loaded) and set(worker.list_loras()) == {_NUMBER}
 

@@ -24,6 +24,7 @@ from skyrl_train.model.causal_lm import empty_causal_lm, load_causal_lm, load_to
 from skyrl_train.model.last_layer import decoder_layers
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.lora import add_adapter
+from skyrl_train.model.numerics import weight_dtype
 from skyrl_train.model.value_model import HEAD, empty_value_model, load_value_model
 from skyrl_train.seeding import derive_seed
 
@@ -84,21 +85,22 @@ def _cost_of(model: PreTrainedModel, device: torch.device) -> CostModel:
 def build_engine(
     settings: LearnerSettings,
     *,
-    load: Callable[[ModelConfig, str], PreTrainedModel],
-    empty: Callable[[ModelConfig], PreTrainedModel],
+    load: Callable[..., PreTrainedModel],
+    empty: Callable[..., PreTrainedModel],
     strategy: ModelStrategy | None = None,
 ) -> ModelEngine:
     """Return the engine for this process, or this process's part of it where a `strategy` is given.
 
-    `load` reads weights to a device; `empty` makes the model without memory, for ranks that receive their shards from
-    rank 0. Raises ModelError, ConfigError.
+    `load(model, device, dtype=)` reads weights to a device; `empty(model, dtype=)` makes the model without memory, for ranks
+    that receive their shards from rank 0. Raises ModelError, ConfigError.
     """
     spread, model = strategy or SingleProcess(), settings.model
     batching = settings.micro_batching
+    dtype = weight_dtype(model, frozen=settings.frozen)
     if spread.rank and spread.sharded:
-        loaded, layout = empty(model), batching.layout
+        loaded, layout = empty(model, dtype=dtype), batching.layout
     else:
-        loaded = load(model, "cpu" if spread.sharded else settings.platform.device)
+        loaded = load(model, "cpu" if spread.sharded else settings.platform.device, dtype=dtype)
         layout = supported_layout(
             loaded,
             batching.layout,

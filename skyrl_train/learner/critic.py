@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_train.algorithms.checks import check_loss_output
@@ -20,12 +18,11 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.parts import CRITIC_LOSSES
 from skyrl_train.config.schema import ModelConfig
-from skyrl_train.errors import BatchError, ModelError
+from skyrl_train.errors import BatchError
 from skyrl_train.learner.engine import HoldsModel, ModelEngine
-from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.model.export import export_model
 from skyrl_train.model.value_model import token_values
 from skyrl_train.registry import part_name
-from skyrl_train.telemetry.files import sync_tree
 from skyrl_train.telemetry.metrics import Mean, StepMetrics, later
 
 
@@ -55,16 +52,8 @@ class CriticLearner(HoldsModel):
     def export_hf(self, folder: Path) -> None:
         """Weights, config and tokenizer, for another run's `critic.model.path`. Raises ModelError."""
         tensors = self.engine.whole_state_dict()
-        if self.engine.strategy.rank:
-            return
-        try:
-            self.engine.model.config.save_pretrained(folder)
-            own = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
-            save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
-            load_tokenizer(self._model_config).save_pretrained(folder)
-            sync_tree(folder)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{folder}: the critic could not be exported: {error}") from error
+        if not self.engine.strategy.rank:
+            export_model(folder, self.engine.model, tensors, self._model_config)
 
     def _values(self, hidden: Tensor, rows: TrainingInputBatch, layout: Layout) -> Tensor:
         return token_values(hidden, rows, layout, self.engine.model)

@@ -218,7 +218,7 @@ class ModelEngine:
             state.write(
                 folder,
                 role=self.name,
-                model=self._tensors(),
+                model=_saved_tensors(self.model, self.parameters),
                 optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
                 optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
                 steps=self.num_optimizer_steps,
@@ -239,14 +239,14 @@ class ModelEngine:
         stored = state.read(
             folder,
             role=self.name,
-            model=self._tensors(),
+            model=_saved_tensors(self.model, self.parameters),
             with_optimizer=self._optimizer is not None,
             optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
         )
         if self._optimizer is not None:
             load_optimizer_tensors(self._optimizer, self.parameters, stored.optimizer)
         with torch.no_grad():
-            for name, tensor in self._tensors().items():
+            for name, tensor in _saved_tensors(self.model, self.parameters).items():
                 tensor.copy_(stored.model[name])
         self.num_optimizer_steps, self.num_documents = stored.num_optimizer_steps, stored.num_documents
         self.oom_retry.restore(stored.budgets)
@@ -268,12 +268,6 @@ class ModelEngine:
                 whole = full(tensor.detach())
                 gathered[id(tensor)] = whole.to("cpu") if rank == 0 else whole.new_empty(0)
         return {name: gathered[id(tensor)] for name, tensor in named.items() if rank == 0}
-
-    def _tensors(self) -> dict[str, Tensor]:
-        """Parameters, tied ones once, and what else the model keeps (persistent buffers)."""
-        persistent = self.model.state_dict().keys()
-        buffers = {name: value for name, value in self.model.named_buffers() if name in persistent}
-        return {**self.parameters, **buffers}
 
     def _require_finite(self, grad_norm: float) -> None:
         """Raises NonFiniteError, with the gradients zeroed, naming the loss or the first parameters concerned."""
@@ -336,3 +330,9 @@ class HoldsModel:
 
 def _moments(optimizer: torch.optim.Optimizer | None, parameters: Mapping[str, nn.Parameter]) -> Iterable[Tensor]:
     return () if optimizer is None else optimizer_tensors(optimizer, parameters).values()
+
+
+def _saved_tensors(model: nn.Module, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parameters, tied ones once, and what else the model keeps (persistent buffers)."""
+    persistent = model.state_dict().keys()
+    return {**parameters, **{name: value for name, value in model.named_buffers() if name in persistent}}

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from skyrl_train.algorithms.checks import needed
@@ -29,10 +28,10 @@ from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.learner.engine import HoldsModel, ModelEngine
 from skyrl_train.learner.state import take_weights
-from skyrl_train.model.causal_lm import load_tokenizer, output_head, quiet_transformers
+from skyrl_train.model.causal_lm import output_head
+from skyrl_train.model.export import export_model
 from skyrl_train.model.logprobs import LossOfTokens, OfDistribution, TokenScores, score_tokens, sum_of_squares
-from skyrl_train.model.lora import adapter_off, adapter_tensors, write_adapter
-from skyrl_train.telemetry.files import sync_tree
+from skyrl_train.model.lora import adapter_off, adapter_tensors
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics, later
 from skyrl_train.weights import ModelWeights
 
@@ -95,24 +94,13 @@ class PolicyLearner(HoldsModel):
         )
 
     def export_hf(self, folder: Path) -> None:
-        """Model, generation config and tokenizer for `from_pretrained`, in float32; an adapter merged, and by itself in
-        `adapter/`. Raises ModelError."""
+        """Model, generation config and tokenizer for `from_pretrained`, an adapter merged, and by itself in `adapter/`.
+        Raises ModelError."""
         tensors = self.engine.whole_state_dict()
         full = self.engine.strategy.full
         adapter = {name: full(tensor.detach()) for name, tensor in adapter_tensors(self.engine.model).items()}
-        if self.engine.strategy.rank:
-            return
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.engine.model.config.use_cache = True
-            with quiet_transformers():
-                self.engine.model.save_pretrained(folder, state_dict=tensors)
-            load_tokenizer(self._model_config).save_pretrained(folder)
-            if adapter:
-                write_adapter(folder / "adapter", adapter, self._model_config.lora, base=self._model_config.path)
-            sync_tree(folder)
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"{folder}: the model could not be exported: {error}") from error
+        if not self.engine.strategy.rank:
+            export_model(folder, self.engine.model, tensors, self._model_config, adapter)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replaces all parameters, of which every rank is given the whole. Raises ModelError where they do not fit."""

@@ -29,7 +29,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from skyrl_train.telemetry.files import parse_json, shown
+from skyrl_train.telemetry.files import parse_json
+from skyrl_train.telemetry.json_text import shown
 
 TensorFact = tuple[torch.dtype, tuple[int, ...]]
 """Type and whole shape."""

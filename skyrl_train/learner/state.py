@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from skyrl_train.distributed.fsdp import reshard
 from skyrl_train.errors import CheckpointError, ModelError, SaveError
 from skyrl_train.learner.shards import StoredShards, TensorFact, is_sharded, local_part, write_shard
-from skyrl_train.telemetry.files import read_json, shown, whole_number
+from skyrl_train.telemetry.files import read_json, whole_number
+from skyrl_train.telemetry.json_text import shown
 
 MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"

@@ -195,9 +195,9 @@ def of_depth(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
     return {**config, "num_hidden_layers": num_layers, **types}
 
 
-def meta_model(config: Mapping[str, Any], *, name: str, attention: str = "auto") -> Any:
-    """Return a model of transformers on the meta device, in float32, with `model.attention`. Raises ModelError for a config
-    that it does not know."""
+def meta_model(config: Mapping[str, Any], *, name: str, attention: str = "auto", dtype: str = "float32") -> Any:
+    """Return a model of transformers on the meta device, with weights of `dtype` and `model.attention`. Raises ModelError
+    for a config that it does not know."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -206,7 +206,7 @@ def meta_model(config: Mapping[str, Any], *, name: str, attention: str = "auto")
         parsed = AutoConfig.for_model(**config)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                parsed, dtype=torch.float32, attn_implementation="sdpa" if attention == "auto" else attention
+                parsed, dtype=getattr(torch, dtype), attn_implementation=None if attention == "auto" else attention
             )
     except Exception as error:
         raise ModelError(f"model path {name!r}: no model of model_type={kind!r} can be built: {error}") from error

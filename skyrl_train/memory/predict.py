@@ -70,6 +70,12 @@ class DeviceShare:
     """Of the optimizer's state, for each parameter that is trained: AdamW's two averages."""
     compute_bytes: int = 4
     """Of a number in the forward pass."""
+    frozen_bytes: int = 4
+    """Of a parameter that is not trained."""
+    is_scored_only: bool = False
+    """Whether none is."""
+    in_4_bits: bool = False
+    """Whether decoder layers are, where they are not trained."""
     device_type: str = "cpu"
 
     def resident(self, counts: ParameterCounts, *, training: bool) -> dict[str, int]:
@@ -81,13 +87,20 @@ class DeviceShare:
             whole = {"gradients": gradients} if once else {}
         if self.sharded and self.cpu_offload:
             return whole
+        trained = 0 if self.is_scored_only else counts.trained
         kinds = {
-            "parameters": 4 * counts.total,
+            "parameters": self._frozen(counts, counts.total - trained) + 4 * trained,
             "gradients": gradients,
             "optimizer state": self.state_bytes * counts.trained,
         }
         shards = self.num_ranks if self.sharded else 1
         return {**{kind: -(-count // shards) for kind, count in kinds.items() if count}, **whole}
+
+    def _frozen(self, counts: ParameterCounts, num_frozen: int) -> int:
+        if not self.in_4_bits:
+            return self.frozen_bytes * num_frozen
+        # beside 4 bits each a scale of 8 bits for 64 of them
+        return self.frozen_bytes * counts.root + int((num_frozen - counts.root) * (1 / 2 + 1 / 64))
 
     def exchanged(self, counts: ParameterCounts, *, training: bool) -> dict[str, int]:
         """Return what ranks of a sharded model hold of each other's parts in a pass, in bytes by kind."""

@@ -14,8 +14,7 @@ from typing import Any
 
 from skyrl_train.batch.microbatch import TokenBudgets
 from skyrl_train.memory.fit import MemoryModel, MemoryProbe
-
-GIB = 1 << 30
+from skyrl_train.memory.meter import GIB
 
 
 @dataclass(frozen=True, kw_only=True)

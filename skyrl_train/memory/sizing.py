@@ -27,11 +27,11 @@ from skyrl_train.memory.fit import (
     near_the_limit,
     probes_at_the_limit,
 )
-from skyrl_train.memory.meter import CountingMeter, CudaMeter, MemoryMeter
+from skyrl_train.memory.meter import GIB, CountingMeter, CudaMeter, MemoryMeter
 from skyrl_train.memory.model_sizes import sizes_of_model
 from skyrl_train.memory.oom_retry import SizedEngine
 from skyrl_train.memory.probe import Probed, Prober, lengths_to_probe
-from skyrl_train.memory.report import GIB, PhaseReport, SizingReport, read_reports, write_reports
+from skyrl_train.memory.report import PhaseReport, SizingReport, read_reports, write_reports
 from skyrl_train.memory.trace import StepTrace
 from skyrl_train.memory.xla import CompiledModel
 

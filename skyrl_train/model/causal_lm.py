@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,8 +21,10 @@ from torch import Tensor, nn
 import skyrl_train.assets
 from skyrl_train.config.parts import MODEL_LOADERS
 from skyrl_train.config.schema import ModelConfig
+from skyrl_train.data.hub import endpoint, is_reachable, problem_of
 from skyrl_train.errors import ModelError
 from skyrl_train.model.logprobs import OutputHead, token_scores
+from skyrl_train.model.numerics import asked_attention, in_4_bits, say_eager
 from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
 _HUB_TIMEOUT_S = 10.0
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-_HEAD_TOLERANCE = 1e-3
+_HEAD_TOLERANCE, _HALF_HEAD_TOLERANCE = 1e-3, 0.1
 
 logger = logging.getLogger(__name__)
 
@@ -73,15 +76,19 @@ def _hub_folder(name: str, revision: str | None) -> Path:
             return folder
     except Exception as error:
         logger.debug("hub model %s is not in the cache: %s", name, error)
-    logger.info("downloading %s from the hub", name)
-    try:
-        return Path(snapshot_download(etag_timeout=_HUB_TIMEOUT_S, **request))
-    except Exception as error:
-        raise ModelError(
-            f"model path {name!r}: no such folder here, not in the local cache, and the hub did not give it "
-            f"({_reason(error)}). Check the name and the network (HF_TOKEN for gated models), or give a folder "
-            f"or {BUILTIN}tiny_qwen2"
-        ) from error
+    cause: Exception | None = None
+    problem = problem_of(name, dataset=False) if is_reachable() else f"{endpoint()} does not answer"
+    if not problem:
+        logger.info("downloading %s from the hub", name)
+        try:
+            return Path(snapshot_download(etag_timeout=_HUB_TIMEOUT_S, **request))
+        except Exception as error:
+            problem, cause = _reason(error), error
+    raise ModelError(
+        f"model path {name!r}: no such folder here, not in the local cache, and the hub did not give it "
+        f"({problem}). Check the name and the network (HF_TOKEN for gated models), or give a folder "
+        f"or {BUILTIN}tiny_qwen2"
+    ) from cause
 
 
 def missing_files(folder: Path) -> list[str]:
@@ -99,13 +106,15 @@ def missing_files(folder: Path) -> list[str]:
     return missing
 
 
-def load_causal_lm(model: ModelConfig, device: torch.device | str) -> PreTrainedModel:
-    """The model on `device` with float32 master weights, without dropout, ready for `learner/engine.py`.
+def load_causal_lm(
+    model: ModelConfig, device: torch.device | str, *, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The model on `device` with weights of `dtype`, without dropout, ready for `learner/engine.py`.
 
     Checks that log-probabilities computed from hidden states and output head agree with the model's own logits, so that
     a family with an unknown twist is refused instead of trained wrongly. Raises ModelError.
     """
-    causal_lm, missing = read_causal_lm(model)
+    causal_lm, missing = read_causal_lm(model, dtype)
     refuse_missing(model, missing)
     place_model(causal_lm, model, device)
     check_head(causal_lm, name=model.path)
@@ -113,19 +122,32 @@ def load_causal_lm(model: ModelConfig, device: torch.device | str) -> PreTrained
     return causal_lm
 
 
-def read_causal_lm(model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model as `model.loader` reads it, on the CPU in float32, and the parameters that its weights lack.
+def read_causal_lm(model: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+    """Return the model as `model.loader` reads it, on the CPU in `dtype`, and the parameters that its weights lack.
 
-    Raises ModelError where the loader fails, or gives something else.
+    Raises ModelError where the loader fails, or gives something else, or weights are not finite.
     """
     folder = resolve_model_path(model.path, model.revision)
     _require_files(model.path, folder)
     load = MODEL_LOADERS.resolve(model.loader)
     try:
-        loaded = load(folder, torch.float32, model)
+        loaded = load(folder, dtype, model)
     except Exception as error:
         raise ModelError(f"model path {model.path!r}: {folder} cannot be loaded: {_reason(error)}") from error
-    return _checked(loaded, model)
+    causal_lm, missing = _checked(loaded, model, dtype)
+    require_finite(((name, value) for name, value in causal_lm.named_parameters() if name not in missing), model)
+    return causal_lm, missing
+
+
+def require_finite(parameters: Iterable[tuple[str, Tensor]], model: ModelConfig) -> None:
+    """Raises ModelError naming the first parameter with a NaN or an infinity, which would make every score one."""
+    for name, value in parameters:
+        if value.numel() and not all(math.isfinite(end) for end in value.detach().aminmax()):
+            count = int(value.numel() - value.isfinite().sum())
+            raise ModelError(
+                f"model path {model.path!r}: {name} has {count} of {value.numel()} values that are not finite. The weights "
+                "are damaged, or were exported by a run that had diverged: take another copy, or an earlier export"
+            )
 
 
 def from_pretrained(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
@@ -136,16 +158,23 @@ def from_pretrained(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tup
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             str(folder),
             dtype=dtype,
-            attn_implementation="sdpa" if model.attention == "auto" else model.attention,
+            attn_implementation=asked_attention(model),
             trust_remote_code=model.trust_remote_code,
             use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
+            **in_4_bits(dtype, model),
         )
+    if model.quantization != "none":  # exports are not: they hold what the adapter was merged into
+        loaded[0].hf_quantizer = None
+        del loaded[0].config.quantization_config
+        loaded[0].train()  # a forward in eval mode packs the weights on a CPU anew, for inference alone
+    if model.attention == "auto" and loaded[0].config.get_text_config()._attn_implementation == "eager":
+        say_eager(type(loaded[0]).__name__)
     return loaded[0], sorted(loaded[1]["missing_keys"])
 
 
-def _checked(loaded: object, model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
+def _checked(loaded: object, model: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
     """Raises ModelError for what no learner can take from a loader."""
     from transformers import PreTrainedModel
 
@@ -155,21 +184,23 @@ def _checked(loaded: object, model: ModelConfig) -> tuple[PreTrainedModel, list[
     elif not isinstance(loaded[0], PreTrainedModel):
         problem = f"gave {type(loaded[0]).__name__} in place of a transformers.PreTrainedModel"
     else:
-        others = {str(each.dtype) for each in loaded[0].parameters() if each.dtype != torch.float32}
+        # families that lose too much in half precision keep some parameters in float32
+        held = {each.dtype for each in loaded[0].parameters() if each.is_floating_point()}
+        others = {str(each) for each in held - {dtype, torch.float32}}
         if others:
-            problem = f"gave parameters of type {', '.join(sorted(others))}; its second argument asks for torch.float32"
+            problem = f"gave parameters of type {', '.join(sorted(others))}; its second argument asks for {dtype}"
     if problem:
         raise ModelError(f"model.loader {part_name(model.loader)} {problem}")
     causal_lm, missing = cast("tuple[PreTrainedModel, Sequence[str]]", loaded)
     return causal_lm, sorted(missing)
 
 
-def empty_causal_lm(model: ModelConfig) -> PreTrainedModel:
+def empty_causal_lm(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model of the same form on the CPU, for a rank that will receive its part of the weights: memory for them is
     reserved but never touched, so that it costs nothing. A custom loader's form is known only after it has loaded. Raises
     ModelError."""
     if MODEL_LOADERS.name_of(model.loader) not in MODEL_LOADERS:
-        formed, _ = read_causal_lm(model)
+        formed, _ = read_causal_lm(model, dtype)
         place_model(formed, model, "cpu")
         formed.train()
         return formed
@@ -184,8 +215,8 @@ def empty_causal_lm(model: ModelConfig) -> PreTrainedModel:
             )
             empty: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config,
-                dtype=torch.float32,
-                attn_implementation="sdpa" if model.attention == "auto" else model.attention,
+                dtype=dtype,
+                attn_implementation=asked_attention(model),
                 trust_remote_code=model.trust_remote_code,
             )
     except Exception as error:
@@ -266,33 +297,6 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def vocabulary_size(model: ModelConfig) -> int:
-    """Return the number of rows of the model's embedding, as its config.json says: token ids are below it.
-
-    That is at least the number of tokens that the model was trained on, and not always that of the tokenizer's; the latter
-    is returned where the config does not say. Raises ModelError.
-    """
-    try:
-        config = json.loads(
-            (resolve_model_path(model.path, model.revision) / "config.json").read_text(encoding="utf-8")
-        )
-        stated = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    except (OSError, ValueError, AttributeError):
-        stated = None
-    return stated if type(stated) is int and stated > 0 else len(load_tokenizer(model))
-
-
-def check_token_ids(largest: int, model: ModelConfig, where: str) -> None:
-    """Raise ModelError where `where`, a text, has a token id `largest` that the model has no embedding of."""
-    rows = vocabulary_size(model)
-    if largest >= rows:
-        raise ModelError(
-            f"{where} has the token id {largest}, and the embedding of {model.path!r} has {rows} rows, so ids up to "
-            f"{rows - 1}. The tokenizer at {model.tokenizer_path or model.path!r} is that of another model. Set "
-            "model.tokenizer_path to the model's own"
-        )
-
-
 def last_hidden_state(model: PreTrainedModel, input_ids: Tensor) -> Tensor:
     """`[rows, len, hidden]` of right-padded `input_ids` `[rows, len]`.
 
@@ -330,7 +334,7 @@ def check_head(model: PreTrainedModel, *, name: str) -> None:
     expected = torch.log_softmax(logits.float(), dim=-1).gather(1, targets[:, None]).squeeze(1)
     found, _ = token_scores(hidden, targets, output_head(model), with_entropy=False)
     difference = float((found - expected).abs().max())
-    if not difference <= _HEAD_TOLERANCE:
+    if not difference <= (_HEAD_TOLERANCE if model.dtype == torch.float32 else _HALF_HEAD_TOLERANCE):
         raise ModelError(
             f"model path {name!r}: {type(model).__name__} is not supported: log-probabilities from its hidden states "
             f"differ from those of its logits by {difference:.3g}"

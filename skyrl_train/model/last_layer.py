@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -90,11 +90,12 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _narrow(module: nn.Module, read: ReadPositions) -> None:
-    compute: Callable[[Tensor], Tensor] = module.forward
+    compute: Callable[..., Tensor] = module.forward
 
-    def forward(inputs: Tensor) -> Tensor:
-        if read.value is None:
-            return compute(inputs)
+    def forward(inputs: Tensor, *others: Any, **named: Any) -> Tensor:
+        # a block that is given more than the positions, as Bloom's is the residual, computes them all
+        if read.value is None or others or named:
+            return compute(inputs, *others, **named)
         flat = inputs.flatten(0, 1)
         found = compute(flat.index_select(0, read.value).unsqueeze(0)).squeeze(0)
         whole = found.new_zeros(len(flat), found.shape[-1]).index_copy(0, read.value, found)

@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 _PADDED_ATTENTION = "skyrl_padded_attention"
 """Attribute of a model that remembers the attention it was loaded with."""
-_TOLERANCE = 1e-3
-"""Largest difference between layouts, relative to the largest hidden value, that is rounding in float32."""
+_TOLERANCE, _HALF_TOLERANCE = 1e-3, 0.03
+"""Largest difference between layouts, relative to the largest hidden value, that is rounding in float32, or in half
+precision."""
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _OTHER_MASKS = ("attention_chunk_size", "use_bidirectional_attention")
 """Fields of a config under which rows attend in other ways."""
@@ -136,13 +137,13 @@ def check_layouts(model: PreTrainedModel, *, name: str) -> None:
     plain = padded_layout(rows)
     try:
         found = _token_states(model, tree)
-    except ModelError:
-        raise
+    except ModelError as error:
+        raise ModelError(f"model path {name!r}: {error}") from error
     except Exception as error:
         raise _refusal(name, model, f"does not compute them ({type(error).__name__}: {error})") from error
     expected = _token_states(model, plain)
     difference = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
-    if not difference <= _TOLERANCE:
+    if not difference <= (_TOLERANCE if model.dtype == torch.float32 else _HALF_TOLERANCE):
         raise _refusal(name, model, f"computes other hidden states under them (by {difference:.2g} of their size)")
 
 

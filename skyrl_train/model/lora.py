@@ -7,7 +7,6 @@ stand before: not of which rows share a forward, so that no layout changes the g
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from skyrl_train.batch.scored_tokens import sequence_offsets
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import LoraConfig, ModelConfig
 from skyrl_train.errors import CheckpointError, ModelError
-from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model.causal_lm import BUILTIN, load_causal_lm, resolve_model_path
 from skyrl_train.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -70,6 +69,8 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int, head: st
         ) from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name) or (bool(head) and name.startswith(f"{head}.")))
+        if parameter.requires_grad and parameter.dtype == torch.bfloat16:  # PEFT takes the type of the frozen layer
+            parameter.data = parameter.data.float()
     if lora.dropout > 0:
         _drop(model, lora.dropout, seed)
 
@@ -105,17 +106,31 @@ class Weight:
     """A parameter as the plain model has it: what was frozen, and the layer whose adapter is added to it, if any."""
 
     parameter: nn.Parameter
-    """Its type and shape are the weight's."""
     layer: Any | None
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the weight's type and shape: the parameter, or what one of 4 bits stands for, without memory."""
+        state = getattr(self.parameter, "quant_state", None)
+        return self.parameter if state is None else torch.empty(state.shape, dtype=state.dtype, device="meta")
+
+    def _own(self) -> Tensor:
+        state = getattr(self.parameter, "quant_state", None)
+        if state is None:
+            return self.parameter.detach()
+        from bitsandbytes.functional import dequantize_4bit
+
+        restored: Tensor = dequantize_4bit(self.parameter.data, state)
+        return restored
 
     def whole(self, gather: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Tensor:
         """The weight, detached, in its own type or in `dtype`. `gather` makes a parameter whole that is sharded over
         ranks; all ranks call it. What has no adapter is rounded first, so that fewer bytes are gathered."""
-        tensor = self.parameter.detach()
+        tensor = self._own()
         if self.layer is None:
             return gather(tensor if dtype is None else tensor.to(dtype))
-        merged = gather(tensor) + _delta(self.layer, gather).to(tensor.dtype)
-        return merged if dtype is None else merged.to(dtype)
+        delta = _delta(self.layer, gather)
+        return (gather(tensor).to(delta.dtype) + delta).to(dtype or tensor.dtype)
 
 
 def weights_by_name(model: nn.Module) -> dict[str, Weight]:
@@ -163,29 +178,38 @@ def base_with_adapter(model: ModelConfig, tensors: Mapping[str, Tensor]) -> PreT
     return base
 
 
-def write_adapter(folder: Path, tensors: dict[str, Tensor], lora: LoraConfig, *, base: str) -> None:
-    """`adapter_model.safetensors` and `adapter_config.json`, as PEFT and vLLM load them.
+def write_adapter(
+    folder: Path, tensors: dict[str, Tensor], lora: LoraConfig, *, base: ModelConfig | None = None
+) -> None:
+    """`adapter_model.safetensors` and PEFT's `adapter_config.json`, as PEFT and vLLM load them.
 
-    `tensors` are whole, under the names of `adapter_tensors`; `base` is the model that they were trained on.
+    `tensors` are whole, under the names of `adapter_tensors`; `base` is the model that they were trained on; None for an
+    adapter that is read where its base is known.
     """
+    import peft
+
     folder.mkdir(parents=True, exist_ok=True)
     named = {
         f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": tensor.detach().cpu().contiguous()
         for name, tensor in tensors.items()
     }
-    save_file(named, folder / "adapter_model.safetensors")
-    content = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors}),
-        "bias": "none",
-        "inference_mode": True,
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    peft.LoraConfig(
+        task_type=peft.TaskType.CAUSAL_LM,
+        base_model_name_or_path="" if base is None else _as_peft_finds_it(base.path),
+        revision=None if base is None else base.revision,
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors}),
+        inference_mode=True,
+    ).save_pretrained(str(folder))
+
+
+def _as_peft_finds_it(path: str) -> str:
+    """PEFT knows hub names and folders, of which it does not know ours."""
+    is_local = path.startswith(BUILTIN) or Path(path).expanduser().exists()
+    return str(resolve_model_path(path).resolve()) if is_local else path
 
 
 def set_dropout_keys(model: nn.Module, rows: TrainingInputBatch, layout: Layout, *, step: int) -> None:

@@ -9,13 +9,22 @@ pass of attention, keys split over thread blocks). With `deterministic` none of 
     cuBLAS       one workspace of a fixed size, by `CUBLAS_WORKSPACE_CONFIG`, which is read when CUDA starts
     attention    `model/attention.py` asks variable-length attention for one pass over the keys (`num_splits=1`); flex
                  attention adds up without atomics in any case
+
+And in which types weights are held, and which attention is asked for.
 """
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import cache
+from typing import Any
 
 import torch
+
+from skyrl_train.config.schema import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 _WORKSPACES = (":4096:8", ":16:8")
 """Values of CUBLAS_WORKSPACE_CONFIG under which cuBLAS is deterministic, as its documentation lists them."""
@@ -39,3 +48,32 @@ def set_numerics(*, deterministic: bool) -> None:
 def is_deterministic() -> bool:
     """Whether `set_numerics` was told so in this process."""
     return torch.are_deterministic_algorithms_enabled()
+
+
+def weight_dtype(model: ModelConfig, *, frozen: bool) -> torch.dtype:
+    """The type in which weights are held: float32 where they are trained, else that of the forward pass."""
+    return torch.bfloat16 if frozen and model.dtype == "bfloat16" else torch.float32
+
+
+def in_4_bits(dtype: torch.dtype, model: ModelConfig) -> dict[str, Any]:
+    """Arguments of `from_pretrained`: NF4 with scales in 8 bits (arXiv:2305.14314), products in `dtype`."""
+    if model.quantization == "none":
+        return {}
+    from transformers import BitsAndBytesConfig
+
+    make: Any = BitsAndBytesConfig
+    kind = make(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=True
+    )
+    return {"quantization_config": kind}
+
+
+def asked_attention(model: ModelConfig) -> str | None:
+    """The attention to ask transformers for; None is sdpa, or eager for a class that does not know it."""
+    return None if model.attention == "auto" else model.attention
+
+
+@cache
+def say_eager(kind: str) -> None:
+    """Once in a process, which may load a model several times."""
+    logger.info("model.attention=auto: eager, since transformers has no sdpa for %s", kind)

@@ -22,6 +22,7 @@ from skyrl_train.model.causal_lm import (
     place_model,
     read_causal_lm,
     refuse_missing,
+    require_finite,
     resolve_model_path,
 )
 
@@ -34,12 +35,16 @@ HEAD = "score"
 """Attribute of the model, and first part of the names of the head's parameters."""
 
 
-def load_value_model(model: ModelConfig, device: torch.device | str) -> PreTrainedModel:
-    """The model on `device` with float32 master weights, without dropout, its output head replaced. Raises ModelError."""
-    loaded, missing = read_causal_lm(model)
+def load_value_model(
+    model: ModelConfig, device: torch.device | str, *, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """The model on `device` with weights of `dtype`, without dropout, its output head replaced by one in float32. Raises
+    ModelError."""
+    loaded, missing = read_causal_lm(model, dtype)
     replaced = replace_head(loaded, model)
     refuse_missing(model, [name for name in missing if not name.startswith(f"{replaced}.")])
     stored = _stored_head(model)
+    require_finite(stored.items(), model)
     with torch.no_grad():
         for name, parameter in getattr(loaded, HEAD).named_parameters():
             value = stored.get(f"{HEAD}.{name}", parameter)
@@ -54,10 +59,10 @@ def load_value_model(model: ModelConfig, device: torch.device | str) -> PreTrain
     return loaded
 
 
-def empty_value_model(model: ModelConfig) -> PreTrainedModel:
+def empty_value_model(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A model of the same form for a rank that will receive its part of the weights: reads none, and costs no memory. See
     `empty_causal_lm`. Raises ModelError."""
-    empty = empty_causal_lm(model)
+    empty = empty_causal_lm(model, dtype=dtype)
     replace_head(empty, model)
     return empty
 

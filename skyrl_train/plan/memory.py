@@ -216,6 +216,9 @@ def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort
         device_bytes=int(config.plan.device_memory_gb * 1e9),
         state_bytes=_state_bytes(settings),
         compute_bytes=2 if model.dtype == "bfloat16" else 4,
+        frozen_bytes=2 if model.dtype == "bfloat16" else 4,
+        is_scored_only=settings.optimizer is None,
+        in_4_bits=model.quantization != "none",
         device_type="cpu" if settings.platform.name == "cpu" else "cuda",
     )
     return PredictedPasses(
@@ -243,7 +246,8 @@ def _learner_without_weights(
     from skyrl_train.model.value_model import replace_head
 
     config = settings.model
-    model = meta_model(architecture, name=config.path, attention=config.attention)
+    held = config.dtype if settings.frozen else "float32"
+    model = meta_model(architecture, name=config.path, attention=config.attention, dtype=held)
     if settings.role == "critic":
         replace_head(model, config)
     place_model(model, config, "meta")

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from skyrl_train.config.fields import unusual_values
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
 from skyrl_train.plan.batch_plan import BatchPlan, LearnerPlan, ceil_div, span
 from skyrl_train.plan.estimate import PassEstimate
+from skyrl_train.registry import PartSpec, part_name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,14 @@ def plan_notes(
     return notes
 
 
+def size_notes(config: object) -> list[PlanNote]:
+    """Settings larger than anybody is likely to mean."""
+    return [
+        PlanNote(field=name, fact=f"{value:g} is above the usual {usual.value:g}", cost=usual.why)
+        for name, value, usual in unusual_values(config)
+    ]
+
+
 def estimate_notes(estimates: list[PassEstimate]) -> list[PlanNote]:
     """What follows from the lengths."""
     notes = []
@@ -60,6 +70,23 @@ def estimate_notes(estimates: list[PassEstimate]) -> list[PlanNote]:
                 )
             )
     return notes
+
+
+def environment_notes(env_class: PartSpec | None) -> list[PlanNote]:
+    """What is known of the chosen environment's scoring."""
+    if env_class is None or part_name(env_class) not in _GSM8K_ENVIRONMENTS:
+        return []
+    return [
+        PlanNote(
+            field="environment.env_class",
+            fact=f"skyrl-gym's {part_name(env_class)} compares the first `#### ` answer with the ground truth as text",
+            cost="right answers written `#### 42.`, `#### 42.0` or `#### $42`, or after another one, earn 0 or the reward "
+            "for form; environment=word_problems accepts them and takes the last, where answers are integers",
+        )
+    ]
+
+
+_GSM8K_ENVIRONMENTS = ("gsm8k", "gsm8k_multi_turn")
 
 
 def percent(share: float | Fraction) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +11,9 @@ import numpy as np
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.chat_tokens import ChatTokens
-from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession, describe
+from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession, StepResult, ToolResult, describe
+from skyrl_train.rollout.tools.formats import UNREADABLE, Calls, ToolCall, ToolParser, call_messages
+from skyrl_train.rollout.tools.toolbox import Schema
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import (
     ChatMessage,
@@ -44,6 +46,8 @@ class Job:
     """One sample of one prompt, and what its randomness is derived from."""
 
     prompt: Prompt
+    configured_tools: tuple[Schema, ...] = ()
+    """`environment.tools`, as chat templates take them."""
     prompt_token_ids: TokenIds
     """The prompt's own messages as tokens, shared by its samples; used where the environment does not change them."""
     prompt_index: int
@@ -57,6 +61,11 @@ class Job:
     seed: int
     global_step: int
     purpose: str
+
+    @property
+    def tools(self) -> tuple[Schema, ...]:
+        """What `prompt_token_ids` offers the model to call: what its row says, else all that is configured."""
+        return self.prompt.tools or self.configured_tools
 
     def request_id(self, turn_index: int) -> str:
         return f"{self.purpose}-{self.global_step}-{self.prompt_index:06d}-{self.sample_index:04d}-{turn_index:03d}"
@@ -77,6 +86,8 @@ class Episode:
     """Its environment, of which each call has a deadline."""
     chat: ChatTokens
     limits: Limits
+    parse_calls: ToolParser | None = None
+    """Reads the calls in a response; None where no format is known."""
 
 
 async def multi_turn(episode: Episode) -> Trajectory:
@@ -93,13 +104,18 @@ class AgentLoop:
         self._session = episode.session
         self._chat = episode.chat
         self._limits = episode.limits
+        self._parse_calls = episode.parse_calls
+        self._tools: tuple[Schema, ...] = ()
+        self._counts = dict.fromkeys(("tools/calls", "tools/failed", "tools/malformed"), 0.0)
+        self._first_messages: tuple[ChatMessage, ...] = ()
         self._turns: list[Turn] = []
 
     async def run(self) -> Trajectory:
         """Return the trajectory; a failed one where the environment or the engine broke it. Other exceptions propagate."""
         try:
             outcome = await self._run_turns()
-            return self._trajectory(outcome, metrics=await self._session.metrics())
+            metrics = await self._session.metrics()
+            return self._trajectory(outcome, metrics={**metrics, **self._counts} if self._tools else metrics)
         except Broken as broken:
             return self._trajectory(Outcome.FAILED, broken=broken)
         finally:
@@ -111,26 +127,86 @@ class AgentLoop:
         while True:
             output = await self._ask_engine(prompt)
             text = self._chat.text(output.token_ids)
-            result = await self._session.step(text)
-            self._add_turn(prompt, output, text, result.reward)
+            is_last = len(self._turns) + 1 >= self._limits.max_turns
+            # A call that nobody would read the result of is an answer, which the environment scores.
+            calls = () if is_last else self._calls_in(output)
+            said_calls = call_messages(calls, turn_index=len(self._turns))
+            result = await (self._use_tools(calls, said_calls) if calls else self._session.step(text))
+            self._add_turn(prompt, output, text, result)
             if result.done:
-                return Outcome.DONE
-            if len(self._turns) >= self._limits.max_turns:
+                return Outcome.TRUNCATED if result.truncated else Outcome.DONE
+            if is_last:
                 return Outcome.MAX_TURNS
-            history = [*history, {"role": "assistant", "content": text}]
+            said: ChatMessage = {"role": "assistant", "content": text}
+            history = [*history, {**said, "tool_calls": said_calls} if calls else said]
             prompt = self._chat.next_prompt(
                 context=prompt,
                 response=output.token_ids,
                 history=history,
                 observations=result.observations,
+                tools=self._tools,
             )
             history = [*history, *result.observations]
             if self._room(prompt) < 1:
+                if calls:
+                    reward = (await self._session.step(text)).reward
+                    self._turns[-1] = replace(self._turns[-1], reward=reward)
                 return Outcome.CONTEXT_FULL
+
+    def _calls_in(self, output: GenerationOutput) -> Calls:
+        if not self._tools or self._parse_calls is None:
+            return ()
+        try:
+            return self._parse_calls(self._chat.text_with_calls(output.token_ids), self._tools)
+        except Exception as error:  # of any kind: parsers are code of others, or recurse as deep as the model nests
+            return (ToolCall(name=UNREADABLE, error=describe(error)),)
+
+    async def _use_tools(self, calls: Calls, said: Sequence[ChatMessage]) -> StepResult:
+        """Return what the tools answer, as an environment's answer without a reward; `said` are the calls as messages hold
+        them."""
+        offered = [tool["function"]["name"] for tool in self._tools]
+        known = [call for call in calls if not call.error and call.name in offered]
+        run = await self._session.use_tools([{"name": call.name, "arguments": dict(call.arguments)} for call in known])
+        results = iter(run)
+        observations: list[ChatMessage] = []
+        for call, message in zip(calls, said):
+            if call.error:
+                result = ToolResult(content=f"Error: this is no call of a tool: {call.error}", failed=False)
+            elif call.name not in offered:
+                content = f"Error: there is no tool {call.name!r}; there are {', '.join(offered)}"
+                result = ToolResult(content=content, failed=True)
+            else:
+                result = next(results)
+            self._counts["tools/calls"] += 1
+            self._counts["tools/failed"] += result.failed
+            self._counts["tools/malformed"] += bool(call.error)
+            answer = {"role": "tool", "tool_call_id": message["id"], "name": call.name, "content": result.content}
+            observations.append(answer)
+        return StepResult(observations=observations, reward=0.0, done=False)
+
+    def _offered(self) -> tuple[Schema, ...]:
+        """Return what the model may call: what its row says, else all that is configured and the environment's own."""
+        own = self._session.own_tools
+        if not self._job.prompt.tools:
+            return (*self._job.tools, *own)
+        known = {tool["function"]["name"] for tool in (*self._job.configured_tools, *own)}
+        missing = [name for tool in self._job.tools if (name := tool["function"]["name"]) not in known]
+        if missing:
+            raise Broken(
+                FailureKind.ENVIRONMENT_ERROR,
+                f"the row offers the tool {missing[0]!r}, which is neither one of environment.tools nor the environment's "
+                f"own; there are {', '.join(sorted(known)) or 'none'}",
+            )
+        return self._job.tools
 
     def _first_prompt(self, messages: list[ChatMessage]) -> TokenIds:
         unchanged = messages == list(self._job.prompt.messages)
-        prompt = self._job.prompt_token_ids if unchanged else self._chat.first_prompt(messages)
+        self._first_messages = () if unchanged else tuple(messages)
+        self._tools = self._offered()
+        if unchanged and self._tools == self._job.tools:
+            prompt = self._job.prompt_token_ids
+        else:
+            prompt = self._chat.first_prompt(messages, self._tools)
         if self._room(prompt) < 1:
             raise Broken(
                 FailureKind.PROMPT_TOO_LONG,
@@ -173,6 +249,7 @@ class AgentLoop:
             outcome=outcome,
             failure=broken.to_failure(turn_index=len(self._turns)) if broken else None,
             metrics=metrics or {},
+            first_messages=self._first_messages,
             teacher_prompt_token_ids=self._teacher_prompt(),
         )
 
@@ -182,7 +259,7 @@ class AgentLoop:
         unchanged = np.array_equal(first, self._job.prompt_token_ids)
         return self._job.teacher_token_ids if unchanged else self._job.teacher_token_ids[:0]
 
-    def _add_turn(self, prompt: TokenIds, output: GenerationOutput, text: str, reward: float) -> None:
+    def _add_turn(self, prompt: TokenIds, output: GenerationOutput, text: str, result: StepResult) -> None:
         parent, added = find_parent(self._turns, prompt)
         turn = Turn(
             parent=parent,
@@ -190,7 +267,8 @@ class AgentLoop:
             response_token_ids=np.array(output.token_ids, dtype=np.int32),
             response_logprobs=np.array(output.logprobs, dtype=np.float32),
             response_text=text,
-            reward=reward,
+            reward=result.reward,
+            observations=tuple(result.observations),
             stop_reason=output.stop_reason,
             weight_versions=(VersionRun(start=0, version=output.weight_version),),
         )

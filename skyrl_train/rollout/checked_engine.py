@@ -18,6 +18,7 @@ import numpy as np
 from skyrl_train.errors import EngineError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.env_boundary import describe
+from skyrl_train.telemetry.json_text import shown
 from skyrl_train.types import (
     Failure,
     FailureKind,
@@ -94,9 +95,9 @@ def check_answer(
         versions: Oldest and newest version of the weights that the engine had while it answered.
     """
     if not isinstance(answer, GenerationOutput):
-        raise EngineError(f"the engine returned {_short(answer)}; must be a GenerationOutput")
+        raise EngineError(f"the engine returned {shown(answer)}; must be a GenerationOutput")
     if not isinstance(answer.stop_reason, StopReason):
-        raise EngineError(f"the engine returned the stop reason {_short(answer.stop_reason)}; must be a StopReason")
+        raise EngineError(f"the engine returned the stop reason {shown(answer.stop_reason)}; must be a StopReason")
     token_ids = _plain(answer.token_ids, "token id", "a whole number", (int, np.integer), int)
     if answer.stop_reason is StopReason.ABORT:
         raise EngineError(f"the engine aborted the request after {len(token_ids)} tokens")
@@ -107,7 +108,7 @@ def check_answer(
         raise EngineError(f"the engine returned {len(token_ids)} tokens, and {most} were asked for")
     if (wrong := _first_outside(token_ids, vocabulary_size)) is not None:
         raise EngineError(
-            f"the engine returned the token id {_short(token_ids[wrong])} (token {wrong} of the answer); must be from 0 to "
+            f"the engine returned the token id {shown(token_ids[wrong])} (token {wrong} of the answer); must be from 0 to "
             f"{vocabulary_size - 1}"
         )
     logprobs = _plain(answer.logprobs, "log-probability", "a number", (float, int, np.floating, np.integer), float)
@@ -120,7 +121,7 @@ def check_answer(
         )
     if type(answer.weight_version) is not int or not versions[0] <= answer.weight_version <= versions[1]:
         known = " to ".join(map(str, sorted(set(versions))))
-        raise EngineError(f"the engine answered with weights {_short(answer.weight_version)}, and has those of {known}")
+        raise EngineError(f"the engine answered with weights {shown(answer.weight_version)}, and has those of {known}")
     if token_ids is answer.token_ids and logprobs is answer.logprobs:
         return answer
     return replace(answer, token_ids=token_ids, logprobs=logprobs)
@@ -184,13 +185,13 @@ def _plain(values: object, name: str, rule: str, kinds: tuple[type, ...], make: 
     """Return the values as a tuple of Python's own numbers; the tuple itself where it is one. True and False are none."""
     column = values.tolist() if isinstance(values, np.ndarray) and values.ndim == 1 else values
     if not isinstance(column, (tuple, list)):
-        raise EngineError(f"the engine returned {_short(values)} in place of a {name} for each token")
+        raise EngineError(f"the engine returned {shown(values)} in place of a {name} for each token")
     given = set(map(type, column))
     for kind in given:
         if kind is bool or not (kind in kinds or (issubclass(kind, np.generic) and issubclass(kind, kinds))):
             wrong = next(index for index, value in enumerate(column) if type(value) is kind)
             raise EngineError(
-                f"the engine returned the {name} {_short(column[wrong])} (token {wrong} of the answer); must be {rule}"
+                f"the engine returned the {name} {shown(column[wrong])} (token {wrong} of the answer); must be {rule}"
             )
     if given <= {make} and isinstance(column, tuple):
         return column
@@ -218,12 +219,3 @@ def _first_not_logprob(values: Any) -> int | None:
 def _is_float32(value: float) -> bool:
     with np.errstate(over="ignore"):
         return bool(np.isfinite(np.float32(value)))
-
-
-def _short(value: object) -> str:
-    """Return a value as a person may read it. Its `repr` may be long, or fail, as that of a huge integer does."""
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -11,30 +11,37 @@ same functions, since what a worker process sends need not come from ours.
 
 from __future__ import annotations
 
-import math
-import reprlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Protocol, SupportsFloat, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from skyrl_train.registry import PartSpec
-from skyrl_train.rollout.environments import make_environment
+from skyrl_train.rollout.plain_data import MAX_METRIC_NAME, number_in, numbers_only, plain, scalar
+from skyrl_train.rollout.tools.toolbox import Schema
+from skyrl_train.telemetry.json_text import is_text, shown
 from skyrl_train.types import ChatMessage, Failure, FailureKind
 
 T = TypeVar("T")
+Answer = dict[str, Any]
+"""`{"value": ...}`, or `{"failure": FailureKind, "message": ...}`."""
 Request = Mapping[str, Any]
-"""`{"call": "construction", "init", "step", "get_metrics" or "close", ...}` with the arguments of the call."""
+"""`{"call": "construction", "init", "step", "tools", "get_metrics" or "close", ...}` with the arguments of the call; or that
+of a reward function, which needs no environment: `{"call": "score", "spec": ..., "prompt": ..., "samples": [...],
+"num_values": ...}`."""
 
+CHECK_ROWS = "check_rows"
+"""The call that asks the class of an environment, rather than one of them, what is wrong with data rows."""
+MAX_WORKERS = 1024
+"""Threads, or worker processes, at most where the configuration does not say how many."""
 MAX_REWARD = 1e12
 """Rewards become float32: squared errors of values, and norms of gradients, overflow from about 1e16 on."""
-_FLOAT32_MAX = 3.4028234663852886e38
 MAX_CHARACTERS = 4 << 20
 """Text of the messages of one answer: several times what fits any model's context."""
-_MAX_DEPTH = 32
-_MAX_INTEGER_BITS = 1024
-_MAX_METRICS = 1000
-_MAX_METRIC_NAME = 200
+OF_REWARDS = {
+    FailureKind.ENVIRONMENT_ERROR: FailureKind.REWARD_ERROR,
+    FailureKind.ENVIRONMENT_TIMEOUT: FailureKind.REWARD_TIMEOUT,
+}
+"""What a host says of a call of a reward function, in its own terms."""
 _OF_ENVIRONMENTS = (
     FailureKind.ENVIRONMENT_ERROR,
     FailureKind.ENVIRONMENT_TIMEOUT,
@@ -80,48 +87,32 @@ class StepResult:
     reward: float
     """Finite, at most `MAX_REWARD` in size."""
     done: bool
+    """Whether the trajectory has ended, cut short or not."""
+    truncated: bool = False
+    """Whether it was cut short, as by a limit on steps. Nothing is estimated for what would have followed."""
+    components: dict[str, float] = field(default_factory=dict)
+    """What the reward is the sum of, by name, where the environment says so."""
 
 
-class HostedEnvironment:
-    """One environment and the boundary around it, on the thread or in the process that runs it."""
+@dataclass(frozen=True, kw_only=True)
+class ToolSettings:
+    """What an environment's host is told of `environment.tools`."""
 
-    def __init__(self, name: str) -> None:
-        """`name` is that of the environment in messages."""
-        self._name = name
-        self._environment: Any = None
+    specs: Sequence[PartSpec] = ()
+    max_result_chars: int = 4000
 
-    def answer(self, request: Request) -> dict[str, Any]:
-        """Return `{"value": ...}`, or `{"failure": FailureKind, "message": ...}`. Raises nothing."""
-        try:
-            return {"value": self._perform(request)}
-        except Broken as broken:
-            return {"failure": broken.kind.value, "message": broken.message}
-        except BaseException as error:
-            return {"failure": FailureKind.ENVIRONMENT_ERROR.value, "message": describe(error)}
 
-    def close_late(self) -> None:
-        """Close the environment after a call that nobody waited for; what that raises is nobody's concern either."""
-        self.answer({"call": "close"})
+@dataclass(frozen=True, kw_only=True)
+class ToolResult:
+    """What a tool answered to one call, or why it did not."""
 
-    def _perform(self, request: Request) -> object:
-        call, source = request["call"], f"{self._name}.{request['call']}"
-        if call == "construction":
-            # Kept from here on, so that one whose construction came too late is closed all the same.
-            self._environment = make_environment(request["spec"], request["extras"])
-            return None
-        if call == "close":
-            environment, self._environment = self._environment, None
-            if environment is not None:
-                environment.close()
-            return None
-        if self._environment is None:
-            raise RuntimeError("the environment was used before it was started or after it was closed")
-        if call == "init":
-            return check_first_messages(self._environment.init(request["messages"]), source=source)
-        if call == "step":
-            result = check_step(self._environment.step(request["action"]), source=source)
-            return {"observations": result.observations, "reward": result.reward, "done": result.done}
-        return numbers_only(self._environment.get_metrics())
+    content: str
+    failed: bool
+
+
+def late(what: str, timeout_s: float) -> Broken:
+    """Return the error of a call that exceeded its deadline."""
+    return Broken(FailureKind.ENVIRONMENT_TIMEOUT, f"{what} did not answer within {timeout_s:g} s")
 
 
 class EnvironmentHandle(Protocol):
@@ -156,28 +147,63 @@ class Environments(Protocol):
         ...
 
 
+_NO_TOOLS = ToolSettings()
+
+
 class EnvironmentSession:
     """One environment for one trajectory. Each method raises Broken where the environment breaks, and only then."""
 
-    def __init__(self, environments: Environments, spec: PartSpec, extras: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self,
+        environments: Environments,
+        spec: PartSpec,
+        extras: Mapping[str, Any],
+        name: str,
+        tools: ToolSettings = _NO_TOOLS,
+    ) -> None:
         """`spec` and `extras` are those of `make_environment`; `name` is the environment's in messages."""
+        self.own_tools: list[Schema] = []
+        """The environment's own tools, once it has started."""
+        self._tools = tools
         self._environments = environments
         self._handle = environments.host(name)
         self._spec, self._extras, self._name = spec, extras, name
         self._usable = False
         """Asked for, and no call without an answer since."""
+        self._components: dict[str, float] = {}
+        """Sums over the steps so far."""
 
     async def start(self, messages: list[ChatMessage]) -> list[ChatMessage]:
         """Constructs and initialises. Returns the first messages for the model."""
-        await self._ask({"call": "construction", "spec": self._spec, "extras": self._extras}, lambda *_, **__: None)
+        construction = {
+            "call": "construction",
+            "spec": self._spec,
+            "extras": self._extras,
+            "tools": list(self._tools.specs),
+            "max_result_chars": self._tools.max_result_chars,
+        }
+        self.own_tools = await self._ask(construction, check_schemas)
         return await self._ask({"call": "init", "messages": messages}, check_some_messages)
 
     async def step(self, action: str) -> StepResult:
-        return await self._ask({"call": "step", "action": action}, check_step)
+        result = await self._ask({"call": "step", "action": action}, check_step)
+        for name, reward in result.components.items():
+            self._components[name] = self._components.get(name, 0.0) + reward
+        return result
+
+    async def use_tools(self, calls: Sequence[Mapping[str, Any]]) -> list[ToolResult]:
+        """Return the result of each call `{"name": ..., "arguments": {...}}`."""
+        results = await self._ask({"call": "tools", "calls": list(calls)}, check_tool_results)
+        if len(results) != len(calls):
+            message = f"{self._name}.tools: {len(results)} results of {len(calls)} calls"
+            raise Broken(FailureKind.ENVIRONMENT_ERROR, message)
+        return results
 
     async def metrics(self) -> dict[str, float]:
-        """Return the environment's own finite numbers; everything else in `get_metrics` is left out."""
-        return await self._ask({"call": "get_metrics"}, lambda value, **_: numbers_only(value))
+        """Return the environment's own finite numbers, and the components of its rewards summed over the steps; everything
+        else in `get_metrics` is left out."""
+        own = await self._ask({"call": "get_metrics"}, lambda value, **_: numbers_only(value))
+        return {**own, **self._components}
 
     async def close(self) -> None:
         """Close the environment: always attempted; never raises. After a call that hung there is nothing to close: its
@@ -207,7 +233,7 @@ def read_answer(answer: object, *, source: str) -> Any:
         kind = next((each for each in _OF_ENVIRONMENTS if each.value == answer["failure"]), None)
         if kind is not None and isinstance(answer["message"], str):
             raise Broken(kind, _one_line(answer["message"]))
-    raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source}: its worker sent {_short(answer)}, which is no answer")
+    raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source}: its worker sent {shown(answer)}, which is no answer")
 
 
 def check_first_messages(value: object, *, source: str) -> list[ChatMessage]:
@@ -236,7 +262,7 @@ def check_messages(value: object, *, source: str) -> list[ChatMessage]:
     for index, message in enumerate(value):
         where = f"message {index}"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            rule = f"{where} is {_short(message)}; must have 'role' and 'content'"
+            rule = f"{where} is {shown(message)}; must have 'role' and 'content'"
             raise Broken(FailureKind.INVALID_OBSERVATION, f"{source}: {rule}")
         content = message["content"]
         if content is not None and not isinstance(content, (str, list)):
@@ -255,102 +281,98 @@ def check_messages(value: object, *, source: str) -> list[ChatMessage]:
 
 def check_step(output: object, *, source: str) -> StepResult:
     """Return the fields of a step's answer, or raise Broken naming the one that is wrong."""
+    if isinstance(output, tuple) and len(output) == len(_GYMNASIUM_STEP):
+        output = dict(zip(_GYMNASIUM_STEP, output))
+        if isinstance(output["observations"], str):
+            output["observations"] = [{"role": "user", "content": output["observations"]}]
     if not isinstance(output, Mapping):
         kind = type(output).__name__
         raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source} returned {kind}; must be a mapping")
-    if "done" not in output:
+    ends = {name: scalar(output[name]) for name in ("done", "terminated", "truncated") if name in output}
+    if not ends.keys() - {"truncated"}:
         raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source} returned no 'done'; it has {sorted(map(str, output))}")
-    done = _scalar(output["done"])
-    if not isinstance(done, bool):
-        message = f"{source} returned 'done' as {_short(done)}; must be True or False"
-        raise Broken(FailureKind.ENVIRONMENT_ERROR, message)
-    reward = check_reward(output.get("reward"), source=source)
-    observations = output.get("observations")
+    for name, end in ends.items():
+        if not isinstance(end, bool):
+            message = f"{source} returned '{name}' as {shown(end)}; must be True or False"
+            raise Broken(FailureKind.ENVIRONMENT_ERROR, message)
+    components = check_components(output.get("reward"), source=source)
+    reward = check_reward(sum(components.values()) if components else output.get("reward"), source=source)
+    observations, done = output.get("observations"), any(ends.values())
     if done and observations is None:
         observations = []
-    return StepResult(observations=check_messages(observations, source=source), reward=reward, done=done)
+    return StepResult(
+        observations=check_messages(observations, source=source),
+        reward=reward,
+        done=done,
+        truncated=ends.get("truncated", False) and not (ends.get("terminated") or False),
+        components=components,
+    )
+
+
+_GYMNASIUM_STEP = ("observations", "reward", "terminated", "truncated", "metadata")
+
+
+def check_components(value: object, *, source: str) -> dict[str, float]:
+    """Return the rewards by name that a reward is the sum of, if it is one. Raises Broken (invalid_reward)."""
+    if not isinstance(value, Mapping) or not value:
+        return {}
+    for name in value:
+        if not isinstance(name, str) or not is_text(name) or len(name) > MAX_METRIC_NAME:
+            message = f"{source} returned a reward named {shown(name)}; must be a text of at most {MAX_METRIC_NAME}"
+            raise Broken(FailureKind.INVALID_REWARD, f"{message} characters")
+    return {str(name): check_reward(each, source=f"{source}[{name!r}]") for name, each in value.items()}
+
+
+def check_schemas(value: object, *, source: str) -> list[Schema]:
+    """Return the schemas of tools as plain data, or raise Broken."""
+    try:
+        schemas = plain(value, "the tools")
+        if isinstance(schemas, list) and all(isinstance(each["function"]["name"], str) for each in schemas):
+            return schemas
+    except (ValueError, KeyError, TypeError) as error:
+        raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source}: its tools cannot be sent: {error}") from error
+    raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source}: its tools are {shown(value)}; must be a list of schemas")
+
+
+def check_tool_results(value: object, *, source: str) -> list[ToolResult]:
+    """Return the results of tools, or raise Broken."""
+    try:
+        results = plain(value, "the results")
+        if all(isinstance(each["content"], str) and isinstance(each["failed"], bool) for each in results):
+            return [ToolResult(content=each["content"], failed=each["failed"]) for each in results]
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source} returned {shown(value)}; must be texts")
 
 
 def check_reward(value: object, *, source: str) -> float:
     """Return `value` as a finite float of at most `MAX_REWARD` in size (numpy scalars and booleans are fine), or raise
     Broken (invalid_reward)."""
-    number = _number(value, MAX_REWARD)
+    number = number_in(value, MAX_REWARD)
     if number is not None:
         return number
     rule = f"must be a finite number between {-MAX_REWARD:g} and {MAX_REWARD:g}"
-    raise Broken(FailureKind.INVALID_REWARD, f"{source} returned the reward {_short(value)}; {rule}")
+    raise Broken(FailureKind.INVALID_REWARD, f"{source} returned the reward {shown(value)}; {rule}")
 
 
-def numbers_only(metrics: object) -> dict[str, float]:
-    """Return the finite numbers among an environment's metrics, whose names are texts of at most 200 characters; what is
-    beyond the first thousand is left out."""
-    if not isinstance(metrics, Mapping):
-        return {}
-    numbers: dict[str, float] = {}
-    for key, value in islice(metrics.items(), _MAX_METRICS):
-        name, number = str(key), _number(value, _FLOAT32_MAX)
-        if number is not None and len(name) <= _MAX_METRIC_NAME and _is_text(name):
-            numbers[name] = number
-    return numbers
+def check_scores(values: object, *, source: str, num_samples: int | None) -> list[dict[str, float] | float | None]:
+    """Return what a reward function said of each trajectory: a number, numbers by name, or None for "not scored".
 
-
-def plain(value: object, where: str, depth: int = 0) -> Any:
-    """Return `value` as plain data: containers copied, tuples as lists, numpy's scalars as Python's.
-
-    `where` names the value in messages, e.g. `message 0`. Raises ValueError naming the part that is no plain data.
+    `num_samples` is None where the function was called for one trajectory and returned its value, not a list. Raises
+    Broken (invalid_reward).
     """
-    value = _scalar(value)
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        if _is_text(value):
-            return str(value)
-        raise ValueError(f"{where} is a text that UTF-8 cannot hold (a lone surrogate)")
-    if isinstance(value, int) and value.bit_length() <= _MAX_INTEGER_BITS:
-        return int(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return float(value)
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"{where} is nested more than {_MAX_DEPTH} deep")
-    if isinstance(value, (list, tuple)):
-        return [plain(each, f"{where}[{index}]", depth + 1) for index, each in enumerate(value)]
-    if isinstance(value, Mapping):
-        if all(isinstance(key, str) and _is_text(key) for key in value):
-            return {str(key): plain(each, f"{where}.{key}", depth + 1) for key, each in value.items()}
-        raise ValueError(f"{where} has a key that is no text")
-    rule = "must be a text, a number, true, false, null, a list or a mapping of them"
-    raise ValueError(f"{where} is {_short(value)} ({type(value).__name__}); {rule}")
-
-
-def _scalar(value: Any) -> Any:
-    """Return numpy's (or torch's) single numbers as Python's, without importing either."""
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "dtype") else value
-
-
-def _number(value: object, most: float) -> float | None:
-    try:
-        if isinstance(value, SupportsFloat) and abs(number := float(value)) <= most:
-            return number
-    except (TypeError, ValueError, OverflowError):
-        pass
-    return None
-
-
-def _is_text(value: str) -> bool:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _short(value: object) -> str:
-    try:
-        text = _REPR.repr(value)
-    except Exception:  # a number with too many digits, say
-        text = f"a {type(value).__name__} that cannot be shown"
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+    several = num_samples is not None
+    if several and not (isinstance(values, (list, tuple)) and len(values) == num_samples):
+        kind = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
+        message = f"{source} returned {kind} for {num_samples} trajectories; must be a list with one value for each"
+        raise Broken(FailureKind.INVALID_REWARD, message)
+    found: list[dict[str, float] | float | None] = []
+    for value in values if several and isinstance(values, (list, tuple)) else [values]:
+        if isinstance(value, Mapping):
+            if not value or not all(isinstance(name, str) and is_text(name) for name in value):
+                message = f"{source} returned {shown(value)}; its keys must be names of rewards"
+                raise Broken(FailureKind.INVALID_REWARD, message)
+            found.append({name: check_reward(one, source=f"{source}[{name!r}]") for name, one in value.items()})
+        else:
+            found.append(None if value is None else check_reward(value, source=source))
+    return found

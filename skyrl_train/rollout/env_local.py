@@ -1,39 +1,45 @@
-"""Worker processes of this machine: `env_worker.py` from the outside.
-
-What a worker sends is read as JSON of limited size, as the answer to the request that it was asked, and as nothing else:
-anything that does not fit ends it.
-"""
+"""Worker processes of this machine: `env_worker.py` from the outside."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.rewards import reward_entries
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 from skyrl_train.registry import TARGET, PartSpec
-from skyrl_train.rollout.env_boundary import Request, plain
-from skyrl_train.rollout.env_processes import WorkerEnded
-from skyrl_train.rollout.env_worker import Frames, frame
+from skyrl_train.rollout.env_connection import REPORT_WITHIN_S, Frames, LocalWorker, frame
+from skyrl_train.rollout.env_processes import Imported, WorkerEnded
+from skyrl_train.rollout.plain_data import plain
 from skyrl_train.threads import in_time
 
 _CHUNK = 1 << 18
 _IMPORT_TIMEOUT_S = 120.0
+IMPORT_DEADLINE_S = 3 * _IMPORT_TIMEOUT_S
+"""Of all that an import in a process of its own may take: with a second start, and its end."""
 _CLOSE_TIMEOUT_S = 10.0
-_REPORT_WITHIN_S = 2.0
-"""How long the supervisor may take to say how a worker ended whose connection is closed, and to end itself."""
 _PERHAPS_MEMORY = {-signal.SIGKILL: ", as the kernel does where memory runs out"}
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+_BOOT = """
+import importlib.util, runpy, sys
+folder = sys.argv.pop(1)
+spec = importlib.util.spec_from_file_location("skyrl_train", folder + "/__init__.py", submodule_search_locations=[folder])
+sys.modules["skyrl_train"] = importlib.util.module_from_spec(spec)
+runpy.run_module("skyrl_train.rollout.env_worker", run_name="__main__", alter_sys=True)
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +54,35 @@ class WorkerSettings:
     """What one worker may take beyond what it has when it starts."""
     log: Path | None = None
     """Where their standard output and error go; None is a temporary file."""
+    tools: tuple[PartSpec, ...] = ()
+    """`environment.tools`, imported with them."""
+    rewards: Mapping[str, PartSpec] = field(default_factory=dict)
+    """Reward functions that are called there, by the setting that names each."""
+    python: str = ""
+    """Interpreter that they run under, if not this one: what is installed for it is what environments import."""
 
     @classmethod
     def of(cls, environment: EnvironmentConfig, log: Path | None = None) -> WorkerSettings:
         """Return what a configuration asks for."""
         by_row = environment.env_class is None
         specs: tuple[PartSpec, ...] = environment.allowed if environment.env_class is None else (environment.env_class,)
-        return cls(specs=specs, registry=by_row, memory_gb=environment.worker_memory_gb, log=log)
+        rewards = {entry.setting: entry.spec for entry in reward_entries(environment) if not entry.in_trainer}
+        return cls(
+            specs=specs,
+            registry=by_row,
+            memory_gb=environment.worker_memory_gb,
+            log=log,
+            tools=environment.tools,
+            rewards=rewards,
+            python=environment.python or "",
+        )
 
 
-def check_arguments(spec: PartSpec) -> None:
-    """Raise ConfigError for keyword arguments of an environment that cannot be sent to a worker process."""
+def check_arguments(spec: PartSpec, setting: str = "environment.env_class") -> None:
+    """Raise ConfigError for keyword arguments of an environment, or a reward, that cannot be sent to a worker process."""
     found = []
     for name, value in {} if isinstance(spec, str) else spec.items():
-        field = f"environment.env_class.{name}"
+        field = f"{setting}.{name}"
         try:
             plain(value, field)
         except ValueError as error:
@@ -79,6 +100,10 @@ class LocalWorkers:
         """Raises ConfigError where an argument of an environment cannot be sent. Nothing is started yet."""
         for spec in settings.specs:
             check_arguments(spec)
+        for setting, spec in settings.rewards.items():
+            check_arguments(spec, setting)
+        self.rewards: Mapping[str, Any] = {}
+        """Of each reward function without violations, by its setting, the fields of its `RewardFacts`; known when ready."""
         self._settings = settings
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -87,24 +112,30 @@ class LocalWorkers:
         self._workers: dict[int, LocalWorker] = {}
         self._num_started = 0
         self._preload = True
+        self._imported = Imported()
         self._starting = asyncio.Lock()
         self._log: IO[bytes] | None = None
 
-    async def ready(self) -> None:
+    async def ready(self) -> Imported:
         if self._control is not None and self._loaded is not None and self._loaded.done():
-            return
+            return self._imported
         async with self._starting:
             if self._control is not None:
-                return
+                return self._imported
             loaded = await self._start_supervisor()
             violations = [Violation(**each) for each in loaded["violations"]]
+            self.rewards = loaded["rewards"]
             if violations or not loaded["forkable"]:
                 await self._end_supervisor()
             if violations:
                 raise ConfigError(violations)
+            if self._preload:
+                asynchronous = frozenset(loaded["asynchronous"])
+                self._imported = Imported(asynchronous=asynchronous, forkable=loaded["forkable"])
             if not loaded["forkable"]:
                 self._preload = False
                 await self._start_supervisor()
+            return self._imported
 
     def start(self) -> LocalWorker:
         assert self._control is not None, "ready() comes first"
@@ -133,20 +164,23 @@ class LocalWorkers:
         ours.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "skyrl_train.rollout.env_worker", str(theirs.fileno())],
+                [*self._interpreter(), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log_file(),
                 stderr=self._log_file(),
                 start_new_session=True,
-                env=_environment(),
+                env=_environment(apart=bool(self._settings.python)),
             )
         self._control, self._frames, self._loaded = ours, Frames(), loop.create_future()
         loop.add_reader(ours, self._hear)
         content = {
-            "sys_path": sys.path,
+            "sys_path": _own_path() if self._settings.python else sys.path,
+            "apart": bool(self._settings.python),
             "memory_bytes": int(self._settings.memory_gb * 1e9),
             "specs": [plain(spec, TARGET) for spec in self._settings.specs],
+            "tools": [plain(spec, TARGET) for spec in self._settings.tools],
+            "rewards": {setting: plain(spec, TARGET) for setting, spec in self._settings.rewards.items()},
             "registry": self._settings.registry,
             "preload": self._preload,
         }
@@ -158,10 +192,11 @@ class LocalWorkers:
             if not isinstance(error, (OSError, WorkerEnded, asyncio.TimeoutError)):
                 raise
             late = isinstance(error, asyncio.TimeoutError)
-            names = ", ".join(str(each if isinstance(each, str) else each[TARGET]) for each in self._settings.specs)
+            specs = [*self._settings.specs, *self._settings.rewards.values()]
+            names = ", ".join(str(each if isinstance(each, str) else each[TARGET]) for each in specs)
             reason = f"did not end within {_IMPORT_TIMEOUT_S:g} s" if late else f"ended its process, which {error}"
             raise SkyrlTrainError(
-                f"environment.env_class: the import of {names or 'environments'} {reason}. {self._last_words()}"
+                f"environment: the import of {names or 'environments'} {reason}. {self._last_words()}"
             ) from None
 
     def _hear(self) -> None:
@@ -189,7 +224,7 @@ class LocalWorkers:
         process, self._process = self._process, None
         assert process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_REPORT_WITHIN_S)
+            process.wait(REPORT_WITHIN_S)
         status = process.poll()
         process.kill()
         self._forget(_manner(status) if status is not None else "closed its connection")
@@ -221,6 +256,17 @@ class LocalWorkers:
         if process is not None:
             await asyncio.to_thread(_await_end, process)
 
+    def _interpreter(self) -> list[str]:
+        """Return the command of the supervisor, but for its last argument. Under another interpreter this package alone is
+        found where it is, since the folder may hold others that are not meant for it."""
+        if python := self._settings.python:
+            found = shutil.which(os.path.expanduser(python))
+            if found is None:
+                rule, remedy = "must be an interpreter that can be run", "name one as in /path/to/venv/bin/python"
+                raise ConfigError([Violation.of("environment.python", python, rule, remedy)])
+            return [found, "-c", _BOOT, str(Path(_PACKAGE_PARENT, "skyrl_train"))]
+        return [sys.executable, "-m", "skyrl_train.rollout.env_worker"]
+
     def _log_file(self) -> IO[bytes]:
         if self._log is None:
             place = self._settings.log
@@ -239,93 +285,6 @@ class LocalWorkers:
         return "Its last words:\n" + "\n".join(lines[-12:])
 
 
-class LocalWorker:
-    """Implements `WorkerProcess` over a connection of its own."""
-
-    def __init__(self, number: int, connection: socket.socket, ask_to_end: Callable[[int], None]) -> None:
-        """`ask_to_end(number)` has the supervisor kill it."""
-        self.number = number
-        self.ended: str | None = None
-        self._connection, self._ask_to_end = connection, ask_to_end
-        self._frames = Frames()
-        self._num_asked = 0
-        self._answer: asyncio.Future[object] | None = None
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(connection, self._hear)
-
-    async def ask(self, request: Request, timeout_s: float) -> object:
-        if self.ended is not None:
-            raise WorkerEnded(self.ended)
-        self._num_asked += 1
-        self._answer = self._loop.create_future()
-        deadline = self._loop.call_later(timeout_s, self._late)
-        try:
-            await self._send(frame({**request, "number": self._num_asked}), timeout_s)
-            return await self._answer
-        except asyncio.CancelledError:
-            self.end("was ended in a call that nobody waits for any more")
-            raise
-        finally:
-            deadline.cancel()
-            self._answer = None
-
-    def end(self, reason: str) -> None:
-        if self.ended is None:
-            self._ask_to_end(self.number)
-            self.ended_with(reason)
-
-    def ended_with(self, reason: str) -> None:
-        """Take note that the process is no more, or will not be in a moment."""
-        if self.ended is None:
-            self.ended = reason
-            self._loop.remove_reader(self._connection)
-            self._connection.close()
-            self._fail(WorkerEnded(reason))
-
-    async def _send(self, data: bytes, timeout_s: float) -> None:
-        try:
-            sent = self._connection.send(data)
-            if sent < len(data):
-                await asyncio.wait_for(self._loop.sock_sendall(self._connection, data[sent:]), timeout_s)
-        except OSError:
-            # How it ended is told by the supervisor in a moment.
-            self._loop.call_later(_REPORT_WITHIN_S, self.end, "closed its connection")
-
-    def _late(self) -> None:
-        self._fail(asyncio.TimeoutError())
-        self.end("was ended: it exceeded the deadline of a call")
-
-    def _fail(self, error: Exception) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)
-
-    def _hear(self) -> None:
-        try:
-            data = self._connection.recv(_CHUNK)
-            for message in self._frames.feed(data):
-                answer = self._answer
-                if (
-                    answer is None
-                    or answer.done()
-                    or not isinstance(message, dict)
-                    or set(message) != {"number", "answer"}
-                ):
-                    raise ValueError("it spoke unasked")
-                if message["number"] != self._num_asked:
-                    raise ValueError("it answered another request")
-                answer.set_result(message["answer"])
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        except ValueError as error:
-            self.end(f"was ended: what it sent is no answer ({error})")
-            return
-        if not data:
-            self._loop.remove_reader(self._connection)
-            self._loop.call_later(_REPORT_WITHIN_S, self.end, "closed its connection")
-
-
 def _manner(status: int) -> str:
     """How a process ended, as `subprocess` counts: negative is a signal."""
     if status >= 0:
@@ -337,9 +296,17 @@ def _manner(status: int) -> str:
     return f"was ended by {name}"
 
 
-def _environment() -> dict[str, str]:
+def _own_path() -> list[str]:
+    """Return where this process finds modules, without what is installed for its interpreter."""
+    standard = sysconfig.get_path("stdlib")
+    installed = ("site-packages", "dist-packages")
+    apart = (each for each in sys.path if not each.startswith(standard) and not each.endswith(".zip"))
+    return [each for each in apart if not any(name in each for name in installed)]
+
+
+def _environment(*, apart: bool) -> dict[str, str]:
     """This process's, with one thread for each of a worker's numerical libraries: there are many workers."""
-    path = os.pathsep.join(filter(None, [_PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(filter(None, ["" if apart else _PACKAGE_PARENT, os.environ.get("PYTHONPATH", "")]))
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     return {**threads, **os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
 
@@ -353,12 +320,12 @@ def _await_end(process: subprocess.Popen[bytes]) -> None:
             process.wait(_CLOSE_TIMEOUT_S)
 
 
-def violations_in_process(specs: Sequence[PartSpec]) -> list[Violation]:
+def violations_in_process(specs: Sequence[PartSpec], python: str = "") -> list[Violation]:
     """Return what is wrong with environments, which are imported in a process of their own: an import that exits, crashes
     or hangs harms nothing here."""
 
     async def check() -> None:
-        workers = LocalWorkers(WorkerSettings(specs=tuple(specs), registry=False, memory_gb=1.0))
+        workers = LocalWorkers(WorkerSettings(specs=tuple(specs), registry=False, memory_gb=1.0, python=python))
         try:
             await workers.ready()
         finally:
@@ -366,7 +333,7 @@ def violations_in_process(specs: Sequence[PartSpec]) -> list[Violation]:
 
     try:
         # On a thread: whoever asks may be running an event loop.
-        in_time(lambda: asyncio.run(check()), what="the import of environments", timeout_s=3 * _IMPORT_TIMEOUT_S)
+        in_time(lambda: asyncio.run(check()), what="the import of environments", timeout_s=IMPORT_DEADLINE_S)
     except ConfigError as error:
         return list(error.violations)
     except SkyrlTrainError as error:

@@ -1,19 +1,30 @@
 """Environments in worker processes: a call that exceeds its deadline, or takes its process down, costs its trajectory alone.
 
-Every environment lives in one of at most `num_workers` processes, which answers one call at a time. When a worker ends, the
-trajectory whose call it was in fails with the reason. The environments of the others that lived there are made again in
-another worker and given the same calls; one that then answers otherwise (it is random, or keeps state elsewhere) fails, too.
+Every environment lives in one of at most `num_workers` processes, which answers one call at a time, or many calls of
+asynchronous environments, of which it hosts many. When a worker ends, the trajectories whose calls it was in fail with the
+reason. The environments of the others that lived there are made again in another worker and given the same calls; one that
+then answers otherwise (it is random, or keeps state elsewhere) fails, too.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
+import os
+from dataclasses import dataclass
 from typing import Protocol
 
-from skyrl_train.rollout.env_boundary import Broken, Request, plain
+from skyrl_train.registry import split_spec
+from skyrl_train.rollout.env_boundary import MAX_WORKERS, Broken, Request, late
+from skyrl_train.rollout.plain_data import plain
 from skyrl_train.types import FailureKind
+
+_GRACE_S = 5.0
+"""An asynchronous call is given up by its worker, which goes on: how much later the worker is."""
+_NOT_FORKED = 16
+"""Workers at most, unless told how many, where each one imports the environments by itself."""
 
 
 class WorkerEnded(Exception):
@@ -35,10 +46,20 @@ class WorkerProcess(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Imported:
+    """What is known of environments once they are imported."""
+
+    asynchronous: frozenset[str] = frozenset()
+    """Names of those whose methods are coroutine functions."""
+    forkable: bool = True
+    """Whether workers share what was imported."""
+
+
 class WorkerHost(Protocol):
     """What starts worker processes: on this machine, or on the nodes of a cluster."""
 
-    async def ready(self) -> None:
+    async def ready(self) -> Imported:
         """Wait until environments are imported. Raises ConfigError where one is not what it should be, SkyrlTrainError
         where the import ends the process or does not end."""
         ...
@@ -57,8 +78,9 @@ class ProcessEnvironments:
 
     given_up = "their worker processes were ended"
 
-    def __init__(self, host: WorkerHost, *, num_workers: int, timeout_s: float) -> None:
-        """`timeout_s` is the deadline of each call, counted from when its worker is free for it."""
+    def __init__(self, host: WorkerHost, *, num_workers: int | None, timeout_s: float) -> None:
+        """`num_workers` None: as many as environments, of asynchronous ones as there are cores. `timeout_s` is the deadline
+        of each call, counted from when its worker is free for it."""
         self._host, self._num_workers = host, num_workers
         self.timeout_s = timeout_s
         self._shared: list[_SharedWorker] = []
@@ -77,15 +99,20 @@ class ProcessEnvironments:
     async def aclose(self) -> None:
         await self._host.aclose()
 
-    async def place(self) -> _SharedWorker:
-        """Return the worker with the fewest environments: a new one where all have some and there may be more."""
-        await self._host.ready()
+    async def place(self, env_class: str) -> tuple[_SharedWorker, bool]:
+        """Return the worker with the fewest environments, a new one where all have some and there may be more, and whether
+        such environments are asynchronous."""
+        imported = await self._host.ready()
+        most = self._num_workers or (MAX_WORKERS if imported.forkable else _NOT_FORKED)
+        is_asynchronous = env_class in imported.asynchronous
+        if is_asynchronous:
+            most = min(most, os.cpu_count() or 1)
         self._shared = [each for each in self._shared if each.process.ended is None]
         least = min(self._shared, key=lambda each: each.num_environments, default=None)
-        if least is None or (least.num_environments and len(self._shared) < self._num_workers):
+        if least is None or (least.num_environments and len(self._shared) < most):
             least = _SharedWorker(self._host.start())
             self._shared.append(least)
-        return least
+        return least, is_asynchronous
 
 
 class _SharedWorker:
@@ -104,11 +131,15 @@ class _InWorker:
     def __init__(self, environments: ProcessEnvironments, name: str, number: int) -> None:
         self._environments, self._name, self._number = environments, name, number
         self._worker: _SharedWorker | None = None
+        self._env_class = ""
+        self._is_asynchronous = False
         self._history: list[tuple[Request, bytes]] = []
         """Calls so far, and a digest of each answer."""
 
     async def ask(self, request: Request) -> object:
         request = self._plain(request)
+        if request["call"] == "construction":
+            self._env_class = split_spec(request["spec"])[0]
         while True:
             worker = self._worker
             lost = worker is not None and worker.process.ended is not None
@@ -116,13 +147,13 @@ class _InWorker:
                 return {"value": None}
             if worker is None or lost:
                 self.release()
-                worker = await self._environments.place()
+                worker, self._is_asynchronous = await self._environments.place(self._env_class)
                 worker.num_environments += 1
                 self._worker = worker
                 is_new = True
             else:
                 is_new = False
-            async with worker.turn:
+            async with contextlib.nullcontext() if self._is_asynchronous and not is_new else worker.turn:
                 if worker.process.ended is not None:
                     continue
                 if is_new:
@@ -158,12 +189,15 @@ class _InWorker:
     async def _call(self, worker: _SharedWorker, request: Request) -> object:
         """One call within its deadline; a worker that memory has run out in is of no use to anybody else."""
         what, timeout_s = f"{self._name}.{request['call']}", self._environments.timeout_s
+        request = {**request, "environment": self._number, "name": self._name}
         try:
-            answer = await worker.process.ask({**request, "environment": self._number, "name": self._name}, timeout_s)
+            if self._is_asynchronous:
+                answer = await worker.process.ask({**request, "timeout_s": timeout_s}, timeout_s + _GRACE_S)
+            else:
+                answer = await worker.process.ask(request, timeout_s)
         except asyncio.TimeoutError:
             self._environments.num_given_up += 1
-            message = f"{what} did not answer within {timeout_s:g} s"
-            raise Broken(FailureKind.ENVIRONMENT_TIMEOUT, message) from None
+            raise late(what, timeout_s) from None
         except WorkerEnded as ended:
             raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{what}: its worker process {ended}") from None
         if isinstance(answer, dict) and str(answer.get("message")).startswith("MemoryError"):

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from skyrl_train.rollout.env_boundary import Broken, HostedEnvironment, Request, describe
-from skyrl_train.types import FailureKind
+from skyrl_train.rollout.env_boundary import MAX_WORKERS, Request, describe, late
+from skyrl_train.rollout.env_hosted import HostedEnvironment
 
 T = TypeVar("T")
 
@@ -70,15 +70,16 @@ class _Worker:
 
 class ThreadEnvironments:
     """Implements `Environments` with at most `num_workers` calls at a time, each with `timeout_s` from when it starts to
-    run.
+    run. Asynchronous environments need no thread: they run on the loop that asks, any number at a time.
     """
 
     given_up = "their threads were given up"
 
-    def __init__(self, *, num_workers: int, timeout_s: float) -> None:
-        self._slots = asyncio.Semaphore(num_workers)
+    def __init__(self, *, num_workers: int | None, timeout_s: float) -> None:
+        """`num_workers` None: as many as there are trajectories, which have one call each at a time."""
+        self._slots = asyncio.Semaphore(num_workers or MAX_WORKERS)
         self._idle: list[_Worker] = []
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._num_started = 0
         self.num_given_up = 0
         self.num_close_failures = 0
@@ -96,13 +97,13 @@ class ThreadEnvironments:
             worker = self._idle.pop() if self._idle else self._new_worker()
             call: _Call[T] = _Call(function, asyncio.get_running_loop())
             worker.calls.put(call.run)
-            deadline = call.loop.call_later(self._timeout_s, self._expire, call, what)
+            deadline = call.loop.call_later(self.timeout_s, self._expire, call)
             try:
                 result = await call.future
             except (_DeadlineExceeded, asyncio.CancelledError) as error:
                 self._abandon(worker, if_late)
                 if isinstance(error, _DeadlineExceeded):
-                    raise Broken(FailureKind.ENVIRONMENT_TIMEOUT, str(error)) from None
+                    raise late(what, self.timeout_s) from None
                 raise
             except BaseException:
                 self._idle.append(worker)
@@ -120,9 +121,9 @@ class ThreadEnvironments:
         self._num_started += 1
         return _Worker(name=f"environment-{self._num_started}")
 
-    def _expire(self, call: _Call[Any], what: str) -> None:
+    def _expire(self, call: _Call[Any]) -> None:
         if not call.future.done():
-            call.future.set_exception(_DeadlineExceeded(f"{what} did not answer within {self._timeout_s:g} s"))
+            call.future.set_exception(_DeadlineExceeded())
 
     def _abandon(self, worker: _Worker, if_late: Callable[[], object] | None) -> None:
         self.num_given_up += 1
@@ -157,7 +158,10 @@ class _OnThreads:
 
     async def ask(self, request: Request) -> object:
         call, what = partial(self._hosted.answer, request), f"{self._name}.{request['call']}"
-        return await self._threads.call(call, what=what, if_late=self._hosted.close_late)
+        answer = await self._threads.call(call, what=what, if_late=self._hosted.close_late)
+        if isinstance(answer, Coroutine):
+            return await self._hosted.in_time(request, answer, self._threads.timeout_s)
+        return answer
 
     def release(self) -> None:
         """Nothing to do: the object goes with this handle."""

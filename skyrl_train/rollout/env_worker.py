@@ -2,49 +2,58 @@
 
     trainer
       supervisor     starts workers and ends them with everything that stems from them; says how each ended
-        worker       one session, one process group; answers one request at a time over its own connection to the trainer
+        worker       one session, one process group; answers over its own connection to the trainer, one request at a time;
+                     asynchronous environments' are awaited together, on a loop beside that
           ...        whatever an environment starts; ends with its worker
 
 The supervisor imports the environments' modules once and forks the workers, which then start in milliseconds and share that
 memory. Where the import leaves a thread or an open file behind, which a fork would break, it says so and is started once
 more without: each worker then imports by itself. No kept library does this without unpickling what the child sends.
 
-Messages are JSON behind four bytes of length. Standard input, output and error are never used for them.
+Messages (`env_connection.py`) are never sent over standard input, output or error.
 """
 
 from __future__ import annotations
 
 import array
+import asyncio
 import contextlib
 import ctypes
 import faulthandler
 import fcntl
+import functools
 import gc
 import importlib
-import json
 import os
 import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Awaitable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from skyrl_train.rollout.env_boundary import HostedEnvironment
-from skyrl_train.rollout.environments import environment_violations
+from skyrl_train.config.parts import TOOLS
+from skyrl_train.registry import split_spec
+from skyrl_train.rollout.env_boundary import Answer
+from skyrl_train.rollout.env_connection import Frames, frame
+from skyrl_train.rollout.env_hosted import HostedEnvironment
+from skyrl_train.rollout.environments import (
+    environment_violations,
+    is_asynchronous,
+    resolve_environment,
+    split_environment,
+)
+from skyrl_train.rollout.reward_functions import reward_facts, reward_violations
+from skyrl_train.rollout.tools.toolbox import tool_violations
 from skyrl_train.types import FailureKind
 
-MAX_FRAME_BYTES = 64 << 20
-"""Of one message; what an environment may say in one answer is far less (`env_boundary.MAX_CHARACTERS`)."""
 MAX_LOG_BYTES = 16 << 20
 """A log of the workers' output that has grown beyond this is emptied."""
-_LENGTH = struct.Struct("!I")
 _CHUNK = 1 << 18
 _LOOK_EVERY_S = 1.0
 _END_WITHIN_S = 5.0
@@ -54,68 +63,54 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LINUX = sys.platform == "linux"
 
 
-def frame(message: object) -> bytes:
-    """Return a message as it is sent. Raises ValueError (or RecursionError) for what JSON does not hold, or is too long."""
-    body = json.dumps(message, allow_nan=False, separators=(",", ":")).encode("ascii")
-    if len(body) > MAX_FRAME_BYTES:
-        raise ValueError(f"a message of {len(body):,} bytes; at most {MAX_FRAME_BYTES:,}")
-    return _LENGTH.pack(len(body)) + body
-
-
-class Frames:
-    """Bytes that arrive, as messages."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield the messages that are complete now. Raises ValueError where the bytes are none."""
-        self._data += data
-        while len(self._data) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._data)
-            if length > MAX_FRAME_BYTES:
-                raise ValueError(f"a message of {length:,} bytes; at most {MAX_FRAME_BYTES:,}")
-            end = _LENGTH.size + length
-            if len(self._data) < end:
-                return
-            body = bytes(self._data[_LENGTH.size : end])
-            del self._data[:end]
-            yield parse(body)
-
-
-def parse(body: bytes) -> Any:
-    """Return the message in a frame. Raises ValueError where it is no JSON, or none that `frame` writes."""
-    try:
-        return json.loads(body, parse_constant=_no_constant)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 # The worker
 
 
 def _work(connection: socket.socket) -> None:
     """Answer requests until the trainer closes the connection."""
-    frames, hosted, process, output = Frames(), dict[int, HostedEnvironment](), os.getpid(), _Output()
+    frames, hosted, replies = Frames(), dict[int, HostedEnvironment](), _Replies(connection)
     while data := _receive(connection):
         for request in frames.feed(data):
             number = int(request["environment"])
             if number not in hosted:
                 hosted[number] = HostedEnvironment(str(request["name"]))
-            answer = hosted[number].answer(request)
-            if os.getpid() != process:  # the environment forked, and its child came back as well
-                return
-            if request["call"] == "close":
+            environment = hosted[number]
+            if request["call"] in ("close", "score"):  # the last of an environment; all that a reward function is asked
                 del hosted[number]
+            answer = environment.answer(request)
+            if isinstance(answer, Coroutine):
+                answered = environment.in_time(request, answer, request.get("timeout_s"))
+                asyncio.run_coroutine_threadsafe(replies.send_later(answered, request), replies.loop)
+            else:
+                signal.alarm(0)
+                replies.send(answer, request)
+
+
+class _Replies:
+    """The way back to the trainer, of answers from two threads."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection, self._process, self._output = connection, os.getpid(), _Output()
+        self._lock = threading.Lock()
+
+    @functools.cached_property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """What asynchronous environments run on, on a thread that the first of them starts."""
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+        return loop
+
+    async def send_later(self, answer: Awaitable[Answer], request: Mapping[str, Any]) -> None:
+        self.send(await answer, request)
+
+    def send(self, answer: Answer, request: Mapping[str, Any]) -> None:
+        if os.getpid() != self._process:  # the environment forked, and its child came back as well
+            os._exit(0)
+        with self._lock:
             # What this environment did to the process must not break the next one's call.
-            signal.alarm(0)
-            output.restore()
-            connection.setblocking(True)
-            connection.sendall(_framed(answer, request["number"]))
+            self._output.restore()
+            self._connection.setblocking(True)
+            self._connection.sendall(_framed(answer, request["number"]))
 
 
 class _Output:
@@ -336,11 +331,24 @@ def _load(settings: dict[str, Any]) -> dict[str, Any]:
     """Import the environments. Return what is wrong with them, and whether workers can be forked from here now."""
     before = _open_files()
     violations = [vars(found) for spec in settings["specs"] for found in environment_violations(spec)]
+    for index, spec in enumerate(settings["tools"]):
+        violations += [vars(found) for found in tool_violations(spec, f"{TOOLS.setting}[{index}]")]
+    facts: dict[str, object] = {}
+    for setting, spec in settings["rewards"].items():
+        found = reward_violations(spec, setting)
+        violations += map(vars, found)
+        if not found:
+            facts[setting] = vars(reward_facts(spec))
     if settings["registry"]:
         with contextlib.suppress(ImportError):
             importlib.import_module("skyrl_gym.envs")
+    specs = [] if violations else settings["specs"]
+    made_by = {split_spec(spec)[0]: resolve_environment(split_environment(spec)[0]) for spec in specs}
+    asynchronous = [name for name, create in made_by.items() if is_asynchronous(create)]
     tasks = len(os.listdir("/proc/self/task")) if _LINUX else threading.active_count()
-    return {"ready": True, "violations": violations, "forkable": tasks == 1 and _open_files() <= before}
+    forkable = tasks == 1 and _open_files() <= before
+    known = {"violations": violations, "rewards": facts, "asynchronous": asynchronous}
+    return {"ready": True, **known, "forkable": forkable}
 
 
 def _open_files() -> set[str]:
@@ -356,7 +364,7 @@ def main() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     frames = Frames()
     settings = next(message for data in iter(lambda: control.recv(_CHUNK), b"") for message in frames.feed(data))
-    sys.path[:] = settings["sys_path"]
+    sys.path[:] = [*settings["sys_path"], *(sys.path if settings["apart"] else ())]
     if settings["preload"]:
         control.sendall(frame(_load(settings)))
         gc.collect()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from skyrl_train.config.parts import ENVIRONMENTS
+from skyrl_train.config.rewards import reward_entries
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.interfaces import Environment
 from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec, unknown_name
@@ -25,6 +27,24 @@ _CONFIG_CLASSES: dict[str, str] = {
 """skyrl-gym environments that read a dataclass of settings with defaults."""
 
 
+_ADAPTERS = {
+    "gymnasium": ("id", "skyrl_train.rollout.adapters.gymnasium_text:GymnasiumEnvironment"),
+    "openenv": ("url", "skyrl_train.rollout.adapters.openenv_client:OpenEnvironment"),
+    "verifiers": ("name", "skyrl_train.rollout.adapters.verifiers_tasks:VerifiersTask"),
+}
+"""Environments of other packages: which argument `NAME:ARGUMENT` gives, and what runs them."""
+
+
+def split_environment(spec: PartSpec) -> tuple[str, dict[str, Any]]:
+    """Return name or target, and keyword arguments; `gymnasium:ID` is the target of its adapter, with `id`."""
+    name, arguments = split_spec(spec)
+    kind, colon, rest = name.partition(":")
+    if kind not in _ADAPTERS:
+        return name, arguments
+    argument, target = _ADAPTERS[kind]
+    return target, {argument: rest, **arguments} if colon else arguments
+
+
 def make_environment(spec: PartSpec, extras: Mapping[str, Any]) -> Environment:
     """Make one environment for one trajectory, constructed as `cls(env_config=..., extras=..., **arguments)`.
 
@@ -36,7 +56,7 @@ def make_environment(spec: PartSpec, extras: Mapping[str, Any]) -> Environment:
     Raises:
         ConfigError: Nothing has that name. Whatever the constructor raises passes through.
     """
-    name, arguments = split_spec(spec)
+    name, arguments = split_environment(spec)
     create = resolve_environment(name)
     # A copy each: environments write into what they are given, and the samples of a prompt share their row.
     own = copy.deepcopy(dict(extras))
@@ -46,11 +66,51 @@ def make_environment(spec: PartSpec, extras: Mapping[str, Any]) -> Environment:
     return create(env_config=SimpleNamespace(**settings), extras=own, **copy.deepcopy(arguments))
 
 
+RowProblems = list[tuple[int, str]] | None
+"""Numbers of rows, and what is wrong with each; None where an environment does not say what it needs."""
+
+
+def row_problems(spec: PartSpec, rows: Sequence[Mapping[str, Any]]) -> RowProblems:
+    """Return what the environment's `check_row` says of each row: the text of what it raises, or returns.
+
+    Args:
+        spec: As `make_environment`. Arguments that `check_row` has parameters for are given to it as well.
+        rows: Columns of data rows, without the prompt.
+    """
+    name, arguments = split_environment(spec)
+    check = getattr(resolve_environment(name), "check_row", None)
+    if check is None:
+        return None
+    known = inspect.signature(check).parameters
+    given = {key: value for key, value in arguments.items() if key in known}
+    found: list[tuple[int, str]] = []
+    for index, row in enumerate(rows):
+        try:
+            problem = check(row, **given)
+        except Exception as error:
+            own = isinstance(error, (DataError, ValueError)) and str(error)
+            problem = own or f"{name}.check_row refused the row ({type(error).__name__}: {error})"
+        if isinstance(problem, str) and problem:
+            found.append((index, " ".join(problem.split())[:500]))
+    return found
+
+
+def is_asynchronous(environment: object) -> bool:
+    """Whether the methods of an environment, or of a class of them, are coroutine functions."""
+    return any(inspect.iscoroutinefunction(getattr(environment, name, None)) for name in ("init", "step"))
+
+
 def uses_processes(environment: EnvironmentConfig) -> bool:
-    """Whether environments run in worker processes."""
+    """Whether environments, and with them reward functions, run in worker processes."""
     if environment.isolation != "auto":
         return environment.isolation == "process"
-    return environment.env_class is None or split_spec(environment.env_class)[0] not in ENVIRONMENTS
+    return (
+        environment.env_class is None
+        or bool(environment.python)
+        or bool(environment.tools)
+        or not all(entry.in_trainer for entry in reward_entries(environment))
+        or split_spec(environment.env_class)[0] not in ENVIRONMENTS
+    )
 
 
 def environment_of(prompt: Prompt, environment: EnvironmentConfig) -> str:
@@ -93,7 +153,7 @@ def check_environment(spec: PartSpec) -> None:
 
 def environment_violations(spec: PartSpec) -> list[Violation]:
     """Return what is wrong with the choice of an environment."""
-    name, arguments = split_spec(spec)
+    name, arguments = split_environment(spec)
     try:
         create = resolve_environment(name)
     except ConfigError as error:
@@ -101,12 +161,27 @@ def environment_violations(spec: PartSpec) -> list[Violation]:
     if not _is_registered(name):
         given = {"env_config": {}, "extras": {}, **arguments}
         found = argument_violations(create, given, field=ENVIRONMENTS.setting, name=name)
-        return list(found)
+        wrong = [*found, *_unusable(create, name)]
+        is_adapter = any(name == target for _, target in _ADAPTERS.values())
+        return wrong or (list(cast("Any", create).violations(**arguments)) if is_adapter else [])
     settings = _CONFIG_CLASSES.get(name)
     if settings is None:
         return []
     read = cast("type[Any]", import_attr(settings, field=ENVIRONMENTS.setting))
     return list(argument_violations(read, arguments, field=ENVIRONMENTS.setting, name=name))
+
+
+def _unusable(create: object, name: str) -> Iterator[Violation]:
+    """What is wrong with a custom environment as far as its class, or the function that makes it, tells."""
+    if inspect.iscoroutinefunction(create):
+        rule, remedy = "must not be awaited to be made", "make it with 'def'; its methods may be 'async def'"
+        yield Violation.of(ENVIRONMENTS.setting, name, rule, remedy)
+    missing = [each for each in ("init", "step") if inspect.isclass(create) and not hasattr(create, each)]
+    if missing:
+        rule, remedy = f"must define {' and '.join(missing)}", "docs/environments.md says what they do"
+        if hasattr(create, "reset"):
+            remedy = "a class with gymnasium's reset is named by the ID that it is registered with: gymnasium:ID"
+        yield Violation.of(ENVIRONMENTS.setting, name, rule, remedy)
 
 
 @functools.cache

@@ -14,10 +14,12 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.mix import MixedDataset
 from skyrl_train.config.parts import AGENT_LOOPS
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import DataError, SkyrlTrainError
@@ -25,11 +27,14 @@ from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
 from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
 from skyrl_train.rollout.checked_engine import CheckedEngine, check_failures, checked_trajectory
-from skyrl_train.rollout.env_boundary import Environments, EnvironmentSession
+from skyrl_train.rollout.env_boundary import Environments, EnvironmentSession, ToolSettings
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.env_processes import ProcessEnvironments, WorkerHost
 from skyrl_train.rollout.env_threads import ThreadEnvironments
 from skyrl_train.rollout.environments import check_environment, check_rows, environment_of, uses_processes
+from skyrl_train.rollout.scoring import Rewards
+from skyrl_train.rollout.tools.formats import ToolParser
+from skyrl_train.rollout.tools.toolbox import Schema, tool_schemas
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Tokenizer, Trajectory, token_ids
 
@@ -42,6 +47,16 @@ _SIGNAL_POLL_S = 0.5
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (trajectories done, trajectories in all), from the generator's thread."""
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What scores the prompts of a data set, or of the run."""
+
+    environment: EnvironmentConfig
+    hosts: Environments
+    rewards: Rewards
+    tools: tuple[Schema, ...]
 
 
 class RolloutGenerator:
@@ -63,6 +78,9 @@ class RolloutGenerator:
         vocabulary_size: int | None = None,
         workers: WorkerHost | None = None,
         log: Path | None = None,
+        parse_calls: ToolParser | None = None,
+        chat: ChatTokens | None = None,
+        mix: Sequence[MixedDataset] = (),
     ) -> None:
         """Raises ConfigError for an unknown environment (of one in worker processes, `generate` does), DataError for a
         tokenizer without a usable chat template.
@@ -72,10 +90,13 @@ class RolloutGenerator:
             vocabulary_size: Rows of the policy's embedding; those of the tokenizer unless given.
             workers: Where worker processes are started, if not on this machine.
             log: Where those of this machine write what environments print; None is nowhere.
+            parse_calls: Reads calls of tools in a response; None where no format is known.
+            chat: How prompts become tokens; by the tokenizer's chat template unless given.
+            mix: The data sets of prompts that name one, whose environment, rewards and sampling are their own.
         """
         self._vocabulary_size = vocabulary_size or len(tokenizer)
         self._engine = CheckedEngine(engine, vocabulary_size=self._vocabulary_size)
-        self._chat = ChatTokens(tokenizer)
+        self._chat = chat or ChatTokens(tokenizer)
         self._environment = environment
         self._limits = Limits(
             max_turns=generator.max_turns,
@@ -83,10 +104,14 @@ class RolloutGenerator:
             request_timeout_s=generator.request_timeout_s,
         )
         self._agent_loop: Callable[[Episode], Awaitable[object]] = AGENT_LOOPS.resolve(generator.agent_loop)
+        self._parse_calls = parse_calls
         self._context = generator.privileged_context
         self._seed = seed
         self._thread = LoopThread(name="rollout")
-        self._environments = self._host_environments(workers, log)
+        self._mix = {dataset.name: dataset for dataset in mix}
+        # With a mix, no prompt is scored by the environment of the run.
+        own = {name: dataset.environment for name, dataset in self._mix.items()} or {"": environment}
+        self._tasks = {name: self._host(each, None if mix else workers, log) for name, each in own.items()}
         self.on_progress = on_progress
 
     def generate(
@@ -106,27 +131,39 @@ class RolloutGenerator:
             DataError: The chat template refuses a prompt, or nothing names its environment.
             ConfigError: A row names an environment that does not exist.
         """
-        check_rows(prompts, self._environment)
+        for name, task in self._tasks.items():
+            check_rows([prompt for prompt in prompts if prompt.dataset == name], task.environment)
         jobs = self._jobs(prompts, n_samples_per_prompt, sampling, global_step, purpose)
-        hosts = self._environments
-        hung, unclosed = hosts.num_given_up, hosts.num_close_failures
-        trajectories = self._thread.run(self._run_all(jobs))
-        if hosts.num_given_up > hung:
-            logger.warning("%d environment calls hung; %s", hosts.num_given_up - hung, hosts.given_up)
-        if hosts.num_close_failures > unclosed:
-            logger.warning("%d environments could not be closed", hosts.num_close_failures - unclosed)
+        hosts = [task.hosts for task in self._tasks.values()]
+        before = [(each.num_given_up, each.num_close_failures) for each in hosts]
+        trajectories = self._thread.run(self._run_all(jobs, n_samples_per_prompt))
+        for each, (hung, unclosed) in zip(hosts, before):
+            if each.num_given_up > hung:
+                logger.warning("%d environment calls hung; %s", each.num_given_up - hung, each.given_up)
+            if each.num_close_failures > unclosed:
+                logger.warning("%d environments could not be closed", each.num_close_failures - unclosed)
         return RolloutBatch(
             prompts=tuple(prompts), trajectories=tuple(trajectories), n_samples_per_prompt=n_samples_per_prompt
         )
 
+    def take_metrics(self) -> dict[str, float]:
+        """Return what judges did since the last time."""
+        return {name: value for task in self._tasks.values() for name, value in task.rewards.take_metrics().items()}
+
     def close(self) -> None:
         """Ends the environments' threads or processes. Idempotent."""
         if not self._thread.is_closed:
-            self._thread.run(self._environments.aclose())
+            for task in self._tasks.values():
+                self._thread.run(task.hosts.aclose())
         self._thread.close()
 
-    def _host_environments(self, workers: WorkerHost | None, log: Path | None) -> Environments:
-        environment = self._environment
+    def _host(self, environment: EnvironmentConfig, workers: WorkerHost | None, log: Path | None) -> _Task:
+        hosts = self._host_environments(environment, workers, log)
+        return _Task(environment, hosts, Rewards(environment, hosts), tool_schemas(environment.tools))
+
+    def _host_environments(
+        self, environment: EnvironmentConfig, workers: WorkerHost | None, log: Path | None
+    ) -> Environments:
         num_workers, timeout_s = environment.num_workers, environment.step_timeout_s
         if not uses_processes(environment):
             if environment.env_class is not None:
@@ -147,19 +184,22 @@ class RolloutGenerator:
             # The same prompt twice in a batch must not give the same samples twice.
             prompt_number = derive_seed(0, f"prompt/{prompt.uid}", seen[prompt.uid])
             seen[prompt.uid] += 1
-            prompt_ids = self._chat.data_prompt(prompt)
+            task = self._tasks[prompt.dataset]
+            tools = prompt.tools or task.tools
+            prompt_ids = self._chat.data_prompt(prompt, tools)
             teacher_ids = (
-                self._chat.data_prompt(with_context(prompt, self._context)) if self._context else token_ids(())
+                self._chat.data_prompt(with_context(prompt, self._context), tools) if self._context else token_ids(())
             )
             jobs.extend(
                 Job(
                     prompt=prompt,
+                    configured_tools=task.tools,
                     prompt_token_ids=prompt_ids,
                     teacher_token_ids=teacher_ids,
                     prompt_index=prompt_index,
                     prompt_number=prompt_number,
                     sample_index=sample_index,
-                    sampling=sampling,
+                    sampling=self._sampling_of(prompt, sampling, purpose),
                     seed=self._seed,
                     global_step=global_step,
                     purpose=purpose,
@@ -168,7 +208,17 @@ class RolloutGenerator:
             )
         return jobs
 
-    async def _run_all(self, jobs: Sequence[Job]) -> list[Trajectory]:
+    def _sampling_of(self, prompt: Prompt, sampling: SamplingParams, purpose: str) -> SamplingParams:
+        """Return how a prompt is sampled: as its data set says, but that a greedy baseline stays greedy."""
+        dataset = self._mix.get(prompt.dataset)
+        if dataset is None:
+            return sampling
+        changes = dict(dataset.eval_sampling if purpose == "eval" else dataset.sampling)
+        if purpose.startswith("greedy"):
+            changes.pop("temperature", None)
+        return replace(sampling, **changes)
+
+    async def _run_all(self, jobs: Sequence[Job], n_samples: int) -> list[Trajectory]:
         with contextlib.ExitStack() as all_leases:
             runs: list[Coroutine[Any, Any, Trajectory]] = []
             complete: list[tuple[Prompt, Trajectory]] = []
@@ -177,31 +227,57 @@ class RolloutGenerator:
                 lease.enter_context(self._engine.lease())
                 runs.append(self._run_one(job, lease, complete))
             tasks = [asyncio.ensure_future(run) for run in runs]
+            groups: list[asyncio.Task[list[Trajectory]]] = []
+            if any(task.rewards.of_groups for task in self._tasks.values()):
+                groups = [
+                    asyncio.ensure_future(self._score_group(jobs[start].prompt, tasks[start : start + n_samples]))
+                    for start in range(0, len(jobs), n_samples)
+                ]
             try:
                 await self._watch(tasks)
+                trajectories = [task.result() for task in tasks]
+                if groups:
+                    trajectories = [one for group in await asyncio.gather(*groups) for one in group]
+                    check_failures(trajectories, len(jobs), limit=self._environment.max_failed_fraction)
+                return trajectories
             except SkyrlTrainError as error:
                 error.trajectories = tuple(complete)
                 raise
             finally:
-                for task in tasks:
+                for task in (*tasks, *groups):
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-        return [task.result() for task in tasks]
+                await asyncio.gather(*tasks, *groups, return_exceptions=True)
+
+    async def _score_group(self, prompt: Prompt, tasks: Sequence[asyncio.Task[Trajectory]]) -> list[Trajectory]:
+        """Return the samples of a prompt, once all have ended, with the rewards that compare them."""
+        rewards, trajectories = self._tasks[prompt.dataset].rewards, await asyncio.gather(*tasks)
+        return await rewards.score_group(prompt, trajectories) if rewards.of_groups else list(trajectories)
 
     async def _run_one(
         self, job: Job, lease: contextlib.ExitStack, complete: list[tuple[Prompt, Trajectory]]
     ) -> Trajectory:
         """Return the job's trajectory, which is appended to what is `complete` as well."""
         with lease:
-            env_class = environment_of(job.prompt, self._environment)
+            task = self._tasks[job.prompt.dataset]
+            env_class = environment_of(job.prompt, task.environment)
             extras = {**job.prompt.extras, "max_turns": self._limits.max_turns, "env_class": env_class}
             session = EnvironmentSession(
-                self._environments,
-                self._environment.env_class or env_class,
+                task.hosts,
+                task.environment.env_class or env_class,
                 extras,
                 name=env_class.rpartition(":")[2],
+                tools=ToolSettings(
+                    specs=task.environment.tools, max_result_chars=task.environment.max_tool_result_chars
+                ),
             )
-            episode = Episode(job=job, engine=self._engine, session=session, chat=self._chat, limits=self._limits)
+            episode = Episode(
+                job=job,
+                engine=self._engine,
+                session=session,
+                chat=self._chat,
+                limits=self._limits,
+                parse_calls=self._parse_calls,
+            )
             trajectory = await self._agent_loop(episode)
             if not isinstance(trajectory, Trajectory):
                 kind = type(trajectory).__name__
@@ -211,8 +287,10 @@ class RolloutGenerator:
                 vocabulary_size=self._vocabulary_size,
                 max_context_length=self._limits.max_context_length,
             )
-            complete.append((job.prompt, checked))
-            return checked
+        # The engine waits for leased trajectories alone: it goes on while this one is scored.
+        scored = await self._tasks[job.prompt.dataset].rewards.score(job.prompt, checked)
+        complete.append((job.prompt, scored))
+        return scored
 
     async def _watch(self, tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
         """Waits for all, reporting progress; raises at the first error and as soon as too many have failed."""

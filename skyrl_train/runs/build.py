@@ -7,30 +7,35 @@ constructed by `learner/build.py`, in whichever process it runs. Everything heav
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from skyrl_train.registry import split_spec
+from skyrl_train.registry import TARGET, PartSpec, split_spec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from skyrl_train.config.bundles import Role
+    from skyrl_train.config.data import DataConfig, EnvironmentConfig
     from skyrl_train.config.learners import RunModels
+    from skyrl_train.config.rewards import RewardEntry
     from skyrl_train.config.schema import Config
     from skyrl_train.interfaces import Generator, WeightTransport
     from skyrl_train.learner.critic import CriticLearner
     from skyrl_train.learner.policy import PolicyLearner
     from skyrl_train.learner.shared_device import LearnerOnSharedDevice
+    from skyrl_train.rollout.chat_tokens import ChatTokens
     from skyrl_train.rollout.env_processes import WorkerHost
     from skyrl_train.rollout.replay import ReplayGenerator
+    from skyrl_train.rollout.rewards.model import RewardModel
+    from skyrl_train.rollout.tools.formats import ToolParser
     from skyrl_train.runs.build_engines import Engines
     from skyrl_train.runs.build_ray import Cluster
     from skyrl_train.trainers.evaluate import Evaluator
     from skyrl_train.trainers.rollout_sink import RolloutLog
     from skyrl_train.trainers.steps import Learners
-    from skyrl_train.types import Prompt
+    from skyrl_train.types import Prompt, Tokenizer
     from skyrl_train.weight_sync.device_sharing import DeviceSharing
 
 
@@ -66,11 +71,14 @@ def build_rollouts(
         from skyrl_train.weight_sync.transport import NoTransport
 
         return RolloutParts(generator=recording, transport=NoTransport())
-    from skyrl_train.model.causal_lm import load_tokenizer, vocabulary_size
+    from skyrl_train.config.mix import mixed_datasets
+    from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.model.vocabulary import vocabulary_size
     from skyrl_train.rollout.generator import RolloutGenerator
 
     tokenizer = load_tokenizer(config.model)
     assert engines is not None, "whatever is no recording is an engine"
+    _load_reward_models(config, host, stack)
     generator = RolloutGenerator(
         engines.engine,
         tokenizer,
@@ -81,9 +89,90 @@ def build_rollouts(
         vocabulary_size=vocabulary_size(config.model),
         workers=_environment_workers(config, host),
         log=Path(config.output_dir) / "environments.log",
+        parse_calls=build_tool_parser(config.environment.tool_format, tokenizer),
+        chat=chat_tokens(config.data, tokenizer),
+        mix=mixed_datasets(config.data, config.environment, config.generator.sampling)[0],
     )
     stack.callback(generator.close)
     return RolloutParts(generator=generator, transport=engines.transport)
+
+
+def build_tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser | None:
+    """Return what reads calls of tools, `environment.tool_format`; None where `auto` finds no format that it knows."""
+    from skyrl_train.rollout.tools.formats import VLLM_PARSER, make_parser
+
+    if name.startswith(VLLM_PARSER):
+        from skyrl_train.inference.vllm_tools import vllm_tool_parser
+
+        return vllm_tool_parser(name.removeprefix(VLLM_PARSER), tokenizer)
+    return make_parser(name, tokenizer)
+
+
+def chat_tokens(data: DataConfig, tokenizer: Tokenizer) -> ChatTokens:
+    """Return how the prompts of a run become tokens. Raises DataError for an unusable chat template."""
+    from skyrl_train.rollout.chat_tokens import ChatTokens
+
+    return ChatTokens(tokenizer, prompt_format=data.prompt_format, template_kwargs=data.template_kwargs)
+
+
+def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:
+    """Load those that rewards name by a path, here or in actors. Raises ModelError."""
+    from skyrl_train.config.mix import mixed_datasets
+
+    environments = [
+        config.environment,
+        *(
+            dataset.environment
+            for dataset in mixed_datasets(config.data, config.environment, config.generator.sampling)[0]
+        ),
+    ]
+    found = {id(reward): reward for each in environments for _, reward in reward_models(each)}
+    for reward in found.values():
+        from skyrl_train.model.reward_model import ScorerSettings, SequenceScorer
+
+        settings = ScorerSettings(
+            path=reward.path,
+            revision=reward.revision,
+            dtype=reward.dtype,
+            device=reward.device or config.platform.device,
+            max_batch_tokens=reward.max_batch_tokens,
+            label=reward.label,
+            weights=reward.weights,
+        )
+        on_ray = host.cluster if reward.placement == "ray" else None
+        scorer = SequenceScorer(settings) if on_ray is None else on_ray.load_reward_model(settings)
+        stack.callback(scorer.close)
+        reward.use(scorer.score)
+
+
+def reward_models(environment: EnvironmentConfig) -> list[tuple[RewardEntry, RewardModel]]:
+    """Return the rewards that a model of this run gives, not one behind a URL."""
+    from skyrl_train.config.rewards import reward_entries
+    from skyrl_train.rollout.rewards.model import RewardModel
+    from skyrl_train.rollout.scoring import held_rewards
+
+    found = [(entry, reward) for entry, reward in held_rewards(reward_entries(environment))]
+    return [(entry, reward) for entry, reward in found if isinstance(reward, RewardModel) and reward.path]
+
+
+def with_reward_weights(config: Config) -> Config:
+    """Return the configuration in which each reward model of this run has the digest of its weights, so that the run, and
+    whoever resumes it, scores with no others. Raises ModelError."""
+    from skyrl_train.model.reward_model import weights_identity
+
+    found = {
+        entry.setting: reward.weights or weights_identity(reward.path, reward.revision)
+        for entry, reward in reward_models(config.environment)
+    }
+
+    def pinned(setting: str, spec: PartSpec) -> PartSpec:
+        target, arguments = split_spec(spec)
+        return {TARGET: target, **arguments, "weights": found[setting]} if setting in found else spec
+
+    environment = config.environment
+    rewards = tuple(pinned(f"environment.rewards[{index}]", spec) for index, spec in enumerate(environment.rewards))
+    reward = None if environment.reward is None else pinned("environment.reward", environment.reward)
+    return replace(config, environment=replace(environment, reward=reward, rewards=rewards)) if found else config
 
 
 def _environment_workers(config: Config, host: Host) -> WorkerHost | None:
@@ -148,6 +237,7 @@ def build_evaluator(
 
     if not prompts or generator.is_recorded:
         return None
+    own = None if config.data.mix else config.environment.env_class
 
     return Evaluator(
         generator,
@@ -155,6 +245,6 @@ def build_evaluator(
         sampling=sampling_params(config.generator.eval_sampling),
         n_samples_per_prompt=config.generator.eval_n_samples_per_prompt,
         batch_size=config.trainer.eval_batch_size,
-        env_class=None if config.environment.env_class is None else split_spec(config.environment.env_class)[0],
+        env_class=None if own is None else split_spec(own)[0],
         on_rollouts=rollout_log.write_evaluation if rollout_log is not None else None,
     )

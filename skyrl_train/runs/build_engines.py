@@ -16,7 +16,8 @@ from skyrl_train.endpoints import Endpoint, LocalEndpoint
 from skyrl_train.inference.local_engine import LocalEngine, WatchedEndpoint
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.memory.model_sizes import read_config
-from skyrl_train.model.causal_lm import load_tokenizer, vocabulary_size
+from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.model.vocabulary import vocabulary_size
 from skyrl_train.registry import PartSpec
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.probe import ProbeSettings, WeightSyncProbe

@@ -13,6 +13,7 @@ from skyrl_train.cluster.calls import RemoteActor
 from skyrl_train.cluster.environment_workers import RayWorkers
 from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.placement import Placement
+from skyrl_train.cluster.reward_model import RayScorer
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.bundles import Layout, Role, count_engines, num_cpus
 from skyrl_train.config.learners import LearnerSettings, RunModels, layout_of, learner_settings, roles_of
@@ -26,6 +27,7 @@ from skyrl_train.weights import BUCKET_BYTES
 if TYPE_CHECKING:
     from skyrl_train.cluster.engine_group import EngineGroup
     from skyrl_train.config.schema import Config
+    from skyrl_train.model.reward_model import ScorerSettings
     from skyrl_train.trainers.steps import Learners
 
 _SLOWEST_LOAD = 50e6
@@ -89,6 +91,10 @@ class Cluster:
         """Return what starts worker processes of environments, on all nodes."""
         timeout_s = self.settings.placement.start_timeout_s
         return RayWorkers(WorkerSettings.of(environment), self.session, timeout_s=timeout_s)
+
+    def load_reward_model(self, settings: ScorerSettings) -> RayScorer:
+        """Return a reward model in an actor of its own, once it is loaded. Raises ModelError, ActorLostError."""
+        return RayScorer(settings, self.session, timeout_s=self.settings.placement.start_timeout_s)
 
     def build_learners(
         self,

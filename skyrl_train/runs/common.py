@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from skyrl_train.cli.composition import write_yaml
+from skyrl_train.config.fields import unusual_values
 from skyrl_train.config.parts import TRACKERS
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import LoopConfig, RunConfig
@@ -80,6 +81,18 @@ def open_folder(output_dir: str) -> RunFolder:
     return folder
 
 
+def open_checkpoints(folder: Path, trainer: LoopConfig, *, keep: int | None = None) -> CheckpointStore:
+    """Return the checkpoints in a `folder` of a run's own, and at its URL, where one is stated. `keep`: as many as
+    `trainer` says unless given. Raises SaveError where the URL cannot be written to."""
+    from skyrl_train.trainers.checkpoints import CheckpointStore
+
+    url = f"{trainer.checkpoint_url.rstrip('/')}/{folder.name}" if trainer.checkpoint_url else ""
+    keep = trainer.max_ckpts_to_keep if keep is None else keep
+    checkpoints = CheckpointStore(folder, keep=keep, url=url, timeout_s=trainer.checkpoint_timeout_s)
+    checkpoints.check()
+    return checkpoints
+
+
 def first_lines(config: RunConfig, *own: str, data: Sequence[str], promise: str) -> list[str]:
     """What a user wants to know before anything happens: where it runs, what it trains on which `data`, lines of its
     `own`, where it writes. `promise` is what `resume_promise` says."""
@@ -128,6 +141,8 @@ def begin(
     from skyrl_train.telemetry.redaction import redact
     from skyrl_train.trainers.resume import find_start, prepare_run_folder
 
+    for name, value, usual in unusual_values(config):
+        console.warn(f"{name}={value:g} is above the usual {usual.value:g}: {usual.why}")
     checkpoints.clean()
     start = find_start(resume, folder, checkpoints, data=data, total_steps=plan.total_steps)
     for note in start.notes:
@@ -141,8 +156,10 @@ def begin(
         write_config=lambda path: write_yaml(redact(dataclasses.asdict(config)), path),
         plan={**dataclasses.asdict(plan), "resume": promise},
     )
-    if start.own and start.checkpoint is not None:
-        checkpoints.tidy(start.checkpoint)
+    own = start.checkpoint if start.own else None
+    if own is not None:
+        checkpoints.tidy(own)
+    checkpoints.take_over(own)
     for note in notes:
         console.note(note)
     return start

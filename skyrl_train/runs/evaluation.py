@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_train.cli.auto_placement import place
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from skyrl_train.config.schema import Config
     from skyrl_train.interfaces import WeightTransport
+    from skyrl_train.telemetry.run_folder import RunFolder
 
 
 def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
@@ -46,7 +46,7 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     with folder.locked(), Parts(console, on_end) as stack:
         host = build_host(config, stack)
         rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
-        step = _load_checkpoint_weights(config, rollouts.transport)
+        step = _load_checkpoint_weights(config, folder, rollouts.transport)
         rollout_log = RolloutLog(folder.rollouts) if config.trainer.dump_rollouts else None
         if rollout_log is not None:
             stack.callback(rollout_log.close)
@@ -73,7 +73,7 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     console.note(f"written: {folder.evaluation_file}, {folder.rollouts}")
 
 
-def _load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
+def _load_checkpoint_weights(config: Config, folder: RunFolder, transport: WeightTransport) -> int:
     """Gives the engine the policy of the checkpoint `trainer.resume_path` and returns its step; 0 where none is stated.
 
     Raises CheckpointError where there is no whole checkpoint.
@@ -85,7 +85,7 @@ def _load_checkpoint_weights(config: Config, transport: WeightTransport) -> int:
     from skyrl_train.trainers.state import TrainerState
     from skyrl_train.weights import stored_weights
 
-    checkpoint = CheckpointStore(Path(config.trainer.resume_path), keep=1).find(Path(config.trainer.resume_path))
+    checkpoint = CheckpointStore(folder.checkpoints, keep=1).find(config.trainer.resume_path)
     step = TrainerState.read(checkpoint).global_step
     weights: Mapping[str, Tensor] = read_model(checkpoint / "policy")
     if config.model.lora.rank:

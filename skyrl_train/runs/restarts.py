@@ -20,11 +20,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyrl_train.config.bundles import Layout, missing_room
-from skyrl_train.config.learners import layout_of
+from skyrl_train.config.bundles import missing_room
 from skyrl_train.config.placement import ROLES, PlacementConfig
 from skyrl_train.config.schema import Config
-from skyrl_train.config.sft import AnyConfig, SFTConfig, sft_layout, validate_sft
+from skyrl_train.config.sft import SFTConfig, layout_of_run, validate_sft
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested
 from skyrl_train.runs.common import OnEnd, tell_nobody
@@ -76,8 +75,9 @@ class Restarts:
         is_begun = next((self.file.parent / "checkpoints").glob("step_*"), None) is not None
         return replace(resume, mode="latest", path="") if self.count and is_begun else resume
 
-    def begun(self, config: AnyConfig, global_step: int) -> None:
-        """Write the line of a restart that goes on after `global_step`, once the run's folder is prepared for it."""
+    def begun(self, global_step: int, *, policy_num_workers: int) -> None:
+        """Write the line of a restart that goes on after `global_step` on so many ranks, once the run's folder is prepared
+        for it."""
         if self.recorded == self.count:
             return
         self.recorded = self.count
@@ -85,7 +85,7 @@ class Restarts:
             "restart": self.count,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "after_step": global_step,
-            "policy_num_workers": config.placement.policy_num_workers,
+            "policy_num_workers": policy_num_workers,
             "reason": self.reason,
         }
         with self.file.open("a", encoding="utf-8") as file:
@@ -142,17 +142,17 @@ def with_room(config: C, console: RunConsole) -> C:
         return config
     from skyrl_train.cluster.session import wait_for_room
 
-    nodes = wait_for_room(config.placement, lambda found: missing_room(_layout(config), found) is None)
+    nodes = wait_for_room(config.placement, lambda found: missing_room(layout_of_run(config), found) is None)
     candidates: Iterator[C] = itertools.chain([config], smaller(config))
     for candidate in candidates:
-        if missing_room(_layout(candidate), nodes) is None:
+        if missing_room(layout_of_run(candidate), nodes) is None:
             if candidate is not config:
                 was, now = config.placement.policy_num_workers, candidate.placement.policy_num_workers
                 console.warn(f"the {len(nodes)} nodes that are left hold {now} ranks of the policy in place of {was}")
             return candidate
     raise SkyrlTrainError(
         f"the {len(nodes)} nodes that are left have no room for any number of ranks that the batch sizes allow: "
-        f"{missing_room(_layout(config), nodes)}. Wait for others with placement.wait_for_nodes_s"
+        f"{missing_room(layout_of_run(config), nodes)}. Wait for others with placement.wait_for_nodes_s"
     )
 
 
@@ -192,16 +192,12 @@ def _resized(config: C, num_nodes: int, per_node: int, engine_nodes: int) -> C:
     placement: PlacementConfig = replace(config.placement, **changes)
     if isinstance(config, Config):
         # as many engines as the devices that are left hold
-        vllm = replace(config.generator.vllm, num_engines=0) if _follows(config) else config.generator.vllm
+        vllm = replace(config.generator.vllm, num_engines=0) if _follows(placement) else config.generator.vllm
         generator = replace(config.generator, vllm=vllm)
         return replace(config, placement=placement, generator=generator)
     return replace(config, placement=placement)
 
 
-def _follows(config: Config) -> bool:
+def _follows(placement: PlacementConfig) -> bool:
     """Whether engines lie where nodes or ranks were lost, so that their number follows from what is left."""
-    return config.placement.colocate_all or config.placement.inference_num_nodes > 0
-
-
-def _layout(config: AnyConfig) -> Layout:
-    return layout_of(config) if isinstance(config, Config) else sft_layout(config)
+    return placement.colocate_all or placement.inference_num_nodes > 0

@@ -2,36 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.learners import run_models
+from skyrl_train.config.mix import mixed_datasets
 from skyrl_train.config.platform import Devices, local_devices
-from skyrl_train.config.schema import Config
+from skyrl_train.config.rewards import reward_entries, with_reward_components
+from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import validate_config
-from skyrl_train.errors import ConfigError, DataError
-from skyrl_train.registry import PartSpec, part_name, split_spec
-from skyrl_train.runs.build import build_evaluator, build_host, build_learners, build_rollouts
+from skyrl_train.errors import ConfigError
+from skyrl_train.registry import PartSpec, part_name
+from skyrl_train.runs.build import (
+    build_evaluator,
+    build_host,
+    build_learners,
+    build_rollouts,
+    with_reward_weights,
+)
 from skyrl_train.runs.common import (
     OnEnd,
     Parts,
     begin,
     build_loop,
     first_lines,
+    open_checkpoints,
     open_folder,
     prepare_process,
     resume_promise,
     say_goodbye,
     tell_nobody,
 )
+from skyrl_train.runs.prompts import load_prompts
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
 
 if TYPE_CHECKING:
     from skyrl_train.batch.assemble import AssemblySettings
+    from skyrl_train.data.curriculum import Curriculum
     from skyrl_train.plan.batch_plan import BatchPlan
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.telemetry.console import RunConsole
@@ -54,6 +65,8 @@ class Data:
     validation: tuple[Prompt, ...]
     notes: tuple[str, ...]
     """What was left out, one line each."""
+    curriculum: Curriculum | None = None
+    """Chooses among the training prompts in place of `train`."""
     recording: ReplayGenerator | None = None
     """Recorded rollouts in place of an engine; `train` is then what it answers."""
 
@@ -68,16 +81,17 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     if violations := validate_config(config):
         raise ConfigError(violations)
     prepare_process(config)
+    if config.generator.backend != "replay":
+        config = with_reward_weights(config)
     from skyrl_train.plan.dry_run import plan_batches
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.trainers.changes import resume_settings
-    from skyrl_train.trainers.checkpoints import CheckpointStore
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
     folder = open_folder(config.output_dir)
     console.header(f"skyrl_train: {config.run_name}", describe(config))
+    checkpoints = open_checkpoints(folder.checkpoints, config.trainer)
     data = load_data(config)
-    checkpoints = CheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
 
     def attempt(config: Config, restarts: Restarts) -> TrainingResult | None:
         plan = plan_batches(config, num_train_prompts=data.num_train)
@@ -96,7 +110,7 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
         )
         if start is None:
             return None
-        restarts.begun(config, start.global_step)
+        restarts.begun(start.global_step, policy_num_workers=config.placement.policy_num_workers)
         with Parts(console, restarts.ends) as stack:
             return _train(config, resume.settings, plan, data, folder, console, start, checkpoints, restarts, stack)
 
@@ -149,6 +163,7 @@ def _train(
         loop=loop,
         settings=ppo_settings(config),
         prompts=data.train,
+        curriculum=data.curriculum,
         generator=rollouts.generator,
         learners=learners,
         transport=rollouts.transport,
@@ -163,7 +178,7 @@ def ppo_settings(config: Config) -> PPOSettings:
     from skyrl_train.trainers.steps import PPOSettings, sampling_params
 
     return PPOSettings(
-        trainer=config.trainer,
+        trainer=_trainer(config),
         assembly=assembly_settings(config),
         n_samples_per_prompt=config.generator.n_samples_per_prompt,
         sampling=sampling_params(config.generator.sampling),
@@ -180,10 +195,15 @@ def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> Assemb
 
     return AssemblySettings(
         rows=config.generator.rows if rows is None else rows,
-        trainer=config.trainer,
+        trainer=_trainer(config),
         policy_shares=shares(config.placement.policy_num_workers),
         critic_shares=shares(config.placement.critic_num_workers) if config.critic.model.path else None,
     )
+
+
+def _trainer(config: Config) -> TrainerConfig:
+    """Return `trainer` with the rewards whose components its algorithm compares."""
+    return replace(config.trainer, algorithm=with_reward_components(config.trainer.algorithm, config.environment))
 
 
 def _size_micro_batches(
@@ -211,12 +231,15 @@ def describe(config: Config) -> list[str]:
     devices = local_devices() if config.platform.name == "gpu" and not config.placement.ray_address else Devices()
     placement = placement_lines(placement_report(config, devices)) if config.platform.name == "gpu" else ()
     environment, generator = part_name(config.environment.env_class or "of each row"), config.generator
+    mix = mixed_datasets(config.data, config.environment, generator.sampling)[0]
+    is_single = environment == "single_turn" and not config.environment.tools
     return first_lines(
         config,
         *(f"{name:<11} {rest.strip()}" for name, _, rest in (line.partition(" ") for line in placement)),
-        f"environment {environment}, up to {generator.max_turns} turns",
+        f"environment {environment}, " + ("1 turn" if is_single else f"up to {generator.max_turns} turns"),
+        *(f"reward      {entry.name}, {part_name(entry.spec)}" for entry in reward_entries(config.environment)),
         f"engine      {part_name(generator.backend)}, {generator.sampling.max_generate_length} new tokens a turn",
-        data=config.data.train,
+        data=[f"{each.name} ({each.weight:g})" for each in mix] or config.data.train,
         promise=_promise(config),
     )
 
@@ -241,13 +264,13 @@ def _optimizer_steps(plan: BatchPlan) -> str:
 
 def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
     trainer = config.trainer
+    evaluated = f"every {trainer.eval_interval} steps" if trainer.eval_interval else "before and after"
     return [
         f"{plan.total_steps} steps of {plan.num_prompts_per_batch} prompts x "
         f"{config.generator.n_samples_per_prompt} samples = {plan.num_samples_per_batch} trajectories each",
         f"{_optimizer_steps(plan)}; micro-batches: {part_name(trainer.micro_batching)}, layout: {trainer.layout}",
         f"{data.num_train} training prompts, {plan.batches_per_epoch} batches an epoch; "
-        f"{len(data.validation)} held-out prompts, evaluated "
-        + (f"every {trainer.eval_interval} steps" if trainer.eval_interval else "before and after"),
+        + (f"{len(data.validation)} held-out prompts, evaluated {evaluated}" if data.validation else "no evaluation"),
         f"algorithm {part_name(trainer.algorithm.advantage_estimator)}, loss {part_name(trainer.algorithm.policy_loss)}, "
         f"reduction {part_name(trainer.algorithm.loss_reduction)}, lr {trainer.policy.optimizer.lr:g}",
     ]
@@ -255,20 +278,42 @@ def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
 
 def load_data(config: Config) -> Data:
     """Reads, checks and measures all prompts. Raises DataError, ModelError (the tokenizer), ConfigError."""
+    from skyrl_train.data.curriculum import Curriculum
+    from skyrl_train.data.mix import MixedSource
     from skyrl_train.data.prompts import PromptSource
+    from skyrl_train.model.vocabulary import check_special_tokens
     from skyrl_train.trainers.state import DataFingerprint
 
+    check_special_tokens(config.model)
     if config.generator.backend == "replay":
         return _replayed_data(config)
     notes: list[str] = []
-    train = _prompts(config, config.data.train, config.data.max_train_prompts, "train", notes)
-    if not train:
-        raise DataError(f"data.train={list(config.data.train)} has no prompts")
-    validation = _prompts(config, config.data.validation, config.data.max_validation_prompts, "validation", notes)
+    batch_size, shuffle, seed, order = (
+        config.trainer.train_batch_size,
+        config.data.shuffle,
+        config.seed,
+        config.data.order,
+    )
+    source: PromptSource | MixedSource
+    slots: Callable[[int], Sequence[int]]
+    if mix := mixed_datasets(config.data, config.environment, config.generator.sampling)[0]:
+        loaded = [(each, *load_prompts(config.model, each.data, each.environment, notes, each.name)) for each in mix]
+        source = MixedSource(
+            [(each.name, prompts, each.weight) for each, prompts, _ in loaded], batch_size, shuffle, seed, order
+        )
+        train = [prompt for _, prompts, _ in loaded for prompt in prompts]
+        validation = [prompt for _, _, prompts in loaded for prompt in prompts]
+        first, slots = source.first_epochs(), source.slots
+    else:
+        train, validation = load_prompts(config.model, config.data, config.environment, notes)
+        source = PromptSource(train, batch_size, shuffle, seed, order=order)
+        first, slots = [source.first_epoch()], lambda _: [0] * batch_size
+    curriculum = None
+    if config.data.curriculum.enabled:
+        curriculum = Curriculum(datasets=first, slots=slots, seed=seed, config=config.data.curriculum)
     return Data(
-        train=PromptSource(
-            train, config.trainer.train_batch_size, config.data.shuffle, config.seed, order=config.data.order
-        ).batch,
+        train=source.batch,
+        curriculum=curriculum,
         fingerprint=DataFingerprint.of(train),
         num_train=len(train),
         validation=tuple(validation),
@@ -276,50 +321,9 @@ def load_data(config: Config) -> Data:
     )
 
 
-def _prompts(config: Config, sources: Sequence[str], limit: int, name: str, notes: list[str]) -> list[Prompt]:
-    from skyrl_train.data.prompts import filter_by_length, load_prompts
-    from skyrl_train.model.causal_lm import check_token_ids, load_tokenizer
-    from skyrl_train.rollout.chat_tokens import ChatTokens
-    from skyrl_train.rollout.environments import check_rows
-
-    if not sources:
-        return []
-    chat = ChatTokens(load_tokenizer(config.model))
-    largest = (-1, "")
-
-    def count_tokens(prompt: Prompt) -> int:
-        nonlocal largest
-        token_ids = chat.data_prompt(prompt)
-        largest = max(largest, (int(token_ids.max(initial=0)), prompt.uid))
-        return len(token_ids)
-
-    result = filter_by_length(
-        load_prompts(sources, limit=limit or None, reader=config.data.reader, row_format=config.data.row_format),
-        count_tokens,
-        max_prompt_length=config.data.max_prompt_length,
-        over_long=config.data.over_long,
-    )
-    check_rows(result.prompts, config.environment)
-    check_token_ids(largest[0], config.model, f"prompt {largest[1]}")
-    own = config.environment.env_class
-    named = None if own is None else split_spec(own)[0]
-    num_others = sum(prompt.env_class not in (None, named) for prompt in result.prompts)
-    if named is not None and num_others:
-        notes.append(
-            f"{num_others} {name} rows name another env_class; environment.env_class={named} scores them all "
-            "(environment=by_row takes their own)"
-        )
-    if result.num_dropped:
-        notes.append(
-            f"{result.num_dropped} {name} prompts have more than data.max_prompt_length="
-            f"{config.data.max_prompt_length} tokens and are left out (the longest has {result.longest})"
-        )
-    return result.prompts
-
-
 def _replayed_data(config: Config) -> Data:
     """The recording supplies the prompts of each step. Raises DataError, ConfigError."""
-    from skyrl_train.model.causal_lm import vocabulary_size
+    from skyrl_train.model.vocabulary import vocabulary_size
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.trainers.state import DataFingerprint
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.learners import RunModels
-from skyrl_train.config.sft import SFTConfig, sft_layout, sft_learner_settings, validate_sft
+from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, sft_layout, sft_learner_settings, validate_sft
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import part_name
 from skyrl_train.runs.build import Host, build_learners
@@ -20,6 +20,7 @@ from skyrl_train.runs.common import (
     begin,
     build_loop,
     first_lines,
+    open_checkpoints,
     open_folder,
     prepare_process,
     resume_promise,
@@ -56,7 +57,6 @@ def train(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None
     prepare_process(config)
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.trainers.changes import resume_settings
-    from skyrl_train.trainers.checkpoints import CheckpointStore
     from skyrl_train.trainers.sft_samples import cut_samples_after
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
@@ -66,8 +66,8 @@ def train(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None
     console.header(
         f"skyrl_train: {config.run_name}", first_lines(config, held_out, data=config.data.train, promise=promise)
     )
+    checkpoints = open_checkpoints(folder.checkpoints, config.trainer)
     data = load_sft_data(config.data, config.model, on_progress=lambda name, rows: _say_tokenised(console, name, rows))
-    checkpoints = CheckpointStore(folder.checkpoints, keep=config.trainer.max_ckpts_to_keep)
 
     def attempt(config: SFTConfig, restarts: Restarts) -> SFTResult | None:
         plan = plan_sft(step_settings(config), data)
@@ -77,7 +77,7 @@ def train(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None
         start = begin(config, resume, folder, console, checkpoints, data=data.fingerprint, plan=plan, promise=promise)
         if start is None:
             return None
-        restarts.begun(config, start.global_step)
+        restarts.begun(start.global_step, policy_num_workers=config.placement.policy_num_workers)
         cut_samples_after(folder.samples, start.global_step)
         with Parts(console, restarts.ends) as stack:
             return _train(config, resume.settings, plan, data, folder, console, start, checkpoints, restarts, stack)
@@ -109,12 +109,9 @@ def _train(
     stack: ExitStack,
 ) -> SFTResult:
     from skyrl_train.telemetry.learning_curve import draw_loss_curve
-    from skyrl_train.trainers.checkpoints import CheckpointStore
     from skyrl_train.trainers.sft import SFTSettings, SFTTrainer
 
-    keeps_best = config.trainer.keep_best or config.trainer.export == "best"
-    best = CheckpointStore(folder.best, keep=1)
-    best.tidy()
+    best = open_best(folder, config.trainer, start)
     policy = build_policy(config, plan, stack)
     from skyrl_train.memory.sizing import size_run
 
@@ -156,7 +153,7 @@ def _train(
         policy=policy,
         evaluator=build_sft_evaluator(config, data),
         samples=build_samples(config, data, folder, stack),
-        best=best if keeps_best else None,
+        best=best,
     )
     return trainer.train()
 
@@ -187,6 +184,16 @@ def step_settings(config: SFTConfig) -> StepSettings:
     """What steps are made of, as `config` says."""
     num_shares = data_parallel_size(config.placement.policy_num_workers, config.strategy.sequence_parallel_size)
     return StepSettings(data=config.data, trainer=config.trainer, seed=config.seed, num_shares=num_shares)
+
+
+def open_best(folder: RunFolder, trainer: SFTTrainerConfig, start: Start) -> CheckpointStore | None:
+    """Return the checkpoint with the lowest held-out loss, here and at the run's URL; None where none is kept."""
+    if not trainer.keep_best and trainer.export != "best":
+        return None
+    best = open_checkpoints(folder.best, trainer, keep=1)
+    best.tidy()
+    best.take_over(best.latest() if start.own and start.checkpoint is not None else None)
+    return best
 
 
 def build_policy(config: SFTConfig, plan: SFTPlan, stack: ExitStack) -> Learner:
@@ -230,15 +237,15 @@ def build_samples(config: SFTConfig, data: SFTData, folder: RunFolder, stack: Ex
     trainer = config.trainer
     if not trainer.eval_samples or not data.validation:
         return None
-    from skyrl_train.inference.hf import HFEngine
-    from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, vocabulary_size
+    from skyrl_train.inference.hf import HFEngine, load_for_engine
+    from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.model.vocabulary import vocabulary_size
     from skyrl_train.rollout.checked_engine import CheckedEngine
     from skyrl_train.runs.build_engines import sync_within_process
 
     tokenizer = load_tokenizer(config.model)
-    engine = HFEngine(
-        load_causal_lm(config.model, config.platform.device), tokenizer, max_batch_size=trainer.eval_batch_size
-    )
+    model = load_for_engine(config.model, config.platform.device)
+    engine = HFEngine(model, tokenizer, max_batch_size=trainer.eval_batch_size)
     stack.callback(engine.close)
     return SampleWriter(
         data.validation,

@@ -95,7 +95,10 @@ def _load(
     from skyrl_train.data.conversations import RowFormat
     from skyrl_train.data.sft import ExampleFormat, load_examples
     from skyrl_train.data.token_cache import default_folder
-    from skyrl_train.model.causal_lm import check_token_ids, load_tokenizer
+    from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.model.vocabulary import check_special_tokens, check_token_ids
+
+    check_special_tokens(model)
 
     rows = RowFormat(
         format=data.format,

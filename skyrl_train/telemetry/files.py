@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.telemetry.json_text import shown
 from skyrl_train.threads import in_time
 
 _MAX_DEPTH = 64
 """Levels of what is read; the deepest that is written has seven."""
 _MAX_COUNT = 2**53
 """The largest whole number that every reader of JSON takes as it is."""
-_SHOWN = 60
 DISK_TIMEOUT_S = 1800.0
 """Deadline of a disk: what was written is there by then, or the disk is gone."""
 
@@ -118,11 +118,3 @@ def finite_number(content: Mapping[str, Any], name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise ValueError(f"{name} must be a finite number; got {shown(value)}")
     return float(value)
-
-
-def shown(value: object) -> str:
-    """A value from a file for an error message: cut, and only the type's name where it is not a plain value."""
-    if isinstance(value, (str, int, float, type(None))):
-        text = repr(value)
-        return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    return f"a {type(value).__name__}"

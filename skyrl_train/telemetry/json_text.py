@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,12 @@ MAX_DEPTH = 64
 """Lists and objects within one another that a value from outside may have; Python's own JSON gives up near a thousand."""
 _MAX_INTEGER_BITS = 4096
 """More have more digits than Python turns into text."""
+_SHOWN = 80
+"""Characters of a value in a message."""
+_REPR = reprlib.Repr()
+# Bounds the work of showing a huge value; what it gives is cut after that.
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = _SHOWN + 1
+_REPR.maxlist = _REPR.maxtuple = _REPR.maxdict = _REPR.maxset = _SHOWN // 2
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -51,7 +58,7 @@ def _problem(value: object, depth: int) -> tuple[str, str] | None:
     if value is None or isinstance(value, bool):
         return None
     if isinstance(value, str):
-        return None if _is_text(value) else ("", "has half of a character (a lone surrogate), which UTF-8 cannot hold")
+        return None if is_text(value) else ("", "has half of a character (a lone surrogate), which UTF-8 cannot hold")
     if isinstance(value, float):
         return None if math.isfinite(value) else ("", f"is {value}, and JSON has no such number")
     if isinstance(value, int):
@@ -62,8 +69,8 @@ def _problem(value: object, depth: int) -> tuple[str, str] | None:
         return "", f"is nested deeper than {MAX_DEPTH} levels"
     if isinstance(value, Mapping):
         for key, each in value.items():
-            if not isinstance(key, str) or not _is_text(key):
-                return "", f"has the name {_shown(key)}, which is no text"
+            if not isinstance(key, str) or not is_text(key):
+                return "", f"has the name {_name(key)}, which is no text"
             if (found := _problem(each, depth + 1)) is not None:
                 return f".{key}{found[0]}", found[1]
         return None
@@ -82,16 +89,25 @@ def _writable(value: object, depth: int) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else str(float(value))
     if isinstance(value, Mapping) and depth < MAX_DEPTH:
-        return {_shown(key): _writable(each, depth + 1) for key, each in value.items()}
+        return {_name(key): _writable(each, depth + 1) for key, each in value.items()}
     if isinstance(value, (list, tuple)) and depth < MAX_DEPTH:
         return [_writable(each, depth + 1) for each in value]
-    return _shown(value)
+    return _name(value)
 
 
-def _shown(value: object) -> str:
+def _name(value: object) -> str:
     text = _text_of(value)
     shown = f"<{type(value).__name__}>" if text is None else text
     return shown.encode(errors="backslashreplace").decode()
+
+
+def shown(value: object) -> str:
+    """Return a value from outside for an error message, as Python writes it, in at most 80 characters, whatever it is."""
+    try:
+        text = _REPR.repr(value)
+    except Exception:  # of an object that fails, or a number with too many digits
+        text = f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def _text_of(value: object) -> str | None:
@@ -101,7 +117,8 @@ def _text_of(value: object) -> str | None:
         return None
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
+    """Return whether UTF-8 can hold a text: it has no lone surrogate."""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _TRAIN_COLOUR = "#1f5fa8"
 _EVAL_COLOUR = "#d1495b"
 _LENGTH_COLOUR = "#2e7d5b"
+_COMPONENT_COLOURS = ("#8a6fb3", "#c9822b", "#4a9aa8", "#9c5a4b", "#7a8b3c", "#b06a94")
+"""Of the rewards of functions, of which the first few are drawn."""
 _SMOOTH_FROM_POINTS = 30
 """From here on a running mean is drawn over the raw points, which become faint."""
 _WINDOW_SHARE = 0.05
@@ -35,6 +37,8 @@ def draw_learning_curve(metrics_file: Path, image_file: Path, *, title: str) -> 
     reward_axes, accuracy_axes, length_axes = figure.subplots(3, 1, sharex=True)
 
     _draw_series(reward_axes, records, "reward/mean", colour=_TRAIN_COLOUR, label="training, mean of trajectories")
+    for name, colour in zip(_components(records), _COMPONENT_COLOURS):
+        _draw_series(reward_axes, records, f"reward/{name}/mean", colour=colour, label=name)
     _finish_axes(reward_axes, "Reward")
 
     solved = _first_present(records, ("env/solved_first_turn", "env/solved"))
@@ -103,6 +107,19 @@ def _points(records: Sequence[Record], name: str) -> tuple[list[int], list[float
     """Steps and values of the records that carry a number under `name`."""
     found = [record for record in records if record.get(name) is not None]
     return [record["step"] for record in found], [float(record[name]) for record in found]
+
+
+def _components(records: Sequence[Record]) -> list[str]:
+    """The names of the rewards of functions, where there are several or there is an environment's own beside one."""
+    suffix = "/mean"
+    found = {
+        key[len("reward/") : -len(suffix)]
+        for one in records
+        for key in one
+        if key.startswith("reward/") and key.endswith(suffix)
+    }
+    names = sorted(found - {""})
+    return names if len(names) > 1 else []
 
 
 def _first_present(records: Sequence[Record], names: Sequence[str]) -> str:

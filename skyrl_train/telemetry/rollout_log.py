@@ -6,7 +6,7 @@ A line, shortened:
      "prompt": [{"role": "user", "content": "2+2?"}], "env_class": "gsm8k", "extras": {...}, "metrics": {"solved": 1.0},
      "turns": [{"parent": null, "added_token_ids": [5, 9], "response_token_ids": [7, 2], "reward": 1.0, "text": "4",
                 "logprobs": [-0.5, -0.25], "stop_reason": "stop", "weight_versions": [[0, 0]],
-                "advantages": [0.7, 0.7]}]}
+                "observations": [], "advantages": [0.7, 0.7]}]}
 
 A turn is stored as what it adds to its parent, an earlier turn of the line (see `types.Turn`), so that a conversation's
 tokens are in the file once. To read one back only `uid` and, for each turn, `response_token_ids`, `reward` and one of
@@ -30,8 +30,9 @@ from numpy.typing import NDArray
 
 from skyrl_train.errors import DataError
 from skyrl_train.telemetry.files import bring_to_disk, sync_folder
-from skyrl_train.telemetry.json_text import json_line, json_problem, parse_json
+from skyrl_train.telemetry.json_text import json_line, json_problem, parse_json, shown
 from skyrl_train.types import (
+    ChatMessage,
     Failure,
     FailureKind,
     Outcome,
@@ -153,11 +154,17 @@ def encode_trajectory(
         "prompt": [dict(message) for message in prompt.messages],
         "env_class": prompt.env_class,
         "extras": dict(prompt.extras),
+        **({"tools": [dict(tool) for tool in prompt.tools]} if prompt.tools else {}),
+        **({"dataset": prompt.dataset} if prompt.dataset else {}),
         "metrics": dict(trajectory.metrics),
         "turns": [_encode_turn(turn) for turn in trajectory.turns],
     }
+    if trajectory.first_messages:
+        record["first_messages"] = [dict(message) for message in trajectory.first_messages]
     if len(trajectory.teacher_prompt_token_ids):
         record["teacher_prompt_token_ids"] = trajectory.teacher_prompt_token_ids.tolist()
+    if trajectory.rewards:
+        record["rewards"] = dict(trajectory.rewards)
     if trajectory.greedy_reward is not None:
         record["greedy_reward"] = trajectory.greedy_reward
     if advantages is not None:
@@ -175,6 +182,7 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
         "parent": turn.parent,
         "added_token_ids": turn.added_token_ids.tolist(),
         "response_token_ids": turn.response_token_ids.tolist(),
+        "observations": [dict(message) for message in turn.observations],
     }
     if len(turn.response_logprobs):
         record["logprobs"] = turn.response_logprobs.tolist()
@@ -216,17 +224,19 @@ def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
     """Return the inverse of `encode_trajectory` (advantages aside). Raises KeyError for a missing field, ValueError for one
     of the wrong type, with its name."""
     if problem := json_problem(
-        {name: record.get(name) for name in ("uid", "prompt", "env_class", "extras", "failure")}
+        {name: record.get(name) for name in ("uid", "prompt", "env_class", "extras", "tools", "failure")}
     ):
         raise ValueError(problem)
     if isinstance(record["uid"], bool) or not isinstance(record["uid"], (str, int)):
-        raise ValueError(f"uid must be a text; got {_short(record['uid'])}")
+        raise ValueError(f"uid must be a text; got {shown(record['uid'])}")
     uid = str(record["uid"])
     prompt = Prompt(
         uid=uid,
-        messages=tuple(_of_type(each, dict, "prompt") for each in _of_type(record.get("prompt", []), list, "prompt")),
+        messages=_messages(record, "prompt"),
         env_class=_of_type(record.get("env_class"), (str, NoneType), "env_class"),
         extras=_of_type(record.get("extras", {}), dict, "extras"),
+        tools=tuple(_of_type(each, dict, "tools") for each in _of_type(record.get("tools", []), list, "tools")),
+        dataset=_of_type(record.get("dataset", ""), str, "dataset"),
     )
     failure = _of_type(record.get("failure"), (dict, NoneType), "failure")
     turns: list[Turn] = []
@@ -249,14 +259,19 @@ def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
             message=_of_type(failure["message"], str, "the failure's message"),
             turn_index=_count(failure["turn_index"], "the failure's turn_index"),
         ),
-        metrics={
-            name: _finite(value, f"the metric {name}")
-            for name, value in _of_type(record.get("metrics", {}), dict, "metrics").items()
-        },
+        metrics=_numbers(record, "metrics", "metric"),
+        rewards=_numbers(record, "rewards", "reward"),
+        first_messages=_messages(record, "first_messages"),
         teacher_prompt_token_ids=_token_ids(record.get("teacher_prompt_token_ids", []), "teacher_prompt_token_ids"),
         greedy_reward=_finite(record["greedy_reward"], "greedy_reward") if "greedy_reward" in record else None,
     )
     return prompt, trajectory
+
+
+def _numbers(record: Mapping[str, Any], field: str, what: str) -> dict[str, float]:
+    """Return the numbers by name in a field; none where it is not there."""
+    values = _of_type(record.get(field, {}), dict, field)
+    return {name: _finite(value, f"the {what} {name}") for name, value in values.items()}
 
 
 def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
@@ -279,9 +294,17 @@ def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
         loss_mask=np.array(_flags(_of_type(record.get("loss_mask") or [], list, "loss_mask")), dtype=np.bool_),
         response_text=_of_type(record.get("text", ""), str, "text"),
         reward=_finite(record["reward"], "reward"),
+        observations=_messages(record, "observations"),
         stop_reason=StopReason(record.get("stop_reason", StopReason.STOP.value)),
         weight_versions=_versions(record.get("weight_versions", [[0, record.get("weight_version", 0)]])),
     )
+
+
+def _messages(record: Mapping[str, Any], name: str) -> tuple[ChatMessage, ...]:
+    messages = _of_type(record.get(name, []), list, name)
+    if problem := json_problem({name: messages}):
+        raise ValueError(problem)
+    return tuple(_of_type(each, dict, name) for each in messages)
 
 
 def _logprobs(values: Sequence[object], num_tokens: int) -> NDArray[np.float32]:
@@ -304,19 +327,14 @@ def _versions(values: object) -> tuple[VersionRun, ...]:
 def _of_type(value: Any, kind: type | tuple[type, ...], name: str) -> Any:
     if not isinstance(value, kind):
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        raise ValueError(f"{name} must be {' or '.join(_JSON_NAMES[each] for each in kinds)}; got {_short(value)}")
+        raise ValueError(f"{name} must be {' or '.join(_JSON_NAMES[each] for each in kinds)}; got {shown(value)}")
     return value
 
 
 def _count(value: object, name: str) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST_COUNT:
-        raise ValueError(f"{name} must be a whole number from 0 to {_LARGEST_COUNT}; got {_short(value)}")
+        raise ValueError(f"{name} must be a whole number from 0 to {_LARGEST_COUNT}; got {shown(value)}")
     return value
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _flags(values: Sequence[object]) -> Sequence[object]:
@@ -337,7 +355,7 @@ def _token_ids(value: object, name: str) -> TokenIds:
 
 def _finite(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number; got {_short(value)}")
+        raise ValueError(f"{name} must be a finite number; got {shown(value)}")
     return float(value)
 
 

@@ -16,6 +16,7 @@ OUTPUT_DIR/
   best/                supervised: the checkpoint with the lowest held-out loss
   export/              the final policy in Hugging Face format
   tensorboard/ wandb/  where those trackers are on
+  origin/              the checkpoint that the run began at, where it came from another run's URL
   complete.json        written last: the run has nothing left to do
   previous-N/          files of older runs in this folder (trainer.resume_mode=none)
 """
@@ -64,6 +65,7 @@ class RunFolder:
     checkpoints = _Inside("checkpoints")
     best = _Inside("best")
     export = _Inside("export")
+    origin = _Inside("origin")
     tensorboard = _Inside("tensorboard")
     wandb = _Inside("wandb")
     complete_file = _Inside("complete.json")
@@ -104,6 +106,15 @@ class RunFolder:
         """True where a run left results: a step's metrics, a rollout or a checkpoint."""
         results = (self.metrics_file, self.rollouts, self.checkpoints, self.evaluation_file)
         return any(path.stat().st_size > 0 if path.is_file() else _has_entries(path) for path in results)
+
+    def copy_record(self, target: Path, *, is_same_run: bool) -> None:
+        """Copies metrics, evaluations and origin to the folder `target`, for a run that goes on from this one, so that its
+        curves are whole; to one that `is_same_run` what was measured and how often it began again, too."""
+        target.mkdir(parents=True, exist_ok=True)
+        own = (self.memory_file, self.restarts_file) if is_same_run else ()
+        for path in (self.metrics_file, self.evaluation_file, self.fork_file, *own):
+            if path.is_file():
+                shutil.copyfile(path, target / path.name)
 
     def set_aside(self) -> Path | None:
         """Moves the files of the run that is here to `previous-N/`; None where there is none. Nothing is deleted."""

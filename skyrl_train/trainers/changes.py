@@ -23,6 +23,7 @@ from skyrl_train.config.rules import ForksWhere, Interchangeable, Resume
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.errors import Violation
+from skyrl_train.registry import TARGET
 from skyrl_train.telemetry.redaction import redact
 from skyrl_train.trainers.state import plain
 
@@ -218,7 +219,19 @@ def _whole(flat: Flat, root: type) -> dict[str, Any]:
             whole[name] = value
         else:
             whole.setdefault(field.path, {})[name.removeprefix(f"{field.path}.")] = value
-    return whole
+    return {name: _without_free(value, _field_of(name, root)) for name, value in whole.items()}
+
+
+def _without_free(value: Any, field: SchemaField | None) -> Any:
+    """Return a part, or a list of them, without the arguments on which nothing that is learnt depends."""
+    seam = None if field is None else seam_of(field.annotation)
+    if seam is None:
+        return value
+    if isinstance(value, list):
+        return [_without_free(each, field) for each in value]
+    builtin = seam.builtins.get(str(value.get(TARGET))) if isinstance(value, Mapping) else None
+    free = builtin.free if builtin is not None else frozenset()
+    return {key: each for key, each in value.items() if key.partition(".")[0] not in free} if free else value
 
 
 def _path_of(name: str, root: type) -> str:

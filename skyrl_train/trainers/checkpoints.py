@@ -2,6 +2,7 @@
 
     checkpoints/
       latest                    text: the name of the newest checkpoint, e.g. `step_000010`
+  writer                    text: who this folder is at the URL, if checkpoints are brought to one
       step_000010/
         ...                     whatever the caller wrote
         manifest.json           size and SHA-256 of every other file; written last
@@ -10,56 +11,68 @@
 A checkpoint is written under a `.tmp-` name, each file is brought to the disk (fsync), then the manifest, then the
 folder is renamed and `latest` replaced. A process killed at any moment leaves the state of before or of after. Nothing
 in a checkpoint is parsed before its sums are checked.
+
+With a URL (`trainer.checkpoint_url`) each is then brought there as well (`object_store.py`), and a folder that lacks the
+newest gets it from there.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from pathlib import Path
+from uuid import uuid4
 
 from skyrl_train.errors import CheckpointError, SaveError
-from skyrl_train.telemetry.files import (
-    DISK_TIMEOUT_S,
-    read_json,
-    shown,
-    sync_folder,
-    whole_number,
-    write_atomically,
-)
-from skyrl_train.threads import map_in_time
+from skyrl_train.telemetry.files import DISK_TIMEOUT_S, sync_folder, write_atomically
+from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.trainers.manifest import check_sizes, read_manifest, seal, verify
+from skyrl_train.trainers.object_store import ObjectStore, is_url, split_url, step_of
 from skyrl_train.trainers.state import STATE_FILE, TrainerState
 
-MANIFEST = "manifest.json"
 LATEST = "latest"
-FORMAT = 1
+HISTORY = "history"
+"""Folder of a checkpoint at a URL: the run's record up to there."""
+_WRITER = "writer"
 _TEMPORARY = ".tmp-"
 _REPLACED = ".tmp-replaced-"
 _NAME = re.compile(r"step_(\d{6,15})")
-_READ_BYTES = 1 << 20
 
-A = TypeVar("A")
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of a run, one folder each in `root`, of which the newest `keep` stay."""
+    """The checkpoints of a run, one folder each in `root`, of which the newest `keep` stay; and those at a URL."""
 
-    def __init__(self, root: Path, *, keep: int) -> None:
-        self._root = root
-        self._keep = keep
+    def __init__(self, root: Path, *, keep: int, url: str = "", timeout_s: float = DISK_TIMEOUT_S) -> None:
+        """`url`: where each checkpoint is brought as well, if it is not empty. `timeout_s`: deadline of moving one."""
+        self._root, self._keep, self._timeout_s = root, keep, timeout_s
+        self._remote = self._store(url) if url else None
+        self.fetched: Path | None = None
+        """The checkpoint that came from a URL last; what it knows of its run's record is in `history/`."""
+
+    def check(self) -> None:
+        """Raises SaveError where there is a URL and it cannot be written to."""
+        if self._remote is not None:
+            self._remote.check()
 
     def write(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Write the checkpoint of `step` and return its folder, as `write_checkpoint` does."""
-        return write_checkpoint(self._root, step, write, self._keep)
+        """Write the checkpoint of `step` and return its folder, as `write_checkpoint` does. Raises SaveError also where the
+        URL does not take it; the local one is there then."""
+        if self._remote is None:
+            return write_checkpoint(self._root, step, write, self._keep)
+
+        def write_with_history(folder: Path) -> None:
+            write(folder)
+            RunFolder(self._root.parent).copy_record(folder / HISTORY, is_same_run=True)
+
+        path = write_checkpoint(self._root, step, write_with_history, self._keep)
+        self._upload(path)
+        return path
 
     def clean(self) -> None:
         """Removes what a write that was cut short left behind, as `clean_leftovers` does."""
@@ -72,16 +85,49 @@ class CheckpointStore:
         default the newest that can be used."""
         self.clean()
         with suppress(OSError, CheckpointError):
-            if len(_candidates(self._root, [])) > self._keep and (newest := newest or self.latest()) is not None:
-                _prune(self._root, self._keep, newest)
+            local = latest_checkpoint(self._root, require_usable) if newest is None else newest
+            if len(_candidates(self._root, [])) > self._keep and local is not None:
+                _prune(self._root, self._keep, local)
+
+    def take_over(self, checkpoint: Path | None) -> None:
+        """Has the URL, if there is one, hold what a run that goes on from `checkpoint` of this folder, or begins, has: later
+        ones are set aside there, and this one is brought there where it is not. Raises SaveError."""
+        if self._remote is None:
+            return
+        step = -1 if checkpoint is None else TrainerState.read(checkpoint).global_step
+        there = self._remote.claim(self._writer(), after=step)
+        if checkpoint is not None and self._remote.name_of(checkpoint) not in there.checkpoints:
+            self._upload(checkpoint)
 
     def latest(self) -> Path | None:
-        """Return the newest checkpoint that can be used, as `latest_checkpoint` does."""
-        return latest_checkpoint(self._root, require_usable)
+        """Return the newest checkpoint that can be used, as `latest_checkpoint` does. Where there is a URL, that is the
+        newest of this folder and of the URL, or of the URL alone where another folder has written there since; it is
+        brought here. Raises CheckpointError."""
+        if self._remote is None:
+            return latest_checkpoint(self._root, require_usable)
+        local, damaged = None, None
+        try:
+            local = latest_checkpoint(self._root, require_usable)
+        except CheckpointError as error:
+            damaged = error
+        there = self._remote.pointer()
+        is_own = local is not None and there.writer in ("", self._writer())
+        newer = [
+            name
+            for name in there.checkpoints
+            if local is None or not is_own or step_of(name) > TrainerState.read(local).global_step
+        ]
+        found = self._fetch(self._remote, newer, self._root, has_other=local is not None, known=local)
+        if found is None and damaged is not None:
+            raise damaged
+        return found or local
 
-    def find(self, path: Path) -> Path:
-        """Return the checkpoint at `path`, or the newest whole one of the run whose output folder (or `checkpoints/`) it
-        is. Raises CheckpointError."""
+    def find(self, place: str) -> Path:
+        """Return the checkpoint at `place`, or the newest whole one of the run whose output folder (or `checkpoints/`), or
+        URL, it is. One of another run's URL is brought to `origin/` of this run's folder. Raises CheckpointError."""
+        if is_url(place):
+            return self._find_at_url(place)
+        path = Path(place).expanduser()
         if not path.is_dir():
             raise CheckpointError(
                 f"trainer.resume_path={path} is not a folder. Give a run's output folder or a checkpoint"
@@ -91,6 +137,79 @@ class CheckpointStore:
                 return found
         require_usable(path)
         return path
+
+    def _find_at_url(self, place: str) -> Path:
+        url, name = split_url(place)
+        for each in (f"{url}/{self._root.name}", url):
+            is_own = self._remote is not None and self._remote.url == each
+            store = self._remote if is_own and self._remote else self._store(each)
+            names = [name] if name and each == url else [] if name else store.pointer().checkpoints
+            root = self._root if is_own else RunFolder(self._root.parent).origin
+            if not is_own:
+                shutil.rmtree(root, ignore_errors=True)
+            if (found := self._fetch(store, names, root, has_other=False)) is not None:
+                return found
+        raise CheckpointError(f"trainer.resume_path={place}: there is no checkpoint")
+
+    def _fetch(
+        self, store: ObjectStore, names: Sequence[str], root: Path, *, has_other: bool, known: Path | None = None
+    ) -> Path | None:
+        """The first of `names` that is whole, brought to `root` unless it is the one `known`; where all are damaged or gone,
+        what lies beside them. None where there is none.
+
+        Raises CheckpointError where all are damaged, unless the run `has_other` checkpoints; SaveError where the store
+        does not answer, which says nothing of what it holds.
+        """
+        problems: list[str] = []
+
+        def candidates() -> Iterator[str]:
+            yield from names
+            if problems:
+                yield from store.beside(names)
+
+        for name in candidates():
+            if known is not None and store.name_of(known) == name:
+                return known
+            temporary = root / f"{_TEMPORARY}{name}"
+            try:
+                shutil.rmtree(temporary, ignore_errors=True)
+                temporary.mkdir(parents=True)
+                store.download(name, temporary)
+                require_usable(temporary)
+                if TrainerState.read(temporary).global_step != step_of(name):
+                    raise CheckpointError(f"{store.url}/{name}: {STATE_FILE} is of another step")
+            except CheckpointError as error:
+                shutil.rmtree(temporary, ignore_errors=True)
+                if isinstance(error, SaveError):
+                    raise
+                problems.append(str(error).replace(str(temporary), f"{store.url}/{name}"))
+                continue
+            for problem in problems:
+                logger.warning("checkpoint passed over: %s", problem)
+            self.fetched = _install(root, temporary, root / checkpoint_name(step_of(name)))
+            return self.fetched
+        if problems and not has_other:
+            raise _none_whole(store.url, problems)
+        for problem in problems:
+            logger.warning("checkpoint passed over: %s", problem)
+        return None
+
+    def _upload(self, folder: Path) -> None:
+        assert self._remote is not None, "there is a URL"
+        try:
+            self._remote.upload(folder, writer=self._writer())
+        except SaveError as error:
+            raise SaveError(f"{error}. {folder} is whole") from error
+
+    def _store(self, url: str) -> ObjectStore:
+        return ObjectStore(url, keep=self._keep, timeout_s=self._timeout_s)
+
+    def _writer(self) -> str:
+        """The identity of this folder, which one that takes its place elsewhere does not have."""
+        path = self._root / _WRITER
+        if not path.is_file():
+            write_atomically(path, f"{uuid4().hex}\n".encode())
+        return path.read_text(encoding="ascii", errors="replace").strip()
 
 
 def require_usable(folder: Path) -> None:
@@ -123,12 +242,8 @@ def write_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep:
         clean_leftovers(root)
         temporary.mkdir()
         write(temporary)
-        _seal(temporary)
-        if final.exists():
-            os.rename(final, root / f"{_REPLACED}{final.name}")
-        os.rename(temporary, final)
-        sync_folder(root)
-        write_atomically(root / LATEST, f"{final.name}\n".encode())
+        seal(temporary)
+        _install(root, temporary, final)
         clean_leftovers(root)
         _prune(root, keep, final)
         sync_folder(root)
@@ -141,6 +256,16 @@ def write_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep:
             f"{final}: could not be written: {error}. Earlier checkpoints are untouched; make room or choose another "
             "output folder"
         ) from error
+    return final
+
+
+def _install(root: Path, temporary: Path, final: Path) -> Path:
+    """Gives a whole checkpoint its name, which it returns, and has `latest` name it."""
+    if final.exists():
+        os.rename(final, root / f"{_REPLACED}{final.name}")
+    os.rename(temporary, final)
+    sync_folder(root)
+    write_atomically(root / LATEST, f"{final.name}\n".encode())
     return final
 
 
@@ -179,28 +304,18 @@ def latest_checkpoint(root: Path, require: Callable[[Path], None] | None = None)
             logger.warning("checkpoint passed over: %s", problem)
         return folder
     if candidates:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise CheckpointError(
-            f"no checkpoint under {root} is whole:\n{listed}\n"
-            "Restore one from a copy, or start over with trainer.resume_mode=none"
-        )
+        raise _none_whole(root, problems)
     for problem in problems:
         logger.warning("checkpoint passed over: %s", problem)
     return None
 
 
-def verify(folder: Path) -> None:
-    """Raises CheckpointError unless every file is there, no other is, and sizes and SHA-256 sums agree."""
-    files = _read_manifest(folder)
-    _check_sizes(folder, files)
-
-    def check(name: str) -> None:
-        if _sha256(folder / name) != files[name][1]:
-            raise CheckpointError(
-                f"{folder}: {name} does not have the SHA-256 sum that {MANIFEST} states: one of the two was damaged"
-            )
-
-    _on_threads(check, list(files), folder)
+def _none_whole(place: object, problems: Sequence[str]) -> CheckpointError:
+    listed = "\n".join(f"  - {problem}" for problem in problems)
+    return CheckpointError(
+        f"no checkpoint under {place} is whole:\n{listed}\n"
+        "Restore one from a copy, or start over with trainer.resume_mode=none"
+    )
 
 
 def _candidates(root: Path, problems: list[str]) -> list[Path]:
@@ -236,93 +351,7 @@ def _prune(root: Path, keep: int, newest: Path) -> None:
             shutil.rmtree(doomed)
             continue
         try:
-            _check_sizes(folder, _read_manifest(folder))
+            check_sizes(folder, read_manifest(folder))
         except CheckpointError:
             continue
         whole += 1
-
-
-def _seal(folder: Path) -> None:
-    """Brings every file to the disk and writes the manifest."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    if MANIFEST in names:
-        raise CheckpointError(f"{folder}: the name {MANIFEST} is taken by what was written")
-
-    def record(path: Path) -> dict[str, object]:
-        _fsync_file(path)
-        return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-    records = _on_threads(record, paths, folder)
-    write_atomically(
-        folder / MANIFEST,
-        (json.dumps({"format": FORMAT, "files": dict(zip(names, records))}, indent=1) + "\n").encode(),
-    )
-    for subfolder in {folder, *(path.parent for path in paths)}:
-        sync_folder(subfolder)
-
-
-def _read_manifest(folder: Path) -> dict[str, tuple[int, str]]:
-    """File name to (bytes, SHA-256). Raises CheckpointError."""
-    path = folder / MANIFEST
-    try:
-        content = read_json(path)
-        found_format = whole_number(content, "format")
-        if found_format != FORMAT:
-            raise CheckpointError(
-                f"{folder}: {MANIFEST} is of format {found_format}; this version reads format {FORMAT}"
-            )
-        files = {}
-        for name, entry in content["files"].items():
-            if not isinstance(entry["sha256"], str):
-                raise ValueError(f"sha256 of {shown(name)} is {shown(entry['sha256'])}")
-            files[name] = (whole_number(entry, "bytes"), entry["sha256"])
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder}: no {MANIFEST}: the checkpoint was not finished, or the file was deleted"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"{folder}: {MANIFEST} cannot be read ({type(error).__name__}: {error}): it was damaged"
-        ) from error
-    for name in files:
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise CheckpointError(f"{folder}: {MANIFEST} names {name!r}, which lies outside the checkpoint")
-    return files
-
-
-def _check_sizes(folder: Path, files: dict[str, tuple[int, str]]) -> None:
-    """Cheap part of `verify`: the right files of the right sizes."""
-    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} - {MANIFEST}
-    for name, (num_bytes, _) in files.items():
-        if name not in present:
-            raise CheckpointError(f"{folder}: {shown(name)}, which {MANIFEST} states, is missing")
-        found = (folder / name).stat().st_size
-        if found != num_bytes:
-            raise CheckpointError(
-                f"{folder}: {name} has {found} bytes; {MANIFEST} states {num_bytes}: one of the two was damaged"
-            )
-    for name in sorted(present - set(files)):
-        raise CheckpointError(f"{folder}: {name} is not in {MANIFEST}: it was put there later")
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
-def _fsync_file(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(descriptor)  # on one of `_on_threads`
-    finally:
-        os.close(descriptor)
-
-
-def _on_threads(function: Callable[[A], T], items: Sequence[A], folder: Path) -> list[T]:
-    """Reads or syncs several files at a time. Raises DeadlineError where the disk does not answer."""
-    disk = f"the disk of {folder}"
-    return map_in_time(function, items, num_threads=4, what=disk, timeout_s=DISK_TIMEOUT_S, remedy="Is it reachable?")

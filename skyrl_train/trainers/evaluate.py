@@ -50,7 +50,7 @@ class EvaluationResult:
     n_samples_per_prompt: int
     overall: EvaluationFigures
     parts: Mapping[str, EvaluationFigures]
-    """By `env_class=NAME` and `data_source=NAME`, where there is more than one of them."""
+    """By `dataset=NAME` (of a mix), `env_class=NAME` and `data_source=NAME`, where there is more than one of them."""
 
     def metrics(self) -> dict[str, float]:
         """`eval/accuracy`, `eval/pass@4`, ..., and `eval/data_source=NAME/accuracy` for the parts."""
@@ -122,7 +122,7 @@ class Evaluator:
     def _parts(
         self, groups: Sequence[tuple[Prompt, tuple[Trajectory, ...]]]
     ) -> Iterator[tuple[str, list[tuple[Trajectory, ...]]]]:
-        for column in ("env_class", "data_source"):
+        for column in ("dataset", "env_class", "data_source"):
             parts: dict[str, list[tuple[Trajectory, ...]]] = defaultdict(list)
             for prompt, group in groups:
                 parts[self._value_of(prompt, column)].append(group)
@@ -131,6 +131,8 @@ class Evaluator:
                     yield f"{column}={value}", parts[value]
 
     def _value_of(self, prompt: Prompt, column: str) -> str:
+        if column == "dataset":
+            return prompt.dataset
         if column == "env_class":
             return self._env_class or str(prompt.env_class)
         return str(prompt.extras.get(column, "none"))

@@ -16,7 +16,8 @@ from typing import Any
 
 from skyrl_train.config.rules import Resume
 from skyrl_train.errors import CheckpointError, ConfigError, Violation
-from skyrl_train.telemetry.files import read_json, shown
+from skyrl_train.telemetry.files import read_json
+from skyrl_train.telemetry.json_text import shown
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.changes import Change, ResumeSettings
 from skyrl_train.trainers.state import STATE_FILE, DataFingerprint, LoopState, TrainerState
@@ -68,7 +69,8 @@ def fork_from(
     the meaning of token ids, and where no steps are left.
     """
     problems = [change.violation(checkpoint) for change in changes if change.resume is Resume.FIXED]
-    if checkpoint.resolve().is_relative_to(folder.root.resolve()):
+    place, origin = checkpoint.resolve(), folder.origin.resolve()
+    if place.is_relative_to(folder.root.resolve()) and not place.is_relative_to(origin):
         problems.append(_own_folder(folder, checkpoint))
     if total_steps <= state.global_step:
         problems.append(_no_steps_left(run, state.global_step, total_steps))

@@ -183,10 +183,8 @@ class TrainingLoop:
         `ends`: the trainer ends the run after this step, whatever the number of steps is.
         """
         stopping, ends = self._stop.is_set, ends or self.is_last(step)
-        if ends or stopping or self.saves.has_failed or is_due(step, self.settings.ckpt_interval):
-            self._save(step, state, can_retry=not (ends or stopping))
-        else:
-            self._settle(step, state, can_retry=True)
+        is_saved = ends or stopping or self.saves.has_failed or is_due(step, self.settings.ckpt_interval)
+        self._save(step, state, writes=is_saved, can_retry=not (ends or stopping))
         self._finished = step, state
         if stopping and not ends:
             self._stop.raise_if_set(step)
@@ -224,14 +222,14 @@ class TrainingLoop:
             self.observers.tell("evaluation", step, metrics=metrics)
         return metrics
 
-    def _save(self, step: int, state: LoopState, *, can_retry: bool = False) -> None:
-        """The checkpoint, after the records that belong to it. Raises SaveError where that ends the run."""
-        with self.saves.attempt():
-            self._trackers.flush()
-            self._last_checkpoint, self._last_step = self.write_checkpoint(self._checkpoints, step, state), step
-        self._settle(step, state, can_retry=can_retry)
+    def _save(self, step: int, state: LoopState, *, writes: bool = True, can_retry: bool = False) -> None:
+        """The checkpoint, after the records that belong to it; where nothing `writes` one, what became of the records alone.
+        Raises SaveError where that ends the run."""
+        if writes:
+            with self.saves.attempt():
+                self._trackers.flush()
+                self._last_checkpoint, self._last_step = self.write_checkpoint(self._checkpoints, step, state), step
 
-    def _settle(self, step: int, state: LoopState, *, can_retry: bool) -> None:
         def rescue(folder: RunFolder) -> Path:
             return self.write_checkpoint(CheckpointStore(folder.checkpoints, keep=1), step, state)
 

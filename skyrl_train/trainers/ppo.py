@@ -30,7 +30,8 @@ from dataclasses import dataclass, replace
 
 from skyrl_train.algorithms.controllers import KLControllerState, next_state
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.interfaces import Generator, Learner, Scorer, WeightTransport
+from skyrl_train.data.curriculum import Curriculum
+from skyrl_train.interfaces import Generator, Learner, ReportsMetrics, Scorer, WeightTransport
 from skyrl_train.telemetry.metrics import to_values
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.evaluate import EvaluationResult, Evaluator
@@ -75,14 +76,17 @@ class PPOTrainer:
         loop: TrainingLoop,
         settings: steps.PPOSettings,
         prompts: steps.PromptBatches,
+        curriculum: Curriculum | None = None,
         generator: Generator,
         learners: steps.Learners,
         transport: WeightTransport,
         evaluator: Evaluator | None,
         rollout_log: RolloutLog | None,
     ) -> None:
-        """`evaluator` and `rollout_log` are None where evaluation and rollout dumps are off."""
+        """`evaluator` and `rollout_log` are None where evaluation and rollout dumps are off; a `curriculum` chooses prompts
+        in place of `prompts`."""
         self.loop, self.settings, self.prompts, self.generator = loop, settings, prompts, generator
+        self.curriculum = curriculum
         self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
         self.state: LoopState = loop.start.state or LoopState.first(settings.trainer.algorithm)
 
@@ -100,7 +104,11 @@ class PPOTrainer:
                 with self._failures_kept(step) as seen:
                     with loop.phase("generate", can_give_up=True):
                         generated = steps.generate(
-                            self.generator, self.prompts, settings, step=step, position=self.state.data_position
+                            self.generator,
+                            self._prompts_of(step),
+                            settings,
+                            step=step,
+                            position=self.state.data_position,
                         )
                     seen.append(generated.rollouts)
                     with loop.phase("assemble"):
@@ -147,6 +155,8 @@ class PPOTrainer:
             metrics = {
                 **rollout_metrics(generated.everything),
                 **generated.metrics,
+                **self._learn_solve_rates(step, generated.everything),
+                **(self.generator.take_metrics() if isinstance(self.generator, ReportsMetrics) else {}),
                 **batch_metrics(batch, self.settings.trainer.algorithm),
                 **document_metrics(batch, self.settings.trainer.docs_per_step),
                 **to_values(update.metrics),
@@ -170,6 +180,19 @@ class PPOTrainer:
             step, metrics, speed=lambda timings: speed_metrics(timings, batch), is_evaluated=bool(evaluation)
         )
         self.loop.conclude(step, self.state)
+
+    def _prompts_of(self, step: int) -> steps.PromptBatches:
+        """What gives `step` its prompts: those of its position, or those that the curriculum takes by now."""
+        curriculum, rates = self.curriculum, self.state.solve_rates
+        return self.prompts if curriculum is None else lambda position: curriculum.batch(rates, position, step)
+
+    def _learn_solve_rates(self, step: int, everything: RolloutBatch) -> dict[str, float]:
+        """Carries on the curriculum's estimates; its metrics."""
+        if self.curriculum is None:
+            return {}
+        rates = self.state.solve_rates
+        self.state = replace(self.state, solve_rates=self.curriculum.after(rates, everything, step))
+        return self.curriculum.metrics(rates, everything.prompts, step)
 
     def _move_reference(self, step: int) -> None:
         """Every `ref_update_interval` steps the reference becomes the policy as it is now."""

@@ -11,7 +11,6 @@ themselves are compared.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from skyrl_train.telemetry.files import read_json, whole_number, write_json
 from skyrl_train.telemetry.metrics_log import cut_metrics_after
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.changes import START_ANEW, Change, ResumeSettings, begin_another, changes_since
-from skyrl_train.trainers.checkpoints import CheckpointStore
+from skyrl_train.trainers.checkpoints import HISTORY, CheckpointStore
 from skyrl_train.trainers.evaluation_report import cut_evaluations_after
 from skyrl_train.trainers.fork import Fork, fork_from, is_fork_of
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
@@ -40,6 +39,8 @@ class Start:
     """Of the checkpoint."""
     own: bool
     """The checkpoint lies in this run's own folder."""
+    is_fetched: bool = False
+    """It came from a URL, with the record of its run."""
     complete: bool
     """The run in this folder has nothing left to do."""
     notes: tuple[str, ...]
@@ -85,7 +86,7 @@ FRESH = Start(checkpoint=None, state=None, own=True, complete=False, notes=())
 def find_start(
     run: ResumeSettings, folder: RunFolder, checkpoints: CheckpointStore, *, data: DataFingerprint, total_steps: int
 ) -> Start:
-    """Decides where the run starts. Changes nothing on disk, needs no model.
+    """Decides where the run starts. Changes nothing on disk but to bring a checkpoint there from a URL; needs no model.
 
     Raises:
         ConfigError: Settings changed that training depends on: all of them, with old and new values.
@@ -100,7 +101,7 @@ def find_start(
     checkpoint = checkpoints.latest() if is_begun or mode == "latest" else None
     is_new_fork = mode == "fork" and checkpoint is None
     if checkpoint is None and mode != "latest":
-        checkpoint = checkpoints.find(Path(resume_path).expanduser())
+        checkpoint = checkpoints.find(resume_path)
     if checkpoint is None:
         return replace(FRESH, begins_again=True)
     state = TrainerState.read(checkpoint)
@@ -125,7 +126,14 @@ def find_start(
             f"{folder.root}: this run is complete ({state.global_step} steps); nothing to do. "
             "For another run choose another output_dir=..., or set trainer.resume_mode=none"
         ]
-    return Start(checkpoint=checkpoint, state=state, own=own, complete=complete, notes=tuple(notes))
+    return Start(
+        checkpoint=checkpoint,
+        state=state,
+        own=own,
+        is_fetched=checkpoint == checkpoints.fetched,
+        complete=complete,
+        notes=tuple(notes),
+    )
 
 
 def prepare_run_folder(
@@ -161,8 +169,9 @@ def _prepare(
         notes.append(f"the files of the run that was in {folder.root}{why} are now in {moved}")
     if start.fork is not None:
         write_json(folder.fork_file, start.fork.record())
-    elif start.checkpoint is not None and not start.own:
-        _copy_history(RunFolder(start.checkpoint.parent.parent), folder)
+    elif start.checkpoint is not None and (start.is_fetched or not start.own):
+        source = start.checkpoint / HISTORY if start.is_fetched else start.checkpoint.parent.parent
+        RunFolder(source).copy_record(folder.root, is_same_run=start.own)
     folder.complete_file.unlink(missing_ok=True)
     cut_metrics_after(folder.metrics_file, start.global_step)
     cut_evaluations_after(folder.evaluation_file, start.global_step)
@@ -222,14 +231,3 @@ def _version_changes(old: Mapping[str, str]) -> list[str]:
         for name, version in library_versions().items()
         if old.get(name, version) != version
     ]
-
-
-def _copy_history(source: RunFolder, folder: RunFolder) -> None:
-    """Metrics, evaluations and origin of the run that this one goes on from, so that its curves are whole."""
-    for old, new in (
-        (source.metrics_file, folder.metrics_file),
-        (source.evaluation_file, folder.evaluation_file),
-        (source.fork_file, folder.fork_file),
-    ):
-        if old.is_file():
-            shutil.copyfile(old, new)

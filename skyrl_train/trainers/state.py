@@ -25,7 +25,8 @@ from skyrl_train.algorithms.controllers import (
 )
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import CheckpointError
-from skyrl_train.telemetry.files import finite_number, read_json, shown, whole_number, write_json
+from skyrl_train.telemetry.files import finite_number, read_json, whole_number, write_json
+from skyrl_train.telemetry.json_text import shown
 from skyrl_train.types import Prompt
 
 STATE_FILE = "trainer_state.json"
@@ -67,6 +68,8 @@ class DataFingerprint:
         digest = hashlib.sha256()
         for prompt in prompts:
             row = [prompt.uid, prompt.messages, prompt.env_class, prompt.extras]
+            row += [prompt.tools] if prompt.tools else []
+            row += [prompt.dataset] if prompt.dataset else []
             digest.update(json.dumps(row, sort_keys=True, default=plain).encode() + b"\n")
         return DataFingerprint(num_prompts=len(prompts), sha256=digest.hexdigest())
 
@@ -82,6 +85,8 @@ class LoopState:
     """The weight of the KL in the rewards."""
     entropy_controller: EntropyControllerState = field(default_factory=EntropyControllerState)
     """The weight of the entropy bonus."""
+    solve_rates: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Of the curriculum (`data/curriculum.py`): by prompt, the estimate and the step that tried it last."""
 
     @staticmethod
     def first(algorithm: AlgorithmConfig | None) -> LoopState:
@@ -126,6 +131,7 @@ class TrainerState(LoopState):
                 raise ValueError(f"not of format {FORMAT}")
             # Checkpoints of before there was a controller have none: its weight was fixed then, and still is.
             content.setdefault("entropy_controller", EntropyControllerState().to_json())
+            content.setdefault("solve_rates", {})
             missing = {each.name for each in dataclasses.fields(TrainerState)} ^ content.keys()
             if missing:
                 raise ValueError(f"{sorted(missing)[0]} is missing, or unknown here")
@@ -158,12 +164,27 @@ def _decoded(content: Mapping[str, Any]) -> TrainerState:
         data=DataFingerprint(num_prompts=whole_number(data, "num_prompts"), sha256=sha256),
         kl_controller=KLControllerState.from_json({"coef": finite_number(kl, "coef")}),
         entropy_controller=EntropyControllerState.from_json({**entropy, "coef": finite_number(entropy, "coef")}),
+        solve_rates=_solve_rates(content["solve_rates"]),
         config=_entries(content["config"], "config"),
         versions=versions,
     )
     if state.weight_version != state.global_step:
         raise ValueError(f"weight_version is {state.weight_version}, global_step {state.global_step}")
     return state
+
+
+def _solve_rates(value: object) -> dict[str, tuple[float, int]]:
+    if not isinstance(value, dict):
+        raise ValueError(f"solve_rates must be an object; got {shown(value)}")
+    found = {}
+    for uid, known in value.items():
+        if not isinstance(known, list) or len(known) != 2 or type(known[1]) is not int:
+            raise ValueError(f"solve_rates[{shown(uid)}] must be [rate, step]; got {shown(known)}")
+        rate = finite_number({"rate": known[0]}, "rate")
+        if not 0 <= rate <= 1 or known[1] < 0:
+            raise ValueError(f"solve_rates[{shown(uid)}] is {shown(known)}")
+        found[uid] = (rate, known[1])
+    return found
 
 
 def _entries(value: object, name: str) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     contexts = [t.prompt_lengths()[-1] + len(t.turns[-1].response_token_ids) for t in kept]
     return {
         **spread("reward", [trajectory.reward for trajectory in kept], "mean", "std", "max", "min"),
+        **_component_metrics(kept),
         **_group_metrics(rollouts),
         **_environment_metrics(kept),
         **spread("turns", [len(trajectory.turns) for trajectory in kept], "mean", "max"),
@@ -43,7 +44,25 @@ def rollout_metrics(rollouts: RolloutBatch) -> dict[str, float]:
         **shares("stop", [turn.stop_reason.value for turn in turns]),
         **shares("outcome", [trajectory.outcome.value for trajectory in kept]),
         **_failure_metrics(rollouts.trajectories),
+        **_dataset_metrics(rollouts),
     }
+
+
+def _dataset_metrics(rollouts: RolloutBatch) -> dict[str, float]:
+    """Of each data set of a mix: prompts, rewards and lengths."""
+    by_name: dict[str, list[tuple[Trajectory, ...]]] = defaultdict(list)
+    for prompt, group in groups_of(rollouts):
+        if prompt.dataset:
+            by_name[prompt.dataset].append(group)
+    metrics: dict[str, float] = {}
+    for name, groups in sorted(by_name.items()):
+        kept = [trajectory for group in groups for trajectory in group if not trajectory.failed]
+        metrics |= {
+            f"dataset/{name}/prompts": float(len(groups)),
+            **spread(f"dataset/{name}/reward", [trajectory.reward for trajectory in kept], "mean"),
+            **spread(f"dataset/{name}/response_length", list(map(response_length, kept)), "mean"),
+        }
+    return metrics
 
 
 def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
@@ -152,13 +171,24 @@ def _group_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     return {"group/zero_variance": sum(min(group) == max(group) for group in comparable) / len(comparable)}
 
 
+def _component_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
+    """`reward/NAME/mean` and so on of each reward of a function, over the trajectories that have it, before its weight."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for trajectory in kept:
+        for name, value in trajectory.rewards.items():
+            values[name].append(value)
+    spreads = [spread(f"reward/{name}", values[name], "mean", "std", "max", "min") for name in sorted(values)]
+    return {name: value for each in spreads for name, value in each.items()}
+
+
 def _environment_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:
-    """`env/NAME`: mean over the trajectories that report it."""
+    """`env/NAME` (`tools/NAME`, of calls): mean over the trajectories that report it."""
     values: dict[str, list[float]] = defaultdict(list)
     for trajectory in kept:
         for name, value in trajectory.metrics.items():
             values[name].append(value)
-    return {f"env/{name}": math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
+    means = {name: math.fsum(values[name]) / len(values[name]) for name in sorted(values)}
+    return {name if name.startswith("tools/") else f"env/{name}": mean for name, mean in means.items()}
 
 
 def _failure_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

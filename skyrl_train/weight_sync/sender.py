@@ -82,7 +82,7 @@ class RankSender(WeightSender):
 
     def describe(self) -> tuple[ParameterFact, ...]:
         """Every parameter, tied ones once, in the model's order; an adapter is part of what it adapts."""
-        return facts_of({name: weight.parameter for name, weight in weights_by_name(self._model).items()})
+        return facts_of({name: weight.like for name, weight in weights_by_name(self._model).items()})
 
     def describe_adapter(self) -> tuple[ParameterFact, ...]:
         """The parameters of the adapter by themselves, under names of their own; none where there is no adapter."""

@@ -47,3 +47,59 @@ def test_what_ray_did_not_start_in_time_is_started_once_more_and_nothing_is_left
     assert "once more" in said
     # Of a start that was given up, an agent of Ray's looks for its node only now and then before it ends by itself.
     assert family.left(within_s=45.0) == []
+
+
+WITH_A_TOKEN = """
+import os, ray, stat, subprocess, sys
+from pathlib import Path
+from skyrl_train.cluster.session import RaySession
+from skyrl_train.config.schema import PlacementConfig
+
+before = dict(os.environ)
+for attempt in range(2):
+    session = RaySession(PlacementConfig(start_timeout_s=600.0), num_cpus=1, name="token")
+    file = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
+    token = file.read_text()
+    print("modes", oct(stat.S_IMODE(file.stat().st_mode)), oct(stat.S_IMODE(file.parent.stat().st_mode)))
+    see = ray.remote(num_cpus=1)(lambda: os.environ.get("RAY_AUTH_TOKEN_PATH") == str(file))
+    print("answer", ray.get(see.remote(), timeout=120))
+    assert "RAY_AUTH_TOKEN" not in os.environ
+    logs = [path for path in session.folder.rglob("*") if path.is_file() and path != file]
+    print("in clear", [path.name for path in logs if token.encode() in path.read_bytes()])
+    address = ray.get_runtime_context().gcs_address
+    if attempt == 0:
+        (file.parent / "other").write_text("0" * 64)
+        for given in ({"RAY_AUTH_MODE": "disabled"}, {"RAY_AUTH_TOKEN_PATH": str(file.parent / "other")}, {}):
+            child = subprocess.run(
+                [sys.executable, "-c", f"import ray; ray.init({address!r}, logging_level=50); print('JOINED')"],
+                env={**os.environ, **given}, capture_output=True, text=True, timeout=300,
+            )
+            print("joined", sorted(given), "JOINED" in child.stdout, "Authentication" in child.stderr)
+    session.close()
+    assert not file.exists()
+names = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN")
+print("as before", [os.environ.get(name) for name in names])
+"""
+
+
+def test_a_session_of_this_machine_has_a_token_of_its_own_without_which_nobody_joins() -> None:
+    # A session of another test of this process may be open.
+    outside = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_TOKEN_PATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_A_TOKEN],
+        env={**outside, "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "of another cluster"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines.count("modes 0o600 0o700") == 2, "also of a session that follows, as after a restart"
+    assert lines.count("answer True") == 2
+    assert lines.count("in clear []") == 2
+    assert [line for line in lines if line.startswith("joined")] == [
+        "joined ['RAY_AUTH_MODE'] False True",
+        "joined ['RAY_AUTH_TOKEN_PATH'] False True",
+        "joined [] True False",
+    ]
+    assert lines[-1] == "as before ['disabled', None, 'of another cluster']"

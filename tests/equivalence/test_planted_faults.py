@@ -43,8 +43,8 @@ def check_metadata(model: nn.Module) -> None:
     """Every part of a batch says what is true of its own rows."""
     batch = scored_batch(fixed_rollouts(), step_wise=True)
     staged = stage(batch.slice(0, 5), 2)
-    parts = [batch.slice(2, 5), batch.take([4, 1]), batch.pad_rows(2), *batch.chunk(3), *staged.shards]
-    for part in [*parts, TrainingInputBatch.cat(batch.chunk(2))]:
+    parts = [batch.slice(2, 5), batch.take([4, 1]), batch.pad_rows(2), *staged.shards]
+    for part in [*parts, TrainingInputBatch.cat([batch.slice(0, 3), batch.slice(3, batch.num_rows)])]:
         metadata = part.metadata
         assert len(metadata.uids) == part.num_rows
         for ends in (metadata.prompt_end_indices, [stop for _, stop in metadata.policy_mini_batch_boundaries or ()]):

@@ -116,7 +116,7 @@ REWARDS = [
     "1",
     None,
     [1.0],
-    {"score": 1.0},
+    {},
     1j,
     b"1",
 ]
@@ -247,7 +247,7 @@ def _recurse(answer: Any) -> Any:
 
 
 # What never returns
-ends("a loop", LATE, lambda: [None for _ in iter(int, 1)])
+ends("a loop", LATE, lambda: all(True for _ in iter(int, 1)))
 ends("a sleep", LATE, lambda: time.sleep(600))
 ends("a catastrophic regular expression", LATE, lambda: re.match(r"(a+)+$", "a" * 40 + "b"))
 ends("a power", LATE, lambda: 7 ** (7**12))

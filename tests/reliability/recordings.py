@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 if TYPE_CHECKING:
     from skyrl_train.trainers.observers import RunEvent
 
+# Or MKL keeps its buffers in a list by thread, whose lock a forked child may find taken. Read at the first product.
+os.environ["MKL_DISABLE_FAST_MM"] = "1"
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 600.0
 KILLED_AT_STEPS = (1, 3)
 """The first is before the first checkpoint, the second between two; at the moment when the step's record is on disk."""
 NUM_STEPS = 5
-_KILL_AT = "SKYRL_TRAIN_TEST_KILL_AT"
+KILL_AT = "SKYRL_TRAIN_TESTKILL_AT"
 _CALLS = (
     "open,openat,creat,write,pwrite64,writev,pwritev,pwritev2,lseek,truncate,ftruncate,fallocate,sendfile,"
     "copy_file_range,link,linkat,symlink,symlinkat,rename,renameat,renameat2,unlink,unlinkat,rmdir,mkdir,mkdirat,"
@@ -90,7 +92,7 @@ def at_event(event: RunEvent) -> None:
     """The callback of every run here: kills the process, or asks for a stop, where that was asked for."""
     if event.kind != "step":
         return
-    if os.environ.get(_KILL_AT) == str(event.step):
+    if os.environ.get(KILL_AT) == str(event.step):
         os.kill(os.getpid(), signal.SIGKILL)
     if stops_after_a_step:
         signal.raise_signal(signal.SIGTERM)
@@ -149,6 +151,7 @@ def _trace(kind: Kind, model: Path, root: Path, log: Path, kill_at: int | None) 
     if strace is None:
         raise RuntimeError("strace is not installed; on Debian or Ubuntu: apt install strace")
     said = root.with_name(f"{root.name}.log")
+    _let_threads_end()
     pid = os.fork()
     if pid == 0:
         _as_command(kind, [f"hydra.run.dir={root}", *overrides(kind, model)], said, kill_at)
@@ -172,6 +175,16 @@ def _trace(kind: Kind, model: Path, root: Path, log: Path, kill_at: int | None) 
         raise RuntimeError(f"{kind}: exit status {status}, not {expected}\n{said.read_text()[-3000:]}")
 
 
+def _let_threads_end() -> None:
+    """Wait until this process has had as many threads for a second. One that ends holds locks of the C libraries for a
+    moment, which a fork would copy as they are, for the child to wait for ever."""
+    num_threads, since = 0, time.monotonic()
+    while time.monotonic() < since + 1.0:
+        if num_threads != (num_threads := len(os.listdir("/proc/self/task"))):
+            since = time.monotonic()
+        time.sleep(0.02)
+
+
 def wait_for(pid: int, deadline: float) -> int | None:
     """The exit status of a child, negative for a signal; None where it had to be killed at the deadline."""
     while time.monotonic() < deadline:
@@ -192,7 +205,7 @@ def _as_command(kind: Kind, arguments: list[str], said: Path, kill_at: int | Non
         log = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ[_KILL_AT] = str(kill_at)
+        os.environ[KILL_AT] = str(kill_at)
         os.kill(os.getpid(), signal.SIGSTOP)
         sys.argv = [KINDS[kind][0], *arguments]
         importlib.import_module(KINDS[kind][0]).main()

@@ -66,7 +66,7 @@ PARTS = (
     Part(
         name="kills_rl",
         fault="SIGKILL of the process group, RL",
-        whole=f"{_KILLS} --kind rl --kills 56 --jobs 2 --kills-a-run 2 {_SMALL}",
+        whole=f"{_KILLS} --kind rl --kills 64 --jobs 2 --kills-a-run 2 {_SMALL}",
         sample=f"{_KILLS} --kind rl --kills 2 --kills-a-run 2 {_SMALL}",
     ),
     Part(
@@ -77,7 +77,7 @@ PARTS = (
     Part(
         name="kills_sft",
         fault="SIGKILL of the process group, supervised",
-        whole=f"{_KILLS} --kind sft --kills 44 --jobs 2 --kills-a-run 2",
+        whole=f"{_KILLS} --kind sft --kills 70 --jobs 2 --kills-a-run 2",
         sample=f"{_KILLS} --kind sft --kills 2 --kills-a-run 2",
     ),
     Part(
@@ -90,6 +90,11 @@ PARTS = (
         fault="disks of 12 sizes, folders that vanish, resealed checkpoints, cut manifests",
         whole=f"{_TEST} {_ALL} tests/trainers/test_saving.py tests/trainers/test_resealed.py "
         "tests/trainers/test_checkpoints.py tests/unit/learner/test_policy_state.py tests/unit/learner/test_shards.py",
+    ),
+    Part(
+        name="store",
+        fault="an object store that is cut off after any operation, fails, hangs or lags",
+        whole=f"{_TEST} {_ALL} tests/trainers/test_checkpoint_url.py",
     ),
     Part(
         name="malformed_inputs",

@@ -92,6 +92,7 @@ def test_one_custom_part_of_each_kind_trains_on_two_ranks(tmp_path: Path) -> Non
     assert syncs[0]["probe_difference"] < 1e-3, "it computes with the weights that the custom transport brought"
 
 
+@pytest.mark.slow
 def test_custom_parts_of_supervised_training_train(tmp_path: Path) -> None:
     output = tmp_path / "run"
     metrics = run(output, "--config-dir", str(PLUGINS / "conf"), "+experiment=plugins_sft", command="main_sft")

@@ -15,12 +15,11 @@ import pytest
 from skyrl_train.errors import CheckpointError
 from skyrl_train.trainers.checkpoints import (
     LATEST,
-    MANIFEST,
     clean_leftovers,
     latest_checkpoint,
-    verify,
     write_checkpoint,
 )
+from skyrl_train.trainers.manifest import MANIFEST, verify
 
 
 def writing(content: str) -> Callable[[Path], None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.algorithms.controllers import EntropyControllerState
+from skyrl_train.config.data import CurriculumConfig
 from skyrl_train.errors import CheckpointError, ConfigError, SkyrlTrainError, StopRequested
 from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.trainers.evaluation_report import read_evaluations
@@ -60,6 +61,26 @@ def test_a_killed_run_that_is_resumed_writes_the_same_metrics_and_weights(tmp_pa
     for name in (path.name for path in (tmp_path / "alone" / "rollouts").iterdir()):
         assert (folder / "rollouts" / name).read_bytes() == (tmp_path / "alone" / "rollouts" / name).read_bytes()
     assert read_evaluations(run.folder.evaluation_file) == read_evaluations(tmp_path / "alone" / "evaluation.json")
+
+
+def test_a_run_with_a_curriculum_takes_the_same_prompts_after_a_resume(tmp_path):
+    def config(folder: Path):
+        made = make_config(folder)
+        return replace(made, data=replace(made.data, curriculum=CurriculumConfig(enabled=True, exploration=0.5)))
+
+    fake_run(tmp_path / "alone", config=config(tmp_path / "alone")).run()
+    folder = tmp_path / "killed"
+    with pytest.raises(Killed):
+        fake_run(folder, config=config(folder), on_call=killed_in(3, "train")).run()
+    fake_run(folder, config=config(folder)).run()
+    both = [records_without_timings(each / "metrics.jsonl") for each in (folder, tmp_path / "alone")]
+    assert both[0] == both[1]
+    assert both[0][-1]["curriculum/tried"] > 0
+    rates = [
+        TrainerState.read(each / "checkpoints" / "step_000004").solve_rates for each in (folder, tmp_path / "alone")
+    ]
+    assert rates[0] == rates[1]
+    assert rates[0]
 
 
 def test_a_kill_between_record_and_checkpoint_repeats_the_step(tmp_path, monkeypatch):

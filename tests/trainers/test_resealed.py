@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.trainers.checkpoints import CheckpointStore, _seal
+from skyrl_train.trainers.checkpoints import CheckpointStore
+from skyrl_train.trainers.manifest import seal
 from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
 from tests.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.unit.learner.test_policy_learner import LENGTHS, close, same, snapshot
@@ -179,7 +180,7 @@ def resealed(whole: Path, root: Path, edit: Edit) -> Path:
     folder = root / "step_000002"
     (folder / "manifest.json").unlink()
     edit(folder)
-    _seal(folder)
+    seal(folder)
     return folder
 
 
@@ -193,7 +194,7 @@ def test_a_state_that_no_run_writes_is_passed_over_and_named(
     assert reason in caplog.text
     assert str(folder) in caplog.text
     with pytest.raises(CheckpointError, match="step_000002"):
-        CheckpointStore(folder.parent, keep=2).find(folder)
+        CheckpointStore(folder.parent, keep=2).find(str(folder))
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -233,7 +234,7 @@ def test_damage_to_the_manifest_names_it(position: int, whole: Path, tmp_path: P
     file.write_bytes(content)
     said = ""
     try:
-        CheckpointStore(root, keep=2).find(root / "step_000002")
+        CheckpointStore(root, keep=2).find(str(root / "step_000002"))
     except CheckpointError as error:
         said = str(error)
     assert "manifest.json" in said or json.loads(content) == json.loads(

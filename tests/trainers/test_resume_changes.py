@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from skyrl_train.algorithms.controllers import KLControllerState
-from skyrl_train.config.fields import SchemaField, fact, is_optional, strip, walk
+from skyrl_train.config.fields import SchemaField, fact, strip, walk
 from skyrl_train.config.rules import Range, Resume
 from skyrl_train.config.schema import Config, LoraConfig
 from skyrl_train.config.sft import AnyConfig, SFTConfig
@@ -96,8 +96,8 @@ def another(annotation: Any, value: Any, draw: random.Random) -> Any:
     plain = strip(annotation)
     if get_origin(plain) is Literal:
         return draw.choice([choice for choice in get_args(plain) if choice != value])
-    if is_optional(annotation) and value is None:
-        return True if plain is bool else another(plain, plain(), draw)
+    if value is None:
+        return True if plain is bool else another(plain, 1 if plain is int else plain(), draw)
     if isinstance(value, Mapping):
         return {**value, "added": draw.randrange(9)}
     if plain is bool:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 from skyrl_train.errors import CheckpointError, ConfigError, NonFiniteError, StopRequested
 from skyrl_train.telemetry.metrics import Metric, Sum
 from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.trainers.checkpoints import verify
+from skyrl_train.trainers.manifest import verify
 from skyrl_train.trainers.observers import RunEvent, StepFacts
 from skyrl_train.trainers.sft_evaluate import LossHistory, evaluation_line
 from tests.sft_runs import (
@@ -241,6 +242,21 @@ def test_patience_survives_a_kill(tmp_path: Path) -> None:
     run = sft_run(tmp_path / "run", learner=RecordingLearner(loss_of=losing), **settings)
     run.run()
     assert records(run) == records(alone)
+
+
+@pytest.mark.parametrize("killed_at", [7, 13])
+def test_a_run_whose_folder_is_lost_exports_the_best_from_its_url(tmp_path: Path, killed_at: int) -> None:
+    alone = sft_run(tmp_path / "alone", learner=RecordingLearner(loss_of=losing), num_steps=15, export="best")
+    alone.run()
+    settings: dict[str, Any] = {"num_steps": 15, "export": "best", "checkpoint_url": f"file://{tmp_path}/url"}
+    learner = RecordingLearner(loss_of=losing, on_update=raise_at(killed_at, Killed()))
+    with pytest.raises(Killed):
+        sft_run(tmp_path / "lost", learner=learner, **settings).run()
+    shutil.rmtree(tmp_path / "lost")
+    again = sft_run(tmp_path / "again", learner=RecordingLearner(loss_of=losing), **settings)
+    again.run()
+    assert exported(again) == exported(alone)
+    assert records(again) == records(alone)
 
 
 def test_the_history_knows_the_best_and_when_to_stop() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 
 from skyrl_train.runs.sft import train
@@ -13,6 +14,7 @@ from tests.sft_runs import killed_at
 from tests.trainers.test_sft_main import make_config
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_its_budget_to_the_same_weights(tmp_path: Path) -> None:
     settings = {"micro_batching": "auto", "memory_budget_gb": 0.3, "num_steps": 3, "ckpt_interval": 1}
     train(make_config(tmp_path / "alone", **settings))

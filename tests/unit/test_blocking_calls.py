@@ -93,6 +93,7 @@ _PENDING = "a Pending of `endpoints.py`: the call was begun with a deadline, at 
 _IS_DONE = "of a future that is done: the wait for it, with its deadline, is the line before"
 _IDLE = "a daemon thread waits for work; nobody waits for the thread without a limit"
 _READABLE = "`select`, or the event loop, has said that there is something to read"
+_OPEN = "on a daemon thread that holds a connection open until it is closed; each call over it has a deadline"
 _BRIEF = "held for assignments, or for calls that have deadlines of their own"
 EXCEPTIONS: Exceptions = {
     ("skyrl_train/cluster/endpoints.py", "other.wait"): _PENDING,
@@ -148,20 +149,33 @@ EXCEPTIONS: Exceptions = {
         "connection.wait",
     ): "a daemon thread waits for deaths, for as long as the run",
     ("skyrl_train/inference/vllm_worker.py", "self.shutdown"): "vLLM's own method of a worker, which waits for nobody",
-    ("skyrl_train/rollout/env_local.py", "self._connection.recv"): _READABLE,
+    ("skyrl_train/rollout/env_connection.py", "self._connection.recv"): _READABLE,
+    ("skyrl_train/rollout/env_hosted.py", "task.result"): _IS_DONE,
     ("skyrl_train/rollout/env_local.py", "self._control.recv"): _READABLE,
     ("skyrl_train/rollout/env_threads.py", "self.calls.get"): _IDLE,
     ("skyrl_train/rollout/env_worker.py", "connection.recv"): _READABLE,
     ("skyrl_train/rollout/env_worker.py", "control.recv"): "in a child, of its parent, whose end closes the connection",
+    (
+        "skyrl_train/rollout/env_worker.py",
+        "self._lock",
+    ): "held while an answer is sent; the trainer reads it, or ends the worker at the deadline of a call",
     ("skyrl_train/rollout/env_worker.py", "socket.socket"): "one end of a pair that was made elsewhere",
     ("skyrl_train/rollout/generator.py", "asyncio.as_completed"): "trajectories, of which every await has a deadline",
     ("skyrl_train/rollout/generator.py", "future.result"): _IS_DONE,
     ("skyrl_train/rollout/generator.py", "task.result"): _IS_DONE,
+    ("skyrl_train/rollout/rewards/judge.py", "httpx.AsyncClient"): "`client_arguments` has the timeouts",
+    ("skyrl_train/rollout/rewards/judge.py", "self._lock"): "held for one statement, for which SQLite has a timeout",
+    ("skyrl_train/rollout/rewards/judge.py", "task.exception"): _IS_DONE,
+    ("skyrl_train/rollout/rewards/model.py", "httpx.AsyncClient"): "`client_arguments` has the timeouts",
+    ("skyrl_train/rollout/tools/mcp.py", "_LOCK"): "held while a server starts, for which it has a deadline",
+    ("skyrl_train/rollout/tools/mcp.py", "asyncio.Event().wait"): _OPEN,
+    ("skyrl_train/rollout/tools/mcp.py", "asyncio.wait"): _OPEN,
+    ("skyrl_train/rollout/tools/mcp.py", "self._closing.wait"): _OPEN,
     ("skyrl_train/runs/build_ray.py", "wait"): "the start of a learner, with `start_timeout_s`",
     ("skyrl_train/telemetry/files.py", "os.fsync"): "on a thread, with DISK_TIMEOUT_S: what everything else calls",
     ("skyrl_train/telemetry/run_log.py", "self._lock"): _BRIEF,
     ("skyrl_train/threads.py", "self._calls.get"): _IDLE,
-    ("skyrl_train/trainers/checkpoints.py", "os.fsync"): "on a thread of `map_in_time`, with DISK_TIMEOUT_S",
+    ("skyrl_train/trainers/manifest.py", "os.fsync"): "on a thread of `map_in_time`, with DISK_TIMEOUT_S",
     ("skyrl_train/weight_sync/device_sharing.py", "self._lock"): _BRIEF,
     ("skyrl_train/weight_sync/transports.py", "pending.wait"): _PENDING,
     ("skyrl_train/weight_sync/transports.py", "written.wait"): _PENDING,

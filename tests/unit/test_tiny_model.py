@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from skyrl_train.config.schema import Config, DataConfig, ModelConfig
 from skyrl_train.data.word_problems import Split, generate_problems
 from skyrl_train.errors import ModelError
-from skyrl_train.model.causal_lm import vocabulary_size
+from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.model.vocabulary import check_special_tokens, vocabulary_size
 from skyrl_train.rollout.envs.word_problems import parse_answer
 from skyrl_train.runs.rl import load_data
 
@@ -152,6 +153,40 @@ def test_the_recorded_accuracy_is_that_of_a_model_that_guesses(recorded: dict[st
     measured = recorded["measured_on_held_out"]
     assert 0.1 < measured["sampled"]["solved_first_turn"] < 0.5
     assert measured["sampled"]["solved"] >= measured["sampled"]["solved_first_turn"]
+
+
+@pytest.mark.parametrize(
+    ("file", "entry", "stated", "named"),
+    [
+        ("config.json", "eos_token_id", 70000, 70000),
+        ("config.json", "bos_token_id", -1, -1),
+        ("generation_config.json", "eos_token_id", [2, 66000], 66000),
+        ("generation_config.json", "pad_token_id", 10**9, 10**9),
+    ],
+)
+def test_special_tokens_outside_of_the_embedding_are_refused_by_file_and_entry(
+    file: str, entry: str, stated: Any, named: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(FOLDER, folder)
+    model = ModelConfig(path=str(folder))
+    check_special_tokens(model)
+    content = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps({**content, entry: stated}))
+    with pytest.raises(ModelError) as error:
+        load_data(Config(model=model))
+    assert str(error.value).startswith(f"{folder / file}: {entry} is {named}, and the embedding of ")
+    assert "ids from 0 to" in str(error.value)
+    assert str(error.value).endswith("Correct the entry in that file")
+
+
+def test_a_tokenizer_whose_special_token_has_no_embedding_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "tokenizer"
+    tokenizer = load_tokenizer(ModelConfig(path=str(FOLDER)))
+    tokenizer.add_special_tokens({"eos_token": "<another end>"})
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"the tokenizer at .*: eos_token_id is \d+, .* Set model.tokenizer_path"):
+        load_data(Config(model=ModelConfig(path=str(FOLDER), tokenizer_path=str(folder))))
 
 
 def test_a_tokenizer_with_tokens_that_the_model_has_no_embedding_of_is_refused_before_training(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The environment of the bundled word problems: answer, and where wrong, be told so and try again.
 
-It speaks the `skyrl-gym` protocol without importing it. The answer is what follows the last `#### ` of a response and
-must be an integer and nothing else; anything malformed is a wrong answer, never an error.
+It speaks the `skyrl-gym` protocol without importing it. The answer is what follows the last `#### ` of a response: an
+integer and nothing else, as people write one (`42`, `42.`, `42.0`, `$42`, `1,234`). Anything malformed is a wrong answer,
+never an error. The rows may be any with an integer as their ground truth, GSM8K's among them.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ DEFAULT_MAX_TURNS = 2
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 """Bounded, because Python refuses to read integers of thousands of digits."""
+_ANSWER = re.compile(r"(?P<sign>-?)\$?(?P<digits>[0-9]{1,18}|[0-9]{1,3}(,[0-9]{3}){1,5})(\.0{0,18})?")
 
 
 def parse_answer(response: str) -> int | None:
     """The integer after the last `#### `, or None where there is none or more than an integer follows."""
     _, mark, tail = response.rpartition(ANSWER_MARK)
-    answer = tail.strip()
-    return int(answer) if mark and _INTEGER.fullmatch(answer) else None
+    answer = _ANSWER.fullmatch(tail.strip())
+    return int(answer["sign"] + answer["digits"].replace(",", "")) if mark and answer else None
 
 
 class WordProblemsEnv:
@@ -50,6 +52,11 @@ class WordProblemsEnv:
         self._max_turns = _max_turns(extras or {})
         self._turns = 0
         self._solved_at_turn: int | None = None
+
+    @staticmethod
+    def check_row(row: Mapping[str, Any]) -> None:
+        """Raises DataError for a row whose ground truth is no integer."""
+        _ground_truth(row)
 
     def init(self, prompt: list[ChatMessage]) -> tuple[list[ChatMessage], dict[str, Any]]:
         return prompt, {}
@@ -81,7 +88,8 @@ def _ground_truth(extras: Mapping[str, Any]) -> int:
     if text is None or not _INTEGER.fullmatch(str(text)):
         raise DataError(
             f"reward_spec.ground_truth: must be an integer; got {text!r}. "
-            'Give each row of env_class word_problems {"reward_spec": {"ground_truth": "9"}}.'
+            'Give each row of env_class word_problems {"reward_spec": {"ground_truth": "9"}}, or name the column with the '
+            "answer: data.answer_column."
         )
     return int(text)
 

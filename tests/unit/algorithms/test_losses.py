@@ -302,7 +302,7 @@ class TestConfiguredLoss:
 
     def test_a_loss_of_ones_own_that_returns_a_tensor_is_told_what_to_return(self) -> None:
         with pytest.raises(
-            BatchError, match=r"bare_loss' must return PolicyLossOutput\(token_losses=.*returned Tensor"
+            BatchError, match=r"bare_loss' must return PolicyLossOutput\(token_losses, .*returned Tensor"
         ):
             policy_loss(random_loss_inputs(0), AlgorithmConfig(policy_loss=f"{__name__}:bare_loss"))
 

@@ -79,7 +79,7 @@ def test_components_come_from_the_environments_metrics(tmp_path: Path):
         (REMAX, "p0/0 has no reward of a greedy sample"),
         (
             AlgorithmConfig(advantage_estimator="gdpo", reward_components={"speed": 1}),
-            "p0/0 has no metric 'speed' that is a finite number, which reward_components names; .* reports format",
+            "p0/0 has no metric 'speed' that is a finite number, which reward_components names; .* report format",
         ),
     ],
 )

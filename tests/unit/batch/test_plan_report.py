@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import json
 
 import numpy as np
@@ -19,8 +20,9 @@ from skyrl_train.plan import estimate as plan_estimate
 from skyrl_train.plan.dry_run import make_plan_report, plan_batches
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
 from skyrl_train.plan.memory import DeviceMemory, PassMemory
-from skyrl_train.plan.notes import percent, plan_notes
+from skyrl_train.plan.notes import environment_notes, percent, plan_notes
 from skyrl_train.plan.report import TOKEN_BYTES, render_text, to_json
+from skyrl_train.rollout.envs.word_problems import parse_answer
 from skyrl_train.runs.rl import assembly_settings
 
 ROWS = ("per_trajectory", "per_turn")
@@ -178,6 +180,22 @@ def test_padding_is_allowed_at_a_cost_that_is_said():
 def test_notes_say_what_is_allowed_and_what_it_costs(settings, prompts, note):
     config = make_config(prompts=4, mini_batch=2, **{"n_samples": 1, **settings})
     assert any(note in text for text in notes_of(config, prompts)), notes_of(config, prompts)
+
+
+@pytest.mark.parametrize("env_class", ["gsm8k", "gsm8k_multi_turn"])
+def test_an_environment_that_misreads_answers_is_named(env_class):
+    (note,) = environment_notes(env_class)
+    assert str(note).startswith(f"environment.env_class: skyrl-gym's {env_class} compares the first `#### ` answer")
+    assert "environment=word_problems accepts them" in note.cost
+    assert not environment_notes("word_problems") + environment_notes(None)
+
+
+@pytest.mark.parametrize("answer", ["#### 42.", "#### 42.0", "#### $42", "#### 41\n#### 42"])
+def test_what_the_note_says_of_that_environment_is_so(answer):
+    score = importlib.import_module("skyrl_gym.envs.gsm8k.utils").compute_score
+    assert score("#### 42", "42") == 1.0
+    assert score(answer, "42") == 0
+    assert parse_answer(answer) == 42
 
 
 def test_percent():

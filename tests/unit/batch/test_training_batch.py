@@ -58,10 +58,6 @@ def test_padded_carries_gradients_back_to_the_flat_column(batch):
     assert column.grad.tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_attention_mask(batch):
-    assert batch.attention_mask().sum(1).tolist() == [3, 2, 4]
-
-
 def test_a_slice_of_one_row_has_one_uid_and_nothing_of_the_whole(batch):
     row = batch.slice(2, 3)
     assert row.metadata.uids == ("b",)
@@ -123,13 +119,6 @@ def test_cat_refuses_two_prompts_of_one_number():
 def test_cat_refuses_different_columns(batch):
     with pytest.raises(BatchError, match=r"differ in the columns values"):
         TrainingInputBatch.cat([batch, batch.with_columns(values=torch.zeros(9))])
-
-
-def test_chunks_differ_by_one_row_at_most(batch):
-    assert [part.num_rows for part in batch.chunk(2)] == [2, 1]
-    assert [part.metadata.uids for part in batch.chunk(3)] == [("a",), ("a",), ("b",)]
-    with pytest.raises(BatchError, match=r"3 rows cannot be cut into 4 chunks"):
-        batch.chunk(4)
 
 
 def test_dummy_rows_are_short_have_no_loss_and_extend_the_metadata(batch):

@@ -77,6 +77,31 @@ def test_a_sweep_gives_each_run_a_folder(started, tmp_path: Path) -> None:  # ty
     assert runs == [f"RUN 3 {sweep / '0'} False", f"RUN 4 {sweep / '1'} False"]
 
 
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "hydra/job_logging=default",
+        "hydra/job_logging=disabled",
+        "+hydra.job_logging.loggers.standin={handlers: [file], propagate: false}",
+        "hydra.output_subdir=x",
+        "hydra.callbacks=null",
+    ],
+)
+def test_hydra_cannot_be_had_to_write_secrets(typed: str, started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "standin.py"
+    file.write_text(STANDIN.replace("for the terminal", "api_key=tangerine-77"))
+    done = started(typed, "generator=http", "generator.http.url=http://me:tangerine-77@127.0.0.1:9")
+
+    assert done.returncode == (2 if typed.startswith(("hydra.output", "hydra.callbacks")) else 0), done.stderr
+    said = [
+        done.stdout,
+        done.stderr,
+        *(path.read_text() for path in tmp_path.rglob("*") if path.is_file() and path != file),
+    ]
+    assert [text for text in said if "tangerine-77" in text] == []
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("swept", [False, True])
 def test_no_secret_of_the_command_line_reaches_the_disk_or_the_terminal(swept: bool, started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     secrets = ["tangerine-7", "pa55-word", "hf_" + "a1" * 15]

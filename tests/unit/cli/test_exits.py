@@ -71,6 +71,9 @@ def test_the_way_a_run_ends_is_a_status_and_what_it_opened_is_closed(
     closed: list[bool] = []
     opened = ExitStack()
     opened.callback(closed.append, True)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # under nohup, which a run respects
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        opened.callback(signal.signal, signal.SIGHUP, signal.SIG_IGN)
     with pytest.raises(SystemExit) as ended, exit_on_errors(NODE), opened:
         ends()
     assert (ended.value.code, closed) == (status, [True])

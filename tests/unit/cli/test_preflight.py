@@ -153,6 +153,16 @@ def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together
             " To append to your config use +hydra.run.folder=x",
         ),
         (
+            "hydra.output_subdir=.hydra",
+            "hydra.output_subdir: would hold secrets in clear text; got '.hydra'. Drop it: .hydra/ is written in any case,"
+            " without secrets",
+        ),
+        (
+            "~hydra.callbacks.redacted_files",
+            "hydra.callbacks.redacted_files: must be skyrl_train.cli.hydra_files.RedactedFiles, which keeps secrets out of"
+            " files and logs; got None. Drop what changes it; others stand beside it, as hydra.callbacks.NAME",
+        ),
+        (
             "trainer.total_steps",
             "trainer.total_steps: cannot be read as KEY=VALUE; got 'trainer.total_steps'. Error parsing override"
             " 'trainer.total_steps'. missing EQUAL at '<EOF>'. Quote text that has commas, spaces or brackets:"
@@ -168,8 +178,8 @@ def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together
         ),
         (
             "environment.env_class=gsm8kk",
-            "environment.env_class: must be one of aime, gsm8k, gsm8k_multi_turn, lcb, search, searchcode, text2sql,"
-            " word_problems; got 'gsm8kk'. Did you mean 'gsm8k'? Write package.module:attr for a custom one",
+            "environment.env_class: must be one of aime, gsm8k, gsm8k_multi_turn, lcb, search, searchcode, single_turn,"
+            " text2sql, word_problems; got 'gsm8kk'. Did you mean 'gsm8k'? Write package.module:attr for a custom one",
         ),
         (
             "model.path=builtin:tiny",

@@ -93,3 +93,16 @@ def test_an_argument_of_a_part_that_is_a_name_is_answered_with_what_to_write(
 def test_keys_of_a_mapping_need_no_plus_sign() -> None:
     preflight(["algorithm=gdpo", "trainer.algorithm.reward_components={correct: 1}"], config_name="config")
     preflight(["algorithm=gdpo", "trainer.algorithm.reward_components.correct=1"], config_name="config")
+
+
+def test_each_mistake_with_tools_is_one_line_before_a_model_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    def line(*arguments: str) -> str:
+        (found,) = told(capsys, "config", *arguments).values()
+        return found
+
+    assert "Argument a is missing a type hint" in line("environment.tools=[tests.tool_cases:no_hint]")
+    assert "docstring" in line("environment.tools=[tests.tool_cases:no_docstring]")
+    assert "each must have a name of its own" in line("environment.tools=[tests.tool_cases:add,tests.tool_cases:add]")
+    assert "environment.tools[0]" in line("environment.tools=[tests.tool_cases:nothing]")
+    assert "Did you mean 'hermes'?" in line("environment.tool_format=hermess")
+    assert "must be a server that answers" in line("environment.tools=[{_target_: mcp, command: [/no/such/program]}]")

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from typing import Annotated, Any, get_args, get_origin
+
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
 from skyrl_train.cli.composition import load_node
-from skyrl_train.config.load import load_config, read_root
+from skyrl_train.config.fields import fact, is_optional, strip, unusual_values, walk
+from skyrl_train.config.load import load_config, load_root, read_root
+from skyrl_train.config.rules import Most
 from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import SFTConfig
 from skyrl_train.errors import ConfigError
 
 
@@ -53,6 +58,73 @@ def test_the_error_counts_and_lists_the_problems() -> None:
         "  - trainer.train_batch_sise: is not a setting; got 4. Did you mean trainer.train_batch_size?",
         "  - trainer.train_batch_size: must be an integer; got 'abc'. Try trainer.train_batch_size=32",
     ]
+
+
+ABSURD: dict[type, dict[str, object]] = {
+    Config: {
+        "trainer.policy.optimizer.lr": 5e5,
+        "trainer.total_steps": 10**14,
+        "environment.num_workers": 10**8,
+        "placement.policy_num_workers": 10**8,
+        "generator.vllm.num_engines": 10**8,
+        "trainer.train_batch_size": 10**12,
+        "generator.n_samples_per_prompt": 10**9,
+        "generator.sampling.max_generate_length": 10**12,
+        "environment.step_timeout_s": 1e12,
+        "environment.worker_memory_gb": 1e9,
+    },
+    SFTConfig: {
+        "trainer.optimizer.lr": 5e5,
+        "trainer.num_steps": 10**14,
+        "trainer.batch_size": 10**12,
+        "data.max_length": 10**12,
+        "placement.policy_num_workers": 10**8,
+    },
+}
+
+
+@pytest.mark.parametrize("root", [Config, SFTConfig])
+def test_values_with_which_nothing_could_work_are_refused_all_at_once(root: type) -> None:
+    node = OmegaConf.create({})
+    for name, value in ABSURD[root].items():
+        OmegaConf.update(node, name, value)
+    with pytest.raises(ConfigError) as error:
+        load_node(node, root)
+    found = {violation.field: violation for violation in error.value.violations}
+    assert set(found) == set(ABSURD[root])
+    for name, value in ABSURD[root].items():
+        assert found[name].rule.startswith("must be at most ")
+        assert found[name].value == repr(value)
+        assert found[name].remedy.startswith(f"try {name}=")
+
+
+def counted(annotation: Any) -> Any:
+    """The annotation of `X` in `X | None`, which may carry a resume class around it."""
+    inner = get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+    return get_args(inner)[0] if is_optional(inner) else annotation
+
+
+@pytest.mark.parametrize("root", [Config, SFTConfig])
+def test_every_number_of_the_schema_that_counts_something_has_a_most(root: type) -> None:
+    bounded = {entry.path for entry in walk(root) if fact(counted(entry.annotation), Most) is not None}
+    counts = {entry.path for entry in walk(root) if strip(entry.annotation) is int}
+    assert counts - bounded <= {
+        "seed",
+        "generator.sampling.top_k",
+        "generator.eval_sampling.top_k",
+        "trainer.eval_sampling.top_k",
+    }
+
+
+def test_large_values_that_somebody_may_mean_are_named() -> None:
+    assert list(unusual_values(Config())) == []
+    config = load_config(
+        {"trainer": {"policy": {"optimizer": {"lr": 5}}}, "generator": {"sampling": {"temperature": 9}}}
+    )
+    found = {name: value for name, value, _ in unusual_values(config)}
+    assert found == {"trainer.policy.optimizer.lr": 5.0, "generator.sampling.temperature": 9.0}
+    sft = load_root({"trainer": {"optimizer": {"lr": 5}}}, SFTConfig)
+    assert [name for name, _, _ in unusual_values(sft)] == ["trainer.optimizer.lr"]
 
 
 def test_what_was_refused_carries_its_default() -> None:

@@ -89,6 +89,8 @@ def test_a_tokenwise_loss_reads_nothing_of_other_tokens(name: str) -> None:
 def test_every_built_in_name_is_there_and_needs_no_argument(path: str) -> None:
     for name, builtin in PARTS[path].builtins.items():
         assert callable(PARTS[path][name])
+        if PARTS[path].names_elsewhere:  # who looks those up checks their arguments
+            continue
         assert builtin.settings or PARTS[path].violations({"_target_": builtin.target}) == []
 
 

@@ -16,16 +16,19 @@ import pytest
 
 from skyrl_train.data import hub
 from skyrl_train.data.prompts import load_prompts
-from skyrl_train.errors import DataError
+from skyrl_train.errors import DataError, ModelError
+from skyrl_train.model.causal_lm import resolve_model_path
 
 
 @pytest.fixture(autouse=True)
 def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    hub.is_reachable.cache_clear()
+    for asked_once in (hub.is_reachable, hub.problem_of):
+        asked_once.cache_clear()
     yield
-    hub.is_reachable.cache_clear()
+    for asked_once in (hub.is_reachable, hub.problem_of):
+        asked_once.cache_clear()
 
 
 def test_a_hub_that_does_not_answer_is_given_up_within_seconds_and_not_asked_again(
@@ -104,6 +107,20 @@ def test_a_hub_that_does_not_give_a_data_set_is_asked_three_times_and_each_is_sa
     with pytest.raises(DataError, match=r"the hub does not give the data set .*503.*download it and give its folder"):
         load_prompts(["owner/name:train"])
     assert busy_hub.count("/api/datasets/owner/name") == 3
+    assert [record.message.count("asked again") for record in caplog.records] == [1, 1]
+
+
+def test_a_hub_that_does_not_give_a_model_is_asked_no_more_than_for_a_data_set(
+    busy_hub: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hub, "_PAUSES_S", (0.01, 0.01))
+    began = time.monotonic()
+    assert not hub.fetch_config("owner/name")
+    with pytest.raises(ModelError, match=r"model path 'owner/name': .* the hub did not give it .*503"):
+        resolve_model_path("owner/name")
+    assert time.monotonic() - began < 20, "the hub's own client would go on for half a minute"
+    assert busy_hub.count("/api/models/owner/name") == 3
+    assert {path for path in busy_hub if path != "/"} == {"/api/models/owner/name"}
     assert [record.message.count("asked again") for record in caplog.records] == [1, 1]
 
 

@@ -254,9 +254,13 @@ def test_text_is_trained_whole_but_for_the_token_that_nothing_predicts() -> None
     ("values", "message"),
     [
         ({"question": "x"}, "no format fits .*the row has question. Name its columns with data.prompt_column"),
-        ({"messages": []}, "'messages' must be a list of chat messages; got"),
-        ({"messages": [{"content": "x"}]}, "message 0 of 'messages' has no role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "must have a text under 'content'"),
+        ({"messages": []}, "'messages' must be a list of chat messages or a text; got"),
+        ({"messages": [{"content": "x"}]}, "message 0 of 'messages' has no text under 'role'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "part 0 of the content of message 0 of 'messages' is no",
+        ),
+        ({"messages": [{"role": "user"}]}, "message 0 of 'messages' has no text under 'content'"),
         ({"messages": [{"role": "assistant", "content": ""}]}, "without a text and without tool calls"),
         ({"text": 3}, "'text' must be a text; got 3"),
         ({"instruction": "x", "output": 3}, "'output' must be a text; got 3"),

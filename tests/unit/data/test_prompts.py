@@ -133,7 +133,7 @@ def test_two_rows_with_one_uid_are_both_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "2+2?", "answer": "4"}, "line 2: has no 'prompt'; it has answer, question."),
+        ({"q": "2+2?", "answer": "4"}, "line 2: has no 'prompt'; it has answer, q."),
         ({"prompt": []}, "line 2: 'prompt' must be a list of chat messages or a text; got []."),
         ({"prompt": 4}, "line 2: 'prompt' must be a list of chat messages or a text; got 4."),
         ({"prompt": ["2+2?"]}, "line 2: message 0 of 'prompt' must be an object; got '2+2?'."),
@@ -152,8 +152,8 @@ def test_a_row_that_is_not_a_prompt_is_named_with_what_it_has(tmp_path: Path, ro
 
 
 def test_a_parquet_row_is_named_by_its_number(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "train.parquet", [{"question": "2+2?"}])
-    assert f"{path}, row 0: has no 'prompt'; it has question." in error_of(path)
+    path = write_parquet(tmp_path / "train.parquet", [{"text": "2+2?"}])
+    assert f"{path}, row 0: has no 'prompt'; it has text." in error_of(path)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,10 @@ def test_a_parquet_row_is_named_by_its_number(tmp_path: Path) -> None:
         ("train.json", '{"prompt": "a"}', "must be a list of rows; got dict"),
         ("train.parquet", "PAR?", "not a readable parquet file"),
         ("train.jsonl", "", "no rows"),
-        ("train.csv", "prompt\n2+2?", "must end in .jsonl, .json, .parquet"),
+        ("train.tsv", "prompt\n2+2?", "must end in .jsonl, .json, .csv, .parquet, .arrow, .feather"),
+        ("train.csv", "prompt,answer\n2+2?,4\n3+3?", "line 3: must have a value for each of 2 columns"),
+        ("train.csv", 'prompt\n"2+2?', "line 2: not CSV in UTF-8 (unexpected end of data)"),
+        ("train.arrow", "ARRO?", "not a readable Arrow file"),
     ],
 )
 def test_a_damaged_file_is_named_with_the_line(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -190,7 +193,7 @@ def test_a_missing_file_comes_with_what_is_there(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_and_an_unknown_builtin_are_named(tmp_path: Path) -> None:
-    assert "the folder holds no .jsonl, .json, .parquet file" in error_of(str(tmp_path))
+    assert "the folder holds no .jsonl, .json, .csv, .parquet, .arrow, .feather file" in error_of(str(tmp_path))
     assert "It has builtin:word_problems/train" in error_of("builtin:word_problem/train")
 
 
@@ -246,7 +249,7 @@ def test_a_hub_name_without_network_says_what_to_do(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     monkeypatch.setattr(hub, "is_reachable", lambda: True)
-    monkeypatch.setattr(hub, "_missing", lambda name: "")
+    monkeypatch.setattr(hub, "problem_of", lambda name, dataset: "")
     error = error_of("openai/gsm8k/main:train[:10]")
     assert error.startswith("openai/gsm8k/main:train[:10]: the hub data set cannot be loaded (ConnectionError: ")
     assert "download it and give its folder" in error
@@ -262,7 +265,7 @@ def test_a_hub_data_set_is_read_like_a_file(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(hub, "is_reachable", lambda: True)
-    monkeypatch.setattr(hub, "_missing", lambda name: "")
+    monkeypatch.setattr(hub, "problem_of", lambda name, dataset: "")
     assert [prompt.uid for prompt in load_prompts(["owner/name:train"])] == ["owner/name:train-0"]
     load_prompts(["owner/name/main:train[:10]"])
     assert asked == [(("owner/name",), "train"), (("owner/name", "main"), "train[:10]")]
@@ -303,7 +306,7 @@ def test_a_custom_reader_is_given_each_entry_as_it_is_and_its_rows_are_told_by_n
 def test_a_built_in_reader_reads_a_file_whatever_it_is_called(tmp_path: Path) -> None:
     file = tmp_path / "rows.txt"
     file.write_text('{"prompt": "2+2?"}\n\n[1]\n')
-    with pytest.raises(DataError, match=r"must end in .jsonl, .json, .parquet.* data.reader=jsonl"):
+    with pytest.raises(DataError, match=r"must end in .jsonl, .json, .csv.* data.reader=jsonl"):
         load_prompts([str(file)])
     assert load_prompts([str(file)], reader="jsonl", limit=1)[0].uid == "rows-0"
     with pytest.raises(DataError, match=r"rows.txt, line 3: must be an object"):

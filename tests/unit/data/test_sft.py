@@ -140,7 +140,7 @@ def test_a_hub_data_set_is_tokenised_like_a_file_and_once_while_its_rows_stay_th
     hub = {"owner/name": [{"text": "one"}, cases.chat("hello", "bye")]}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split: hub[name])
     monkeypatch.setattr("skyrl_train.data.hub.is_reachable", lambda: True)
-    monkeypatch.setattr("skyrl_train.data.hub._missing", lambda name: "")
+    monkeypatch.setattr("skyrl_train.data.hub.problem_of", lambda name, *, dataset: "")
     tokenised: list[str] = []
     settings: dict[str, Any] = {
         "cache_folder": tmp_path / "cache",

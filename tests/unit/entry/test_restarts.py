@@ -44,7 +44,7 @@ class Run:
 
     def attempt(self, config: Config, restarts: Restarts) -> int:
         self.modes.append(restarts.resume(replace(resume_settings(config), mode="none")).mode)
-        restarts.begun(config, len(self.modes))
+        restarts.begun(len(self.modes), policy_num_workers=config.placement.policy_num_workers)
         (self.folder.checkpoints / f"step_{len(self.modes):06d}").mkdir(parents=True)
         if self.errors:
             raise self.errors.pop(0)

@@ -10,9 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from skyrl_train.errors import ModelError
 from skyrl_train.inference.decode import Decoder, Response
-from skyrl_train.inference.kv_cache import RowState, num_attention_layers
+from skyrl_train.inference.kv_cache import RowState
 from skyrl_train.inference.prefixes import KeptPrefixes
 from skyrl_train.types import GenerationRequest, SamplingParams, StopReason
 from tests.fakes import make_tiny_model, make_tokenizer
@@ -220,13 +219,6 @@ def test_a_batch_that_nobody_waits_for_any_more_ends_early() -> None:
 
     (response,) = make_decoder(make_tiny_model()).run(make_requests(PROMPTS[:1]), wanted=wanted)
     assert (len(response.token_ids), response.stop_reason) == (3, StopReason.ABORT)
-
-
-def test_a_model_with_other_than_attention_layers_is_refused() -> None:
-    model = make_tiny_model()
-    model.config.layer_types = ["linear_attention", "full_attention"]
-    with pytest.raises(ModelError, match=r"layers of type linear_attention\. Use generator=vllm"):
-        num_attention_layers(model)
 
 
 def make_state(num_tokens: int) -> RowState:

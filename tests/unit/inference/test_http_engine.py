@@ -14,8 +14,8 @@ import torch
 
 from skyrl_train.config.generation import HTTPConfig
 from skyrl_train.errors import DeadlineError, EngineError
-from skyrl_train.inference import http
 from skyrl_train.inference.http import HTTPEngine
+from skyrl_train.rollout import http_reply
 from skyrl_train.runs.build_engines import sync_within_process
 from skyrl_train.types import GenerationRequest, SamplingParams, StopReason
 from skyrl_train.weights import stored_weights
@@ -59,7 +59,7 @@ def engine_for(server: Server, *, max_retries: int = 2) -> HTTPEngine:
 
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(http_reply, "_FIRST_PAUSE_S", 0.0)
 
 
 def test_token_ids_go_in_and_come_out_with_their_log_probabilities() -> None:

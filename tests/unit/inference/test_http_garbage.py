@@ -17,6 +17,7 @@ from skyrl_train.config.generation import HTTPConfig
 from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.inference import http
 from skyrl_train.inference.http import HTTPEngine
+from skyrl_train.rollout import http_reply
 from skyrl_train.types import GenerationRequest, SamplingParams
 
 REQUEST = GenerationRequest(
@@ -70,7 +71,7 @@ class RawServer:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RawServer]:
-    monkeypatch.setattr(http, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(http_reply, "_FIRST_PAUSE_S", 0.0)
     made = RawServer()
     yield made
     made.close()
@@ -156,7 +157,7 @@ def test_an_odd_list_of_models_is_an_engine_error_that_names_the_address(server:
 def test_a_list_of_models_that_comes_byte_by_byte_is_given_up(
     server: RawServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http, "_CONNECT_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(http, "CONNECT_TIMEOUT_S", 0.5)
     server.sends, server.pause_s = reply(b'{"data": [{"id": "a"}]}'), 0.2
     with pytest.raises(DeadlineError, match="/v1/models"):
         HTTPEngine(HTTPConfig(url=server.url), stop_token_ids=(), timeout_s=0.5)

@@ -73,8 +73,8 @@ def config_of(
 def learner_of(config: Config) -> PolicyLearner:
     """As a run builds it, in float64."""
 
-    def load(model: ModelConfig, device: str) -> Any:
-        loaded = load_causal_lm(model, device)
+    def load(model: ModelConfig, device: str, **settings: Any) -> Any:
+        loaded = load_causal_lm(model, device, **settings)
         make_double(loaded)
         return loaded
 

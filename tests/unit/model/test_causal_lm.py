@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import ModelError
+from skyrl_train.model import causal_lm
 from skyrl_train.model.causal_lm import (
     check_head,
     empty_causal_lm,
@@ -45,6 +48,8 @@ def offline_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise ConnectionError("Name or service not known\nand a second line")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(causal_lm, "is_reachable", lambda: True)
+    monkeypatch.setattr(causal_lm, "problem_of", lambda name, *, dataset: "")
 
 
 def test_a_folder_loads_in_float32_without_dropout_and_trainable(folder: Path) -> None:
@@ -157,6 +162,26 @@ def test_weights_that_would_start_at_random_are_refused(copy: Path) -> None:
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"lack 1 parameters, e.g. model.layers.1.mlp.up_proj.weight"):
         load_causal_lm(ModelConfig(path=str(copy)), "cpu")
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
+def test_weights_that_are_not_finite_are_refused_by_the_name_of_the_tensor(
+    copy: Path, spoilt: float, load: Callable[..., PreTrainedModel]
+) -> None:
+    weights = load_file(copy / "model.safetensors")
+    weights["model.norm.weight"][3] = spoilt
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"model.norm.weight has 1 of \d+ values that are not finite"):
+        load(ModelConfig(path=str(copy)), "cpu")
+
+
+def test_a_value_head_that_is_not_finite_is_refused(copy: Path) -> None:
+    weights = load_file(copy / "model.safetensors")
+    weights["score.weight"] = torch.full((1, weights["model.norm.weight"].numel()), math.nan)
+    save_file(weights, copy / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"score.weight has \d+ of \d+ values that are not finite"):
+        load_value_model(ModelConfig(path=str(copy)), "cpu")
 
 
 def test_weights_of_another_shape_are_refused(copy: Path) -> None:

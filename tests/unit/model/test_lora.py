@@ -123,7 +123,7 @@ def test_peft_loads_a_written_adapter(folder: Path, tmp_path: Path) -> None:
     import peft
 
     model = adapted(folder)
-    write_adapter(tmp_path, dict(adapter_tensors(model)), LORA, base=str(folder))
+    write_adapter(tmp_path, dict(adapter_tensors(model)), LORA, base=ModelConfig(path=str(folder)))
     loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path)
     torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-5, atol=1e-6)
 

@@ -147,8 +147,50 @@ def test_a_data_row_that_the_template_refuses_is_named() -> None:
         chat.data_prompt(Prompt(uid="train-17", messages=({"role": "tool", "content": "1"},)))
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = None
+def test_a_chat_template_that_leaves_answers_out_is_refused() -> None:
     with pytest.raises(DataError, match=r"chat template cannot render.*chat_template\.jinja"):
-        ChatTokens(tokenizer)
+        ChatTokens(make_tokenizer("{{ messages[0]['content'] }}"))
+
+
+def test_the_prompt_of_a_base_model_is_the_tokens_of_its_text() -> None:
+    tokenizer = make_tokenizer()
+    asked = ChatTokens(tokenizer, prompt_format="text")
+    tokenizer.chat_template = None
+    without_template = ChatTokens(tokenizer)
+    expected = tokenizer("1 + 2?")["input_ids"]
+    for chat in (asked, without_template):
+        assert chat.data_prompt(Prompt(uid="a", messages=(QUESTION,))).tolist() == expected
+
+
+def test_what_is_said_to_a_base_model_follows_its_response_as_text() -> None:
+    chat = ChatTokens(make_tokenizer(), prompt_format="text")
+    prompt = chat.first_prompt([QUESTION])
+    grown = chat.next_prompt(
+        context=prompt,
+        response=(7, 8),
+        history=[QUESTION, ANSWER],
+        observations=[{"role": "user", "content": "3"}],
+    )
+    assert grown.tolist() == [*prompt.tolist(), 7, 8, *make_tokenizer()("3")["input_ids"]]
+
+
+def test_a_base_model_is_given_no_conversation_and_no_tools() -> None:
+    chat = ChatTokens(make_tokenizer(), prompt_format="text")
+    for prompt in (
+        Prompt(uid="a", messages=(QUESTION, ANSWER), place="t.jsonl, line 3"),
+        Prompt(uid="a", messages=(QUESTION,), tools=({"name": "x"},), place="t.jsonl, line 3"),
+    ):
+        with pytest.raises(DataError, match=r"t.jsonl, line 3: is a conversation, or has tools, and .* plain text"):
+            chat.data_prompt(prompt)
+
+
+def test_tools_of_a_row_and_settings_of_the_template_reach_the_template() -> None:
+    template = CHATML.replace(
+        "{% if add_generation_prompt %}",
+        "{% if tools %}{{ tools[0]['name'] }}{% endif %}{% if add_generation_prompt and not brief %}",
+    )
+    tokenizer = make_tokenizer(template)
+    prompt = Prompt(uid="a", messages=(QUESTION,), tools=({"name": "3"},))
+    assert tokenizer.decode(ChatTokens(tokenizer).data_prompt(prompt)).endswith("3<|im_start|>assistant\n")
+    brief = ChatTokens(tokenizer, template_kwargs={"brief": True})
+    assert tokenizer.decode(brief.data_prompt(prompt)).endswith("<|im_end|>\n3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
 import subprocess
@@ -18,13 +19,13 @@ from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import ConfigError, SkyrlTrainError
 from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession
+from skyrl_train.rollout.env_connection import MAX_FRAME_BYTES, Frames, frame
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings, violations_in_process
 from skyrl_train.rollout.env_processes import ProcessEnvironments
-from skyrl_train.rollout.env_worker import MAX_FRAME_BYTES, Frames, frame
 from skyrl_train.rollout.environments import uses_processes
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
-from tests.environment_cases import COUNTING, SCRIPTED
+from tests.environment_cases import ASYNCHRONOUS, COUNTING, SCRIPTED
 from tests.fakes import FakeEngine, done_with, go_on_with, make_prompts, make_tokenizer
 from tests.process_trees import descendants, is_running
 
@@ -63,6 +64,97 @@ def test_an_environment_whose_worker_was_ended_by_another_goes_on_where_it_was()
     said, reason, metrics = asyncio.run(two())
     assert (said, metrics["steps"]) == (["1", "2"], 2.0)
     assert reason == "Counting.step: its worker process exited with status 9"
+
+
+def asynchronous(among: ProcessEnvironments, **extras: Any) -> EnvironmentSession:
+    return EnvironmentSession(among, ASYNCHRONOUS, extras, "Asynchronous")
+
+
+def test_asynchronous_environments_of_one_worker_are_in_their_steps_together() -> None:
+    async def play() -> list[str]:
+        among = environments(1, spec=ASYNCHRONOUS)
+        sessions = [asynchronous(among, sleep_s=0.5) for _ in range(40)]
+        await asyncio.gather(*(each.start(MESSAGES) for each in sessions))
+        results = await asyncio.gather(*(each.step("x") for each in sessions))
+        assert {(each.reward, each.done) for each in results} == {(1.25, False)}
+        assert (await sessions[0].step("stop")).truncated
+        assert await sessions[0].metrics() == {"correct": 2.0, "brief": 0.5}
+        for each in sessions:
+            await each.close()
+        await among.aclose()
+        return [each.observations[0]["content"] for each in results]
+
+    said = asyncio.run(play())
+    assert len({each.partition(" in ")[2] for each in said}) == 1
+    assert max(int(each.partition(" in ")[0]) for each in said) == 40
+
+
+def test_a_hanging_or_broken_step_costs_an_asynchronous_environments_neighbours_nothing(tmp_path: Path) -> None:
+    async def play() -> tuple[list[str], str]:
+        among = environments(1, timeout_s=1.0, spec=ASYNCHRONOUS)
+        hanging = asynchronous(among, closed=str(tmp_path / "closed"))
+        broken, steady = asynchronous(among), asynchronous(among)
+        await asyncio.gather(hanging.start(MESSAGES), broken.start(MESSAGES), steady.start(MESSAGES))
+        before = (await steady.step("x")).observations[0]["content"]
+        caught = await asyncio.gather(hanging.step("hang"), broken.step("break"), return_exceptions=True)
+        assert before.partition(" in ")[2] == (await steady.step("x")).observations[0]["content"].partition(" in ")[2]
+        await among.aclose()
+        return [str(each) for each in caught], (tmp_path / "closed").read_text()
+
+    reasons, closed = asyncio.run(play())
+    assert reasons == ["Asynchronous.step did not answer within 1 s", "KeyError: 'broken'"]
+    assert closed == "closed\n"
+
+
+@pytest.mark.parametrize(("spec", "most"), [(COUNTING, 6), (ASYNCHRONOUS, os.cpu_count() or 1)])
+def test_there_are_as_many_workers_as_environments_that_block_and_of_others_as_cores(spec: str, most: int) -> None:
+    async def play() -> int:
+        host = LocalWorkers(WorkerSettings(specs=(spec,), registry=False, memory_gb=1.0))
+        among = ProcessEnvironments(host, num_workers=None, timeout_s=10.0)
+        sessions = [EnvironmentSession(among, spec, {}, "Environment") for _ in range(6)]
+        before = descendants(os.getpid())
+        await asyncio.gather(*(each.start(MESSAGES) for each in sessions))
+        workers = len(descendants(os.getpid())) - len(before) - 1  # the supervisor
+        await among.aclose()
+        return workers
+
+    assert asyncio.run(play()) == min(6, most)
+
+
+def test_workers_import_what_they_need_under_another_interpreter(tmp_path: Path) -> None:
+    other = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(other)], check=True)
+    site = other / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    numpy = Path(importlib.util.find_spec("numpy").origin).parent  # type: ignore[union-attr, arg-type]
+    for name in (numpy, *numpy.parent.glob("numpy.libs")):
+        (site / name.name).symlink_to(name)
+    (site / "only_there.py").write_text(
+        "from tests.environment_cases import Counting\n\n\nclass There(Counting):\n    pass\n"
+    )
+
+    async def play() -> dict[str, float]:
+        settings = WorkerSettings(
+            specs=("only_there:There",), registry=False, memory_gb=1.0, python=str(other / "bin/python")
+        )
+        among = ProcessEnvironments(LocalWorkers(settings), num_workers=1, timeout_s=10.0)
+        session = EnvironmentSession(among, "only_there:There", {}, "There")
+        await session.start(MESSAGES)
+        await session.step("x")
+        metrics = await session.metrics()
+        await among.aclose()
+        return metrics
+
+    assert asyncio.run(play())["steps"] == 1.0
+    assert violations_in_process(["only_there:There"], str(other / "bin/python")) == []
+    (violation,) = violations_in_process(["only_there:There"])
+    assert "No module named 'only_there'" in str(violation)
+
+
+def test_an_interpreter_that_is_not_there_is_refused() -> None:
+    (violation,) = violations_in_process([COUNTING], "/no/such/bin/python")
+    assert str(violation).startswith(
+        "environment.python: must be an interpreter that can be run; got '/no/such/bin/python'"
+    )
 
 
 def test_one_that_answers_otherwise_when_it_is_made_again_fails() -> None:

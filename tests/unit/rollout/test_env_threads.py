@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Coroutine, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -20,11 +21,12 @@ from skyrl_train.rollout.env_boundary import (
     StepResult,
     check_messages,
     check_step,
-    numbers_only,
     read_answer,
 )
 from skyrl_train.rollout.env_threads import ThreadEnvironments
+from skyrl_train.rollout.plain_data import numbers_only
 from skyrl_train.types import FailureKind
+from tests.environment_cases import ASYNCHRONOUS
 from tests.fakes import FAKE_ENVIRONMENT, FakeEnvironment, done_with, go_on_with
 
 T = TypeVar("T")
@@ -201,7 +203,7 @@ def test_every_kind_of_number_is_a_reward(reward: object, expected: float) -> No
 
 
 @pytest.mark.parametrize(
-    "reward", [float("nan"), float("inf"), "1", None, [1.0], {"score": 1.0}, 1j, 10**400, 3.5e38, -3.5e38, 1.1e12]
+    "reward", [float("nan"), float("inf"), "1", None, [1.0], {}, 1j, 10**400, 3.5e38, -3.5e38, 1.1e12]
 )
 def test_what_is_not_a_finite_number_is_no_reward(reward: object) -> None:
     with pytest.raises(Broken, match=r"Env.step returned the reward .*; must be a finite number") as caught:
@@ -268,6 +270,84 @@ def test_metrics_are_numbers_with_short_names() -> None:
     metrics = {"a": np.float32(0.5), "b" * 300: 1.0, "\ud800": 1.0, "c": "1", "d": 4e38, "e": True, 5: 2}
     assert numbers_only(metrics) == {"a": 0.5, "e": 1.0, "5": 2.0}
     assert len(numbers_only({str(n): n for n in range(5000)})) == 1000
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ({"reward": 1, "done": False, "truncated": True}, (True, True)),
+        ({"reward": 1, "terminated": np.bool_(True), "truncated": True}, (True, False)),
+        ({"observations": [], "reward": 1, "terminated": False, "truncated": False}, (False, False)),
+        (("now you see it", 1, False, True, {}), (True, True)),
+        (([], 1, True, False, {}), (True, False)),
+    ],
+)
+def test_an_episode_ends_or_is_cut_short(output: object, expected: tuple[bool, bool]) -> None:
+    result = check_step(output, source="Env.step")
+    assert (result.done, result.truncated) == expected
+
+
+def test_the_text_of_gymnasiums_step_is_the_users_message() -> None:
+    result = check_step(("a door", 0.5, False, False, {"left": "out"}), source="Env.step")
+    assert result.observations == [{"role": "user", "content": "a door"}]
+
+
+def test_a_reward_by_name_is_the_sum_of_its_components() -> None:
+    result = check_step(done_with({"correct": 1, "brief": np.float32(0.5)}), source="Env.step")
+    assert (result.reward, result.components) == (1.5, {"correct": 1.0, "brief": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"correct": float("nan")}, r"Env.step\['correct'\] returned the reward nan; must be a finite number"),
+        ({"correct": None}, r"Env.step\['correct'\] returned the reward None"),
+        ({3: 1.0}, r"Env.step returned a reward named 3; must be a text of at most 200 characters"),
+        ({"a": 9e11, "b": 9e11}, r"Env.step returned the reward 18"),
+    ],
+)
+def test_a_component_that_is_no_number_is_no_reward(reward: object, message: str) -> None:
+    with pytest.raises(Broken, match=message) as caught:
+        check_step(done_with(reward), source="Env.step")
+    assert caught.value.kind is FailureKind.INVALID_REWARD
+
+
+class Bare:
+    """No `close`, no `get_metrics`, and rewards by name."""
+
+    def __init__(self, env_config: Any, extras: Any) -> None: ...
+
+    def init(self, prompt: Any) -> Any:
+        return prompt, {}
+
+    def step(self, action: str) -> Any:
+        return {"observations": [], "reward": {"correct": 1.0, "brief": 0.25}, "done": False, "truncated": False}
+
+
+@pytest.mark.parametrize("spec", ["test_env_threads:Bare", ASYNCHRONOUS])
+def test_what_users_leave_out_is_not_asked_for_and_components_are_summed(spec: str) -> None:
+    async def episode() -> dict[str, float]:
+        session = EnvironmentSession(ThreadEnvironments(num_workers=None, timeout_s=5), spec, {}, "Bare")
+        await session.start(MESSAGES)
+        assert [(await session.step("x")).reward for _ in range(2)] == [1.25, 1.25]
+        metrics = await session.metrics()
+        await session.close()
+        return metrics
+
+    assert asyncio.run(episode()) == {"correct": 2.0, "brief": 0.5}
+
+
+def test_an_asynchronous_call_that_hangs_is_cancelled_and_the_environment_closed(tmp_path: Path) -> None:
+    async def episode() -> None:
+        threads = ThreadEnvironments(num_workers=None, timeout_s=0.2)
+        session = EnvironmentSession(threads, ASYNCHRONOUS, {"closed": str(tmp_path / "closed")}, "Slow")
+        await session.start(MESSAGES)
+        with pytest.raises(Broken, match=r"Slow.step did not answer within 0.2 s") as caught:
+            await session.step("hang")
+        assert caught.value.kind is FailureKind.ENVIRONMENT_TIMEOUT
+
+    asyncio.run(episode())
+    assert (tmp_path / "closed").read_text() == "closed\n"
 
 
 def test_a_finished_episode_needs_no_observations() -> None:

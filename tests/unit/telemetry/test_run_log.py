@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.telemetry.run_log import ConsoleStream, RunLogHandler, console_streams
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture
@@ -73,6 +77,52 @@ def test_a_disk_that_is_full_is_named_once(capsys: pytest.CaptureFixture[str]) -
         "warning: /dev/full cannot be written ([Errno 28] No space left on device); the run goes on without it\n"
     )
     handler.flush()
+
+
+CRASHING = """
+import ctypes, logging, os, subprocess, sys
+from skyrl_train.telemetry.run_log import RunLogHandler, console_streams, log_once
+
+with console_streams():
+    logging.getLogger().addHandler(RunLogHandler(sys.argv[1], encoding="utf-8"))
+    log_once()
+    print("api_key=tangerine-7")
+    sys.stderr.write("token=tangerine-8\\n")
+    os.write(1, b"NCCL INFO of C\\n")
+    subprocess.run(["sh", "-c", "echo a child >&2"], timeout=60)
+    os.write(2, b"device-side assert\\n")
+    ENDS
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "status", "last"),
+    [
+        ("os.abort()", -signal.SIGABRT, "Fatal Python error: Aborted"),
+        ("ctypes.string_at(8)", -signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
+        ("os._exit(3)", 3, "device-side assert"),
+        ("pass", 0, "device-side assert"),
+    ],
+)
+def test_what_others_write_to_the_descriptors_is_in_the_log_also_of_a_crash(
+    ends: str, status: int, last: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "run.log"
+    command = [sys.executable, "-c", CRASHING.replace("ENDS", ends), str(log)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status
+    lines = log.read_text().splitlines()
+    for line, stream in (
+        ("NCCL INFO of C", done.stdout),
+        ("a child", done.stderr),
+        ("device-side assert", done.stderr),
+    ):
+        assert (lines.count(line), stream.count(line)) == (1, 1)
+    assert last in log.read_text()
+    assert last in done.stderr
+    for line, stream in (("api_key=<redacted>", done.stdout), ("token=<redacted>", done.stderr)):
+        assert (lines.count(line), stream.count(line)) == (1, 1)
+    assert "tangerine" not in log.read_text() + done.stdout + done.stderr
 
 
 def test_streams_are_those_of_before_again_afterwards(capsys: pytest.CaptureFixture[str]) -> None:

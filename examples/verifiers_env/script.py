@@ -1,0 +1,22 @@
+"""The engine that follows a script: its answers are known."""
+
+from __future__ import annotations
+
+import re
+
+import scripted
+
+GUESS = "I guess 1"
+
+
+class Scripted(scripted.Scripted):
+    """Samples of even number add up what the task's prompt asks for; others guess, in more words."""
+
+    def text(self, prompt, sample, turn):  # noqa: ARG002 - of one turn
+        return GUESS if sample % 2 else total(prompt)
+
+
+def total(text):
+    """The sum that a prompt asks for."""
+    (numbers,) = re.findall(r"(\d+) \+ (\d+)", text)
+    return str(sum(map(int, numbers)))

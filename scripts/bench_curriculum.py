@@ -1,0 +1,70 @@
+"""How many rollouts a curriculum saves: the quickstart, and the same number of smaller steps with and without a curriculum.
+
+python scripts/bench_curriculum.py --seeds 0 1 2 --prompts 22 --folder outputs/bench_curriculum
+
+Each seed is trained three times on the bundled word problems: with the quickstart's 32 prompts a step; with `--prompts`
+chosen by the curriculum; and with as many that are not chosen, which shows what the smaller steps do by themselves. Prints
+rollouts and held-out accuracy of each, and their ratios to the quickstart's. Finished runs are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.trainers.evaluation_report import read_evaluations
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--prompts", type=int, default=22, help="a step's prompts with the curriculum; even")
+    parser.add_argument("--folder", type=Path, default=Path("outputs/bench_curriculum"))
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for all runs")
+    args = parser.parse_args(argv)
+    small = [f"trainer.train_batch_size={args.prompts}", f"trainer.micro_train_batch_size_per_gpu={args.prompts}"]
+    small += [f"trainer.{model}_mini_batch_size={args.prompts // 2}" for model in ("policy", "critic")]
+    arms = {
+        "quickstart": [],
+        f"curriculum, {args.prompts} prompts": [*small, "data.curriculum.enabled=true"],
+        f"no curriculum, {args.prompts} prompts": small,
+    }
+    print("| | rollouts | of the quickstart's | held-out accuracy, mean of seeds | least of seeds |")
+    print("|---|---|---|---|---|")
+    whole = 0.0
+    for number, (name, settings) in enumerate(arms.items()):
+        found = [
+            train(args.folder / f"arm_{number}_seed_{seed}", [*settings, f"seed={seed}", *args.overrides])
+            for seed in args.seeds
+        ]
+        rollouts = statistics.mean(each for each, _ in found)
+        accuracies = [accuracy for _, accuracy in found]
+        whole = whole or rollouts
+        figures = (
+            f"{rollouts:,.0f} | {rollouts / whole:.2f} | {statistics.mean(accuracies):.3f} | {min(accuracies):.3f}"
+        )
+        print(f"| {name} | {figures} |", flush=True)
+    return 0
+
+
+def train(folder: Path, settings: Sequence[str]) -> tuple[float, float]:
+    """Return the rollouts that a run took, and its accuracy on held-out problems at its end."""
+    if not (folder / "complete.json").is_file():
+        command = [sys.executable, "-m", "skyrl_train.main", "+experiment=gsm8k_multiturn", f"output_dir={folder}"]
+        kept = ["trainer.ckpt_interval=0", "trainer.export_hf=false", "trainer.dump_rollouts=false"]
+        environ = {"OMP_NUM_THREADS": "1", **os.environ}
+        subprocess.run([*command, *kept, *settings], check=True, env=environ, stdout=subprocess.DEVNULL)
+    rollouts = read_metrics(folder / "metrics.jsonl")[-1]["total/trajectories"]
+    accuracy = read_evaluations(folder / "evaluation.json")[-1].overall.accuracy
+    assert accuracy is not None, f"{folder}: nothing was evaluated"
+    return float(rollouts), accuracy
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Batches of several data sets: each has its share of every batch, and its own endless stream of epochs.
+
+The slots of all batches are one sequence, which gives the next slot to the data set that is furthest behind its weight
+(Webster's divisor method). So each batch has exactly its size, each data set comes within one prompt or so of its share over
+any stretch, and where everything stands is a function of the position alone: there is nothing to save.
+
+Example: weights 0.75 and 0.25 take slots 0 0 1 0, 0 0 1 0, ...
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+from skyrl_train.data.prompts import PromptSource
+from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.registry import PartSpec
+from skyrl_train.seeding import derive_seed
+from skyrl_train.types import Prompt
+
+
+class MixedSource:
+    """Batches of prompts, as `PromptSource`, of several data sets."""
+
+    def __init__(
+        self,
+        datasets: Sequence[tuple[str, Sequence[Prompt], float]],
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        order: PartSpec = "by_seed",
+    ) -> None:
+        """`datasets` are names, prompts and weights. Raises ConfigError where one has fewer prompts than its share of a
+        batch."""
+        self._weights = [weight for _, _, weight in datasets]
+        self._batch_size = batch_size
+        most = [max(counts) for counts in zip(*(self._counts(position, position + 1) for position in range(64)))]
+        for index, (name, prompts, _) in enumerate(datasets):
+            if len(prompts) < max(most[index], 1):
+                rule = f"gives {most[index]} prompts of a batch to {name}, which has {len(prompts)}"
+                remedy = "Lower its weight or trainer.train_batch_size, or give it more data"
+                raise ConfigError([Violation.of(f"data.mix[{index}].weight", self._weights[index], rule, remedy)])
+        self._sources = [
+            PromptSource(prompts, 1, shuffle, derive_seed(seed, f"mix/{name}"), order=order)
+            for name, prompts, _ in datasets
+        ]
+
+    def slots(self, position: int) -> list[int]:
+        """Return the number of the data set that each prompt of the batch at `position` is taken from."""
+        taken = self._taken(position * self._batch_size)
+        queue = [((count + 0.5) / weight, index) for index, (count, weight) in enumerate(zip(taken, self._weights))]
+        heapq.heapify(queue)
+        found = []
+        for _ in range(self._batch_size):
+            _, index = queue[0]
+            found.append(index)
+            taken[index] += 1
+            heapq.heapreplace(queue, ((taken[index] + 0.5) / self._weights[index], index))
+        return found
+
+    def batch(self, position: int) -> list[Prompt]:
+        """Return the prompts of the batch after `position` batches."""
+        taken = self._taken(position * self._batch_size)
+        prompts = []
+        for index in self.slots(position):
+            prompts += self._sources[index].batch(taken[index])
+            taken[index] += 1
+        return prompts
+
+    def first_epochs(self) -> list[list[Prompt]]:
+        """Return the prompts of each data set in the order of its first epoch."""
+        return [source.first_epoch() for source in self._sources]
+
+    def _counts(self, start: int, stop: int) -> list[int]:
+        before, after = (self._taken(position * self._batch_size) for position in (start, stop))
+        return [late - early for early, late in zip(before, after)]
+
+    def _taken(self, num_slots: int) -> list[int]:
+        """Return how many of the first `num_slots` slots each data set has.
+
+        A slot number j of a data set comes at (j + 0.5) / weight, and the earliest come first. Each count is within a few
+        of its share, so that it is begun below that and the rest handed out one by one.
+        """
+        share = num_slots / sum(self._weights)
+        slack = len(self._weights) + 2
+        taken = [max(0, int(weight * share) - slack) for weight in self._weights]
+        queue = [((count + 0.5) / weight, index) for index, (count, weight) in enumerate(zip(taken, self._weights))]
+        heapq.heapify(queue)
+        for _ in range(num_slots - sum(taken)):
+            _, index = queue[0]
+            taken[index] += 1
+            heapq.heapreplace(queue, ((taken[index] + 0.5) / self._weights[index], index))
+        return taken

@@ -1,0 +1,135 @@
+"""Rewards by name: `environment.reward=exact_match`, or `{_target_: regex, pattern: "#### (.*)", answer_group: 1}`.
+
+Each is a function, or a class whose objects are called, as `rollout/rewards/__init__.py` describes; `answer`, `schema` and
+`tests` are columns of the data, what else they take stands beside the name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl_train.rollout.rewards.code_run import passed_tests
+
+_CHOICES = (
+    re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Za-z])\)?\s*\}"),
+    re.compile(r"(?i:answer|choice|option)(?i:\s+is|\s*:)?[\s*]*\(?([A-Z])\)?(?![A-Za-z])"),
+    re.compile(r"\(([A-Z])\)"),
+    re.compile(r"\A\W*([A-Za-z])\W*\Z"),
+)
+_FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def exact_match(completion: str, answer: object, *, ignore_case: bool = False, strip: bool = True) -> float:
+    """1 where the response is the answer and nothing else, after white space around both is taken off; else 0."""
+    given, wanted = completion, str(answer)
+    if strip:
+        given, wanted = given.strip(), wanted.strip()
+    return float(given.casefold() == wanted.casefold() if ignore_case else given == wanted)
+
+
+def choice(completion: str, answer: object) -> float:
+    """1 where the response chooses the letter `answer`: the last in a box, after "answer is", or in brackets, or the only
+    thing said; else 0."""
+    chosen = next((found[-1] for pattern in _CHOICES if (found := pattern.findall(completion))), "")
+    return float(chosen.upper() == str(answer).strip().strip("().").upper())
+
+
+def math_verify(completion: str, answer: object) -> float:
+    """1 where the response's last expression equals the answer, as the library math-verify reads both; else 0.
+
+    Raises ValueError for an answer that it cannot read. Its own deadlines need the main thread: the call's deadline holds.
+    """
+    from math_verify import parse, verify
+
+    text = str(answer)
+    wanted = parse(text, parsing_timeout=None) or parse(f"${text}$", parsing_timeout=None)
+    if not wanted:
+        raise ValueError(f"math-verify reads no expression in the answer {text!r}")
+    return float(verify(wanted, parse(completion, parsing_timeout=None), timeout_seconds=None))
+
+
+class JsonSchema:
+    """1 where the response, or the last fenced block in it, is JSON that fits the schema; else 0."""
+
+    def __init__(self, schema: Mapping[str, Any] | None = None) -> None:
+        """`schema` is for all rows; without one each row has its own in its column `schema`, a mapping or JSON text.
+        Raises jsonschema.SchemaError for one that is none."""
+        from jsonschema.validators import validator_for
+
+        self._schema = schema
+        if schema is not None:
+            validator_for(schema).check_schema(schema)
+
+    def __call__(self, completion: str, schema: Any = None) -> float:
+        from jsonschema import ValidationError, validate
+
+        wanted = schema if self._schema is None else self._schema
+        if wanted is None:
+            raise ValueError("there is no schema: give the reward one, or the row a column of that name")
+        fenced = re.findall(r"```(?:json)?[ \t]*\n(.*?)```", completion, re.DOTALL)
+        try:
+            validate(
+                json.loads(fenced[-1] if fenced else completion),
+                json.loads(wanted) if isinstance(wanted, str) else wanted,
+            )
+        except (ValidationError, ValueError, RecursionError):
+            return 0.0
+        return 1.0
+
+
+class Regex:
+    """1 where the response contains the pattern, or where a group of its last match is the answer; else 0."""
+
+    def __init__(self, pattern: str, answer_group: int = 0, flags: str = "") -> None:
+        """`answer_group` 0 compares nothing; `flags` are letters as in `(?im)`. Raises re.error, ValueError."""
+        self._pattern = re.compile(f"(?{flags}){pattern}" if flags else pattern)
+        self._answer_group = answer_group
+        if not 0 <= answer_group <= self._pattern.groups:
+            raise ValueError(f"answer_group={answer_group}: the pattern has {self._pattern.groups} groups")
+
+    def __call__(self, completion: str, answer: object = None) -> float:
+        found = list(self._pattern.finditer(completion))
+        if not found or not self._answer_group:
+            return float(bool(found))
+        if answer is None:
+            raise ValueError("answer_group is compared with the row's column answer, and there is none")
+        return float((found[-1][self._answer_group] or "").strip() == str(answer).strip())
+
+
+def code(
+    completion: str,
+    tests: Sequence[str] | str,
+    *,
+    timeout_s: float = 5.0,
+    memory_mb: int = 512,
+    partial: bool = False,
+) -> float:
+    """1 where the response's Python code, its last fenced block or all of it, passes all tests; else 0, or with `partial`
+    the share that passes. `tests` are statements, such as `assert add(1, 2) == 3`; `code_run.py` says what limits hold."""
+    fenced = _FENCED.findall(completion)
+    each = [tests] if isinstance(tests, str) else list(tests)
+    if not each:
+        raise ValueError("the row has no tests")
+    passed = passed_tests(fenced[-1] if fenced else completion, each, timeout_s=timeout_s, memory_mb=memory_mb)
+    return passed / len(each) if partial else float(passed == len(each))
+
+
+class LengthPenalty:
+    """0 up to `start` tokens of all responses, -1 from `end` on, on a line in between (DAPO, arXiv:2503.14476, eq. 13)."""
+
+    def __init__(self, start: int, end: int) -> None:
+        """Raises ValueError where they are not in that order."""
+        if not 0 <= start < end:
+            raise ValueError(f"start={start} must be at least 0 and below end={end}")
+        self._start, self._end = start, end
+
+    def __call__(self, response_length: int) -> float:
+        return -min(1.0, max(0.0, (response_length - self._start) / (self._end - self._start)))
+
+
+def not_stopped_penalty(stop_reason: str) -> float:
+    """-1 where the last response did not end by itself, else 0; its weight says how much that is."""
+    return 0.0 if stop_reason == "stop" else -1.0

@@ -1,0 +1,117 @@
+"""Judges and reward models as settings: what is refused before a model loads, and what a resumed run may change."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.rewards import REWARD_RULES
+from skyrl_train.config.schema import Config, PlacementConfig
+from skyrl_train.config.validate import validate_config
+from skyrl_train.errors import ConfigError, DataError, ModelError
+from skyrl_train.rollout.scoring import check_reward_columns, reward_problems, server_problems
+from skyrl_train.runs.build import reward_models, with_reward_weights
+from skyrl_train.trainers.changes import changes_since, flat_config
+from skyrl_train.types import Prompt
+from tests.reward_model_cases import save_reward_model
+
+JUDGE = {"_target_": "judge", "url": "http://127.0.0.1:9", "model": "m"}
+
+
+def environment_of(*rewards: Any) -> EnvironmentConfig:
+    return EnvironmentConfig(env_class="single_turn", rewards=rewards)
+
+
+def config_of(*rewards: Any) -> Config:
+    return replace(Config(), environment=environment_of(*rewards))
+
+
+@pytest.mark.parametrize(
+    ("reward", "field", "said"),
+    [
+        ({"_target_": "judge"}, "url", "must be given"),
+        ({**JUDGE, "modle": "m"}, "modle", "is no argument of judge"),
+        ({**JUDGE, "model": ""}, "model", "must name a model"),
+        ({**JUDGE, "template": "{answer}"}, "template", "must be text with {completion} in it"),
+        ({**JUDGE, "scale": 10}, "", "must be what judge takes"),
+        ({**JUDGE, "rubric": ["clarity"]}, "", "must be what judge takes"),
+        ({"_target_": "model"}, "", "must name a model"),
+        ({"_target_": "model", "path": "a", "dtype": "float16"}, "dtype", "must be float32 or bfloat16"),
+    ],
+)
+def test_a_mistake_is_refused_in_one_line_that_names_the_setting(reward: Any, field: str, said: str) -> None:
+    found = reward_problems(environment_of(reward))
+    assert found[0].field == "environment.rewards[0]" + (f".{field}" if field else "")
+    assert said in str(found[0])
+    assert "\n" not in str(found[0])
+
+
+def test_a_row_without_what_the_template_names_is_refused_by_name() -> None:
+    environment = environment_of({**JUDGE, "template": "{completion} {reward_spec.ground_truth} {answer}"})
+    message = ({"role": "user", "content": "?"},)
+    sound = Prompt(uid="one", messages=message, extras={"reward_spec": {"ground_truth": "4"}})
+    check_reward_columns([sound], environment)
+    other = Prompt(uid="two", messages=message, extras={"solution": "4"})
+    with pytest.raises(DataError, match=r"prompt two: the reward judge takes the column 'reward_spec.ground_truth'"):
+        check_reward_columns([sound, other], environment)
+
+
+def test_a_server_that_is_down_is_told_for_each_reward_that_asks_one() -> None:
+    model = {"_target_": "model", "url": "http://127.0.0.1:9", "served_model": "m"}
+    found = asyncio.run(server_problems(environment_of(JUDGE, model, {**JUDGE, "system": "another"})))
+    assert [each.field for each in found] == [f"environment.rewards[{index}].url" for index in range(3)]
+    assert all("does not answer" in each.rule for each in found)
+
+
+def test_an_actor_needs_ray() -> None:
+    config = config_of({"_target_": "model", "path": "a", "placement": "ray"})
+    found = [each for each in validate_config(config) if each.field == "environment.rewards[0].placement"]
+    assert len(found) == 1
+    assert "add placement=ray" in found[0].remedy.lower()
+    on_ray = replace(config, placement=PlacementConfig(backend="ray"))
+    assert not [each for each in validate_config(on_ray) if each.field.startswith("environment.rewards")]
+    assert len(REWARD_RULES) > 1
+
+
+def test_where_a_judge_is_and_how_it_is_asked_may_change_and_what_it_is_asked_may_not() -> None:
+    def changed(one: Any, other: Any) -> list[str]:
+        return [each.setting for each in changes_since(flat_config(one), flat_config(other), Config)]
+
+    before = config_of(JUDGE, "exact_match")
+    moved = {**JUDGE, "url": "https://elsewhere", "cache": "a", "price": {"prompt": 1.0}, "max_concurrency": 4}
+    assert changed(before, config_of(moved, "exact_match")) == []
+    assert changed(before, config_of({**JUDGE, "model": "n"}, "exact_match")) == ["environment.rewards"]
+    assert changed(before, config_of({**JUDGE, "sampling": {"temperature": 1.0}}, "exact_match")) != []
+    alone = replace(Config(), environment=EnvironmentConfig(reward=JUDGE))
+    assert changed(alone, replace(Config(), environment=EnvironmentConfig(reward=moved))) == []
+    other = replace(Config(), environment=EnvironmentConfig(reward={**JUDGE, "template": "{completion}!"}))
+    assert changed(alone, other) == ["environment.reward"]
+
+
+def test_the_weights_of_a_reward_model_are_part_of_the_run(tmp_path: Path) -> None:
+    model = {"_target_": "model", "path": str(save_reward_model(tmp_path))}
+    config = with_reward_weights(config_of(JUDGE, {**model, "weight": 0.5}))
+    assert config.environment.rewards[0] == JUDGE
+    pinned = config.environment.rewards[1]
+    assert isinstance(pinned, dict)
+    assert {**pinned, "weights": ""} == {**model, "weight": 0.5, "weights": ""}
+    assert str(pinned["weights"]).startswith("sha256:")
+    assert [reward.weights for _, reward in reward_models(config.environment)] == [pinned["weights"]]
+    save_reward_model(tmp_path, seed=1)
+    other = with_reward_weights(config_of(JUDGE, {**model, "weight": 0.5}))
+    found = changes_since(flat_config(config), flat_config(other), Config)
+    assert [each.setting for each in found] == ["environment.rewards"]
+    plain = config_of(JUDGE)
+    assert with_reward_weights(plain) is plain
+    with pytest.raises(ModelError, match="no such folder"):
+        with_reward_weights(config_of({**model, "path": str(tmp_path / "nothing")}))
+
+
+def test_a_reward_that_cannot_be_made_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigError, match="must be what judge takes"):
+        check_reward_columns([], environment_of({**JUDGE, "sampling": 3}))

@@ -1,0 +1,91 @@
+"""Tools of a real server of the Model Context Protocol, and of servers that are dead or silent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.errors import ConfigError
+from skyrl_train.registry import PartSpec
+from skyrl_train.rollout.tools.mcp import McpServer, _close_all
+from skyrl_train.rollout.tools.toolbox import Toolbox, ToolUnavailable, tool_schemas
+
+SERVER = [sys.executable, str(Path(__file__).parents[2] / "mcp_server.py")]
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    _close_all()
+    ends = time.monotonic() + 20.0  # of a server that was given up nobody waits for the end
+    while left := [thread for thread in threading.enumerate() if thread.name.startswith("mcp ")]:
+        assert time.monotonic() < ends, left
+        time.sleep(0.05)
+
+
+def mcp(**settings: Any) -> PartSpec:
+    return {"_target_": "mcp", **settings}
+
+
+def use(toolbox: Toolbox, name: str, **arguments: Any) -> tuple[str, bool]:
+    (result,) = asyncio.run(toolbox.run([{"name": name, "arguments": arguments}]))
+    return result["content"], result["failed"]
+
+
+def test_a_server_is_called_told_of_its_errors_and_started_again_when_it_ends() -> None:
+    toolbox = Toolbox([mcp(command=SERVER, timeout_s=60.0)])
+    schemas = {schema["function"]["name"]: schema["function"] for schema in toolbox.schemas()}
+    assert list(schemas) == ["multiply", "refuse", "die", "sleep"]
+    assert schemas["multiply"]["description"] == "Multiplies two numbers."
+    assert schemas["multiply"]["parameters"]["required"] == ["a", "b"]
+    assert use(toolbox, "multiply", a=6, b=7) == ("42", False)
+    text, failed = use(toolbox, "refuse")
+    assert ("not today" in text, failed) == (True, True)
+    text, failed = use(toolbox, "multiply", a="six", b=7)
+    assert (text.startswith("Error: "), failed) == (True, True)
+    with pytest.raises(ToolUnavailable, match="has ended"):
+        use(toolbox, "die")
+    assert use(toolbox, "multiply", a=2, b=3) == ("6", False)
+    # The same connection, with less patience.
+    impatient = Toolbox([mcp(command=SERVER, timeout_s=0.5, only=["sleep"])])
+    assert [schema["function"]["name"] for schema in impatient.schemas()] == ["sleep"]
+    with pytest.raises(ToolUnavailable, match=r"did not answer sleep within 0.5 s"):
+        use(impatient, "sleep", seconds=30)
+    with pytest.raises(ConfigError, match=r"only: must be tools of .* It has multiply, refuse, die, sleep"):
+        Toolbox([mcp(command=SERVER, timeout_s=60.0, only=["divide"])])
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"command": [sys.executable, "-c", "raise SystemExit(3)"]}, "must be a server that answers"),
+        ({"command": [sys.executable, "-c", "import time; time.sleep(60)"], "timeout_s": 1.0}, "within 1 s"),
+        ({"command": ["/no/such/program"]}, "No such file or directory"),
+        ({"url": "http://127.0.0.1:9/mcp", "timeout_s": 5.0}, "must be a server that answers"),
+        ({}, "needs either a command or a url"),
+        ({"commmand": ["x"]}, "Did you mean 'command'"),
+    ],
+)
+def test_a_server_that_does_not_answer_is_refused(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)):
+        tool_schemas([mcp(**settings)])
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[mcp\]'"):
+        tool_schemas([mcp(command=[sys.executable, "-c", json.dumps("no package")])])
+
+
+def test_a_server_named_twice_is_one() -> None:
+    with pytest.raises(ConfigError, match="needs either"):
+        McpServer(command=["x"], url="y")
