@@ -312,6 +312,7 @@ SIZE = st.one_of(st.integers(1, 14), st.sampled_from([1, 2, 4, 8, 16, 32, 64]), 
 RANKS = st.one_of(st.sampled_from([1, 2, 4, 8]), st.integers(1, 12))
 
 
+@pytest.mark.slow
 @settings(max_examples=2000, deadline=None, derandomize=True)
 @given(
     prompts=SIZE,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,6 +58,7 @@ def step(folder: Path, deterministic: str, **environment: str) -> list[str]:
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_a_step_on_a_cpu_is_the_same_with_it_and_cublas_gets_one_workspace(tmp_path: Path) -> None:
     folder = save_tiny_model(tmp_path)
     workspace, with_it = step(folder, "yes", CUBLAS_WORKSPACE_CONFIG=":0:0")

@@ -295,6 +295,7 @@ def test_too_many_failures_end_the_run_with_their_reasons() -> None:
         rollouts(prompts, max_failed_fraction=0.0)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_asked_to_end_does_so_while_an_environment_holds_the_interpreter() -> None:
     """A catastrophic regular expression in a worker; SIGTERM raises in the main thread, which waits for the rollout."""
     code = """

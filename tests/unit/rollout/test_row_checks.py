@@ -89,12 +89,14 @@ def test_the_code_of_a_custom_environment_is_asked_in_a_worker_process() -> None
     assert str(os.getpid()) not in error
 
 
+@pytest.mark.slow
 def test_a_trusted_environment_is_asked_here_and_one_without_a_check_takes_all() -> None:
     error = refused(EnvironmentConfig(env_class=f"{HERE}:Checking", isolation="thread"), {"n": -1})
     assert str(os.getpid()) in error
     check_all_rows(prompts_with({}), EnvironmentConfig(env_class="tests.fakes:FakeEnvironment"))
 
 
+@pytest.mark.slow
 def test_what_a_check_breaks_on_is_a_problem_of_the_row_and_a_crash_ends_the_run() -> None:
     trusted = EnvironmentConfig(env_class=f"{HERE}:Checking", isolation="thread")
     assert "Checking.check_row refused the row (KeyError: 'n')" in refused(trusted, {"m": 1})
