@@ -8,7 +8,7 @@ import it. Token columns of a training batch live in `batch/training_batch.py`; 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Any, Protocol
 
@@ -146,8 +146,14 @@ class GenerationOutput:
     """Log-probability of each sampled token under the distribution it was sampled from (after temperature, before
     truncation by top_p, top_k and min_p; at temperature 0 that of temperature 1); same length as `token_ids`."""
     stop_reason: StopReason
-    weight_version: int
-    """Version of the weights that sampled the first token."""
+    weight_versions: tuple[VersionRun, ...] = ()
+    """Which weights sampled which tokens: runs as of `Turn.weight_versions`, of versions that never fall."""
+    weight_version: InitVar[int | None] = None
+    """What an engine may give in place of `weight_versions`: the version of the weights that sampled every token."""
+
+    def __post_init__(self, weight_version: int | None) -> None:
+        if weight_version is not None:
+            object.__setattr__(self, "weight_versions", (VersionRun(start=0, version=weight_version),))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

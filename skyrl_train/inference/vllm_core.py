@@ -18,7 +18,7 @@ from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.vllm_adapter import with_adapter
 from skyrl_train.inference.vllm_processes import CoreClient, EngineProcesses
 from skyrl_train.inference.vllm_settings import VLLMSettings, sampling_arguments
-from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason
+from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason, VersionRun
 from skyrl_train.weights import Bucket, in_file
 
 T = TypeVar("T")
@@ -33,13 +33,13 @@ class _Running:
     future: Future[GenerationOutput]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    weight_version: int | None = None
-    """Version that sampled the first token; None before it."""
+    weight_versions: list[VersionRun] = field(default_factory=list)
+    """As of `GenerationOutput`; empty before the first token."""
 
     def take(self, completion: Any, version: int) -> None:
         """New tokens, sampled by weights of `version`."""
-        if completion.token_ids and self.weight_version is None:
-            self.weight_version = version
+        if completion.token_ids and (not self.weight_versions or self.weight_versions[-1].version != version):
+            self.weight_versions.append(VersionRun(start=len(self.token_ids), version=version))
         self.token_ids += completion.token_ids
         self.logprobs += [scores[token].logprob for scores, token in zip(completion.logprobs, completion.token_ids)]
 
@@ -140,7 +140,7 @@ class VLLMCore:
             running.take(output.outputs[0], self.weight_version)
             if output.finished:
                 del self._requests[output.request_id]
-                running.future.set_result(_answer(running, output.outputs[0].finish_reason, self.weight_version))
+                running.future.set_result(_answer(running, output.outputs[0].finish_reason))
 
     def abort(self, request_id: str) -> None:
         """Gives a request up; it ends with nothing, and stop reason `abort`."""
@@ -148,7 +148,7 @@ class VLLMCore:
         if running is not None:
             if not self._broken:
                 self._engine.abort_request([request_id])
-            running.future.set_result(_answer(_Running(running.future), "abort", self.weight_version))
+            running.future.set_result(_answer(_Running(running.future), "abort"))
 
     def fail_all(self, error: EngineError) -> None:
         """Give this error to what runs or waits."""
@@ -272,11 +272,10 @@ def _for_workers(bucket: Bucket, *, separate: bool) -> Iterator[Bucket]:
         yield in_file(bucket, Path(file.name))
 
 
-def _answer(running: _Running, finish_reason: str, version: int) -> GenerationOutput:
-    """`version` is that of an answer without a token."""
+def _answer(running: _Running, finish_reason: str) -> GenerationOutput:
     return GenerationOutput(
         token_ids=tuple(running.token_ids),
         logprobs=tuple(running.logprobs),
         stop_reason={"stop": StopReason.STOP, "length": StopReason.LENGTH}.get(finish_reason, StopReason.ABORT),
-        weight_version=version if running.weight_version is None else running.weight_version,
+        weight_versions=tuple(running.weight_versions),
     )

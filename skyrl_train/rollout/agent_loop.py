@@ -26,7 +26,6 @@ from skyrl_train.types import (
     TokenIds,
     Trajectory,
     Turn,
-    VersionRun,
     find_parent,
 )
 
@@ -270,6 +269,6 @@ class AgentLoop:
             reward=result.reward,
             observations=tuple(result.observations),
             stop_reason=output.stop_reason,
-            weight_versions=(VersionRun(start=0, version=output.weight_version),),
+            weight_versions=output.weight_versions,
         )
         self._turns.append(turn)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from skyrl_train.types import (
     StopReason,
     Trajectory,
     Turn,
+    VersionRun,
 )
 
 logger = logging.getLogger(__name__)
@@ -119,12 +121,10 @@ def check_answer(
             f"the engine returned the log-probability {logprobs[wrong]!r} (token {wrong} of the answer); must be finite and "
             "at most 0. It is one that is not finite or not of a probability"
         )
-    if type(answer.weight_version) is not int or not versions[0] <= answer.weight_version <= versions[1]:
-        known = " to ".join(map(str, sorted(set(versions))))
-        raise EngineError(f"the engine answered with weights {shown(answer.weight_version)}, and has those of {known}")
-    if token_ids is answer.token_ids and logprobs is answer.logprobs:
+    runs = _version_runs(answer.weight_versions, len(token_ids), versions)
+    if token_ids is answer.token_ids and logprobs is answer.logprobs and runs is answer.weight_versions:
         return answer
-    return replace(answer, token_ids=token_ids, logprobs=logprobs)
+    return replace(answer, token_ids=token_ids, logprobs=logprobs, weight_versions=runs)
 
 
 def checked_trajectory(trajectory: Trajectory, *, vocabulary_size: int, max_context_length: int) -> Trajectory:
@@ -199,6 +199,28 @@ def _plain(values: object, name: str, rule: str, kinds: tuple[type, ...], make: 
         return tuple(map(make, column))
     except OverflowError:
         raise EngineError(f"the engine returned a {name} that is too large") from None
+
+
+def _version_runs(runs: object, num_tokens: int, versions: tuple[int, int]) -> tuple[VersionRun, ...]:
+    """Return the runs of an answer of so many tokens, or raise EngineError: they must cover them from the first on, with
+    versions that never fall and that the engine had while it answered."""
+    pairs = list(runs) if isinstance(runs, (tuple, list)) else []
+    if not pairs or not all(isinstance(run, (tuple, list)) and len(run) == 2 for run in pairs):
+        raise EngineError(f"the engine returned {shown(runs)} as weight_versions; must be runs (start, version)")
+    known = " to ".join(map(str, sorted(set(versions))))
+    for _, version in pairs:
+        if type(version) is not int or not versions[0] <= version <= versions[1]:
+            raise EngineError(f"the engine answered with weights {shown(version)}, and has those of {known}")
+    starts, found = [run[0] for run in pairs], [run[1] for run in pairs]
+    in_order = all(type(start) is int for start in starts) and starts == sorted(set(starts)) and found == sorted(found)
+    if not in_order or starts[0] != 0 or starts[-1] >= num_tokens:
+        raise EngineError(
+            f"the engine returned the weight_versions {shown(pairs)} for {num_tokens} tokens; runs (start, version) must "
+            "begin at token 0, come in order and within the answer, and their versions must never fall"
+        )
+    return (
+        runs if isinstance(runs, tuple) and set(map(type, pairs)) == {VersionRun} else tuple(starmap(VersionRun, pairs))
+    )
 
 
 def _first_outside(token_ids: Sequence[int], vocabulary_size: int) -> int | None:

@@ -128,7 +128,7 @@ def _before_and_after_sync(
     outputs = answers()
     after = _largest_difference(model, outputs)
     assert version == 1, f"the engine serves version {version} after a sync of version 1"
-    assert all(output.weight_version == 1 for output in outputs), "answers name another version of the weights"
+    assert all(output.weight_versions == ((0, 1),) for output in outputs), "answers name another version of the weights"
     bound = _LOGPROB_BOUNDS[dtype]
     assert max(before, after) < bound, f"{before:.1e} off before the sync, {after:.1e} after; at most {bound} is right"
     assert after < stale, f"the sync changed nothing: {stale:.1e} off before it, {after:.1e} after it"

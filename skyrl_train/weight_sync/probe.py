@@ -111,5 +111,5 @@ def probe_row(prompt: tuple[int, ...], output: GenerationOutput) -> TrainingInpu
             "is_padding": torch.zeros(1, dtype=torch.bool),
         },
         row_offsets=offsets_of(torch.tensor([num_tokens])),
-        metadata=BatchMetadata(uids=("probe",), global_step=0, weight_version=output.weight_version),
+        metadata=BatchMetadata(uids=("probe",), global_step=0, weight_version=output.weight_versions[-1].version),
     )

@@ -79,7 +79,7 @@ def test_each_adapter_replaces_the_one_before_and_no_kept_prompt_is_stale(engine
         model = trained(version)
         assert sync(engine, tensors(model), version) == version
         output = engine.submit(request(f"version-{version}")).result(60)
-        assert output.weight_version == version
+        assert output.weight_versions == ((0, version),)
         assert difference(output, model) < 1e-4
         assert difference(output, None) > 0.05
 
@@ -92,7 +92,7 @@ def test_requests_during_an_update_wait_for_the_new_adapter(engine: VLLMEngine) 
         engine.update(bucket)
     assert not held.done()
     engine.finish_update(4, len(tensors(model)))
-    assert held.result(60).weight_version == 4
+    assert held.result(60).weight_versions == ((0, 4),)
     assert difference(held.result(60), model) < 1e-4
 
 

@@ -140,7 +140,7 @@ def check_updates_under_way(engine: VLLMEngine, *, tolerance: float) -> None:
         assert engine.finish_update(version, len(weights)) == version
     for each, output in zip(asked, [future.result(120) for future in futures]):
         assert len(output.token_ids) == NUM_TOKENS
-        assert output.weight_version == -1
+        assert output.weight_versions == ((0, -1),)
         found = boundaries(torch.tensor(output.logprobs), logprobs_by_version(versions, each, output), tolerance)
         print(f"\n{each.request_id}: weights changed at tokens {found[1:]}")
         assert len(set(found)) == NUM_UPDATES + 1, "each update came while it was generated"

@@ -107,7 +107,7 @@ def test_after_an_update_neither_the_tied_head_nor_the_prefix_cache_is_stale(eng
     weights = trained_weights(1)
     assert sync(engine, weights, 7) == 7
     output = engine.submit(request("after-update")).result(60)
-    assert output.weight_version == 7
+    assert output.weight_versions == ((0, 7),)
     assert largest_difference(output, expected_logprobs(weights, LONG_PROMPT, output)) < 1e-4
 
 
@@ -140,7 +140,7 @@ def test_requests_during_an_update_wait_for_the_new_weights(engine: VLLMEngine) 
     assert not held.done()
     engine.finish_update(11, len(weights))
     output = held.result(60)
-    assert output.weight_version == 11
+    assert output.weight_versions == ((0, 11),)
     assert largest_difference(output, expected_logprobs(weights, LONG_PROMPT, output)) < 1e-4
 
 

@@ -69,7 +69,7 @@ async def trajectory(engine: HFEngine, names: list[str], *, delay_s: float = 0.0
 def test_an_output_has_tokens_logprobs_a_stop_reason_and_the_weights_version(engine: RecordingEngine) -> None:
     output = run(engine.generate(make_request("a")))
     assert len(output.token_ids) == len(output.logprobs) == 3
-    assert (output.stop_reason, output.weight_version) == (StopReason.LENGTH, -1)
+    assert (output.stop_reason, output.weight_versions) == (StopReason.LENGTH, ((0, -1),))
 
 
 def test_a_wave_waits_for_every_leased_trajectory(engine: RecordingEngine) -> None:

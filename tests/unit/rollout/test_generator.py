@@ -21,9 +21,11 @@ from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import ConfigError, DataError, EngineError, SkyrlTrainError
 from skyrl_train.inference.hf import HFEngine
 from skyrl_train.rollout.agent_loop import Episode, multi_turn
+from skyrl_train.rollout.checked_engine import check_answer
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.types import (
     FailureKind,
+    GenerationOutput,
     GenerationRequest,
     Outcome,
     Prompt,
@@ -398,6 +400,13 @@ BAD_ANSWERS: dict[str, tuple[dict[str, Any], str]] = {
     "weights that there are not": ({"weight_version": 8}, "with weights 8, and has those of 7"),
     "weights of earlier": ({"weight_version": 6}, "with weights 6, and has those of 7"),
     "a version that is a text": ({"weight_version": "7"}, "with weights '7'"),
+    "no version": ({"weight_versions": ()}, "as weight_versions; must be runs"),
+    "versions that are no runs": ({"weight_versions": (7,)}, "as weight_versions; must be runs"),
+    "a run of unknown weights": ({"weight_versions": ((0, 7), (1, 8))}, "with weights 8, and has those of 7"),
+    "runs from the second token on": ({"weight_versions": ((1, 7),)}, "for 2 tokens; runs .* must begin at token 0"),
+    "a run past the end": ({"weight_versions": ((0, 7), (2, 7))}, "for 2 tokens"),
+    "runs out of order": ({"weight_versions": ((0, 7), (1, 7), (1, 7))}, "come in order"),
+    "a start that is a text": ({"weight_versions": (("0", 7),)}, "must begin at token 0"),
     "a stop reason that is a text": ({"stop_reason": "stop"}, "stop reason 'stop'"),
 }
 
@@ -425,6 +434,26 @@ def test_numbers_of_numpy_are_taken_for_what_they_are(make_generator: Any) -> No
     trajectory = roll_out_one(make_generator(FakeEngine(lambda _: given)))
     assert trajectory.turns[0].response_token_ids.tolist() == [5, 6]
     assert trajectory.turns[0].response_logprobs.tolist() == [-0.5, 0.0]
+
+
+def test_an_answer_of_several_versions_keeps_them_by_token(make_generator: Any) -> None:
+    """The engine takes weights of version 8 while it answers."""
+    engine = FakeEngine(answer)
+
+    def answer_over_a_sync(_: GenerationRequest) -> GenerationOutput:
+        engine.weight_version = 8
+        return replace(make_output((5, 6, 3)), weight_versions=[[0, 7], [2, 8]])  # type: ignore[arg-type]
+
+    engine._answer = answer_over_a_sync
+    assert roll_out_one(make_generator(engine)).turns[0].weight_versions == ((0, 7), (2, 8))
+
+
+@pytest.mark.parametrize("runs", [((0, 8), (1, 7)), ((0, 6), (1, 8))])
+def test_versions_neither_fall_nor_come_from_before_the_request(runs: tuple[tuple[int, int], ...]) -> None:
+    request = GenerationRequest(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(), seed=0)
+    output = replace(make_output((5, 6)), weight_versions=runs)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"never fall|with weights 6, and has those of 7 to 8"):
+        check_answer(output, request, vocabulary_size=len(TOKENIZER), versions=(7, 8))
 
 
 def test_a_prompt_that_the_model_has_no_embedding_of_is_not_sent(make_generator: Any) -> None:

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+from skyrl_train.inference.vllm_core import _answer, _Running
+from skyrl_train.types import VersionRun
+
+
+def completion(*token_ids: int) -> SimpleNamespace:
+    """What vLLM gives of one request after a step."""
+    return SimpleNamespace(
+        token_ids=list(token_ids), logprobs=[{each: SimpleNamespace(logprob=-0.5)} for each in token_ids]
+    )
+
+
+def test_a_request_that_runs_on_with_new_weights_says_which_sampled_which_token() -> None:
+    running = _Running(Future())
+    running.take(completion(), 3)
+    for token, version in ((11, 4), (12, 4), (13, 5), (14, 5), (15, 7)):
+        running.take(completion(token), version)
+    output = _answer(running, "stop")
+    assert output.token_ids == (11, 12, 13, 14, 15)
+    assert output.weight_versions == (VersionRun(0, 4), VersionRun(2, 5), VersionRun(4, 7))
+
+
+def test_one_version_is_one_run() -> None:
+    running = _Running(Future())
+    running.take(completion(11, 12), 4)
+    assert _answer(running, "length").weight_versions == ((0, 4),)
