@@ -149,10 +149,6 @@ class Turn:
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return reduced(self)
 
-    @property
-    def oldest_weight_version(self) -> int:
-        return min(run.version for run in self.weight_versions)
-
 
 def find_parent(turns: Sequence[Turn], prompt_token_ids: ArrayLike) -> tuple[int | None, TokenIds]:
     """Return what a turn with this whole prompt stores after `turns`: its parent and the tokens that it adds.

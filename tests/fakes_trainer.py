@@ -166,11 +166,20 @@ class FakeGenerator:
         draws = [derive_seed(self._seed, f"{purpose}/{prompt.uid}", step, sample, turn) / 2**63 for turn in range(2)]
         skill = 1.0 / (1.0 + math.exp(-self._engine.weight))
         logprob = logprob_of(self._engine.weight)
-        first = make_turn((1, 2), (3, 4), reward=float(draws[0] < skill), response_logprobs=(logprob, logprob))
+        versions = ((0, self._engine.versions[-1] if self._engine.versions else 0),)
+        first = make_turn(
+            (1, 2),
+            (3, 4),
+            reward=float(draws[0] < skill),
+            response_logprobs=(logprob, logprob),
+            weight_versions=versions,
+        )
         turns = [first]
         if not first.reward:
             second = 0.5 * (draws[1] < skill)
-            turns.append(make_turn((1, 2, 3, 4, 9), (5,), reward=second, response_logprobs=(logprob,)))
+            turns.append(
+                make_turn((1, 2, 3, 4, 9), (5,), reward=second, response_logprobs=(logprob,), weight_versions=versions)
+            )
         return make_trajectory(
             *turns,
             uid=prompt.uid,

@@ -134,7 +134,7 @@ class BudgetCase:
     def _run(self, planned: Sequence[Planned], step: MiniBatch) -> None:
         learner = self.learner
         learner.engine.passes.accumulate(
-            planned, lambda hidden, rows, layout: learner._loss(hidden, rows, layout, step.denominators), step=0
+            planned, lambda hidden, rows, layout: learner._loss(hidden, rows, layout, step.denominators, ()), step=0
         )
 
 

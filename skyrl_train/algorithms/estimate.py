@@ -124,7 +124,7 @@ def _unread_columns(config: AlgorithmConfig, kl_reward_coef: float) -> list[str]
     """Return the optional columns that neither the estimator nor a check reads: they are most of what a group would
     copy and pad.
     """
-    optional = ["rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "sum_pi_squared"]
+    optional = ["rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "sum_pi_squared", "weight_version"]
     reads = estimator_reads(config)
     if not reads.declared:
         return []

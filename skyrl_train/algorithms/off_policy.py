@@ -8,12 +8,16 @@ The log-ratio between the policy that is trained and the engine that sampled has
 
 `sampler_logprob` is the trainer's own evaluation of the weights that sampled; where the weights are the same as at the
 start of the update it is `old_logprob`. Losses handle the drift; the weights here handle the first two together.
+
+So three policies are kept apart: behaviour (`rollout_logprob`, the engine's of each token), proximal (`old_logprob`, of the
+weights when the batch closes) and current (`logprob`). The importance weight is proximal / behaviour, and what a loss clips
+is the ratio current / proximal: Decoupled PPO, arXiv:2505.24298, section 5.2.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +145,7 @@ class LogRatioLedger:
     staleness: Tensor
     drift: Tensor
     unattributed: Tensor
-    """What cannot be separated: numerics and staleness together, of stale rows that the sampling weights were not
+    """What cannot be separated: numerics and staleness together, of stale tokens that the sampling weights were not
     evaluated on."""
 
     def metrics(self, loss_mask: Tensor) -> dict[str, Metric]:
@@ -154,6 +158,38 @@ class LogRatioLedger:
             found[f"off_policy/{name}_abs_mean"] = Mean(later(part.abs().sum()), weight)
             found[f"off_policy/{name}_abs_max"] = Max(later(part.abs().max()) if part.numel() else 0.0)
         return found
+
+    def metrics_by_age(self, loss_mask: Tensor, token_age: Tensor, ages: Sequence[int]) -> dict[str, Metric]:
+        """The same by the age of the tokens, in versions: `off_policy/age/{mean,max}`, and for each age N
+
+            off_policy/share/age_N      share of the trained tokens
+            off_policy/abs/age_N        mean |log-ratio| before the update: numerics at age 0, staleness beside it above
+            off_policy/k1/age_N, kl/age_N   estimators k1 and k3 of KL(behaviour || proximal), from the same
+            off_policy/drift/age_N      mean |log-ratio| of the drift
+
+        `token_age` `[rows, len]` integer; `ages` are those of the step's trained tokens, so that each has tokens. Ages from
+        `LARGEST_AGE_SHOWN` on are counted together under it; those below 0, of recordings of another run, under none.
+        """
+        tokens, of_trained = later(loss_mask.sum().double()), masked(token_age.double(), loss_mask)
+        found: dict[str, Metric] = {
+            "off_policy/age/mean": Mean(later(of_trained.sum()), tokens),
+            "off_policy/age/max": Max(later(of_trained.max()) if of_trained.numel() else 0.0),
+        }
+        before = (self.numerics + self.staleness + self.unattributed).double()
+        clamped = before.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+        values = {"abs": before.abs(), "k1": -before, "kl": DIVERGENCES["k3"](clamped), "drift": self.drift.abs()}
+        shown = token_age.clamp(max=LARGEST_AGE_SHOWN)
+        for age in sorted({min(age, LARGEST_AGE_SHOWN) for age in ages if age >= 0}):
+            of_age = loss_mask & (shown == age)
+            count = later(of_age.sum().double())
+            found[f"off_policy/share/age_{age}"] = Mean(count, tokens)
+            for name, value in values.items():
+                found[f"off_policy/{name}/age_{age}"] = Mean(later(masked(value.double(), of_age).sum()), count)
+        return found
+
+
+LARGEST_AGE_SHOWN = 16
+"""Ages from here on share their metrics, so that a recording of another run does not bring hundreds."""
 
 
 @torch.no_grad()
@@ -168,9 +204,9 @@ def log_ratio_ledger(
 ) -> LogRatioLedger:
     """Split the log-ratio of each trained token into the parts that the module's docstring names.
 
-    `[rows, len]` each, `loss_mask` bool; `is_stale` `[rows]` bool: rows sampled by older weights than the update starts
-    from. For rows that are not stale `old_logprobs` is the trainer's view of the sampling weights. For stale ones it is
-    `sampler_logprobs`; without it their part before the update cannot be split and is reported as unattributed.
+    `[rows, len]` each, `loss_mask` and `is_stale` bool, the latter for tokens sampled by other weights than the update
+    starts from. For tokens that are not stale `old_logprobs` is the trainer's view of the sampling weights. For stale ones
+    it is `sampler_logprobs`; without it their part before the update cannot be split and is reported as unattributed.
     Raises BatchError for malformed inputs.
     """
     shape = require_rows("logprobs", logprobs)
@@ -178,20 +214,19 @@ def log_ratio_ledger(
     for name, column in columns.items():
         require_float(name, column, shape)
     require_bool("loss_mask", loss_mask, shape)
-    require_bool("is_stale", is_stale, (shape[0],))
-    stale = is_stale.unsqueeze(1)
+    require_bool("is_stale", is_stale, shape)
     nothing = torch.zeros_like(old_logprobs)
     drift = masked(logprobs - old_logprobs, loss_mask)
     if sampler_logprobs is None:
         before = masked(old_logprobs - rollout_logprobs, loss_mask)
         return LogRatioLedger(
-            numerics=torch.where(stale, nothing, before),
+            numerics=torch.where(is_stale, nothing, before),
             staleness=nothing,
             drift=drift,
-            unattributed=torch.where(stale, before, nothing),
+            unattributed=torch.where(is_stale, before, nothing),
         )
     require_float("sampler_logprobs", sampler_logprobs, shape)
-    sampler = torch.where(stale, sampler_logprobs, old_logprobs)
+    sampler = torch.where(is_stale, sampler_logprobs, old_logprobs)
     return LogRatioLedger(
         numerics=masked(sampler - rollout_logprobs, loss_mask),
         staleness=masked(old_logprobs - sampler, loss_mask),

@@ -58,13 +58,15 @@ class AssemblySettings:
     """Data-parallel ranks of the policy."""
     critic_shares: int | None
     """Data-parallel ranks of the critic; None where there is no critic."""
+    max_staleness: int | None = None
+    """Versions that trained tokens may be old; None for recorded rollouts, whose versions are those of another run."""
 
 
 def assemble(
     rollouts: RolloutBatch, settings: AssemblySettings, *, global_step: int, weight_version: int
 ) -> TrainingInputBatch:
     """The training batch of `rollouts`, in rows as the part `settings.rows` makes them, with the boundaries of its prompts
-    and mini-batches in the metadata.
+    and mini-batches in the metadata. `weight_version` is that of the learner.
 
     A failed trajectory becomes one placeholder (a dummy row with its prompt's uid and its own number), so that prompts
     and samples stay countable; it has no loss and no estimator or denominator counts it.
@@ -81,7 +83,7 @@ def assemble(
     uids = tuple(rollouts.prompts[row.prompt_index].uid for row in made)
     lengths = np.fromiter((len(row.input_ids) for row in made), np.int64, len(made))
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    row_columns = _row_columns(made, weight_version)
+    row_columns = _row_columns(made)
 
     def boundaries(mini_batch_size: int, num_shares: int) -> tuple[tuple[int, int], ...]:
         by_prompts = compute_prompt_mini_batch_boundaries(
@@ -96,13 +98,20 @@ def assemble(
         return tuple(by_prompts)
 
     return TrainingInputBatch(
-        token_columns={name: torch.from_numpy(column) for name, column in _token_columns(made, offsets).items()},
+        token_columns={
+            name: torch.from_numpy(column)
+            for name, column in {
+                **_token_columns(made, offsets),
+                **_version_column(made, offsets, weight_version),
+            }.items()
+        },
         row_columns={name: torch.from_numpy(column) for name, column in row_columns.items()},
         row_offsets=torch.from_numpy(offsets),
         metadata=BatchMetadata(
             uids=uids,
             global_step=global_step,
             weight_version=weight_version,
+            max_staleness=settings.max_staleness,
             prompt_end_indices=tuple(compute_prompt_end_indices(uids)),
             policy_mini_batch_boundaries=boundaries(trainer.policy_mini_batch_size, settings.policy_shares),
             critic_mini_batch_boundaries=None
@@ -215,15 +224,13 @@ def _check_turns_are_apart(rollouts: RolloutBatch, rows: Sequence[_Row]) -> None
                 )
 
 
-def _row_columns(rows: list[_Row], weight_version: int) -> dict[str, np.ndarray]:
-    stale = (any(turn.oldest_weight_version < weight_version for turn in row.turns) for row in rows)
+def _row_columns(rows: list[_Row]) -> dict[str, np.ndarray]:
     return {
         "prompt_index": np.fromiter((row.prompt_index for row in rows), np.int32, len(rows)),
         "trajectory_index": np.fromiter((row.trajectory_index for row in rows), np.int32, len(rows)),
         "step_index": np.fromiter((row.step_index for row in rows), np.int32, len(rows)),
         "is_last_step": np.fromiter((row.is_last_step for row in rows), np.bool_, len(rows)),
         "is_padding": np.fromiter((not row.turns for row in rows), np.bool_, len(rows)),
-        "is_stale": np.fromiter(stale, np.bool_, len(rows)),
     }
 
 
@@ -264,3 +271,18 @@ def _token_columns(rows: list[_Row], offsets: np.ndarray) -> dict[str, np.ndarra
         **({"response_mask": sampled} if bool((sampled != trained).any()) else {}),
         **({"rollout_logprobs": logprobs} if recorded else {}),
     }
+
+
+def _version_column(rows: list[_Row], offsets: np.ndarray, weight_version: int) -> dict[str, np.ndarray]:
+    """`weight_version` int32 `[num_tokens]` where a token was sampled by weights of another version; else nothing."""
+    if all(run.version == weight_version for row in rows for turn in row.turns for run in turn.weight_versions):
+        return {}
+    versions = np.full(int(offsets[-1]), weight_version, np.int32)
+    for row, offset in zip(rows, offsets.tolist()):
+        for turn, prompt_length in zip(row.turns, row.prompt_lengths):
+            start = offset + prompt_length
+            response = versions[start : start + len(turn.response_token_ids)]
+            for run in turn.weight_versions:
+                # Runs are in order: the next one overwrites the rest.
+                response[run.start :] = run.version
+    return {"weight_version": versions}

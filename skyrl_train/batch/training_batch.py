@@ -53,12 +53,12 @@ SCHEMA: dict[str, ColumnSpec] = {
     "policy_weights": ColumnSpec(torch.float64, 0.0, True, "token"),
     "sequence_log_ratio": ColumnSpec(torch.float64, 0.0, True, "token"),
     "position_ids": ColumnSpec(torch.int32, 0, True, "token"),
+    "weight_version": ColumnSpec(torch.int32, 0, True, "token"),
     "prompt_index": ColumnSpec(torch.int32, -1, False, "row"),
     "trajectory_index": ColumnSpec(torch.int32, -1, False, "row"),
     "step_index": ColumnSpec(torch.int32, 0, False, "row"),
     "is_last_step": ColumnSpec(torch.bool, False, False, "row"),
     "is_padding": ColumnSpec(torch.bool, True, False, "row"),
-    "is_stale": ColumnSpec(torch.bool, False, True, "row"),
     "sample_count": ColumnSpec(torch.int32, 0, True, "row"),
     "greedy_rewards": ColumnSpec(torch.float32, 0.0, True, "row"),
 }
@@ -67,10 +67,11 @@ SCHEMA: dict[str, ColumnSpec] = {
 `loss_mask`: the policy sampled this token and is trained on it. `response_mask`: the token is of a turn's response, trained
 or not; absent where that is `loss_mask`. `rewards`: a turn's reward sits on its last response token. `loss_weights`: set
 when a mini-batch is closed; so are those of `algorithms/step_columns.py`. `position_ids`: where rows were packed of several
-sequences, the position within each; absent where a row is one sequence. `trajectory_index`: unique in the batch; the
-rows of one trajectory share it. `is_padding`: the row stands for a failed trajectory or fills up a shard; never counted.
-`is_stale`: a turn of it was sampled by older weights than the update starts from. `greedy_rewards`: of the greedy sample
-of its prompt. Beside these there may be a row column for each of a trajectory's rewards; see `component_column`.
+sequences, the position within each; absent where a row is one sequence. `weight_version`: of the weights that sampled the
+token (outside responses that of the metadata); absent where that is the metadata's for all, so that it costs nothing where
+rollouts wait for each update. `trajectory_index`: unique in the batch; the rows of one trajectory share it. `is_padding`:
+the row stands for a failed trajectory or fills up a shard; never counted. `greedy_rewards`: of the greedy sample of its
+prompt. Beside these there may be a row column for each of a trajectory's rewards; see `component_column`.
 """
 
 _COMPONENT = "reward/"
@@ -93,7 +94,9 @@ class BatchMetadata:
     """The prompt of each row; rows of one prompt lie together."""
     global_step: int
     weight_version: int
-    """Of the weights that sampled the rows."""
+    """Of the weights that the update starts from: the learner's when the batch closes."""
+    max_staleness: int | None = None
+    """By how many versions the weights that sampled a trained token may be older; None: not bounded, as of recordings."""
     prompt_end_indices: tuple[int, ...] | None = None
     """One past the last row of each prompt. Derived for a whole batch; None once rows were taken from it."""
     policy_mini_batch_boundaries: tuple[tuple[int, int], ...] | None = None
@@ -103,7 +106,12 @@ class BatchMetadata:
 
     def of_rows(self, uids: Iterable[str]) -> BatchMetadata:
         """For other rows: these uids, and nothing that was derived from the old ones."""
-        return BatchMetadata(uids=tuple(uids), global_step=self.global_step, weight_version=self.weight_version)
+        return BatchMetadata(
+            uids=tuple(uids),
+            global_step=self.global_step,
+            weight_version=self.weight_version,
+            max_staleness=self.max_staleness,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -102,6 +102,9 @@ class TrainerConfig(LoopConfig):
     """Passes over each training batch."""
     auto_micro_batch_size: CutsRows[Annotated[bool, StandsFor("micro_batching", "auto")]] = False
     """The same as `micro_batching=auto`: no size is stated, each model runs the largest micro-batches that fit."""
+    max_staleness: Forks[NonNegativeInt] = 0
+    """By how many updates the weights that sampled a trained token may be older than those that are updated. 0: rollouts
+    are made with the weights of the update before, and wait for them."""
     docs_per_step: Forks[NonNegativeInt] = 0
     """Close an optimizer step at so many rollouts instead of at a fixed number of prompts; 0 is off."""
     docs_per_step_exact: Forks[bool] = False

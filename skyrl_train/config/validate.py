@@ -17,6 +17,7 @@ from typing import Any
 
 from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads
 from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
+from skyrl_train.config.async_rules import ASYNC_RULES
 from skyrl_train.config.fields import Rule, is_refused, parts_of, recorded
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.mix import mixed_datasets
@@ -391,6 +392,7 @@ RULES: tuple[Rule, ...] = (
     _trajectory_rows,
     _data,
     *ALGORITHM_RULES,
+    *ASYNC_RULES,
     *REWARD_RULES,
 )
 """Every rule between fields of reinforcement learning, but for those of batch sizes."""

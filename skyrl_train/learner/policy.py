@@ -21,6 +21,7 @@ from skyrl_train.algorithms.ratios import masked
 from skyrl_train.algorithms.step_columns import missing_step_column
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
+from skyrl_train.batch.staleness import ages_in
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.parts import POLICY_LOSSES
@@ -87,9 +88,11 @@ class PolicyLearner(HoldsModel):
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Adds the gradient of the mini-batch's loss. Raises BatchError for a missing column that the loss needs."""
         _require_columns(mini_batch.batch, self._algorithm, on_policy=self._on_policy)
+        # Found before the rows are moved: reading them back of a device would make the host wait.
+        ages = ages_in(mini_batch.batch)
         return self.engine.forward_backward(
             mini_batch.batch,
-            lambda hidden, rows, layout: self._loss(hidden, rows, layout, mini_batch.denominators),
+            lambda hidden, rows, layout: self._loss(hidden, rows, layout, mini_batch.denominators, ages),
             num_documents=mini_batch.denominators.num_sequences,
         )
 
@@ -138,9 +141,14 @@ class PolicyLearner(HoldsModel):
         )
 
     def _loss(
-        self, hidden: Tensor, rows: TrainingInputBatch, layout: Layout, denominators: LossDenominators
+        self,
+        hidden: Tensor,
+        rows: TrainingInputBatch,
+        layout: Layout,
+        denominators: LossDenominators,
+        ages: tuple[int, ...],
     ) -> tuple[Tensor, StepMetrics]:
-        """The rows' share of the step's loss, and its metrics.
+        """The rows' share of the step's loss, and its metrics; `ages` are those of the step's trained tokens.
 
         `loss/*` are means whose weight is the rows' share of the step's tokens: they add up to the step's loss over
         micro-batches and ranks, and average over optimizer steps.
@@ -165,7 +173,7 @@ class PolicyLearner(HoldsModel):
             "loss/total": Mean(later(terms.total), share),
             "policy/entropy": Mean(later(scores.entropy.sum()), float(num_tokens)),
             **_rollout_difference(terms.inputs),
-            **_ledger(terms.inputs, rows, self._algorithm),
+            **_ledger(terms.inputs, rows, self._algorithm, ages),
             **terms.metrics,
         }
         return terms.total, metrics
@@ -256,8 +264,11 @@ def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
     }
 
 
-def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: AlgorithmConfig) -> StepMetrics:
-    """`off_policy/{numerics,staleness,drift,unattributed}_*`: why the policy differs from what sampled.
+def _ledger(
+    inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: AlgorithmConfig, ages: tuple[int, ...]
+) -> StepMetrics:
+    """`off_policy/{numerics,staleness,drift,unattributed}_*`: why the policy differs from what sampled; by the age of the
+    tokens, too, where the weights of the update did not sample all of them.
 
     Without a column `old_logprobs` there is no drift, since the step is the batch's only one; but losses that never read
     it are spared the column in batches of several steps, and then nothing can be told apart.
@@ -266,15 +277,17 @@ def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: Algor
         return {}
     unread = algorithm.use_rollout_logprobs or "old_logprobs" not in loss_reads(algorithm).columns
     unknown = "old_logprobs" not in rows and unread
-    stale = torch.full((rows.num_rows,), unknown, dtype=torch.bool, device=inputs.loss_mask.device)
+    token_age = rows.metadata.weight_version - rows.padded("weight_version") if "weight_version" in rows else None
+    stale = torch.full_like(inputs.loss_mask, unknown)
     ledger = log_ratio_ledger(
         logprobs=inputs.logprobs.detach(),
         old_logprobs=inputs.old_logprobs,
         rollout_logprobs=inputs.rollout_logprobs,
         loss_mask=inputs.loss_mask,
-        is_stale=stale | rows["is_stale"] if "is_stale" in rows else stale,
+        is_stale=stale if token_age is None else stale | (token_age != 0),
     )
-    return ledger.metrics(inputs.loss_mask)
+    found = ledger.metrics(inputs.loss_mask)
+    return found if token_age is None else found | ledger.metrics_by_age(inputs.loss_mask, token_age, ages)
 
 
 def _column(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor:

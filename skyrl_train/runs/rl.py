@@ -198,6 +198,7 @@ def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> Assemb
         trainer=_trainer(config),
         policy_shares=shares(config.placement.policy_num_workers),
         critic_shares=shares(config.placement.critic_num_workers) if config.critic.model.path else None,
+        max_staleness=None if config.generator.backend == "replay" else config.trainer.max_staleness,
     )
 
 

@@ -25,6 +25,7 @@ from skyrl_train.algorithms.self_distillation import teacher_logprobs
 from skyrl_train.algorithms.step_columns import with_step_columns
 from skyrl_train.batch import assemble as assembly
 from skyrl_train.batch.minibatch import MiniBatch, mini_batches
+from skyrl_train.batch.staleness import check_staleness
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import (
     AlgorithmConfig,
@@ -200,8 +201,10 @@ def update(
     """Make all optimizer steps of one training batch; the critic's before the policy's, and without the policy's during
     the critic's warm-up. `entropy`: the state of the controller of the entropy bonus before them; None if it is the first.
 
-    Raises NonFiniteError, naming the training step and the optimizer step: the update ends there.
+    Raises BatchError, before any of them, for a token that is older than `trainer.max_staleness` allows; NonFiniteError,
+    naming the training step and the optimizer step: the update ends there.
     """
+    check_staleness(batch)
     steering = _Steering(learners.policy, trainer.algorithm, entropy)
     parts: list[StepMetrics] = []
     policy_parts: list[StepMetrics] = []

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
+from skyrl_train.errors import ActorLostError, BatchError, NonFiniteError, StopRequested
 from skyrl_train.telemetry.learning_curve import draw_learning_curve
 from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.rollout_log import read_rollouts, write_rollouts
@@ -57,6 +57,34 @@ def test_an_engine_that_does_not_serve_the_trainers_weights_is_warned_about(tmp_
     assert "log-probabilities" not in right.output.getvalue()
     said = " ".join(stale.output.getvalue().split())
     assert "mismatch/logprob_diff_mean is 1.5: the engine's log-probabilities are not those of the trainer's" in said
+
+
+class BehindGenerator(FakeGenerator):
+    """Its engine does not take the weights of step 2."""
+
+    def _trajectory(self, prompt, sample, step, purpose):
+        trajectory = super()._trajectory(prompt, sample, step, purpose)
+        turns = (replace(turn, weight_versions=((0, min(1, step - 1)),)) for turn in trajectory.turns)
+        return replace(trajectory, turns=tuple(turns))
+
+
+def test_a_batch_that_older_weights_sampled_is_refused_before_an_update(tmp_path):
+    run = fake_run(tmp_path)
+    run.generator = BehindGenerator(run.engine)
+    with pytest.raises(
+        BatchError, match=r"prompt 'p\d': .* by weights of version 1, and the learner has those of version 2"
+    ):
+        run.run()
+    assert {step for step, _ in run.learner.steps_and_versions} == {1, 2}
+
+
+def test_recorded_rollouts_may_be_of_any_version(tmp_path):
+    config = make_config(tmp_path)
+    run = fake_run(tmp_path, config=replace(config, generator=replace(config.generator, backend="replay")))
+    run.generator = BehindGenerator(run.engine)
+    run.generator.is_recorded = True
+    run.run()
+    assert [step for step, _ in run.learner.steps_and_versions[::2]] == [1, 2, 3, 4]
 
 
 def test_each_step_takes_the_next_batch_of_prompts_and_evaluations_always_use_the_same_seeds(tmp_path):

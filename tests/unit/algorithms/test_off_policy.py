@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from skyrl_train.algorithms.off_policy import Correction, LogRatioLedger, log_ratio_ledger, off_policy_weights
 from skyrl_train.config.algorithm import OffPolicyConfig
 from skyrl_train.errors import BatchError
+from skyrl_train.telemetry.metrics import merge_metrics, to_values
 
 RATIOS = torch.tensor([[2.0, 0.5, 4.0], [1.0, 1.1, math.nan], [0.01, 1.0, 1.0]], dtype=torch.float64)
 MASK = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
@@ -131,7 +133,7 @@ class TestLedger:
     ROLLOUT = torch.tensor([[-1.15, -1.1], [-1.0, math.nan]], dtype=torch.float64)
     SAMPLER = torch.tensor([[9.0, 9.0], [-0.95, math.nan]], dtype=torch.float64)
     MASK = torch.tensor([[True, True], [True, False]])
-    STALE = torch.tensor([False, True])
+    STALE = torch.tensor([[False, False], [True, True]])
 
     @pytest.mark.parametrize("with_sampler", [True, False])
     def test_the_parts_add_up_to_the_log_ratio(self, with_sampler: bool) -> None:
@@ -161,6 +163,17 @@ class TestLedger:
         assert metrics["off_policy/drift_abs_mean"].value == pytest.approx(0.5 / 3)
         assert metrics["off_policy/drift_abs_max"].value == pytest.approx(0.3)
 
+    def test_a_row_may_hold_tokens_of_two_versions(self) -> None:
+        ledger = log_ratio_ledger(
+            logprobs=self.OLD,
+            old_logprobs=self.OLD,
+            rollout_logprobs=self.ROLLOUT - 0.25,
+            loss_mask=self.MASK,
+            is_stale=torch.tensor([[True, False], [False, True]]),
+        )
+        assert ledger.unattributed.tolist() == [[pytest.approx(0.3), 0.0], [0.0, 0.0]]
+        assert ledger.numerics.tolist() == [[0.0, pytest.approx(0.25)], [pytest.approx(0.45), 0.0]]
+
     def ledger(self, with_sampler: bool) -> LogRatioLedger:
         return log_ratio_ledger(
             logprobs=self.LOGPROBS,
@@ -170,3 +183,68 @@ class TestLedger:
             is_stale=self.STALE,
             sampler_logprobs=self.SAMPLER if with_sampler else None,
         )
+
+
+class TestLedgerByAge:
+    """Five trained tokens of ages 0, 0, 1, 1 and 3, whose log-ratios before the update are 0.1, -0.1, 0.5, -0.2 and 1."""
+
+    MASK = torch.tensor([[True, True, True], [True, True, False]])
+    AGE = torch.tensor([[0, 0, 1], [1, 3, 9]], dtype=torch.int32)
+    BEFORE = torch.tensor([[0.1, -0.1, 0.5], [-0.2, 1.0, math.nan]], dtype=torch.float64)
+    DRIFT = torch.tensor([[0.0, 0.2, 0.0], [-0.4, 0.3, math.nan]], dtype=torch.float64)
+
+    def metrics(self, age: Tensor, ages: Sequence[int]) -> dict[str, float]:
+        rollout = torch.full_like(self.BEFORE, -2.0)
+        ledger = log_ratio_ledger(
+            logprobs=rollout + self.BEFORE + self.DRIFT,
+            old_logprobs=rollout + self.BEFORE,
+            rollout_logprobs=rollout,
+            loss_mask=self.MASK,
+            is_stale=age != 0,
+        )
+        return to_values(ledger.metrics_by_age(self.MASK, age, ages))
+
+    def test_each_age_has_its_means(self) -> None:
+        found = self.metrics(self.AGE, (0, 1, 3))
+        expected = {
+            "off_policy/age/mean": 5 / 5,
+            "off_policy/age/max": 3.0,
+            "off_policy/share/age_0": 0.4,
+            "off_policy/share/age_1": 0.4,
+            "off_policy/share/age_3": 0.2,
+            "off_policy/abs/age_0": 0.1,
+            "off_policy/abs/age_1": 0.35,
+            "off_policy/abs/age_3": 1.0,
+            "off_policy/k1/age_0": 0.0,
+            "off_policy/k1/age_1": -0.15,
+            "off_policy/k1/age_3": -1.0,
+            "off_policy/kl/age_0": 0.00500417,  # (e^0.1 - 1.1 + e^-0.1 - 0.9) / 2
+            "off_policy/kl/age_1": 0.08372601,  # (e^0.5 - 1.5 + e^-0.2 - 0.8) / 2
+            "off_policy/kl/age_3": 0.71828183,  # e - 2
+            "off_policy/drift/age_0": 0.1,
+            "off_policy/drift/age_1": 0.2,
+            "off_policy/drift/age_3": 0.3,
+        }
+        assert found == {name: pytest.approx(value, abs=1e-8) for name, value in expected.items()}
+
+    def test_the_oldest_are_counted_together_and_those_of_another_run_under_no_age(self) -> None:
+        age = torch.tensor([[0, -4, 16], [30, 999, 0]], dtype=torch.int32)
+        found = self.metrics(age, (-4, 0, 16, 30, 999))
+        assert {name.rpartition("/")[2] for name in found} == {"mean", "max", "age_0", "age_16"}
+        assert found["off_policy/share/age_16"] == pytest.approx(0.6)
+        assert found["off_policy/abs/age_16"] == pytest.approx((0.5 + 0.2 + 1.0) / 3)
+        assert found["off_policy/age/max"] == 999.0
+
+    def test_rows_in_micro_batches_give_the_same_numbers(self) -> None:
+        parts = [
+            log_ratio_ledger(
+                logprobs=self.BEFORE[row] + self.DRIFT[row],
+                old_logprobs=self.BEFORE[row],
+                rollout_logprobs=torch.zeros_like(self.BEFORE[row]),
+                loss_mask=self.MASK[row],
+                is_stale=self.AGE[row] != 0,
+            ).metrics_by_age(self.MASK[row], self.AGE[row], (0, 1, 3))
+            for row in (slice(0, 1), slice(1, 2))
+        ]
+        whole = self.metrics(self.AGE, (0, 1, 3))
+        assert to_values(merge_metrics(parts)) == {name: pytest.approx(value) for name, value in whole.items()}

@@ -7,6 +7,7 @@ import pytest
 from batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
 from skyrl_train.batch.assemble import assemble
+from skyrl_train.batch.staleness import ages_in
 from skyrl_train.errors import BatchError
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.types import Trajectory, Turn
@@ -146,11 +147,29 @@ def test_tokens_that_an_agent_loop_put_into_a_response_have_no_loss():
     assert "response_mask" not in assembled(make_trajectory("b", 0, *ONE_TURN))
 
 
-def test_rows_with_a_response_of_older_weights_are_stale():
-    versions = (((0, 2),), ((0, 1), (1, 2)), ((0, 2), (1, 3)))
-    turns = [replace(TWO_TURNS[0], weight_versions=runs) for runs in versions]
-    trajectories = [make_trajectory(name, 0, turn) for name, turn in zip("abc", turns)]
-    assert assembled(*trajectories)["is_stale"].tolist() == [False, True, False]
+def versions_of(*versions, step_wise=False):
+    """The column for one trajectory of two turns, `p p r r o s`, sampled by these runs; the learner has version 2."""
+    turns = [replace(turn, weight_versions=runs) for turn, runs in zip(TWO_TURNS, versions)]
+    batch = assembled(make_trajectory("a", 0, *turns), step_wise=step_wise)
+    return batch["weight_version"].tolist() if "weight_version" in batch else None
+
+
+def test_each_token_knows_the_version_that_sampled_it():
+    assert versions_of([(0, 1)], [(0, 2)]) == [2, 2, 1, 1, 2, 2]
+    assert versions_of([(0, 0), (1, 1)], [(0, 2)]) == [2, 2, 0, 1, 2, 2]
+    assert versions_of([(0, 0), (1, 1)], [(0, 1)], step_wise=True) == [2, 2, 0, 1, *[2, 2, 2, 2, 2, 1]]
+
+
+def test_there_is_no_such_column_where_the_learners_version_sampled_all():
+    assert versions_of([(0, 2)], [(0, 2)]) is None
+
+
+def test_a_placeholder_and_dummy_rows_have_no_age():
+    old = replace(ONE_TURN[0], weight_versions=[(0, 1)])
+    batch = assembled(make_trajectory("a", 0, old), failed_trajectory("b", 0)).pad_rows(1)
+    assert batch.take([1, 0])["weight_version"].tolist() == [2, 2, 2, 2, 1]
+    assert ages_in(batch) == (1,)
+    assert ages_in(batch.take([1])) == ()
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])

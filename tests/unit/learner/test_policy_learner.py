@@ -323,13 +323,23 @@ def test_the_ledger_tells_staleness_from_numerics_and_drift(folder: Path) -> Non
     learner = make_learner(folder)
     old = learner.forward(batch) - 0.25
     shift = torch.where(batch["loss_mask"], torch.full_like(old, 0.5), torch.zeros_like(old))
-    stale = torch.tensor([True, False, False, False])
-    batch = batch.with_columns(old_logprobs=old, rollout_logprobs=old - shift, is_stale=stale)
+    row_of_token = torch.repeat_interleave(torch.arange(batch.num_rows), batch.lengths)
+    versions = torch.where(row_of_token == 0, batch.metadata.weight_version - 1, batch.metadata.weight_version).int()
+    batch = batch.with_columns(old_logprobs=old, rollout_logprobs=old - shift, weight_version=versions)
     found = to_values(learner.forward_backward(close(batch)))
     share = float(batch.padded("loss_mask")[0].sum() / batch["loss_mask"].sum())
     assert found["off_policy/drift_mean"] == pytest.approx(0.25, abs=1e-5)
     assert found["off_policy/unattributed_mean"] == pytest.approx(0.5 * share, abs=1e-5)
     assert found["off_policy/numerics_mean"] == pytest.approx(0.5 * (1 - share), abs=1e-5)
+    assert (found["off_policy/age/mean"], found["off_policy/age/max"]) == (pytest.approx(share), 1.0)
+    assert found["off_policy/abs/age_0"] == found["off_policy/abs/age_1"] == pytest.approx(0.5, abs=1e-5)
+    assert found["off_policy/drift/age_1"] == pytest.approx(0.25, abs=1e-5)
+
+
+def test_where_one_version_sampled_everything_nothing_is_said_of_ages(folder: Path) -> None:
+    found = make_learner(folder).forward_backward(close(make_batch(LENGTHS)))
+    assert "off_policy/numerics_mean" in found
+    assert not [name for name in found if "age" in name]
 
 
 def without_column(batch: TrainingInputBatch, name: str) -> TrainingInputBatch:
@@ -358,3 +368,25 @@ def test_they_are_missed_by_name(folder: Path) -> None:
     learner = make_learner(folder, algorithm=AlgorithmConfig(use_rollout_logprobs=True))
     with pytest.raises(BatchError, match=r"no column 'rollout_logprobs'"):
         learner.forward_backward(close(without_column(make_batch(LENGTHS), "rollout_logprobs")))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "prefix_shared"])
+@pytest.mark.parametrize("rows_per_micro_batch", [1, 4])
+def test_what_the_ledger_says_of_ages_depends_on_no_layout(
+    folder: Path, layout: Literal["padded", "packed", "prefix_shared"], rows_per_micro_batch: int
+) -> None:
+    batch = make_batch(LENGTHS)
+    versions = batch.metadata.weight_version - torch.arange(batch.num_tokens).remainder(3).int()
+    batch = batch.with_columns(weight_version=versions.int())
+    learner = make_learner(folder, double=True, layout=layout, rows_per_micro_batch=rows_per_micro_batch)
+    current, mask = model_logprobs(folder, batch, 1.0), batch["loss_mask"]
+    found = to_values(learner.forward_backward(close(batch)))
+    for age in range(3):
+        of_age = mask & (versions == batch.metadata.weight_version - age)
+        before = (batch["old_logprobs"] - batch["rollout_logprobs"])[of_age]
+        drift = (current - batch["old_logprobs"])[of_age]
+        assert found[f"off_policy/share/age_{age}"] == pytest.approx(float(of_age.sum() / mask.sum()))
+        assert found[f"off_policy/abs/age_{age}"] == pytest.approx(float(before.abs().mean()), rel=1e-9)
+        assert found[f"off_policy/k1/age_{age}"] == pytest.approx(-float(before.mean()), rel=1e-9)
+        assert found[f"off_policy/kl/age_{age}"] == pytest.approx(float((before.exp() - 1 - before).mean()), rel=1e-9)
+        assert found[f"off_policy/drift/age_{age}"] == pytest.approx(float(drift.abs().mean()), rel=1e-9)

@@ -1,0 +1,46 @@
+"""How old the weights were that sampled a token: the learner's version less the token's, counted in updates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_train.batch.minibatch import tokens_with_loss
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.errors import BatchError
+
+
+def token_ages(batch: TrainingInputBatch) -> Tensor | None:
+    """Return `[num_tokens]` int32, the age of each token in versions, 0 outside responses; None where all are 0.
+
+    Below 0 is what the learner's own weights cannot have sampled yet: recorded tokens of another run.
+    """
+    if "weight_version" not in batch:
+        return None
+    return batch.metadata.weight_version - batch["weight_version"]
+
+
+def ages_in(batch: TrainingInputBatch) -> tuple[int, ...]:
+    """Return the ages of the batch's trained tokens, each once and ascending; none where all are 0."""
+    ages = token_ages(batch)
+    return () if ages is None else tuple(torch.unique(ages[tokens_with_loss(batch)]).tolist())
+
+
+def check_staleness(batch: TrainingInputBatch) -> None:
+    """Raise BatchError, naming a prompt and the versions, unless the age of every trained token lies between 0 and
+    `metadata.max_staleness`. Nothing is asked of a batch that has no such bound."""
+    ages, most = token_ages(batch), batch.metadata.max_staleness
+    if ages is None or most is None:
+        return
+    wrong = (tokens_with_loss(batch) & ((ages < 0) | (ages > most))).nonzero().squeeze(1)
+    if not len(wrong):
+        return
+    token = int(wrong[0])
+    row = int(torch.searchsorted(batch.row_offsets, token, right=True)) - 1
+    learner, version = batch.metadata.weight_version, int(batch["weight_version"][token])
+    raise BatchError(
+        f"prompt {batch.metadata.uids[row]!r}: token {token - int(batch.row_offsets[row])} of its row {row} was sampled by "
+        f"weights of version {version}, and the learner has those of version {learner}; trained tokens must be from 0 to "
+        f"trainer.max_staleness={most} versions old. {len(wrong)} tokens of the batch are not. Does the engine serve the "
+        "weights that it is given?"
+    )
