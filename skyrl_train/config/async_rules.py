@@ -1,24 +1,82 @@
-"""Rules of asynchronous reinforcement learning: rollouts that are made while the learner updates."""
+"""Rules of asynchronous reinforcement learning: what `trainer.max_staleness` above 0 cannot be combined with. That is what
+reads the order of whole batches, and engines whose weights were not tried to change between requests."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from skyrl_train.config.algorithm import AlgorithmConfig, needs_greedy_sample
+from skyrl_train.config.data import DataConfig
 from skyrl_train.config.fields import Rule
+from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import Violation
+from skyrl_train.registry import part_name
+
+_SERIAL = "or set trainer.max_staleness=0"
 
 
-def _serial(trainer: TrainerConfig) -> Iterator[Violation]:
-    """The loop waits for the rollouts of each step: nothing would make older ones."""
-    if trainer.max_staleness > 0:
+def _refused(
+    trainer: TrainerConfig, holds: bool, field: str, value: object, rule: str, remedy: str
+) -> Iterator[Violation]:
+    if trainer.max_staleness and holds:
+        full = f"{rule} with trainer.max_staleness={trainer.max_staleness}"
+        yield Violation.of(field, value, full, f"{remedy}, {_SERIAL}")
+
+
+def _engine(trainer: TrainerConfig, generator: GeneratorConfig) -> Iterator[Violation]:
+    yield from _refused(
+        trainer,
+        generator.backend != "hf",
+        "generator.backend",
+        part_name(generator.backend),
+        "must be hf, the engine whose weights may change while requests wait,",
+        "add generator=hf",
+    )
+
+
+def _curriculum(trainer: TrainerConfig, data: DataConfig) -> Iterator[Violation]:
+    yield from _refused(
+        trainer,
+        data.curriculum.enabled,
+        "data.curriculum.enabled",
+        True,
+        "must be false: it chooses a batch by what the batch before taught,",
+        "drop data.curriculum",
+    )
+
+
+def _sampling(trainer: TrainerConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    chosen = algorithm.filters.dynamic_sampling
+    yield from _refused(
+        trainer,
+        chosen != "none",
+        "trainer.algorithm.filters.dynamic_sampling",
+        chosen,
+        "must be none: it fills up the batch of one step,",
+        "set trainer.algorithm.filters.dynamic_sampling=none",
+    )
+
+
+def _greedy(trainer: TrainerConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    yield from _refused(
+        trainer,
+        needs_greedy_sample(algorithm),
+        "trainer.algorithm.advantage_estimator",
+        part_name(algorithm.advantage_estimator),
+        "must be one without a greedy sample of each prompt,",
+        "choose another, such as grpo",
+    )
+
+
+def _not_read(trainer: TrainerConfig) -> Iterator[Violation]:
+    if not trainer.max_staleness and trainer.stale_groups != "wait":
         yield Violation.of(
-            "trainer.max_staleness",
-            trainer.max_staleness,
-            "must be 0: rollouts are not made yet while the learner updates, so that none would be older",
-            "set trainer.max_staleness=0",
+            "trainer.stale_groups",
+            trainer.stale_groups,
+            "is not read with trainer.max_staleness=0",
+            "set trainer.max_staleness=1, or drop trainer.stale_groups",
         )
 
 
-ASYNC_RULES: tuple[Rule, ...] = (_serial,)
-"""One for what is decided together."""
+ASYNC_RULES: tuple[Rule, ...] = (_engine, _curriculum, _sampling, _greedy, _not_read)

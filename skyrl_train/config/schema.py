@@ -105,6 +105,9 @@ class TrainerConfig(LoopConfig):
     max_staleness: Forks[NonNegativeInt] = 0
     """By how many updates the weights that sampled a trained token may be older than those that are updated. 0: rollouts
     are made with the weights of the update before, and wait for them."""
+    stale_groups: Forks[Literal["wait", "drop"]] = "wait"
+    """`max_staleness`: what a batch does about a prompt whose samples would be too old for the next one and have not all
+    ended: wait for them, or drop them, with a count."""
     docs_per_step: Forks[NonNegativeInt] = 0
     """Close an optimizer step at so many rollouts instead of at a fixed number of prompts; 0 is off."""
     docs_per_step_exact: Forks[bool] = False

@@ -8,15 +8,13 @@ tokens, so that an engine that generates in waves sees the same batches on every
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.mix import MixedDataset
@@ -32,6 +30,7 @@ from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.env_processes import ProcessEnvironments, WorkerHost
 from skyrl_train.rollout.env_threads import ThreadEnvironments
 from skyrl_train.rollout.environments import check_environment, check_rows, environment_of, uses_processes
+from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.rollout.scoring import Rewards
 from skyrl_train.rollout.tools.formats import ToolParser
 from skyrl_train.rollout.tools.toolbox import Schema, tool_schemas
@@ -40,10 +39,8 @@ from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Tokenizer, T
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-_CANCEL_TIMEOUT_S = 10.0
-_SIGNAL_POLL_S = 0.5
+STREAM = "stream"
+"""Purpose, in requests and seeds, of groups that run by themselves."""
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (trajectories done, trajectories in all), from the generator's thread."""
@@ -107,7 +104,8 @@ class RolloutGenerator:
         self._parse_calls = parse_calls
         self._context = generator.privileged_context
         self._seed = seed
-        self._thread = LoopThread(name="rollout")
+        self.thread = LoopThread(name="rollout")
+        """Where all trajectories run."""
         self._mix = {dataset.name: dataset for dataset in mix}
         # With a mix, no prompt is scored by the environment of the run.
         own = {name: dataset.environment for name, dataset in self._mix.items()} or {"": environment}
@@ -131,12 +129,10 @@ class RolloutGenerator:
             DataError: The chat template refuses a prompt, or nothing names its environment.
             ConfigError: A row names an environment that does not exist.
         """
-        for name, task in self._tasks.items():
-            check_rows([prompt for prompt in prompts if prompt.dataset == name], task.environment)
-        jobs = self._jobs(prompts, n_samples_per_prompt, sampling, global_step, purpose)
+        self._check_rows(prompts)
         hosts = [task.hosts for task in self._tasks.values()]
         before = [(each.num_given_up, each.num_close_failures) for each in hosts]
-        trajectories = self._thread.run(self._run_all(jobs, n_samples_per_prompt))
+        trajectories = self.thread.run(self._run_prompts(prompts, n_samples_per_prompt, sampling, global_step, purpose))
         for each, (hung, unclosed) in zip(hosts, before):
             if each.num_given_up > hung:
                 logger.warning("%d environment calls hung; %s", each.num_given_up - hung, each.given_up)
@@ -146,16 +142,34 @@ class RolloutGenerator:
             prompts=tuple(prompts), trajectories=tuple(trajectories), n_samples_per_prompt=n_samples_per_prompt
         )
 
+    async def run_group(
+        self, prompt: Prompt, *, ordinal: int, n_samples_per_prompt: int, sampling: SamplingParams
+    ) -> tuple[Trajectory, ...]:
+        """Return all samples of one prompt, which runs by itself: the engine may answer it beside any others.
+
+        To be awaited on `thread`. `ordinal` is the prompt's index in the order of the data; requests are named and seeded by
+        it. Raises DataError, ConfigError as `generate` does.
+        """
+        self._check_rows([prompt])
+        jobs = self._jobs([prompt], n_samples_per_prompt, sampling, ordinal, STREAM)
+        tasks = [asyncio.ensure_future(self._run_one(job, contextlib.ExitStack(), [])) for job in jobs]
+        try:
+            return tuple(await self._score_group(prompt, tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     def take_metrics(self) -> dict[str, float]:
         """Return what judges did since the last time."""
         return {name: value for task in self._tasks.values() for name, value in task.rewards.take_metrics().items()}
 
     def close(self) -> None:
         """Ends the environments' threads or processes. Idempotent."""
-        if not self._thread.is_closed:
+        if not self.thread.is_closed:
             for task in self._tasks.values():
-                self._thread.run(task.hosts.aclose())
-        self._thread.close()
+                self.thread.run(task.hosts.aclose())
+        self.thread.close()
 
     def _host(self, environment: EnvironmentConfig, workers: WorkerHost | None, log: Path | None) -> _Task:
         hosts = self._host_environments(environment, workers, log)
@@ -172,8 +186,18 @@ class RolloutGenerator:
         host = workers or LocalWorkers(WorkerSettings.of(environment, log=log))
         processes = ProcessEnvironments(host, num_workers=num_workers, timeout_s=timeout_s)
         # Imports go on while models are loaded; what is wrong with them is raised where rollouts need them.
-        self._thread.begin(processes.prepare())
+        self.thread.begin(processes.prepare())
         return processes
+
+    def _check_rows(self, prompts: Sequence[Prompt]) -> None:
+        for name, task in self._tasks.items():
+            check_rows([prompt for prompt in prompts if prompt.dataset == name], task.environment)
+
+    async def _run_prompts(
+        self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
+    ) -> list[Trajectory]:
+        # Prompts become tokens on the loop's thread alone: tokenizers are not for several threads at once.
+        return await self._run_all(self._jobs(prompts, n_samples, sampling, global_step, purpose), n_samples)
 
     def _jobs(
         self, prompts: Sequence[Prompt], n_samples: int, sampling: SamplingParams, global_step: int, purpose: str
@@ -302,62 +326,3 @@ class RolloutGenerator:
                 check_failures(done, len(tasks), limit=self._environment.max_failed_fraction)
             if self.on_progress is not None:
                 self.on_progress(len(done), len(tasks))
-
-
-class LoopThread:
-    """Runs coroutines to their end on one loop that lives as long as this object.
-
-    Works whether or not the caller's thread runs a loop itself (a notebook, an async test), and what an engine bound to
-    the loop (a connection pool, say) stays usable between calls.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the coroutine's result, or its exception.
-
-        Where this thread is interrupted (Ctrl-C), the coroutine is cancelled and awaited first, so that nothing of it
-        runs on.
-        """
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            # In slices: a signal that another thread happens to receive does not wake this one.
-            while not concurrent.futures.wait([future], timeout=_SIGNAL_POLL_S).done:
-                continue
-            return future.result()
-        except BaseException:
-            if not future.done():
-                future.cancel()
-                with contextlib.suppress(BaseException):
-                    self._settle()
-            raise
-
-    def begin(self, coroutine: Coroutine[Any, Any, object]) -> None:
-        """Run a coroutine whose result, or exception, nobody waits for."""
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    @property
-    def is_closed(self) -> bool:
-        return self._loop.is_closed()
-
-    def close(self) -> None:
-        """Stops the loop. Idempotent."""
-        if self._loop.is_closed():
-            return
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_CANCEL_TIMEOUT_S)
-        if not self._thread.is_alive():
-            self._loop.close()
-
-    def _settle(self) -> None:
-        """Waits until the cancelled coroutine has cleaned up after itself."""
-        done: concurrent.futures.Future[None] = asyncio.run_coroutine_threadsafe(self._others_ended(), self._loop)
-        done.result(_CANCEL_TIMEOUT_S)
-
-    async def _others_ended(self) -> None:
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        if others:
-            await asyncio.wait(others, timeout=_CANCEL_TIMEOUT_S)

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from skyrl_train.rollout.env_processes import WorkerHost
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.rollout.rewards.model import RewardModel
+    from skyrl_train.rollout.stream import RolloutStream
     from skyrl_train.rollout.tools.formats import ToolParser
     from skyrl_train.runs.build_engines import Engines
     from skyrl_train.runs.build_ray import Cluster
     from skyrl_train.trainers.evaluate import Evaluator
     from skyrl_train.trainers.rollout_sink import RolloutLog
-    from skyrl_train.trainers.steps import Learners
+    from skyrl_train.trainers.steps import Learners, PromptBatches
     from skyrl_train.types import Prompt, Tokenizer
     from skyrl_train.weight_sync.device_sharing import DeviceSharing
 
@@ -95,6 +96,40 @@ def build_rollouts(
     )
     stack.callback(generator.close)
     return RolloutParts(generator=generator, transport=engines.transport)
+
+
+def build_stream(
+    config: Config,
+    prompts: PromptBatches,
+    generator: Generator,
+    total_steps: int,
+    stack: ExitStack,
+    on_progress: Callable[[int, int], None],
+) -> RolloutStream | None:
+    """Return what makes rollouts while the learner updates; None with `trainer.max_staleness=0`. `stack` ends it."""
+    from skyrl_train.rollout.admission import AdmissionSettings
+    from skyrl_train.rollout.generator import RolloutGenerator
+    from skyrl_train.rollout.stream import RolloutStream, StreamSettings
+    from skyrl_train.trainers.steps import sampling_params
+
+    trainer = config.trainer
+    if not trainer.max_staleness:
+        return None
+    assert isinstance(generator, RolloutGenerator), "recordings are refused before"
+    settings = StreamSettings(
+        admission=AdmissionSettings(
+            batch_size=trainer.train_batch_size,
+            max_staleness=trainer.max_staleness,
+            stale_groups=trainer.stale_groups,
+            total_batches=total_steps,
+        ),
+        n_samples_per_prompt=config.generator.n_samples_per_prompt,
+        sampling=sampling_params(config.generator.sampling),
+        max_failed_fraction=config.environment.max_failed_fraction,
+    )
+    stream = RolloutStream(generator, prompts, settings, on_progress=on_progress)
+    stack.callback(stream.close)
+    return stream
 
 
 def build_tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser | None:

@@ -109,11 +109,16 @@ def first_lines(config: RunConfig, *own: str, data: Sequence[str], promise: str)
     ]
 
 
-def resume_promise(config: RunConfig, *, engine_seeds: bool = False) -> str:
+def resume_promise(config: RunConfig, *, engine_seeds: bool = False, max_staleness: int = 0) -> str:
     """What a resumed run has in common with one that was not interrupted; also kept in `plan.json`.
 
-    `engine_seeds`: the engine draws samples with a seed of its own.
+    `engine_seeds`: the engine draws samples with a seed of its own. `max_staleness`: as the setting.
     """
+    if max_staleness:
+        return (
+            "no prompt is lost or comes twice; not identical: which weights sample what depends on time "
+            f"(trainer.max_staleness={max_staleness})"
+        )
     if engine_seeds:
         return "not identical: samples are left to the engine's own seed (generator.seeds=engine)"
     if config.platform.name == "cpu":

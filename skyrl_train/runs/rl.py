@@ -22,6 +22,7 @@ from skyrl_train.runs.build import (
     build_host,
     build_learners,
     build_rollouts,
+    build_stream,
     with_reward_weights,
 )
 from skyrl_train.runs.common import (
@@ -169,6 +170,7 @@ def _train(
         transport=rollouts.transport,
         evaluator=build_evaluator(config, data.validation, rollouts.generator, rollout_log),
         rollout_log=rollout_log,
+        stream=build_stream(config, data.train, rollouts.generator, plan.total_steps, stack, console.on_progress),
     )
     return trainer.train()
 
@@ -246,7 +248,9 @@ def describe(config: Config) -> list[str]:
 
 
 def _promise(config: Config) -> str:
-    return resume_promise(config, engine_seeds=config.generator.seeds == "engine")
+    return resume_promise(
+        config, engine_seeds=config.generator.seeds == "engine", max_staleness=config.trainer.max_staleness
+    )
 
 
 def _optimizer_steps(plan: BatchPlan) -> str:

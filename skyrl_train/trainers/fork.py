@@ -86,7 +86,7 @@ def fork_from(
     return Fork(
         resume_path=run.path,
         checkpoint=checkpoint,
-        state=dataclasses.replace(_with_controllers(state, run, changed), data_position=position),
+        state=dataclasses.replace(_with_controllers(state, run, changed), data_position=position, settled=None),
         changes=tuple(changes),
         fresh_models=fresh_models,
         notes=tuple(notes),

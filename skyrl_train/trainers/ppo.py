@@ -18,8 +18,9 @@ for, and what it unblocks:
     sync      the engine, idle since `generate` returned          generate of the next step; the evaluation of this one
     finish    the rollout log, which is flushed to disk           the checkpoint, which follows the record of its step
 
-`generate` alone reads the engine, and it depends on nothing of its own step, so that a stream of rollouts that are made
-meanwhile can take its place.
+`generate` alone reads the engine, and it depends on nothing of its own step. With `trainer.max_staleness` above 0 a stream
+takes its place (`rollout/stream.py`), which makes rollouts while the other verbs run: `generate` then waits for a batch
+whose oldest token is of version `step - 1 - max_staleness` at least, and `sync` lets further groups begin.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from skyrl_train.algorithms.controllers import KLControllerState, next_state
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.data.curriculum import Curriculum
 from skyrl_train.interfaces import Generator, Learner, ReportsMetrics, Scorer, WeightTransport
+from skyrl_train.rollout.admission import Settled
+from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry.metrics import to_values
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.evaluate import EvaluationResult, Evaluator
@@ -82,11 +85,12 @@ class PPOTrainer:
         transport: WeightTransport,
         evaluator: Evaluator | None,
         rollout_log: RolloutLog | None,
+        stream: RolloutStream | None = None,
     ) -> None:
         """`evaluator` and `rollout_log` are None where evaluation and rollout dumps are off; a `curriculum` chooses prompts
-        in place of `prompts`."""
+        in place of `prompts`; a `stream`, which reads `prompts` itself, makes rollouts while the learner updates."""
         self.loop, self.settings, self.prompts, self.generator = loop, settings, prompts, generator
-        self.curriculum = curriculum
+        self.curriculum, self.stream = curriculum, stream
         self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
         self.state: LoopState = loop.start.state or LoopState.first(settings.trainer.algorithm)
 
@@ -103,13 +107,7 @@ class PPOTrainer:
             for step in loop.steps():
                 with self._failures_kept(step) as seen:
                     with loop.phase("generate", can_give_up=True):
-                        generated = steps.generate(
-                            self.generator,
-                            self._prompts_of(step),
-                            settings,
-                            step=step,
-                            position=self.state.data_position,
-                        )
+                        generated = self._generate(step)
                     seen.append(generated.rollouts)
                     with loop.phase("assemble"):
                         batch = steps.assemble(
@@ -133,6 +131,8 @@ class PPOTrainer:
                         )
                     with loop.phase("sync"):
                         steps.sync(learners.policy, self.transport, version=step)
+                        if self.stream is not None:
+                            self.stream.publish(step)
                         self._move_reference(step)
                     self._finish_step(step, generated, batch, update)
             return self._finish()
@@ -140,9 +140,20 @@ class PPOTrainer:
     def _begin(self) -> None:
         """Loads the checkpoint's weights and gives them to the engine, which the first evaluation asks."""
         self.loop.load()
+        version = self.loop.start.global_step
         with self.loop.phase("sync"):
-            steps.sync(self.learners.policy, self.transport, version=self.loop.start.global_step)
+            steps.sync(self.learners.policy, self.transport, version=version)
+        if self.stream is not None:
+            first = self.state.data_position * self.settings.trainer.train_batch_size
+            self.stream.begin(version=version, settled=self.state.settled or Settled(frontier=first))
         self.loop.begin(self.state, self._evaluate)
+
+    def _generate(self, step: int) -> steps.Generated:
+        """The rollouts to train on: made now, or taken from the stream."""
+        position = self.state.data_position
+        if self.stream is not None:
+            return steps.take(self.stream, self.settings, position=position)
+        return steps.generate(self.generator, self._prompts_of(step), self.settings, step=step, position=position)
 
     def _finish_step(
         self, step: int, generated: steps.Generated, batch: TrainingInputBatch, update: steps.Update
@@ -170,6 +181,7 @@ class PPOTrainer:
                 totals=totals,
                 kl_controller=kl,
                 entropy_controller=update.entropy,
+                settled=generated.settled,
             )
             facts = StepFacts(step=step, rollouts=generated.everything, batch=batch)
             metrics = self.loop.observers.measure(facts, {**metrics, **controlled})

@@ -12,7 +12,7 @@ import numpy as np
 from skyrl_train.data.token_store import ExampleSet
 from skyrl_train.errors import DeadlineError
 from skyrl_train.interfaces import InferenceEngine, Learner, WeightTransport
-from skyrl_train.rollout.generator import LoopThread
+from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.telemetry.json_text import json_line

@@ -25,6 +25,7 @@ from skyrl_train.algorithms.controllers import (
 )
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import CheckpointError
+from skyrl_train.rollout.admission import Settled
 from skyrl_train.telemetry.files import finite_number, read_json, whole_number, write_json
 from skyrl_train.telemetry.json_text import shown
 from skyrl_train.types import Prompt
@@ -87,6 +88,8 @@ class LoopState:
     """The weight of the entropy bonus."""
     solve_rates: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     """Of the curriculum (`data/curriculum.py`): by prompt, the estimate and the step that tried it last."""
+    settled: Settled | None = None
+    """Prompts that need not come again, where a stream of rollouts may train on them in another order; None elsewhere."""
 
     @staticmethod
     def first(algorithm: AlgorithmConfig | None) -> LoopState:
@@ -132,6 +135,7 @@ class TrainerState(LoopState):
             # Checkpoints of before there was a controller have none: its weight was fixed then, and still is.
             content.setdefault("entropy_controller", EntropyControllerState().to_json())
             content.setdefault("solve_rates", {})
+            content.setdefault("settled", None)
             missing = {each.name for each in dataclasses.fields(TrainerState)} ^ content.keys()
             if missing:
                 raise ValueError(f"{sorted(missing)[0]} is missing, or unknown here")
@@ -165,6 +169,7 @@ def _decoded(content: Mapping[str, Any]) -> TrainerState:
         kl_controller=KLControllerState.from_json({"coef": finite_number(kl, "coef")}),
         entropy_controller=EntropyControllerState.from_json({**entropy, "coef": finite_number(entropy, "coef")}),
         solve_rates=_solve_rates(content["solve_rates"]),
+        settled=None if content["settled"] is None else Settled.from_json(_entries(content["settled"], "settled")),
         config=_entries(content["config"], "config"),
         versions=versions,
     )

@@ -39,6 +39,8 @@ from skyrl_train.config.learners import needs_old_logprobs
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, Scorer, ScoresDistributions, WeightTransport
+from skyrl_train.rollout.admission import Settled
+from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry.metrics import Mean, StepMetrics, merge_metrics
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
@@ -73,7 +75,9 @@ class Generated:
     num_prompt_batches: int
     """Batches taken from the prompt source; more than one only with dynamic sampling."""
     metrics: Mapping[str, float]
-    """`sampling/...`; empty without dynamic sampling."""
+    """`sampling/...`, and of a stream its own; empty without either."""
+    settled: Settled | None = None
+    """Of a stream: prompts that need not come again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +143,18 @@ def generate(
                 metrics=sampled.metrics,
             )
         state = sampled.state
+
+
+def take(stream: RolloutStream, settings: PPOSettings, *, position: int) -> Generated:
+    """The next batch of rollouts of a stream. `position`: of the data, in whole batches that are settled."""
+    taken = stream.take()
+    return Generated(
+        rollouts=shape_rewards(taken.rollouts, settings.trainer.algorithm.filters),
+        everything=taken.rollouts,
+        num_prompt_batches=taken.settled.frontier // settings.trainer.train_batch_size - position,
+        metrics=taken.metrics,
+        settled=taken.settled,
+    )
 
 
 def _greedy(

@@ -12,7 +12,7 @@ import pytest
 from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.env_processes import ProcessEnvironments, WorkerHost
-from skyrl_train.rollout.generator import LoopThread
+from skyrl_train.rollout.loop_thread import LoopThread
 from tests.process_trees import descendants
 from tests.reliability.hostile_environments import BAD, GOES_ON, HOSTILE
 

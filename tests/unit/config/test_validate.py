@@ -83,7 +83,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"generator__backend": "replay"}, "generator.replay_path"),
     ({"generator__backend": "replay", "generator__replay_path": "/no/such"}, "generator.replay_path"),
     ({"generator__replay_path": "somewhere"}, "generator.replay_path"),
-    ({"trainer__max_staleness": 1}, "trainer.max_staleness"),
+    ({"trainer__stale_groups": "drop"}, "trainer.stale_groups"),
     ({"placement__policy_num_workers": 2}, "placement.policy_num_workers"),
     ({"placement__ref_num_workers": 2}, "placement.ref_num_workers"),
     ({"placement__backend": "ray", "placement__policy_num_workers": 2}, "placement.policy_num_workers"),

@@ -1,0 +1,201 @@
+"""Which prompt group begins when, and which groups make a batch, where generation goes on while the learner updates.
+
+`Admission` is told what happened and says what may happen next. It has no threads and no clock, so that a simulation tries
+it with a million events. Its numbers:
+
+    version   updates that the learner has made and the engine was given; batch number `version` is the next to close
+    ordinal   index of a prompt in the order of the data, over all epochs; what its seeds are derived from
+    pending   a group that began and is in no batch yet: in flight, or finished
+
+Two rules hold together that no token is trained on more than `max_staleness` versions after it was sampled:
+
+    admission  a group begins while `started - discarded < (version + 1 + max_staleness) * batch_size`
+    age        a group that began at version `f` is in batch `f + max_staleness` at the latest
+
+For the second it is not enough that each group which is due has finished when its batch closes. With batches of one group
+and `max_staleness=2`, groups 0 and 1 that both began at version 0 are both due in batch 2, which has room for one. So a
+batch closes only where, for each later batch, the groups that are then due fit into the batches until then (`_is_on_time`);
+the admission rule is what makes that possible at all. Of the groups that have finished the oldest are taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from skyrl_train.telemetry.files import whole_number
+
+StaleGroups = Literal["wait", "drop"]
+
+STALE = "stale"
+"""Reason of a group that was dropped in flight: its batch closed without it."""
+SURPLUS = "surplus"
+"""Reason of a group that finished and was dropped: it is too old for the batches that have room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """The prompts that are trained on, or dropped for good: each prompt is settled once."""
+
+    frontier: int = 0
+    """All ordinals below it are settled."""
+    beyond: tuple[int, ...] = ()
+    """Those above it that are, ascending."""
+
+    def plus(self, *ordinals: int) -> Settled:
+        """Return the set with these ordinals. Raises ValueError for one that is in it already."""
+        beyond = set(self.beyond)
+        for ordinal in ordinals:
+            if ordinal < self.frontier or ordinal in beyond:
+                raise ValueError(f"prompt {ordinal} of the order is settled already")
+            beyond.add(ordinal)
+        frontier = self.frontier
+        while frontier in beyond:
+            beyond.remove(frontier)
+            frontier += 1
+        return Settled(frontier=frontier, beyond=tuple(sorted(beyond)))
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> Settled:
+        """Return what `dataclasses.asdict` was written of. Raises ValueError, KeyError."""
+        frontier, beyond = whole_number(content, "frontier"), content["beyond"]
+        numbers = isinstance(beyond, list) and all(type(ordinal) is int for ordinal in beyond)
+        if not numbers or beyond != sorted(set(beyond)) or (beyond and beyond[0] <= frontier):
+            raise ValueError("beyond must be a list of ascending numbers above frontier")
+        if unknown := sorted(content.keys() - {"frontier", "beyond"}):
+            raise ValueError(f"{unknown[0]} is unknown here")
+        return Settled(frontier=frontier, beyond=tuple(beyond))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmissionSettings:
+    """What the rules are given."""
+
+    batch_size: int
+    """Groups of a batch."""
+    max_staleness: int
+    """Versions; at least 1."""
+    stale_groups: StaleGroups
+    """Whether a batch waits for a group that is due in it, or drops it."""
+    total_batches: int
+    """Of the run, those that are closed included: no group begins that none of them has room for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Closed:
+    """A batch, and what it leaves behind."""
+
+    ordinals: tuple[int, ...]
+    """`batch_size` groups, ascending."""
+    dropped: Mapping[int, str]
+    """Groups that were given up for it, with the reason."""
+
+
+@dataclass
+class _Pending:
+    """A group that is in no batch yet."""
+
+    began_at: int
+    """Version."""
+    is_finished: bool = False
+
+
+@dataclass
+class Admission:
+    """The rules and what they know; see the head of this file."""
+
+    settings: AdmissionSettings
+    version: int
+    """Also the number of batches that are closed when it begins."""
+    settled: Settled
+    """Where to go on in the data."""
+    discarded: Counter[str] = field(default_factory=Counter)
+    """Groups that were dropped, by reason."""
+
+    def __post_init__(self) -> None:
+        self._num_closed = self.version
+        self._next = self.settled.frontier
+        self._pending: dict[int, _Pending] = {}
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups that began and have not finished."""
+        return sum(not group.is_finished for group in self._pending.values())
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that finished and are in no batch yet."""
+        return len(self._pending) - self.num_in_flight
+
+    def start(self) -> int | None:
+        """Return the ordinal of the group that begins now; None where none may."""
+        limit = min(self.version + 1 + self.settings.max_staleness, self.settings.total_batches)
+        # What was trained on, and what is pending, is `started - discarded`.
+        if self._num_closed * self.settings.batch_size + len(self._pending) >= limit * self.settings.batch_size:
+            return None
+        while self._next in self.settled.beyond:
+            self._next += 1
+        ordinal = self._next
+        self._next += 1
+        self._pending[ordinal] = _Pending(began_at=self.version)
+        return ordinal
+
+    def finish(self, ordinal: int) -> None:
+        """A group has finished."""
+        self._pending[ordinal].is_finished = True
+
+    def discard(self, ordinal: int, reason: str) -> None:
+        """A group is given up for good, and another may begin in its place."""
+        del self._pending[ordinal]
+        self.settled = self.settled.plus(ordinal)
+        self.discarded[reason] += 1
+
+    def publish(self, version: int) -> None:
+        """Engines have the weights of `version`. Raises ValueError unless it is the next one."""
+        if version != self.version + 1:
+            raise ValueError(f"version {version} was published after version {self.version}")
+        self.version = version
+
+    def close(self) -> Closed | None:
+        """Return the next batch, whose groups are settled by that; None where it cannot be closed yet.
+
+        Raises ValueError where the batch of this version is closed already.
+        """
+        if self._num_closed != self.version:
+            raise ValueError(f"batch {self.version} is closed, and version {self.version + 1} was not published yet")
+        # Groups are held in the order in which they began, the oldest first.
+        finished = [ordinal for ordinal, group in self._pending.items() if group.is_finished]
+        chosen = finished[: self.settings.batch_size]
+        left = {ordinal: group for ordinal, group in self._pending.items() if ordinal not in chosen}
+        if len(chosen) < self.settings.batch_size:
+            return None
+        dropped: dict[int, str] = {}
+        if self.settings.stale_groups == "drop":
+            due = [ordinal for ordinal, group in left.items() if self._due(group) <= self.version]
+            dropped = {ordinal: SURPLUS if left[ordinal].is_finished else STALE for ordinal in due}
+        elif not self._is_on_time(left):
+            return None
+        for ordinal in chosen:
+            del self._pending[ordinal]
+        self.settled = self.settled.plus(*chosen)
+        for ordinal, reason in dropped.items():
+            self.discard(ordinal, reason)
+        self._num_closed += 1
+        return Closed(ordinals=tuple(sorted(chosen)), dropped=dropped)
+
+    def _due(self, group: _Pending) -> int:
+        """Return the number of the last batch that may hold the group."""
+        return group.began_at + self.settings.max_staleness
+
+    def _is_on_time(self, left: Mapping[int, _Pending]) -> bool:
+        """Whether the batches after this one can hold every group that is `left` before it is too old."""
+        due = Counter(self._due(group) for group in left.values())
+        room, num_due = 0, 0
+        for number in range(self.version, max(due, default=0) + 1):
+            num_due += due[number]
+            if num_due > room:
+                return False
+            room += self.settings.batch_size
+        return True

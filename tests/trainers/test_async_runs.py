@@ -1,0 +1,150 @@
+"""Real runs of the bundled model whose rollouts are made while the learner updates."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.schema import Config
+from skyrl_train.config.validate import validate_config
+from skyrl_train.errors import StopRequested
+from skyrl_train.runs.rl import load_data, train
+from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.trainers.observers import RunEvent
+from skyrl_train.types import RolloutBatch
+
+BATCH, SAMPLES = 4, 2
+
+
+def make_config(root: Path, **trainer: Any) -> Config:
+    """3 steps of 4 prompts, 2 samples each, of 16 prompts; the held-out ones are 4."""
+    config = Config(output_dir=str(root))
+    sizes = {
+        "total_steps": 3,
+        "train_batch_size": BATCH,
+        "policy_mini_batch_size": BATCH,
+        "critic_mini_batch_size": BATCH,
+        "ckpt_interval": 0,
+        "eval_before_train": False,
+        "max_staleness": 1,
+        "export_hf": False,
+        **trainer,
+    }
+    sampling = replace(config.generator.sampling, max_generate_length=8)
+    return replace(
+        config,
+        data=replace(config.data, max_train_prompts=4 * BATCH, max_validation_prompts=4),
+        environment=replace(config.environment, isolation="thread"),
+        generator=replace(config.generator, n_samples_per_prompt=SAMPLES, sampling=sampling, eval_sampling=sampling),
+        trainer=replace(config.trainer, **sizes),
+    )
+
+
+def stop_after_two_steps(event: RunEvent) -> None:
+    """For `trainer.callbacks`: a signal arrives at the end of step 2, while the groups of step 3 are in flight."""
+    if event.kind == "step" and event.step == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def trained(root: Path) -> list[RolloutBatch]:
+    """The batches of all steps."""
+    files = sorted((root / "rollouts").glob("train_step_*.jsonl"))
+    return [batch for file in files for batch in read_rollouts(file).values()]
+
+
+def check_each_prompt_once(root: Path, config: Config, *, num_steps: int) -> None:
+    batches = trained(root)
+    assert len(batches) == num_steps
+    found = [prompt.uid for batch in batches for prompt in batch.prompts]
+    source = load_data(config).train
+    expected = [prompt.uid for position in range(num_steps) for prompt in source(position)]
+    assert Counter(found) == Counter(expected)
+    assert all(len(batch.trajectories) == BATCH * SAMPLES for batch in batches)
+
+
+def check_versions(root: Path, *, max_staleness: int) -> set[int]:
+    """Return the ages of all tokens."""
+    ages = {
+        version - run.version
+        for version, batch in enumerate(trained(root))
+        for trajectory in batch.trajectories
+        for turn in trajectory.turns
+        for run in turn.weight_versions
+    }
+    assert ages <= set(range(max_staleness + 1))
+    return ages
+
+
+def test_each_prompt_is_trained_on_once_and_with_tokens_that_are_young_enough(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    train(config)
+    check_each_prompt_once(tmp_path, config, num_steps=3)
+    assert check_versions(tmp_path, max_staleness=1) == {0, 1}
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert records[1]["staleness/max"] == 1.0
+    assert "eval/accuracy" in records[-1]
+    assert all(record["timing/wait/rollouts"] >= 0 for record in records)
+
+
+def test_a_run_that_is_stopped_goes_on_without_losing_or_repeating_a_prompt(tmp_path: Path) -> None:
+    config = make_config(tmp_path, max_staleness=2, total_steps=4, callbacks=("test_async_runs:stop_after_two_steps",))
+    with pytest.raises(StopRequested):
+        train(config)
+    state = json.loads((tmp_path / "checkpoints/step_000002/trainer_state.json").read_text())
+    settled = state["settled"]
+    assert settled["frontier"] + len(settled["beyond"]) == 2 * BATCH
+    assert state["data_position"] == settled["frontier"] // BATCH
+    train(config)
+    check_each_prompt_once(tmp_path, config, num_steps=4)
+    check_versions(tmp_path, max_staleness=2)
+
+
+@pytest.mark.slow
+def test_a_fork_may_turn_waiting_on_and_off(tmp_path: Path) -> None:
+    train(make_config(tmp_path / "stream", ckpt_interval=2))
+    serial = make_config(
+        tmp_path / "serial", max_staleness=0, total_steps=4, resume_mode="fork", resume_path=str(tmp_path / "stream")
+    )
+    train(serial)
+    (batch,) = trained(tmp_path / "serial")
+    assert [prompt.uid for prompt in batch.prompts] == [prompt.uid for prompt in load_data(serial).train(3)]
+    again = make_config(tmp_path / "again", total_steps=5, resume_mode="fork", resume_path=str(tmp_path / "serial"))
+    train(again)
+    assert {prompt.uid for prompt in trained(tmp_path / "again")[0].prompts} == {
+        prompt.uid for prompt in load_data(again).train(4)
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"data": {"curriculum": {"enabled": True}}}, "data.curriculum.enabled"),
+        ({"generator": {"backend": "vllm"}}, "generator.backend"),
+        ({"trainer": {"algorithm": {"filters": {"dynamic_sampling": "filter"}}}}, "filters.dynamic_sampling"),
+        ({"trainer": {"algorithm": {"advantage_estimator": "remax"}}}, "algorithm.advantage_estimator"),
+        ({"trainer": {"max_staleness": 0, "stale_groups": "drop"}}, "trainer.stale_groups"),
+    ],
+)
+def test_what_does_not_work_on_a_stream_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
+    config = changed(make_config(tmp_path), changes)
+    assert [one.field for one in validate_config(config) if field in one.field]
+    serial = replace(config, trainer=replace(config.trainer, max_staleness=0, stale_groups="wait"))
+    assert not [one.field for one in validate_config(serial) if "max_staleness" in one.rule]
+
+
+def changed(section: Any, changes: dict[str, Any]) -> Any:
+    """Return a section with these settings, by their names within it."""
+    values = {
+        name: changed(getattr(section, name), value) if isinstance(value, dict) else value
+        for name, value in changes.items()
+    }
+    return replace(section, **values)

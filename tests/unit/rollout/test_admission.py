@@ -1,0 +1,264 @@
+"""The rules of admission and age: by hand, and in simulated runs with stragglers."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from skyrl_train.rollout.admission import Admission, AdmissionSettings, Closed, Settled
+
+STRAGGLER_STEPS = 50.0
+"""Steps of the learner that a straggler takes."""
+
+
+def make(
+    *,
+    batch_size: int = 1,
+    max_staleness: int = 1,
+    total_batches: int = 100,
+    version: int = 0,
+    settled: Settled | None = None,
+    **changes: Any,
+) -> Admission:
+    settings: dict[str, Any] = {"stale_groups": "wait", **changes}
+    return Admission(
+        settings=AdmissionSettings(
+            batch_size=batch_size, max_staleness=max_staleness, total_batches=total_batches, **settings
+        ),
+        version=version,
+        settled=settled or Settled(),
+    )
+
+
+def start_all(admission: Admission) -> list[int]:
+    started = []
+    while (ordinal := admission.start()) is not None:
+        started.append(ordinal)
+    return started
+
+
+def test_groups_begin_while_the_next_batches_have_room() -> None:
+    admission = make(batch_size=2, max_staleness=1)
+    assert start_all(admission) == [0, 1, 2, 3]
+    for ordinal in (1, 0):
+        admission.finish(ordinal)
+    assert admission.close() == Closed(ordinals=(0, 1), dropped={})
+    assert start_all(admission) == []
+    admission.publish(1)
+    assert start_all(admission) == [4, 5]
+
+
+def test_no_group_begins_that_no_batch_of_the_run_has_room_for() -> None:
+    assert start_all(make(batch_size=2, max_staleness=8, total_batches=3)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_batch_waits_for_a_group_that_would_be_too_old_in_the_next() -> None:
+    admission = make(max_staleness=1)
+    assert start_all(admission) == [0, 1]
+    admission.finish(1)
+    assert admission.close() == Closed(ordinals=(1,), dropped={})
+    admission.publish(1)
+    assert start_all(admission) == [2]
+    admission.finish(2)
+    assert admission.close() is None
+    admission.finish(0)
+    assert admission.close() == Closed(ordinals=(0,), dropped={})
+
+
+def test_two_groups_that_are_due_in_one_batch_do_not_wait_for_it() -> None:
+    """Both are due in batch 2, which has room for one: batch 1 must take the other."""
+    admission = make(max_staleness=2)
+    assert start_all(admission) == [0, 1, 2]
+    admission.finish(2)
+    assert admission.close() == Closed(ordinals=(2,), dropped={})
+    admission.publish(1)
+    assert start_all(admission) == [3]
+    admission.finish(3)
+    assert admission.close() is None
+    admission.finish(1)
+    assert admission.close() == Closed(ordinals=(1,), dropped={})
+
+
+def test_a_group_that_is_due_is_dropped_where_batches_do_not_wait() -> None:
+    admission = make(max_staleness=1, stale_groups="drop")
+    start_all(admission)
+    admission.finish(1)
+    admission.close()
+    admission.publish(1)
+    start_all(admission)
+    admission.finish(2)
+    assert admission.close() == Closed(ordinals=(2,), dropped={0: "stale"})
+    assert admission.settled == Settled(frontier=3)
+    assert start_all(admission) == [3]
+
+
+def test_a_discarded_group_makes_room_for_another() -> None:
+    admission = make(batch_size=2, max_staleness=1)
+    start_all(admission)
+    for ordinal in range(4):
+        admission.discard(ordinal, "filtered")
+    assert admission.close() is None
+    assert start_all(admission) == [4, 5, 6, 7]
+    assert admission.discarded == {"filtered": 4}
+
+
+def test_a_resumed_run_begins_with_the_prompts_that_are_not_settled() -> None:
+    admission = make(batch_size=2, version=3, settled=Settled(frontier=4, beyond=(6, 7)))
+    assert start_all(admission) == [4, 5, 8, 9]
+
+
+def test_a_prompt_is_settled_once() -> None:
+    settled = Settled().plus(1, 2)
+    assert settled == Settled(frontier=0, beyond=(1, 2))
+    assert settled.plus(0) == Settled(frontier=3)
+    with pytest.raises(ValueError, match="prompt 2 of the order is settled already"):
+        settled.plus(2)
+    with pytest.raises(ValueError, match="prompt 1 of the order is settled already"):
+        settled.plus(0).plus(1)
+
+
+@pytest.mark.parametrize(
+    ("content", "entry"),
+    [
+        ({"frontier": 2, "beyond": [1]}, "beyond"),
+        ({"frontier": 2, "beyond": [2]}, "beyond"),
+        ({"frontier": 0, "beyond": [4, 3]}, "beyond"),
+        ({"frontier": 0, "beyond": [True]}, "beyond"),
+        ({"frontier": -1, "beyond": []}, "frontier"),
+        ({"frontier": 0, "beyond": 3}, "beyond"),
+        ({"frontier": 0, "beyond": [], "more": 1}, "more"),
+    ],
+)
+def test_what_is_no_record_of_settled_prompts_is_refused(content: dict[str, Any], entry: str) -> None:
+    with pytest.raises(ValueError, match=f"^{entry}"):
+        Settled.from_json(content)
+
+
+def test_a_record_of_settled_prompts_is_read_back() -> None:
+    assert Settled.from_json({"frontier": 2, "beyond": [4, 9]}) == Settled(frontier=2, beyond=(4, 9))
+
+
+def test_batches_close_in_order_and_once() -> None:
+    admission = make()
+    start_all(admission)
+    admission.finish(0)
+    admission.close()
+    with pytest.raises(ValueError, match="batch 0 is closed"):
+        admission.close()
+    with pytest.raises(ValueError, match="version 2 was published after version 0"):
+        admission.publish(2)
+
+
+@dataclass
+class Simulation:
+    """A learner whose updates take one unit of time, and groups that take anything from none to 50 of them."""
+
+    seed: int
+    num_events: int = 0
+    trained_at: dict[int, int] = field(default_factory=dict)
+    began_at: dict[int, int] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        draw = self.random = random.Random(self.seed)
+        self.batch_size, self.max_staleness = draw.randint(1, 6), draw.choice([1, 1, 2, 3, 4, 8])
+        self.filtered_share = draw.choice([0.0, 0.0, 0.3, 0.9])
+        self.stale_groups: Any = draw.choice(["wait", "drop"])
+
+    def admission(self, total_batches: int, version: int = 0, settled: Settled | None = None) -> Admission:
+        return make(
+            batch_size=self.batch_size,
+            max_staleness=self.max_staleness,
+            stale_groups=self.stale_groups,
+            total_batches=total_batches,
+            version=version,
+            settled=settled,
+        )
+
+    def duration(self) -> float:
+        kind = self.random.random()
+        return STRAGGLER_STEPS if kind < 0.02 else self.random.lognormvariate(-1.0, 1.0) if kind < 0.9 else 0.0
+
+    def run(self, *, max_events: int, total_batches: int = 10**9) -> Admission:
+        """Runs until so many events, or the last batch. Is killed now and then, and goes on from what is settled."""
+        admission, now = self.admission(total_batches), 0.0
+        ends: list[tuple[float, int]] = []
+        update_ends: float | None = None
+        while self.num_events < max_events and admission.version < total_batches:
+            while (ordinal := admission.start()) is not None:
+                assert ordinal not in self.trained_at, "a prompt was doubled"
+                assert ordinal not in self.dropped, "a dropped prompt came again"
+                self.began_at[ordinal] = admission.version
+                heapq.heappush(ends, (now + self.duration(), ordinal))
+                self.num_events += 1
+            if update_ends is None and (closed := admission.close()) is not None:
+                self.check(closed, admission)
+                gone = set(closed.dropped)
+                ends = [(end, ordinal) for end, ordinal in ends if ordinal not in gone]
+                heapq.heapify(ends)
+                update_ends = now + 1.0
+                self.num_events += 1
+                continue
+            self.num_events += 1
+            if update_ends is not None and (not ends or update_ends <= ends[0][0]):
+                now, update_ends = update_ends, None
+                admission.publish(admission.version + 1)
+                if self.random.random() < 0.05:
+                    # Killed: what is pending begins again.
+                    admission, ends = self.admission(total_batches, admission.version, admission.settled), []
+                continue
+            assert ends, "deadlock: nothing is in flight and no batch can be closed"
+            now, ordinal = heapq.heappop(ends)
+            if self.random.random() < self.filtered_share:
+                admission.discard(ordinal, "filtered")
+                self.dropped[ordinal] = "filtered"
+            else:
+                admission.finish(ordinal)
+        return admission
+
+    def check(self, closed: Closed, admission: Admission) -> None:
+        assert len(closed.ordinals) == self.batch_size
+        for ordinal in closed.ordinals:
+            assert admission.version - self.began_at[ordinal] <= self.max_staleness, "too old"
+            assert ordinal not in self.trained_at, "trained twice"
+            self.trained_at[ordinal] = admission.version
+        assert not (closed.dropped and self.stale_groups == "wait")
+        self.dropped.update(closed.dropped)
+
+    def check_end(self, admission: Admission) -> None:
+        """No prompt is lost: what is settled is what was trained on or dropped, and few wait behind the newest."""
+        settled = {*range(admission.settled.frontier), *admission.settled.beyond}
+        assert settled == self.trained_at.keys() | self.dropped.keys()
+        assert not self.trained_at.keys() & self.dropped.keys()
+        # Fair: within one run of the process groups begin in order, and all are in a batch by its deadline.
+        assert self.began_at.keys() >= set(range(admission.settled.frontier))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_prompt_is_lost_doubled_or_too_old(seed: int) -> None:
+    simulation = Simulation(seed)
+    simulation.check_end(simulation.run(max_events=400))
+    assert simulation.num_events >= 400
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_to_its_end_leaves_no_prompt_behind(seed: int) -> None:
+    simulation = Simulation(seed)
+    admission = simulation.run(max_events=10**9, total_batches=20)
+    simulation.check_end(admission)
+    assert len(simulation.trained_at) == 20 * simulation.batch_size
+    assert admission.num_in_flight == admission.num_ready == 0 or simulation.stale_groups == "drop"
+
+
+@pytest.mark.slow
+def test_a_million_events() -> None:
+    num_events = 0
+    for seed in range(200):
+        simulation = Simulation(1000 + seed)
+        simulation.check_end(simulation.run(max_events=5000))
+        num_events += simulation.num_events
+    assert num_events >= 1_000_000

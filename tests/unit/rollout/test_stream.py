@@ -1,0 +1,196 @@
+"""Prompt groups that are kept in flight, with a scripted engine and environments that hang until they are let go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.errors import EngineError
+from skyrl_train.rollout.admission import AdmissionSettings, Settled
+from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken, staleness
+from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
+from tests.fakes import FAKE_ENVIRONMENT, FakeEngine, FakeEnvironment, make_prompts, make_tokenizer
+from tests.fakes_trainer import failed_trajectory, make_trajectory, make_turn
+
+TOKENIZER = make_tokenizer()
+ANSWER = [*TOKENIZER.encode("#### 4"), 3]
+BATCH = 2
+
+
+def answer(_: GenerationRequest) -> list[int]:
+    return ANSWER
+
+
+@pytest.fixture(autouse=True)
+def fresh_environments() -> Iterator[None]:
+    FakeEnvironment.reset()
+    yield
+    FakeEnvironment.release.set()
+
+
+MakeStream = Callable[..., tuple[RolloutStream, RolloutGenerator]]
+
+
+@pytest.fixture
+def make_stream() -> Iterator[MakeStream]:
+    made: list[tuple[RolloutStream, RolloutGenerator]] = []
+
+    def make(engine: FakeEngine, prompts: Sequence[Prompt], **admission: Any) -> tuple[RolloutStream, RolloutGenerator]:
+        environment = EnvironmentConfig(env_class=FAKE_ENVIRONMENT, step_timeout_s=5.0, isolation="thread")
+        generator = RolloutGenerator(engine, TOKENIZER, GeneratorConfig(), environment, 0)
+        rules: dict[str, Any] = {"max_staleness": 1, "stale_groups": "wait", "total_batches": 3, **admission}
+        settings = StreamSettings(
+            admission=AdmissionSettings(batch_size=BATCH, **rules),
+            n_samples_per_prompt=2,
+            sampling=SamplingParams(),
+            max_failed_fraction=0.0,
+        )
+
+        def batch(position: int) -> Sequence[Prompt]:
+            return prompts[position * BATCH : (position + 1) * BATCH]
+
+        made.append((RolloutStream(generator, batch, settings), generator))
+        return made[-1]
+
+    yield make
+    for stream, generator in made:
+        stream.close()
+        generator.close()
+
+
+def uids(taken: Taken) -> list[str]:
+    return [prompt.uid for prompt in taken.rollouts.prompts]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 5.0
+    while not condition():
+        assert time.monotonic() < ends, "it never came to that"
+        time.sleep(0.01)
+
+
+def test_batches_hold_each_prompt_once_while_versions_are_published(make_stream: MakeStream) -> None:
+    engine = FakeEngine(answer)
+    stream, _ = make_stream(engine, make_prompts(6))
+    stream.begin(version=0, settled=Settled())
+    found = []
+    for version in range(3):
+        taken = stream.take()
+        found += uids(taken)
+        assert [one.sample_index for one in taken.rollouts.trajectories] == [0, 1, 0, 1]
+        stream.publish(version + 1)
+    assert sorted(found) == ["p0", "p1", "p2", "p3", "p4", "p5"]
+    assert found[4:] == ["p4", "p5"]
+    assert taken.settled == Settled(frontier=6)
+    assert len({request.request_id for request in engine.requests}) == len(engine.requests) == 12
+    assert engine.leases_at_first_request == 0
+
+
+def test_groups_run_before_a_batch_is_asked_for_and_no_further_than_they_may(make_stream: MakeStream) -> None:
+    engine = FakeEngine(answer)
+    stream, _ = make_stream(engine, make_prompts(6))
+    stream.begin(version=0, settled=Settled())
+    wait_until(lambda: len(engine.requests) == 8)
+    stream.take()
+    time.sleep(0.05)
+    assert len(engine.requests) == 8
+    stream.publish(1)
+    wait_until(lambda: len(engine.requests) == 12)
+
+
+def test_seeds_derive_from_the_prompts_ordinal(make_stream: MakeStream) -> None:
+    first, again = FakeEngine(answer), FakeEngine(answer)
+    stream, _ = make_stream(first, make_prompts(6))
+    stream.begin(version=0, settled=Settled())
+    wait_until(lambda: len(first.requests) == 8)
+    resumed, _ = make_stream(again, make_prompts(6))
+    resumed.begin(version=1, settled=Settled(frontier=2))
+    taken = resumed.take()
+    assert {*uids(taken)} <= {"p2", "p3", "p4", "p5"}
+    before = {request.request_id: request.seed for request in first.requests}
+    after = {request.request_id: request.seed for request in again.requests}
+    both = before.keys() & after.keys()
+    assert len(both) == 4
+    assert {name: before[name] for name in both} == {name: after[name] for name in both}
+
+
+def test_an_evaluation_is_answered_while_groups_are_in_flight(make_stream: MakeStream) -> None:
+    stream, generator = make_stream(FakeEngine(answer), make_prompts(6, hang_in="step"))
+    stream.begin(version=0, settled=Settled())
+    evaluated = generator.generate(
+        make_prompts(3), n_samples_per_prompt=1, sampling=SamplingParams(), global_step=0, purpose="eval"
+    )
+    assert [one.failed for one in evaluated.trajectories] == [False] * 3
+    FakeEnvironment.release.set()
+    assert len({*uids(stream.take())} & {"p0", "p1", "p2", "p3"}) == BATCH
+
+
+def test_a_group_that_is_due_and_hangs_is_dropped_where_batches_do_not_wait(make_stream: MakeStream) -> None:
+    prompts = [*make_prompts(1, hang_in="step"), *make_prompts(8)[1:]]
+    stream, _ = make_stream(FakeEngine(answer), prompts, stale_groups="drop", total_batches=9)
+    stream.begin(version=0, settled=Settled())
+    wait_until(lambda: len(FakeEnvironment.closed) == 6)
+    assert {*uids(stream.take())} <= {"p1", "p2", "p3"}
+    stream.publish(1)
+    wait_until(lambda: len(FakeEnvironment.closed) == 10)
+    taken = stream.take()
+    assert "p0" not in uids(taken)
+    assert taken.metrics["stream/dropped_stale"] == 1.0
+    assert 0 < taken.settled.frontier <= 5
+
+
+def test_too_many_failures_of_a_batch_end_the_run(make_stream: MakeStream) -> None:
+    stream, _ = make_stream(FakeEngine(lambda _: EngineError("no memory")), make_prompts(6))
+    stream.begin(version=0, settled=Settled())
+    with pytest.raises(EngineError, match="4 of 4 trajectories failed"):
+        stream.take()
+
+
+def test_what_ends_a_group_is_raised_where_its_batch_is_taken(make_stream: MakeStream) -> None:
+    stream, generator = make_stream(FakeEngine(answer), make_prompts(1))
+    stream.begin(version=0, settled=Settled())
+    with pytest.raises(IndexError):
+        stream.take()
+    assert not generator.thread.is_closed
+
+
+def test_closing_ends_groups_that_hang(make_stream: MakeStream) -> None:
+    stream, _ = make_stream(FakeEngine(answer), make_prompts(6, hang_in="step"))
+    stream.begin(version=0, settled=Settled())
+    wait_until(lambda: threading.active_count() > 2)
+    FakeEnvironment.release.set()
+    stream.close()
+    stream.close()
+
+
+def test_a_wait_that_is_broken_off_leaves_groups_in_flight(
+    make_stream: MakeStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream, generator = make_stream(FakeEngine(answer), make_prompts(6, hang_in="step"))
+    stream.begin(version=0, settled=Settled())
+    waits = iter([KeyboardInterrupt])
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise next(waits)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("skyrl_train.rollout.loop_thread.concurrent.futures.wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stream.take()
+    FakeEnvironment.release.set()
+    assert len({*uids(stream.take())} & {"p0", "p1", "p2", "p3"}) == BATCH
+    assert not generator.thread.is_closed
+
+
+def test_staleness_is_counted_by_token_and_not_of_failed_trajectories() -> None:
+    turn = make_turn(response=(3, 4, 5, 6), weight_versions=((0, 1), (3, 2)))
+    found = staleness([make_trajectory(turn), failed_trajectory(sample=1)], version=3)
+    assert found == {"staleness/mean": (3 * 2 + 1) / 4, "staleness/max": 2.0}
+    assert staleness([failed_trajectory()], version=3) == {}
