@@ -1,6 +1,7 @@
 """How far an example's reward rises: `python scripts/bench_examples.py reward_function [--seeds 0 1 2] [KEY=VALUE ...]`.
 
-Runs it once for each seed and prints the mean reward of its first and of its last steps, as `metrics.jsonl` has them.
+Runs it once for each seed and prints the mean reward of its first and of its last steps, as `metrics.jsonl` has them, and
+how long it took: by the clock, and in CPU time of all its processes, which other work does not lengthen as much.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -41,6 +43,12 @@ def rewards_of(name: str, seed: int, overrides: list[str]) -> list[float]:
         return [record["reward/mean"] for record in records if "reward/mean" in record]
 
 
+def cpu_s() -> float:
+    """Return the seconds of CPU that ended processes of this one took."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def main() -> None:
     """Print a line for each seed, and the mean of the rises."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -50,11 +58,11 @@ def main() -> None:
     args = parser.parse_args()
     rises = []
     for seed in args.seeds:
-        started = time.monotonic()
+        started, cpu_before = time.monotonic(), cpu_s()
         rewards = rewards_of(args.name, seed, args.overrides)
         first, last = statistics.mean(rewards[:STEPS]), statistics.mean(rewards[-STEPS:])
         rises.append(last - first)
-        took = f"{len(rewards)} steps, {time.monotonic() - started:.0f} s"
+        took = f"{len(rewards)} steps, {time.monotonic() - started:.0f} s, {cpu_s() - cpu_before:.0f} s of CPU"
         sys.stdout.write(f"seed {seed}: first {first:.3f}, last {last:.3f}, rise {last - first:+.3f} ({took})\n")
         sys.stdout.flush()
     sys.stdout.write(f"mean rise {statistics.mean(rises):+.3f} over {len(rises)} seeds\n")

@@ -6,6 +6,7 @@ A batch travels as flat numpy arrays in the object store, which readers map with
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
 
 Scores = NDArray[np.float32]
 """float `[tokens of the rows]`."""
+
+
+_SHARED_FOLDER_S = 10.0
+"""After which a node of a network file system sees what another one wrote: caches of names last some seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,6 +190,15 @@ class LearnerWorker:
     def identify(self) -> Identity:
         """Return where this process is."""
         return own_identity()
+
+    def finds(self, marker: Path) -> str:
+        """Return why this node cannot use the folder of a file that the caller just made there; empty where it can."""
+        waits_until = time.monotonic() + _SHARED_FOLDER_S
+        while not marker.exists():
+            if time.monotonic() > waits_until:
+                return "does not find" if not marker.parent.is_dir() else "finds without what was just written to it"
+            time.sleep(0.2)
+        return "" if os.access(marker.parent, os.W_OK) else "may not write to"
 
     def free_port(self) -> int:
         """Return a port of this node that nobody listens on at this moment, for the ranks to meet at."""

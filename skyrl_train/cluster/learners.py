@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -27,7 +28,7 @@ from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.learners import LearnerSettings
 from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.endpoints import Endpoint, Phase, Rendezvous, meeting_point
-from skyrl_train.errors import ModelError, SkyrlTrainError
+from skyrl_train.errors import ConfigError, ModelError, SkyrlTrainError, Violation
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weights import ModelWeights, WeightSender
@@ -157,10 +158,12 @@ def start_learner(
     slots: Sequence[Slot],
     *,
     sharing: DeviceSharing | None = None,
+    output_dir: Path | None = None,
 ) -> Callable[[], RayLearner]:
     """Start one actor per slot, and return at once; what is returned waits until all ranks have loaded the model.
 
-    Raises DeadlineError naming the rank that does not come up, ActorError, or what loading raises.
+    Raises DeadlineError naming the rank that does not come up, ConfigError where a rank's node does not have the run's
+    folder `output_dir`, ActorError, or what loading raises.
     """
     role, shared = settings.role, sharing or DeviceSharing()
     env = session.runtime_env(settings.platform.num_threads)
@@ -188,6 +191,8 @@ def start_learner(
         try:
             for actor, identity in zip(actors, workers.call(LearnerWorker.identify, "start")):
                 actor.found_at(identity)
+            if output_dir is not None:
+                _check_shared(output_dir, actors, workers)
             places = _rendezvous(workers, session, settings.collective_timeout_s)
             layout, cost = workers.begin_each(LearnerWorker.start, "start", places).wait()[0]
         except BaseException:
@@ -210,6 +215,22 @@ def start_learner(
         )
 
     return wait
+
+
+def _check_shared(output_dir: Path, actors: Sequence[RemoteActor], workers: Endpoint[LearnerWorker]) -> None:
+    """Raise ConfigError where a rank does not see the run's folder, to which it will write its part of each checkpoint."""
+    marker = output_dir.absolute() / f".seen-by-all-nodes-{token_hex(8)}"
+    marker.touch()
+    try:
+        problems = workers.call(LearnerWorker.finds, "start", marker)
+    finally:
+        marker.unlink(missing_ok=True)
+    for actor, problem in zip(actors, problems):
+        if problem:
+            rule = "must be on a file system that all nodes share: each rank writes its part of a checkpoint there"
+            remedy = "choose a folder on shared storage, or keep each model on one node (placement.policy_num_nodes=1)"
+            value = f"{output_dir}, which {actor} {problem}"
+            raise ConfigError([Violation(field="output_dir", rule=rule, value=value, remedy=remedy)])
 
 
 def _rendezvous(workers: Endpoint[LearnerWorker], session: RaySession, timeout_s: float) -> list[Rendezvous]:

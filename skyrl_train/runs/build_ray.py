@@ -113,7 +113,8 @@ class Cluster:
 
         def start(settings: LearnerSettings) -> Callable[[], RayLearner]:
             slots = self.placement.slots(settings.role)
-            return start_learner(settings, placement, self.session, slots, sharing=sharing)
+            output_dir = self.settings.output_dir
+            return start_learner(settings, placement, self.session, slots, sharing=sharing, output_dir=output_dir)
 
         learners: dict[Role, RayLearner] = {}
         sharing.models()

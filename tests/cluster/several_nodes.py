@@ -5,9 +5,11 @@ Run by `test_several_nodes.py` in a process of its own: a process can be connect
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from skyrl_train.errors import SkyrlTrainError
 from tests.cluster.test_learners import make_config, three_steps, weights_of
 from tests.learner_cases import settings_of
 
+_CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 NUM_NODES, NUM_CPUS, NUM_GPUS = 3, 10, 4
 Seats = dict[str, list[str]]
 
@@ -127,6 +130,33 @@ def refusal(address: str) -> str:
     return ""
 
 
+def not_shared(session: RaySession, address: str, model: Path) -> str:
+    """What a learner over two nodes says where the run's folder is on a file system of this process alone. Called last,
+    since it hides the folder from the nodes, which were started before, by a mount of its own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    config = make_config(model, strategy="fsdp2")
+    placed = replace(config.placement, ray_address=address, policy_num_workers=2, policy_num_nodes=2)
+    placement = Placement(plan_layout(placed, roles=("policy",), gpu=False), timeout_s=30.0)
+    with tempfile.TemporaryDirectory() as parent:
+        for failed in (
+            libc.unshare(_CLONE_NEWNS),
+            libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None),
+            libc.mount(b"tmpfs", parent.encode(), b"tmpfs", 0, None),
+        ):
+            assert not failed, os.strerror(ctypes.get_errno())
+        folder = Path(parent) / "run"
+        folder.mkdir()
+        try:
+            slots = placement.slots("policy")
+            start_learner(settings_of(config, "policy"), placed, session, slots, output_dir=folder)()
+        except SkyrlTrainError as error:
+            return f"{error} {os.listdir(folder)}"
+        finally:
+            libc.umount(parent.encode())
+            placement.close()
+    return ""
+
+
 def trained(session: RaySession, address: str, folder: Path) -> float:
     """FSDP2 over two nodes: the sum of all weights after three steps."""
     config = make_config(folder, strategy="fsdp2")
@@ -177,6 +207,8 @@ def main() -> None:
             "told": logs_with(TOKEN),
             "trained": trained(session, address, Path(sys.argv[1])),
         }
+        if os.geteuid() == 0:
+            result["not_shared"] = not_shared(session, address, Path(sys.argv[1]))
         print(json.dumps(result))
     finally:
         session.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,15 @@ def test_engines_with_nodes_of_their_own_are_on_none_where_a_model_is(found: dic
 def test_more_nodes_than_there_are_is_an_error_that_says_what_there_is(found: dict[str, Any]) -> None:
     assert "no room for this run: 4 nodes with" in found["refusal"]
     assert "CPU 10, GPU 4; CPU 10, GPU 4; CPU 10, GPU 4" in found["refusal"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a folder of its own")
+def test_ranks_without_the_runs_folder_are_named_before_a_model_is_loaded(found: dict[str, Any]) -> None:
+    said = found["not_shared"]
+    assert "output_dir: must be on a file system that all nodes share" in said
+    assert "policy worker rank 0" in said
+    assert "does not find" in said
+    assert said.endswith("[]"), "nothing is left in the folder"
 
 
 def test_actors_on_a_joined_cluster_get_the_commands_variables_and_no_log_its_secrets(found: dict[str, Any]) -> None:
