@@ -137,7 +137,7 @@ def _unread_columns(config: AlgorithmConfig, kl_reward_coef: float) -> list[str]
 
 
 def _needs_rollout_logprobs(config: AlgorithmConfig) -> bool:
-    return config.off_policy.enabled or config.use_rollout_logprobs or starts_at_rollout(config)
+    return config.off_policy.enabled or config.proximal == "behaviour" or starts_at_rollout(config)
 
 
 def advantage_inputs(

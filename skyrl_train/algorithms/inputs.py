@@ -75,13 +75,13 @@ class PolicyLossInputs:
     logprobs: Tensor
     """`[rows, len]` float: log-probability of each token under the model that is trained. Carries the gradient."""
     old_logprobs: Tensor
-    """`[rows, len]` float: the same under the policy at the start of the update. No gradient."""
+    """`[rows, len]` float: the same under the proximal policy, that of the start of the update. No gradient."""
     advantages: Tensor
     """`[rows, len]` float."""
     loss_mask: Tensor
     """`[rows, len]` bool."""
     rollout_logprobs: Tensor | None = None
-    """`[rows, len]` float: as the inference engine reported them while sampling."""
+    """`[rows, len]` float: under the behaviour policy, as the inference engine reported them while sampling."""
     ref_logprobs: Tensor | None = None
     """`[rows, len]` float: of the reference, for a loss that declares to read them."""
     values: Tensor | None = None

@@ -43,6 +43,7 @@ def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLoss
     shape than `[rows, len]`.
     """
     loss: PolicyLoss = POLICY_LOSSES.resolve(config.policy_loss)
+    inputs = with_proximal(inputs, config)
     output = loss(_as_declared(inputs, loss_reads(config)), config)
     check_loss_output(output, inputs.logprobs.shape, f"policy loss {part_name(config.policy_loss)!r}")
     if inputs.policy_weights is not None:
@@ -53,6 +54,15 @@ def policy_loss(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLoss
         weights, found = sequence_weights(inputs, sequences, config)
         losses, metrics = losses * weights.to(losses.dtype), metrics | found
     return PolicyLossOutput(token_losses=losses, metrics=metrics)
+
+
+def with_proximal(inputs: PolicyLossInputs, config: AlgorithmConfig) -> PolicyLossInputs:
+    """Return the inputs with the proximal policy's log-probabilities as the old ones: the engine's where `config.proximal`
+    is behaviour. Raises BatchError where there are none.
+    """
+    if config.proximal == "recompute":
+        return inputs
+    return replace(inputs, old_logprobs=needed("rollout_logprobs", inputs.rollout_logprobs))
 
 
 def _as_declared(inputs: PolicyLossInputs, reads: Reads) -> PolicyLossInputs:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs
-from skyrl_train.algorithms.losses import sequence_weights
+from skyrl_train.algorithms.losses import sequence_weights, with_proximal
 from skyrl_train.algorithms.ratios import Turns, sequences_of_flat
 from skyrl_train.algorithms.sequence_losses import statistic_of
 from skyrl_train.batch.minibatch import tokens_with_loss
@@ -41,7 +41,7 @@ def with_step_columns(
     statistic = statistic_of(config) if _reads_split_trajectories(batch, config) else None
     weighs = _weighs_step(batch, config)
     current: Tensor | None = None
-    has_old = config.use_rollout_logprobs or "old_logprobs" in batch
+    has_old = config.proximal == "behaviour" or "old_logprobs" in batch
     if (statistic is not None and has_old) or (weighs and config.off_policy.negative_kl_max > 0):
         current = score("logprobs", batch)
     if statistic is not None:
@@ -131,11 +131,11 @@ def _flat_inputs(batch: TrainingInputBatch, config: AlgorithmConfig, current: Te
     nothing = torch.zeros(batch.num_tokens, dtype=torch.float64)
     now = nothing if current is None else current
     rollout = column("rollout_logprobs", nothing) if "rollout_logprobs" in batch else None
-    old = "rollout_logprobs" if config.use_rollout_logprobs else "old_logprobs"
-    return PolicyLossInputs(
+    inputs = PolicyLossInputs(
         logprobs=now.double().unsqueeze(0),
-        old_logprobs=column(old, now),
+        old_logprobs=column("old_logprobs", now),
         advantages=column("advantages", nothing),
         loss_mask=tokens_with_loss(batch).unsqueeze(0),
         rollout_logprobs=rollout,
     )
+    return with_proximal(inputs, config)

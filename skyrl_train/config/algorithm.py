@@ -166,9 +166,11 @@ class AlgorithmConfig:
     """dppo: total variation or KL divergence between the two outcomes token and not this token."""
     dppo_max_ratio: Annotated[float, Range(1.0)] = 20.0
     """dppo: importance weights are truncated here."""
-    use_rollout_logprobs: bool = False
-    """Take the engine's log-probabilities as those of before the update, which then needs no pass to score them. Ratios
-    start at what sampled: they hold the engine's numerics, and staleness, beside what the update changes."""
+    proximal: Literal["recompute", "behaviour"] = "recompute"
+    """The policy that ratios start from and clipping keeps near. recompute: the weights when the batch closes, scored by the
+    trainer; what lies between them and what sampled is weighed by `off_policy` (decoupled PPO). behaviour: what sampled, by
+    the engine's log-probabilities, without a pass; ratios then hold its numerics, and staleness, beside what the update
+    changes."""
     entropy_quantile: Share = 0.0
     """Train the policy's term on the tokens alone whose entropy is at or above this quantile of the optimizer step's, under
     the policy as it is then (one more pass): 0.8 trains the upper fifth. 0 is off."""

@@ -38,14 +38,14 @@ def _double_correction(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     )
 
 
-def _rollout_logprobs(algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    why = _why_not_rollout_logprobs(algorithm)
+def _proximal(algorithm: AlgorithmConfig) -> Iterator[Violation]:
+    why = _why_not_behaviour(algorithm)
     yield from _require(
-        not (algorithm.use_rollout_logprobs and why),
-        "use_rollout_logprobs",
-        f"cannot be true {why}",
-        algorithm.use_rollout_logprobs,
-        "use_rollout_logprobs=false",
+        not (algorithm.proximal == "behaviour" and why),
+        "proximal",
+        f"cannot be behaviour {why}",
+        algorithm.proximal,
+        "proximal=recompute",
     )
 
 
@@ -176,8 +176,8 @@ def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     )
 
 
-def _why_not_rollout_logprobs(algorithm: AlgorithmConfig) -> str:
-    """Why the engine's log-probabilities cannot stand for those of before the update; empty where they can."""
+def _why_not_behaviour(algorithm: AlgorithmConfig) -> str:
+    """Why the policy that sampled cannot be the one that ratios start from; empty where it can."""
     if algorithm.off_policy.enabled:
         return "with off_policy corrections, which weigh what lies between the two"
     loss, estimator = part_name(algorithm.policy_loss), part_name(algorithm.advantage_estimator)
@@ -219,7 +219,7 @@ def _is_number(value: object) -> bool:
 
 ALGORITHM_RULES: tuple[Rule, ...] = (
     _double_correction,
-    _rollout_logprobs,
+    _proximal,
     _rejection,
     _batch_normalize,
     partial(_bounds, section="off_policy", low="weight_low", high="weight_high", lowest="0"),

@@ -181,6 +181,7 @@ MOVED = {
     "environment.kwargs": "settings of an environment stand beside it: write "
     "environment.env_class={{_target_: NAME, {key}: ...}}",
     "environment.max_workers": "write environment.num_workers",
+    "trainer.algorithm.use_rollout_logprobs": "write trainer.algorithm.proximal=behaviour for true, recompute for false",
 }
 """Settings that there were, and what to write now."""
 

@@ -153,7 +153,7 @@ def needs_old_logprobs(trainer: TrainerConfig) -> bool:
         return True
     if algorithm.off_policy.enabled and reads_whole_step(algorithm):
         return True
-    if algorithm.use_rollout_logprobs or "old_logprobs" not in loss_reads(algorithm).columns:
+    if algorithm.proximal == "behaviour" or "old_logprobs" not in loss_reads(algorithm).columns:
         return False
     one_step = trainer.policy_mini_batch_size == trainer.train_batch_size and trainer.update_epochs_per_batch == 1
     return not one_step or trainer.docs_per_step > 0

@@ -6,16 +6,15 @@ loss = sum over tokens of loss_weight * (policy_loss + kl_loss_coef * KL(policy 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from skyrl_train.algorithms.checks import needed
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.kl import token_kl, unbiased_kl
-from skyrl_train.algorithms.losses import is_tokenwise, policy_loss
+from skyrl_train.algorithms.losses import is_tokenwise, policy_loss, with_proximal
 from skyrl_train.algorithms.off_policy import log_ratio_ledger
 from skyrl_train.algorithms.ratios import masked
 from skyrl_train.algorithms.step_columns import missing_step_column
@@ -193,7 +192,7 @@ class PolicyLearner(HoldsModel):
             sequence_log_ratio=columns.get("sequence_log_ratio"),
             policy_weights=columns.get("policy_weights"),
         )
-        output = policy_loss(_with_rollout_as_old(inputs) if algorithm.use_rollout_logprobs else inputs, algorithm)
+        output = policy_loss(inputs, algorithm)
         parts = {"policy": (weights * output.token_losses).sum()}
         total = parts["policy"]
         if algorithm.kl_loss_coef:
@@ -201,7 +200,8 @@ class PolicyLearner(HoldsModel):
                 algorithm.kl_estimator, logprobs, columns["ref_logprobs"], mask, compute_dtype=self._compute_dtype
             )
             if algorithm.kl_bias_correction:
-                token_kls = unbiased_kl(token_kls, logprobs, inputs.old_logprobs, mask)
+                proximal = with_proximal(inputs, algorithm).old_logprobs
+                token_kls = unbiased_kl(token_kls, logprobs, proximal, mask)
             parts["kl"] = (weights * token_kls).sum()
             total = total + algorithm.kl_loss_coef * parts["kl"]
         if "entropy_coef" in columns:
@@ -248,11 +248,6 @@ class _Terms:
     metrics: StepMetrics
 
 
-def _with_rollout_as_old(inputs: PolicyLossInputs) -> PolicyLossInputs:
-    """Return what the loss is given; metrics go on comparing what the trainer computes with what the engine reported."""
-    return replace(inputs, old_logprobs=needed("rollout_logprobs", inputs.rollout_logprobs))
-
-
 def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
     """How far the engine that sampled is from the model that trains; near 0 where weights were synced right."""
     if inputs.rollout_logprobs is None:
@@ -275,7 +270,7 @@ def _ledger(
     """
     if inputs.rollout_logprobs is None:
         return {}
-    unread = algorithm.use_rollout_logprobs or "old_logprobs" not in loss_reads(algorithm).columns
+    unread = algorithm.proximal == "behaviour" or "old_logprobs" not in loss_reads(algorithm).columns
     unknown = "old_logprobs" not in rows and unread
     token_age = rows.metadata.weight_version - rows.padded("weight_version") if "weight_version" in rows else None
     stale = torch.full_like(inputs.loss_mask, unknown)
@@ -304,7 +299,7 @@ def _require_columns(batch: TrainingInputBatch, algorithm: AlgorithmConfig, *, o
     names = {"loss_weights"} | loss_reads(algorithm).columns
     if on_policy:
         names -= {"old_logprobs"}
-    if algorithm.use_rollout_logprobs:
+    if algorithm.proximal == "behaviour":
         names |= {"rollout_logprobs"}
     if algorithm.kl_loss_coef > 0:
         names |= {"ref_logprobs"}

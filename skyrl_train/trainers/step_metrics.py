@@ -82,7 +82,7 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
     }
     if num_trained:
         metrics["score/policy_pass_skipped"] = float("old_logprobs" not in batch)
-        metrics |= {"score/rollout_logprobs_used": 1.0} if algorithm.use_rollout_logprobs else {}
+        metrics |= {"score/rollout_logprobs_used": 1.0} if algorithm.proximal == "behaviour" else {}
     if num_trained and "rollout_logprobs" in batch and "old_logprobs" in batch:
         metrics |= _mismatch(batch["old_logprobs"][mask].double() - batch["rollout_logprobs"][mask].double())
     if num_trained and "ref_logprobs" in batch and "old_logprobs" in batch:

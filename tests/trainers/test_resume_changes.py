@@ -264,6 +264,18 @@ def test_a_setting_is_known_by_its_older_name() -> None:
     assert change.resume is Resume.FREE
 
 
+@pytest.mark.parametrize(("was", "proximal"), [(False, "recompute"), (True, "behaviour")])
+def test_a_setting_that_has_other_values_now_is_known_by_its_older_ones(was: bool, proximal: str) -> None:
+    flat = flat_config(bases()[0])
+    older = {name: value for name, value in flat.items() if name != "trainer.algorithm.proximal"}
+    older["trainer.algorithm.use_rollout_logprobs"] = was
+    assert not changes_since(older, {**flat, "trainer.algorithm.proximal": proximal}, Config)
+    other = {"recompute": "behaviour", "behaviour": "recompute"}[proximal]
+    (change,) = changes_since(older, {**flat, "trainer.algorithm.proximal": other}, Config)
+    assert (change.setting, change.was, change.now) == ("trainer.algorithm.proximal", proximal, other)
+    assert change.resume is Resume.FORKS
+
+
 def test_an_entry_of_a_mapping_that_was_not_there_is_to_be_dropped(saved: list[Saved]) -> None:
     of_run = saved[0]
     vllm = replace(of_run.config.generator.vllm, engine_args={"seed": 3})

@@ -82,7 +82,7 @@ def test_who_needs_which_model() -> None:
         (AlgorithmConfig(clip_cov_low=9.0), "clip_cov_low"),
         (AlgorithmConfig(kl_controller="adaptive"), "kl_controller"),
         *(
-            (AlgorithmConfig(use_rollout_logprobs=True, **other), "use_rollout_logprobs")  # type: ignore[arg-type]
+            (AlgorithmConfig(proximal="behaviour", **other), "proximal")  # type: ignore[arg-type]
             for other in (
                 {"off_policy": OffPolicyConfig(weight="token")},
                 {"policy_loss": "rollout_is"},

@@ -41,5 +41,5 @@ def test_rewards_and_advantages_made_of_them_need_them(algorithm: AlgorithmConfi
 
 
 def test_the_engines_own_take_their_place() -> None:
-    algorithm = AlgorithmConfig(use_rollout_logprobs=True)
+    algorithm = AlgorithmConfig(proximal="behaviour")
     assert not needs_old_logprobs(replace(ONE_STEP, policy_mini_batch_size=8, algorithm=algorithm))

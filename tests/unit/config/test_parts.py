@@ -360,3 +360,8 @@ def test_settings_that_moved_say_where_to() -> None:
         ConfigError, match=r"kwargs: is not a setting.*environment.env_class=\{_target_: NAME, KEY: ...\}"
     ):
         load_config({"environment": {"kwargs": {"topk": 3}}})
+
+
+def test_a_setting_that_got_another_name_is_told_with_its_values():
+    with pytest.raises(ConfigError, match=r"use_rollout_logprobs: is not a setting.*proximal=behaviour for true"):
+        load_config({"trainer": {"algorithm": {"use_rollout_logprobs": True}}})

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, ReferenceConfig, ReferenceModelConfig
 from skyrl_train.errors import BatchError, ModelError, NonFiniteError, SkyrlTrainError
 from skyrl_train.learner.policy import PolicyLearner
@@ -353,7 +353,7 @@ def test_the_engines_log_probabilities_stand_for_those_before_the_update(folder:
     learner.forward_backward(close(batch.with_columns(old_logprobs=batch["rollout_logprobs"])))
     expected = gradient(learner).clone()
 
-    algorithm = AlgorithmConfig(policy_loss=loss, use_rollout_logprobs=True)
+    algorithm = AlgorithmConfig(policy_loss=loss, proximal="behaviour")
     learner = make_learner(folder, double=True, algorithm=algorithm)
     learner._on_policy = True
     found = to_values(learner.forward_backward(close(without_column(batch, "old_logprobs"))))
@@ -365,7 +365,7 @@ def test_the_engines_log_probabilities_stand_for_those_before_the_update(folder:
 
 
 def test_they_are_missed_by_name(folder: Path) -> None:
-    learner = make_learner(folder, algorithm=AlgorithmConfig(use_rollout_logprobs=True))
+    learner = make_learner(folder, algorithm=AlgorithmConfig(proximal="behaviour"))
     with pytest.raises(BatchError, match=r"no column 'rollout_logprobs'"):
         learner.forward_backward(close(without_column(make_batch(LENGTHS), "rollout_logprobs")))
 
@@ -390,3 +390,32 @@ def test_what_the_ledger_says_of_ages_depends_on_no_layout(
         assert found[f"off_policy/k1/age_{age}"] == pytest.approx(-float(before.mean()), rel=1e-9)
         assert found[f"off_policy/kl/age_{age}"] == pytest.approx(float((before.exp() - 1 - before).mean()), rel=1e-9)
         assert found[f"off_policy/drift/age_{age}"] == pytest.approx(float(drift.abs().mean()), rel=1e-9)
+
+
+def test_the_loss_is_around_the_weights_at_batch_close_and_weighs_what_sampled(folder: Path) -> None:
+    """Decoupled PPO: min(w, 2) times the clipped surrogate, with w = proximal / behaviour and current / proximal clipped."""
+    batch = make_batch(LENGTHS)
+    algorithm = AlgorithmConfig(off_policy=OffPolicyConfig(weight="token", weight_high=2.0))
+    learner = make_learner(folder, double=True, algorithm=algorithm)
+    mask, advantages = batch["loss_mask"], batch["advantages"]
+    proximal = model_logprobs(folder, batch, 1.0) + batch["old_logprobs"] + 4.0
+    batch = batch.with_columns(old_logprobs=torch.where(mask, proximal, 0.0))
+    weight = (proximal - batch["rollout_logprobs"]).exp().clamp(max=2.0)
+    ratio = (model_logprobs(folder, batch, 1.0) - proximal).exp()
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    metrics = to_values(learner.forward_backward(close(batch)))
+    assert metrics["loss/policy"] == pytest.approx(-float((weight * surrogate)[mask].mean()), rel=1e-9)
+    assert 0 < metrics["policy/clip_fraction"] < 1
+
+
+@pytest.mark.parametrize(("proximal", "base"), [("recompute", "old_logprobs"), ("behaviour", "rollout_logprobs")])
+def test_the_unbiased_kl_is_weighed_from_the_proximal_policy(
+    folder: Path, proximal: Literal["recompute", "behaviour"], base: str
+) -> None:
+    batch = make_batch(LENGTHS)
+    algorithm = AlgorithmConfig(kl_loss_coef=0.1, kl_estimator="k3", kl_bias_correction=True, proximal=proximal)
+    metrics = to_values(make_learner(folder, double=True, algorithm=algorithm).forward_backward(close(batch)))
+    logprobs, mask = model_logprobs(folder, batch, 1.0), batch["loss_mask"]
+    distance = logprobs - batch["ref_logprobs"]
+    kl = (logprobs - batch[base]).exp() * (torch.exp(-distance) - 1 + distance)
+    assert metrics["loss/kl"] == pytest.approx(float(kl[mask].mean()), rel=1e-9)
