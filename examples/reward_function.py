@@ -1,6 +1,6 @@
 """A reward in three lines, on a file of questions and answers.
 
-    python examples/reward_function.py                      # under a minute on two quiet cores; settings may follow
+    python examples/reward_function.py                      # settings may follow
 
 `score` below is all that the task needs: there is no environment. The rest writes the file, `questions.jsonl`, with one
 question and answer a line, and runs

@@ -1,6 +1,6 @@
 """A curriculum: word problems that the policy solves about half the time are taken more often than others.
 
-    python examples/curriculum/train.py                     # less than three minutes on two cores; settings may follow
+    python examples/curriculum/train.py                     # settings may follow
 
 runs the experiment in `conf/` beside this file:
 

@@ -5,7 +5,7 @@
 
 `FrozenLake-v1` is gymnasium's own class. `conf/experiment/lake.yaml` says which lake, `lake.py` what the model is told of
 an observation, which is a number and not a text. The lake is small (three by three squares, a hole in a corner) and not
-slippery, so that a model of a million parameters learns it in two minutes on a CPU; real ones take more of everything. The
+slippery, so that a model of a million parameters learns it on a CPU; real ones take more of everything. The
 model has never seen a lake, so it is shown random walks before: it learns to answer with the number of an action, and
 reaches the goal as often as chance does, in 7 of 100 episodes. GRPO finds the way. KEY=VALUE are settings of its run.
 """

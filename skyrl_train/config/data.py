@@ -114,7 +114,8 @@ class EnvironmentConfig:
     placement: Free[Literal["local", "ray"]] = "local"
     """Where worker processes are: on this machine, or on every node of the Ray cluster."""
     num_workers: Free[PositiveCount | None] = None
-    """Calls at a time: threads, or worker processes at most. null: as many as trajectories are under way, up to 1,024.
+    """Calls at a time: threads, or worker processes at most. null: as many as trajectories are under way, up to 1,024; 16
+    where workers are slow to start, as each imports the environments by itself or starts a server of tools.
     Asynchronous environments are many to a process, and need no more processes than there are cores."""
     python: Free[str | None] = None
     """Interpreter that worker processes run under, if not this one, e.g. `/path/to/venv/bin/python`: for environments whose

@@ -23,8 +23,8 @@ from skyrl_train.types import FailureKind
 
 _GRACE_S = 5.0
 """An asynchronous call is given up by its worker, which goes on: how much later the worker is."""
-_NOT_FORKED = 16
-"""Workers at most, unless told how many, where each one imports the environments by itself."""
+SLOW_TO_START = 16
+"""Workers at most, unless told how many, where each one imports the environments, or starts servers, by itself."""
 
 
 class WorkerEnded(Exception):
@@ -103,7 +103,7 @@ class ProcessEnvironments:
         """Return the worker with the fewest environments, a new one where all have some and there may be more, and whether
         such environments are asynchronous."""
         imported = await self._host.ready()
-        most = self._num_workers or (MAX_WORKERS if imported.forkable else _NOT_FORKED)
+        most = self._num_workers or (MAX_WORKERS if imported.forkable else SLOW_TO_START)
         is_asynchronous = env_class in imported.asynchronous
         if is_asynchronous:
             most = min(most, os.cpu_count() or 1)

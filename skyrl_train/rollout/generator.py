@@ -27,13 +27,13 @@ from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
 from skyrl_train.rollout.checked_engine import CheckedEngine, check_failures, checked_trajectory
 from skyrl_train.rollout.env_boundary import Environments, EnvironmentSession, ToolSettings
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
-from skyrl_train.rollout.env_processes import ProcessEnvironments, WorkerHost
+from skyrl_train.rollout.env_processes import SLOW_TO_START, ProcessEnvironments, WorkerHost
 from skyrl_train.rollout.env_threads import ThreadEnvironments
 from skyrl_train.rollout.environments import check_environment, check_rows, environment_of, uses_processes
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.rollout.scoring import Rewards
 from skyrl_train.rollout.tools.formats import ToolParser
-from skyrl_train.rollout.tools.toolbox import Schema, tool_schemas
+from skyrl_train.rollout.tools.toolbox import Schema, starts_servers, tool_schemas
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Tokenizer, Trajectory, token_ids
 
@@ -178,13 +178,13 @@ class RolloutGenerator:
     def _host_environments(
         self, environment: EnvironmentConfig, workers: WorkerHost | None, log: Path | None
     ) -> Environments:
-        num_workers, timeout_s = environment.num_workers, environment.step_timeout_s
+        timeout_s = environment.step_timeout_s
         if not uses_processes(environment):
             if environment.env_class is not None:
                 check_environment(environment.env_class)
-            return ThreadEnvironments(num_workers=num_workers, timeout_s=timeout_s)
+            return ThreadEnvironments(num_workers=environment.num_workers, timeout_s=timeout_s)
         host = workers or LocalWorkers(WorkerSettings.of(environment, log=log))
-        processes = ProcessEnvironments(host, num_workers=num_workers, timeout_s=timeout_s)
+        processes = ProcessEnvironments(host, num_workers=most_workers(environment), timeout_s=timeout_s)
         # Imports go on while models are loaded; what is wrong with them is raised where rollouts need them.
         self.thread.begin(processes.prepare())
         return processes
@@ -326,3 +326,11 @@ class RolloutGenerator:
                 check_failures(done, len(tasks), limit=self._environment.max_failed_fraction)
             if self.on_progress is not None:
                 self.on_progress(len(done), len(tasks))
+
+
+def most_workers(environment: EnvironmentConfig) -> int | None:
+    """Return how many worker processes there may be; None is as many as trajectories. Hundreds of servers that start at once
+    would all be late."""
+    if environment.num_workers is None and starts_servers(environment.tools):
+        return SLOW_TO_START
+    return environment.num_workers

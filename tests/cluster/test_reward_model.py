@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -56,9 +57,13 @@ def test_an_actor_that_dies_is_started_again_once(session: RaySession, tmp_path:
         RayScorer(settings_of(tmp_path, weights="sha256:other"), session, timeout_s=START_TIMEOUT_S)
 
 
-def test_vllm_gives_the_scores_of_this_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pads_with_the_end", [False, True])
+def test_vllm_gives_the_scores_of_this_process(tmp_path: Path, pads_with_the_end: bool) -> None:
     # vLLM reads a folder's tokenizer by the class of its config; the one that other tests make is of no such class.
-    folder = save_reward_model(tmp_path / "model", tokenizer=load_tokenizer(ModelConfig()), pad_token_id=0)
+    tokenizer = load_tokenizer(ModelConfig())
+    end = tokenizer.apply_chat_template(CONVERSATIONS[0], tokenize=True, return_dict=False)[-1]
+    pad_token_id = end if pads_with_the_end else 0
+    folder = save_reward_model(tmp_path / "model", tokenizer=tokenizer, pad_token_id=pad_token_id)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -83,7 +88,13 @@ def test_vllm_gives_the_scores_of_this_process(tmp_path: Path) -> None:
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
-    assert list(found) == pytest.approx(SequenceScorer(settings_of(folder)).score_now(CONVERSATIONS), abs=1e-4)
+    expected = SequenceScorer(settings_of(folder)).score_now(CONVERSATIONS)
+    if pads_with_the_end:  # vLLM scores that last token, as is done here where padding is another one
+        assert all(abs(score - other) > 0.1 for score, other in zip(found, expected))
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": 0}))
+        expected = SequenceScorer(settings_of(folder)).score_now(CONVERSATIONS)
+    assert list(found) == pytest.approx(expected, abs=1e-4)
 
 
 def _wait_until_it_answers(server: subprocess.Popen[bytes], port: int, log: Path) -> None:

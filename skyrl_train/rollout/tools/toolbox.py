@@ -185,6 +185,11 @@ def tool_schemas(specs: Iterable[PartSpec]) -> tuple[Schema, ...]:
     return _described(json.dumps([each if isinstance(each, str) else dict(each) for each in specs]))
 
 
+def starts_servers(specs: Iterable[PartSpec]) -> bool:
+    """Whether `environment.tools` has servers that every process starts for itself."""
+    return any(target == "mcp" and arguments.get("command") for target, arguments in map(split_spec, specs))
+
+
 def _part(target: str, setting: str) -> object:
     return import_attr(TOOLS.builtins[target].target if target in TOOLS else target, field=setting)
 

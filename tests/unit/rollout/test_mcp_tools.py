@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.registry import PartSpec
+from skyrl_train.rollout.generator import most_workers
 from skyrl_train.rollout.tools.mcp import McpServer, _close_all
 from skyrl_train.rollout.tools.toolbox import Toolbox, ToolUnavailable, tool_schemas
 
@@ -84,6 +86,16 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[mcp\]'"):
         tool_schemas([mcp(command=[sys.executable, "-c", json.dumps("no package")])])
+
+
+def test_servers_that_workers_start_are_not_as_many_as_trajectories() -> None:
+    def most(tool: PartSpec, **settings: Any) -> int | None:
+        return most_workers(EnvironmentConfig(tools=("my_code:calculator", tool), **settings))
+
+    assert most(mcp(command=SERVER)) == 16
+    assert most(mcp(command=SERVER), num_workers=200) == 200
+    assert most(mcp(url="http://127.0.0.1:9/mcp")) is None
+    assert most("my_code:search") is None
 
 
 def test_a_server_named_twice_is_one() -> None:
