@@ -159,30 +159,28 @@ class LogRatioLedger:
             found[f"off_policy/{name}_abs_max"] = Max(later(part.abs().max()) if part.numel() else 0.0)
         return found
 
-    def metrics_by_age(self, loss_mask: Tensor, token_age: Tensor, ages: Sequence[int]) -> dict[str, Metric]:
-        """The same by the age of the tokens, in versions: `off_policy/age/{mean,max}`, and for each age N
+    def metrics_by_age(
+        self, loss_mask: Tensor, token_age: Tensor, ages: Sequence[int], *, knows_drift: bool = True
+    ) -> dict[str, Metric]:
+        """The same by the age of the tokens, in versions; for each age N
 
-            off_policy/share/age_N      share of the trained tokens
             off_policy/abs/age_N        mean |log-ratio| before the update: numerics at age 0, staleness beside it above
             off_policy/k1/age_N, kl/age_N   estimators k1 and k3 of KL(behaviour || proximal), from the same
-            off_policy/drift/age_N      mean |log-ratio| of the drift
+            off_policy/drift/age_N      mean |log-ratio| of the drift; left out where it is among what is unattributed
 
         `token_age` `[rows, len]` integer; `ages` are those of the step's trained tokens, so that each has tokens. Ages from
         `LARGEST_AGE_SHOWN` on are counted together under it; those below 0, of recordings of another run, under none.
         """
-        tokens, of_trained = later(loss_mask.sum().double()), masked(token_age.double(), loss_mask)
-        found: dict[str, Metric] = {
-            "off_policy/age/mean": Mean(later(of_trained.sum()), tokens),
-            "off_policy/age/max": Max(later(of_trained.max()) if of_trained.numel() else 0.0),
-        }
+        found: dict[str, Metric] = {}
         before = (self.numerics + self.staleness + self.unattributed).double()
         clamped = before.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        values = {"abs": before.abs(), "k1": -before, "kl": DIVERGENCES["k3"](clamped), "drift": self.drift.abs()}
+        values = {"abs": before.abs(), "k1": -before, "kl": DIVERGENCES["k3"](clamped)}
+        if knows_drift:
+            values["drift"] = self.drift.abs()
         shown = token_age.clamp(max=LARGEST_AGE_SHOWN)
         for age in sorted({min(age, LARGEST_AGE_SHOWN) for age in ages if age >= 0}):
             of_age = loss_mask & (shown == age)
             count = later(of_age.sum().double())
-            found[f"off_policy/share/age_{age}"] = Mean(count, tokens)
             for name, value in values.items():
                 found[f"off_policy/{name}/age_{age}"] = Mean(later(masked(value.double(), of_age).sum()), count)
         return found

@@ -11,17 +11,18 @@ from skyrl_train.errors import BatchError
 
 
 def token_ages(batch: TrainingInputBatch) -> Tensor | None:
-    """Return `[num_tokens]` int32, the age of each token in versions, 0 outside responses; None where all are 0.
+    """Return `[num_tokens]` int32, the age of each token in versions, 0 outside responses; None where all are 0 and none
+    may be older.
 
     Below 0 is what the learner's own weights cannot have sampled yet: recorded tokens of another run.
     """
-    if "weight_version" not in batch:
-        return None
-    return batch.metadata.weight_version - batch["weight_version"]
+    if "weight_version" in batch:
+        return batch.metadata.weight_version - batch["weight_version"]
+    return torch.zeros_like(batch["input_ids"]) if batch.metadata.max_staleness else None
 
 
 def ages_in(batch: TrainingInputBatch) -> tuple[int, ...]:
-    """Return the ages of the batch's trained tokens, each once and ascending; none where all are 0."""
+    """Return the ages of the batch's trained tokens, each once and ascending; none where `token_ages` is None."""
     ages = token_ages(batch)
     return () if ages is None else tuple(torch.unique(ages[tokens_with_loss(batch)]).tolist())
 

@@ -20,7 +20,7 @@ from skyrl_train.algorithms.ratios import masked
 from skyrl_train.algorithms.step_columns import missing_step_column
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
-from skyrl_train.batch.staleness import ages_in
+from skyrl_train.batch.staleness import ages_in, token_ages
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.parts import POLICY_LOSSES
@@ -272,7 +272,8 @@ def _ledger(
         return {}
     unread = algorithm.proximal == "behaviour" or "old_logprobs" not in loss_reads(algorithm).columns
     unknown = "old_logprobs" not in rows and unread
-    token_age = rows.metadata.weight_version - rows.padded("weight_version") if "weight_version" in rows else None
+    flat_age = token_ages(rows)
+    token_age = None if flat_age is None else rows.with_columns(weight_version=flat_age).padded("weight_version")
     stale = torch.full_like(inputs.loss_mask, unknown)
     ledger = log_ratio_ledger(
         logprobs=inputs.logprobs.detach(),
@@ -282,7 +283,9 @@ def _ledger(
         is_stale=stale if token_age is None else stale | (token_age != 0),
     )
     found = ledger.metrics(inputs.loss_mask)
-    return found if token_age is None else found | ledger.metrics_by_age(inputs.loss_mask, token_age, ages)
+    if token_age is None:
+        return found
+    return found | ledger.metrics_by_age(inputs.loss_mask, token_age, ages, knows_drift=not unknown)
 
 
 def _column(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor:

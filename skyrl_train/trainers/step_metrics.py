@@ -15,6 +15,8 @@ from torch import Tensor
 
 from skyrl_train.algorithms.controllers import mean_token_kl
 from skyrl_train.algorithms.critic_losses import explained_variance
+from skyrl_train.algorithms.off_policy import LARGEST_AGE_SHOWN
+from skyrl_train.batch.staleness import token_ages
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.trainers.evaluate import groups_of, response_length
@@ -66,7 +68,9 @@ def _dataset_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """The batch's size; how far the trainer's log-probabilities are from the engine's and from the reference's.
+    """The batch's size; the ages of its tokens (`off_policy/age/{mean,max}` and the share of each,
+    `off_policy/share/age_N`) where some may be above 0; how far the trainer's log-probabilities are from the engine's and
+    from the reference's.
 
     `mismatch/` compares `old_logprobs` with `rollout_logprobs`, `kl/reference` with `ref_logprobs`, over trained
     tokens, before the first update of the step. `critic/explained_variance` is of the values before it, too.
@@ -83,6 +87,8 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
     if num_trained:
         metrics["score/policy_pass_skipped"] = float("old_logprobs" not in batch)
         metrics |= {"score/rollout_logprobs_used": 1.0} if algorithm.proximal == "behaviour" else {}
+    if num_trained and (ages := token_ages(batch)) is not None:
+        metrics |= _ages(ages[mask])
     if num_trained and "rollout_logprobs" in batch and "old_logprobs" in batch:
         metrics |= _mismatch(batch["old_logprobs"][mask].double() - batch["rollout_logprobs"][mask].double())
     if num_trained and "ref_logprobs" in batch and "old_logprobs" in batch:
@@ -198,6 +204,17 @@ def _failure_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "failures/count": float(num_failed),
         "failures/fraction": num_failed / len(trajectories),
         **{f"failures/{kind}": float(count) for kind, count in sorted(kinds.items())},
+    }
+
+
+def _ages(ages: Tensor) -> dict[str, float]:
+    """`ages` is integer `[trained tokens]`; shares of ages that the ledger of the log-ratio shows, too."""
+    shown = ages[ages >= 0].clamp(max=LARGEST_AGE_SHOWN)
+    found, counts = torch.unique(shown, return_counts=True)
+    return {
+        "off_policy/age/mean": float(ages.double().mean()),
+        "off_policy/age/max": float(ages.max()),
+        **{f"off_policy/share/age_{age}": n / len(ages) for age, n in zip(found.tolist(), counts.tolist())},
     }
 
 

@@ -85,6 +85,34 @@ def test_the_engines_logprobs_are_compared_with_the_trainers(tmp_path):
     assert metrics["mismatch/ratio_outside_10_percent"] == 0.25
 
 
+def ages(metrics):
+    return {name.removeprefix("off_policy/"): value for name, value in metrics.items() if "age" in name}
+
+
+def test_the_ages_of_trained_tokens_are_counted_over_the_batch(tmp_path):
+    """Trained tokens: three of the first trajectory, one of the second. The learner has version 20."""
+    batch = batch_of(tmp_path, rollouts_of(TWO_TURNS, ONE_TURN))
+    batch = replace(batch, metadata=replace(batch.metadata, weight_version=20))
+    versions = torch.full((batch.num_tokens,), 7, dtype=torch.int32)  # what is not trained is not counted
+    versions[batch["loss_mask"]] = torch.tensor([20, 19, 19, 1], dtype=torch.int32)
+    assert ages(batch_metrics(batch.with_columns(weight_version=versions), AlgorithmConfig())) == {
+        "age/mean": 21 / 4,
+        "age/max": 19.0,
+        "share/age_0": 0.25,
+        "share/age_1": 0.5,
+        "share/age_16": 0.25,
+    }
+
+
+def test_nothing_is_said_of_ages_unless_older_weights_may_sample(tmp_path):
+    batch = batch_of(tmp_path, rollouts_of(TWO_TURNS, ONE_TURN))
+    assert batch.metadata.max_staleness == 0
+    assert ages(batch_metrics(batch, AlgorithmConfig())) == {}
+    batch = replace(batch, metadata=replace(batch.metadata, max_staleness=1))
+    fresh = {"age/mean": 0.0, "age/max": 0.0, "share/age_0": 1.0}
+    assert ages(batch_metrics(batch, AlgorithmConfig())) == fresh
+
+
 def test_the_distance_to_the_reference_is_a_mean_over_trained_tokens(tmp_path):
     batch = batch_of(tmp_path, rollouts_of(TWO_TURNS, ONE_TURN))
     old = torch.where(batch["loss_mask"], -1.0, 99.0)
