@@ -19,13 +19,25 @@ def expected(rollout):
     return ([GUESS], 0.0) if rollout["sample"] % 2 else ([total(message["content"])], 1.25)
 
 
+def expected_of_retries(rollout):
+    """As `expected`, of two turns: the second answer is what counts."""
+    (last,), reward = expected(rollout)
+    return [GUESS, last], reward
+
+
+TASKSETS = {"sums_taskset": ("Scripted", expected), "retries_taskset": ("SecondThoughts", expected_of_retries)}
+"""Which engine plays each, and what is checked."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", required=True, help="an interpreter that has verifiers and numpy")
+    parser.add_argument("--taskset", choices=TASKSETS, default="sums_taskset", help="retries_taskset: of two turns")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/verifiers_env"))
     arguments = parser.parse_args()
+    engine, expects = TASKSETS[arguments.taskset]
     folder = arguments.output.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     # A row says which task it is; the prompt is the task's own.
@@ -39,9 +51,10 @@ def main() -> None:
         f"seed={arguments.seed}",
         f"data.train=[{folder / 'train.jsonl'}]",
         "data.validation=[]",
-        "environment.env_class=verifiers:sums_taskset",
+        f"environment.env_class=verifiers:{arguments.taskset}",
         f"environment.python={Path(arguments.python).absolute()}",
-        "generator.backend=verifiers_env.script:Scripted",
+        f"generator.backend=verifiers_env.script:{engine}",
+        "generator.max_turns=3",
         "generator.n_samples_per_prompt=4",
         "trainer.train_batch_size=4",
         "trainer.policy_mini_batch_size=4",
@@ -49,7 +62,7 @@ def main() -> None:
         "trainer.dump_rollouts=true",
         "trainer.ckpt_interval=0",
     )
-    check(folder / "rl", str(folder / "rl" / "export"), arguments.steps, expected)
+    check(folder / "rl", str(folder / "rl" / "export"), arguments.steps, expects)
 
 
 if __name__ == "__main__":

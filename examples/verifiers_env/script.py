@@ -12,8 +12,15 @@ GUESS = "I guess 1"
 class Scripted(scripted.Scripted):
     """Samples of even number add up what the task's prompt asks for; others guess, in more words."""
 
-    def text(self, prompt, sample, turn):  # noqa: ARG002 - of one turn
+    def text(self, prompt, sample, turn):  # noqa: ARG002 - the same in each turn
         return GUESS if sample % 2 else total(prompt)
+
+
+class SecondThoughts(scripted.Scripted):
+    """Everybody guesses first; samples of even number then add up."""
+
+    def text(self, prompt, sample, turn):
+        return GUESS if sample % 2 or turn == 0 else total(prompt)
 
 
 def total(text):

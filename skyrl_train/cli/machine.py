@@ -22,7 +22,13 @@ from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import did_you_mean
 from skyrl_train.rollout.env_local import violations_in_process
-from skyrl_train.rollout.environments import environment_violations, split_environment, uses_processes
+from skyrl_train.rollout.environments import (
+    environment_violations,
+    is_adapter,
+    playing_itself_violations,
+    split_environment,
+    uses_processes,
+)
 from skyrl_train.rollout.scoring import reward_problems, server_problems
 from skyrl_train.rollout.tools.formats import TOOL_FORMATS, VLLM_PARSER
 from skyrl_train.rollout.tools.toolbox import tool_schemas
@@ -133,6 +139,8 @@ def _tools(environment: EnvironmentConfig) -> Iterator[Violation]:
         rule = f"must be one of {', '.join(TOOL_FORMATS)}, or {VLLM_PARSER}NAME"
         remedy = did_you_mean(environment.tool_format, list(TOOL_FORMATS)) or "auto reads the chat template"
         yield Violation.of("environment.tool_format", environment.tool_format, rule, remedy)
+    if environment.tools and environment.env_class is not None and is_adapter(environment.env_class):
+        yield from playing_itself_violations(environment.env_class)
     try:
         tool_schemas(environment.tools)
     except ConfigError as error:

@@ -130,11 +130,13 @@ class AgentLoop:
             # A call that nobody would read the result of is an answer, which the environment scores.
             calls = () if is_last else self._calls_in(output)
             said_calls = call_messages(calls, turn_index=len(self._turns))
-            result = await (self._use_tools(calls, said_calls) if calls else self._session.step(text))
+            result = await self._answer_to(text, calls, said_calls)
             self._add_turn(prompt, output, text, result)
             if result.done:
                 return Outcome.TRUNCATED if result.truncated else Outcome.DONE
             if is_last:
+                if self._session.plays_itself:
+                    await self._score_as_cut(text)
                 return Outcome.MAX_TURNS
             said: ChatMessage = {"role": "assistant", "content": text}
             history = [*history, {**said, "tool_calls": said_calls} if calls else said]
@@ -147,10 +149,14 @@ class AgentLoop:
             )
             history = [*history, *result.observations]
             if self._room(prompt) < 1:
-                if calls:
-                    reward = (await self._session.step(text)).reward
-                    self._turns[-1] = replace(self._turns[-1], reward=reward)
+                if calls or self._session.plays_itself:
+                    await self._score_as_cut(text)
                 return Outcome.CONTEXT_FULL
+
+    async def _score_as_cut(self, text: str) -> None:
+        """Add to the last turn, whose response is `text`, what the environment gives for a trajectory that ends there."""
+        cut = await self._session.cut(text)
+        self._turns[-1] = replace(self._turns[-1], reward=self._turns[-1].reward + cut.reward)
 
     def _calls_in(self, output: GenerationOutput) -> Calls:
         if not self._tools or self._parse_calls is None:
@@ -159,6 +165,21 @@ class AgentLoop:
             return self._parse_calls(self._chat.text_with_calls(output.token_ids), self._tools)
         except Exception as error:  # of any kind: parsers are code of others, or recurse as deep as the model nests
             return (ToolCall(name=UNREADABLE, error=describe(error)),)
+
+    async def _answer_to(self, text: str, calls: Calls, said: Sequence[ChatMessage]) -> StepResult:
+        """Return what the environment answers to a response, or the tools that it calls."""
+        if not calls:
+            return await self._session.step(text)
+        self._counts["tools/calls"] += len(calls)
+        self._counts["tools/malformed"] += sum(bool(call.error) for call in calls)
+        if not self._session.plays_itself:
+            return await self._use_tools(calls, said)
+        # What cannot be read as a mapping is told to the model by the environment, which runs the others.
+        asked = [
+            {"id": message["id"], "name": call.name, "arguments": call.error or dict(call.arguments)}
+            for call, message in zip(calls, said)
+        ]
+        return await self._session.step(text, asked)
 
     async def _use_tools(self, calls: Calls, said: Sequence[ChatMessage]) -> StepResult:
         """Return what the tools answer, as an environment's answer without a reward; `said` are the calls as messages hold
@@ -176,9 +197,7 @@ class AgentLoop:
                 result = ToolResult(content=content, failed=True)
             else:
                 result = next(results)
-            self._counts["tools/calls"] += 1
             self._counts["tools/failed"] += result.failed
-            self._counts["tools/malformed"] += bool(call.error)
             answer = {"role": "tool", "tool_call_id": message["id"], "name": call.name, "content": result.content}
             observations.append(answer)
         return StepResult(observations=observations, reward=0.0, done=False)
@@ -186,6 +205,9 @@ class AgentLoop:
     def _offered(self) -> tuple[Schema, ...]:
         """Return what the model may call: what its row says, else all that is configured and the environment's own."""
         own = self._session.own_tools
+        if own and self._parse_calls is None:
+            rule = "it has tools, and the chat template writes calls in no format that is known"
+            raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{rule}: set environment.tool_format")
         if not self._job.prompt.tools:
             return (*self._job.tools, *own)
         known = {tool["function"]["name"] for tool in (*self._job.configured_tools, *own)}

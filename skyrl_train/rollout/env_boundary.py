@@ -25,9 +25,9 @@ T = TypeVar("T")
 Answer = dict[str, Any]
 """`{"value": ...}`, or `{"failure": FailureKind, "message": ...}`."""
 Request = Mapping[str, Any]
-"""`{"call": "construction", "init", "step", "tools", "get_metrics" or "close", ...}` with the arguments of the call; or that
-of a reward function, which needs no environment: `{"call": "score", "spec": ..., "prompt": ..., "samples": [...],
-"num_values": ...}`."""
+"""`{"call": "construction", "init", "step", "cut", "tools", "get_metrics" or "close", ...}` with the arguments of the
+call; or that of a reward function, which needs no environment: `{"call": "score", "spec": ..., "prompt": ...,
+"samples": [...], "num_values": ...}`."""
 
 CHECK_ROWS = "check_rows"
 """The call that asks the class of an environment, rather than one of them, what is wrong with data rows."""
@@ -164,6 +164,8 @@ class EnvironmentSession:
         """`spec` and `extras` are those of `make_environment`; `name` is the environment's in messages."""
         self.own_tools: list[Schema] = []
         """The environment's own tools, once it has started."""
+        self.plays_itself = False
+        """Whether it runs its tools by itself and scores whole episodes, once it has started."""
         self._tools = tools
         self._environments = environments
         self._handle = environments.host(name)
@@ -183,10 +185,23 @@ class EnvironmentSession:
             "max_result_chars": self._tools.max_result_chars,
         }
         self.own_tools = await self._ask(construction, check_schemas)
-        return await self._ask({"call": "init", "messages": messages}, check_some_messages)
+        first, tools = await self._ask({"call": "init", "messages": messages}, check_opening)
+        if tools is not None:
+            self.plays_itself, self.own_tools = True, tools
+        return first
 
-    async def step(self, action: str) -> StepResult:
-        result = await self._ask({"call": "step", "action": action}, check_step)
+    async def step(self, action: str, calls: Sequence[Mapping[str, Any]] = ()) -> StepResult:
+        """Answer a response, and the `calls` in it that an environment runs which plays by itself: each is `{"id": ...,
+        "name": ..., "arguments": mapping, or the text that cannot be read as one}`."""
+        said = {"call": "step", "action": action}
+        return await self._step({**said, "calls": list(calls)} if calls else said)
+
+    async def cut(self, action: str) -> StepResult:
+        """Score a trajectory whose context is full; `action` is its last response."""
+        return await self._step({"call": "cut"} if self.plays_itself else {"call": "step", "action": action})
+
+    async def _step(self, request: Request) -> StepResult:
+        result = await self._ask(request, check_step)
         for name, reward in result.components.items():
             self._components[name] = self._components.get(name, 0.0) + reward
         return result
@@ -243,6 +258,13 @@ def check_first_messages(value: object, *, source: str) -> list[ChatMessage]:
         message = f"{source} returned {kind}; must be (messages, information)"
         raise Broken(FailureKind.ENVIRONMENT_ERROR, message)
     return check_some_messages(value[0], source=source)
+
+
+def check_opening(value: object, *, source: str) -> tuple[list[ChatMessage], list[Schema] | None]:
+    """Return the first messages, and the tools of an environment that plays by itself, or raise Broken."""
+    if not isinstance(value, Mapping):
+        return check_some_messages(value, source=source), None
+    return check_some_messages(value.get("messages"), source=source), check_schemas(value.get("tools"), source=source)
 
 
 def check_some_messages(value: object, *, source: str) -> list[ChatMessage]:

@@ -19,7 +19,7 @@ from skyrl_train.rollout.env_boundary import (
     describe,
     late,
 )
-from skyrl_train.rollout.environments import is_asynchronous, make_environment, row_problems
+from skyrl_train.rollout.environments import is_asynchronous, make_environment, plays_itself, row_problems
 from skyrl_train.rollout.plain_data import numbers_only
 from skyrl_train.rollout.reward_functions import call_reward
 from skyrl_train.rollout.tools.toolbox import Toolbox
@@ -93,6 +93,10 @@ class HostedEnvironment:
             raise RuntimeError("the environment was used before it was started or after it was closed")
         if call == "init":
             return environment.init(request["messages"])
+        if call == "step" and request.get("calls"):
+            return environment.step_calls(request["action"], request["calls"])
+        if call == "cut":
+            return environment.cut()
         if call == "step":
             return environment.step(request["action"])
         if call == "tools":
@@ -108,8 +112,11 @@ class HostedEnvironment:
         if call == "construction":
             return check_schemas(value, source=source)
         if call == "init":
-            return check_first_messages(value, source=source)
-        if call == "step":
+            messages = check_first_messages(value, source=source)
+            if not plays_itself(self._environment):
+                return messages
+            return {"messages": messages, "tools": check_schemas(self._environment.schemas, source=source)}
+        if call in ("step", "cut"):
             result = check_step(value, source=source)
             reward = result.components or result.reward
             plain_result = {"observations": result.observations, "reward": reward, "done": result.done}

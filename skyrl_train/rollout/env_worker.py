@@ -45,6 +45,7 @@ from skyrl_train.rollout.env_hosted import HostedEnvironment
 from skyrl_train.rollout.environments import (
     environment_violations,
     is_asynchronous,
+    playing_itself_violations,
     resolve_environment,
     split_environment,
 )
@@ -333,6 +334,8 @@ def _load(settings: dict[str, Any]) -> dict[str, Any]:
     violations = [vars(found) for spec in settings["specs"] for found in environment_violations(spec)]
     for index, spec in enumerate(settings["tools"]):
         violations += [vars(found) for found in tool_violations(spec, f"{TOOLS.setting}[{index}]")]
+    if settings["tools"] and not violations:
+        violations += [vars(found) for spec in settings["specs"] for found in playing_itself_violations(spec)]
     facts: dict[str, object] = {}
     for setting, spec in settings["rewards"].items():
         found = reward_violations(spec, setting)

@@ -30,7 +30,7 @@ _CONFIG_CLASSES: dict[str, str] = {
 _ADAPTERS = {
     "gymnasium": ("id", "skyrl_train.rollout.adapters.gymnasium_text:GymnasiumEnvironment"),
     "openenv": ("url", "skyrl_train.rollout.adapters.openenv_client:OpenEnvironment"),
-    "verifiers": ("name", "skyrl_train.rollout.adapters.verifiers_tasks:VerifiersTask"),
+    "verifiers": ("name", "skyrl_train.rollout.adapters.verifiers_episodes:VerifiersEpisode"),
 }
 """Environments of other packages: which argument `NAME:ARGUMENT` gives, and what runs them."""
 
@@ -43,6 +43,11 @@ def split_environment(spec: PartSpec) -> tuple[str, dict[str, Any]]:
         return name, arguments
     argument, target = _ADAPTERS[kind]
     return target, {argument: rest, **arguments} if colon else arguments
+
+
+def is_adapter(spec: PartSpec) -> bool:
+    """Whether an environment is one of another package, which is imported only where it runs."""
+    return split_environment(spec)[0] in (target for _, target in _ADAPTERS.values())
 
 
 def make_environment(spec: PartSpec, extras: Mapping[str, Any]) -> Environment:
@@ -98,6 +103,23 @@ def row_problems(spec: PartSpec, rows: Sequence[Mapping[str, Any]]) -> RowProble
 def is_asynchronous(environment: object) -> bool:
     """Whether the methods of an environment, or of a class of them, are coroutine functions."""
     return any(inspect.iscoroutinefunction(getattr(environment, name, None)) for name in ("init", "step"))
+
+
+def plays_itself(environment: object) -> bool:
+    """Whether an environment, or a class of them, runs its tools by itself and scores whole episodes.
+
+    It has `schemas` of its tools once it has begun, `step_calls(action, calls)` for a response that calls some, and `cut()`
+    for a trajectory that no response follows in, for want of room or turns; both answer as `step` does.
+    """
+    return hasattr(environment, "step_calls")
+
+
+def playing_itself_violations(spec: PartSpec) -> Iterator[Violation]:
+    """What is wrong with an environment beside `environment.tools`: one that runs its own does not run others."""
+    name, _ = split_environment(spec)
+    if plays_itself(resolve_environment(name)):
+        rule, remedy = "runs its tools by itself and no others", "Leave environment.tools empty"
+        yield Violation.of(ENVIRONMENTS.setting, split_spec(spec)[0], rule, remedy)
 
 
 def uses_processes(environment: EnvironmentConfig) -> bool:
@@ -162,8 +184,7 @@ def environment_violations(spec: PartSpec) -> list[Violation]:
         given = {"env_config": {}, "extras": {}, **arguments}
         found = argument_violations(create, given, field=ENVIRONMENTS.setting, name=name)
         wrong = [*found, *_unusable(create, name)]
-        is_adapter = any(name == target for _, target in _ADAPTERS.values())
-        return wrong or (list(cast("Any", create).violations(**arguments)) if is_adapter else [])
+        return wrong or (list(cast("Any", create).violations(**arguments)) if is_adapter(spec) else [])
     settings = _CONFIG_CLASSES.get(name)
     if settings is None:
         return []

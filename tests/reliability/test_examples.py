@@ -60,8 +60,9 @@ def test_the_lake_is_walked_on_for_two_steps(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not PYTHON, reason="set SKYRL_TRAIN_ADAPTERS_PYTHON to an interpreter that has verifiers")
-def test_a_taskset_of_verifiers_trains_on_the_tokens_of_its_script(tmp_path: Path) -> None:
-    arguments = ["-m", "verifiers_env", "--python", PYTHON, "--steps", "2", "--output", "."]
+@pytest.mark.parametrize("taskset", ["sums_taskset", "retries_taskset"])
+def test_a_taskset_of_verifiers_trains_on_the_tokens_of_its_script(tmp_path: Path, taskset: str) -> None:
+    arguments = ["-m", "verifiers_env", "--python", PYTHON, "--taskset", taskset, "--steps", "2", "--output", "."]
     records = records_of(tmp_path, *arguments, run="rl")
     (first, second) = (record for record in records if "policy/grad_norm" in record)
     # Half of the samples are right, in one word; what is checked beside that is in the program.

@@ -9,7 +9,9 @@ import os
 import pytest
 
 from skyrl_train.cli import plan
+from skyrl_train.cli.machine import task_violations
 from skyrl_train.cli.preflight import preflight
+from skyrl_train.config.schema import EnvironmentConfig
 
 PYTHON = os.environ.get("SKYRL_TRAIN_ADAPTERS_PYTHON", "")
 needs_gymnasium = pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed")
@@ -66,3 +68,10 @@ def test_what_cannot_be_used_is_refused_in_one_line(
     (violation,) = json.loads(capsys.readouterr().out)["violations"]
     assert violation["field"] == line.partition(":")[0]
     assert violation["remedy"]
+
+
+def test_tools_beside_an_environment_that_runs_its_own_are_refused() -> None:
+    environment = EnvironmentConfig(env_class="verifiers:sums", tools=("tests.tool_cases:add",))
+    lines = [str(violation) for violation in task_violations(environment)]
+    expected = "environment.env_class: runs its tools by itself and no others; got 'verifiers:sums'."
+    assert [line for line in lines if line.startswith(expected)] == [f"{expected} Leave environment.tools empty"]

@@ -1,23 +1,21 @@
-"""Environments of other packages: gymnasium here, verifiers and openenv under another interpreter."""
+"""Environments of other packages: gymnasium here, openenv under another interpreter."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
 import inspect
-import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession, StepResult, check_step
-from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings, violations_in_process
-from skyrl_train.rollout.env_processes import ProcessEnvironments
+from skyrl_train.rollout.env_boundary import Broken, StepResult, check_step
+from skyrl_train.rollout.env_local import violations_in_process
 from skyrl_train.rollout.environments import (
     environment_violations,
     is_asynchronous,
@@ -25,43 +23,11 @@ from skyrl_train.rollout.environments import (
     resolve_environment,
     split_environment,
 )
+from tests.adapter_cases import PROMPT, PYTHON, needs_others, played
 
-PYTHON = os.environ.get("SKYRL_TRAIN_ADAPTERS_PYTHON", "")
-"""An interpreter that has verifiers and openenv-core."""
-PROMPT = [{"role": "user", "content": "Reach the goal."}]
 LAKE = {"_target_": "gymnasium", "id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "render": "ansi"}
 STILL = {**LAKE, "kwargs": {"is_slippery": False}}
 needs_gymnasium = pytest.mark.skipif(importlib.util.find_spec("gymnasium") is None, reason="gymnasium is not installed")
-needs_others = pytest.mark.skipif(
-    not PYTHON, reason="set SKYRL_TRAIN_ADAPTERS_PYTHON to an interpreter that has verifiers and openenv-core"
-)
-TASKSET = """
-import verifiers.v1 as vf
-
-
-class EchoData(vf.TaskData):
-    answer: str
-
-
-class EchoTask(vf.Task[EchoData]):
-    @vf.reward(weight=2.0)
-    async def exact(self, trace) -> float:
-        return float(trace.last_reply == self.data.answer)
-
-    @vf.metric
-    async def length(self, trace) -> float:
-        return float(len(trace.last_reply))
-
-
-class EchoTaskset(vf.Taskset[EchoTask]):
-    def load(self):
-        for word in ("cat", "dog"):
-            yield EchoTask(EchoData(prompt=f"Say {word}.", answer=word), self.config.task)
-
-
-__all__ = ["EchoTaskset"]
-"""
-
 SERVER = """
 import socket
 
@@ -138,7 +104,7 @@ def test_settings_commands_and_tables_of_the_guide_are_the_adapters() -> None:
         yaml.safe_load(block)["environment"]["env_class"]
         for block in re.findall(r"^```yaml\n(.*?)^```", GUIDE, flags=re.DOTALL | re.MULTILINE)
     ]
-    assert [spec["_target_"] for spec in specs] == ["gymnasium", "openenv"]
+    assert [spec["_target_"] for spec in specs] == ["gymnasium", "verifiers", "openenv"]
     for spec in specs:
         wrong = environment_violations(spec)
         assert all("needs the package" in violation.rule for violation in wrong), wrong
@@ -211,39 +177,6 @@ def test_a_package_that_is_missing_is_named_with_how_to_have_it(package: str, sp
         pytest.skip(f"{package} is installed")
     (violation,) = environment_violations(spec)
     assert str(violation).startswith(message)
-
-
-def played(spec: Any, rows: Sequence[dict[str, Any]], answers: Sequence[str]) -> list[tuple[str, list[StepResult]]]:
-    """The last of the first messages, and the steps, of one trajectory for each row."""
-
-    async def one(among: ProcessEnvironments, row: dict[str, Any]) -> tuple[str, list[StepResult]]:
-        session = EnvironmentSession(among, spec, row, "Environment")
-        first = await session.start(PROMPT)
-        steps = [await session.step(answer) for answer in answers]
-        await session.close()
-        return first[-1]["content"], steps
-
-    async def all_rows() -> list[tuple[str, list[StepResult]]]:
-        settings = WorkerSettings(specs=(spec,), registry=False, memory_gb=4.0, python=PYTHON)
-        among = ProcessEnvironments(LocalWorkers(settings), num_workers=None, timeout_s=60.0)
-        try:
-            return list(await asyncio.gather(*(one(among, row) for row in rows)))
-        finally:
-            await among.aclose()
-
-    return asyncio.run(all_rows())
-
-
-@needs_others
-def test_a_task_of_verifiers_scores_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "echo_tasks.py").write_text(TASKSET)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert violations_in_process(["verifiers:echo_tasks"], PYTHON) == []
-    (cat, (missed,)), (dog, (hit,)) = played("verifiers:echo_tasks", [{"task": 0}, {"task": 1}], ["dog"])
-    assert (cat, dog) == ("Say cat.", "Say dog.")
-    assert (missed.reward, hit.reward, hit.components, hit.done) == (0.0, 2.0, {"exact": 2.0}, True)
-    (violation,) = violations_in_process(["verifiers:no_such_tasks"], PYTHON)
-    assert str(violation).startswith("environment.env_class.name: must be an installed taskset; got 'no_such_tasks'")
 
 
 @pytest.fixture
