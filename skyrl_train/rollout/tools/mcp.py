@@ -21,12 +21,17 @@ from typing import Any
 
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.rollout.tools.toolbox import Schema, ToolError, ToolUnavailable
+from skyrl_train.telemetry.redaction import learn_secrets, redact_text
 
 with contextlib.suppress(ImportError):  # here, so that workers are forked from a process that has imported it
     importlib.import_module("mcp")
 
 _FIELD = "environment.tools"
 _CLOSE_TIMEOUT_S = 5.0
+_LAST_LINES_TIMEOUT_S = 1.0
+"""Within which what a server wrote is read to its end; a process that it started may hold the pipe for longer."""
+_LAST_LINES, _LAST_CHARACTERS, _KEPT_BYTES = 5, 500, 4096
+"""What a message has of it."""
 
 
 class McpServer:
@@ -111,6 +116,36 @@ class _RemoteTool:
         return await self._server.call(self.schema["function"]["name"], arguments)
 
 
+class _ErrorLog:
+    """The standard error of a server: passed on to this process's own (in a worker the log of environments) without secrets,
+    with its end kept for messages."""
+
+    def __init__(self) -> None:
+        """Opens a pipe, and reads it until every process that writes to it has closed it."""
+        self._reader, writer = os.pipe()
+        self.file = open(writer, "w")  # noqa: SIM115 - closed once the server has it
+        self._end = b""
+        self._thread = threading.Thread(target=self._copy, name="mcp stderr", daemon=True)
+        self._thread.start()
+
+    def last_lines(self) -> str:
+        """Return `; it wrote: ...` with the last lines, redacted, of a server that has ended; empty where it wrote none."""
+        self.file.close()
+        self._thread.join(_LAST_LINES_TIMEOUT_S)
+        lines = [line.strip() for line in self._end.decode(errors="replace").splitlines() if line.strip()]
+        text = redact_text(" | ".join(lines[-_LAST_LINES:])[-_LAST_CHARACTERS:])
+        return f"; it wrote: {text}" if text else ""
+
+    def _copy(self) -> None:
+        with contextlib.suppress(OSError), open(self._reader, "rb", buffering=0) as stream:
+            pending = b""
+            while chunk := stream.read(1 << 16):
+                self._end = (self._end + chunk)[-_KEPT_BYTES:]
+                lines, newline, pending = (pending + chunk).rpartition(b"\n")
+                os.write(2, redact_text((lines + newline).decode(errors="replace")).encode())
+            os.write(2, redact_text(pending.decode(errors="replace")).encode())
+
+
 class _Connection:
     """A client on a thread of its own, which enters and leaves it in one task."""
 
@@ -118,6 +153,8 @@ class _Connection:
         """Raises ConfigError where the server does not start, or does not answer within `timeout_s`."""
         self._name = name
         self._client: Any = None
+        self._errors = _ErrorLog()
+        learn_secrets(settings["env"])
         self._closing = asyncio.Event()
         self._ready: concurrent.futures.Future[list[Schema]] = concurrent.futures.Future()
         self._loop = asyncio.new_event_loop()
@@ -128,11 +165,11 @@ class _Connection:
         except BaseException as error:
             self.close()
             if isinstance(error, concurrent.futures.TimeoutError):
-                problem = f"it did not answer within {timeout_s:g} s"
+                problem = f"it did not answer within {timeout_s:g} s{self._errors.last_lines()}"
             elif isinstance(error, ImportError):
                 problem = f"the package mcp is not installed ({error}): pip install 'skyrl-train[mcp]'"
             elif isinstance(error, Exception):
-                problem = _innermost(error)
+                problem = f"{_innermost(error)}{self._errors.last_lines()}"
             else:
                 raise
             violation = Violation(field=_FIELD, rule="must be a server that answers", value=name, remedy=problem)
@@ -149,7 +186,8 @@ class _Connection:
         except MCPError as error:
             if error.error.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
                 raise ToolError(error.error.message) from error
-            raise ToolUnavailable(f"the server {self._name} has ended: {error.error.message}") from error
+            said = await asyncio.to_thread(self._errors.last_lines)
+            raise ToolUnavailable(f"the server {self._name} has ended: {error.error.message}{said}") from error
         except asyncio.TimeoutError:
             raise ToolUnavailable(f"the server {self._name} did not answer {name} within {timeout_s:g} s") from None
         except Exception as error:  # of any kind: that of a stream which the transport has closed
@@ -179,6 +217,7 @@ class _Connection:
             if not self._ready.done():
                 self._ready.set_exception(error)
         finally:
+            self._errors.file.close()
             self._loop.close()
 
     async def _until_closed(self, settings: Mapping[str, Any]) -> None:
@@ -199,9 +238,9 @@ class _Connection:
             parameters = StdioServerParameters(
                 command=program, args=arguments, env=settings["env"], cwd=settings["cwd"]
             )
-            # The process's own standard error, which in a worker is the log of environments.
-            server = stdio_client(parameters, errlog=open(os.dup(2), "w"))  # noqa: SIM115 - as long as the server
+            server = stdio_client(parameters, errlog=self._errors.file)
         async with Client(server) as client:
+            self._errors.file.close()
             self._client = client
             schemas: list[Schema] = []
             page = await client.list_tools()

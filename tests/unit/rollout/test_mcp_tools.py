@@ -82,6 +82,27 @@ def test_a_server_that_does_not_answer_is_refused(settings: dict[str, Any], prob
         tool_schemas([mcp(**settings)])
 
 
+def test_what_a_server_wrote_before_it_died_is_in_the_refusal_without_secrets(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    program = """
+import sys
+for line in range(9):
+    print("line", line, file=sys.stderr)
+print("no such file: tools.toml; api_key=tangerine-77-lime and quince-88-fig", file=sys.stderr)
+raise SystemExit(3)
+"""
+    server = mcp(command=[sys.executable, "-c", program], env={"FRUIT_TOKEN": "quince-88-fig"}, timeout_s=60.0)
+    with pytest.raises(ConfigError) as error:
+        tool_schemas([server])
+    (violation,) = error.value.violations
+    told = "line 5 | line 6 | line 7 | line 8 | no such file: tools.toml; api_key=<redacted> and <redacted>"
+    assert violation.remedy.endswith(f"; it wrote: {told}")
+    written = capfd.readouterr().err
+    assert "line 0\n" in written
+    assert "tangerine" not in written + violation.remedy
+
+
 def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(ConfigError, match=r"pip install 'skyrl-train\[mcp\]'"):
