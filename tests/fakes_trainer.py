@@ -97,9 +97,13 @@ def make_trajectory(*turns: Turn, uid: str = "p0", sample: int = 0, **changes: A
 
 
 def failed_trajectory(
-    *, uid: str = "p0", sample: int = 0, kind: FailureKind = FailureKind.ENVIRONMENT_ERROR
+    *,
+    uid: str = "p0",
+    sample: int = 0,
+    kind: FailureKind = FailureKind.ENVIRONMENT_ERROR,
+    message: str = "ValueError: broken",
 ) -> Trajectory:
-    failure = Failure(kind=kind, message="ValueError: broken", turn_index=0)
+    failure = Failure(kind=kind, message=message, turn_index=0)
     return Trajectory(prompt_uid=uid, sample_index=sample, turns=(), outcome=Outcome.FAILED, failure=failure)
 
 

@@ -7,6 +7,7 @@ code has to doubt an answer. What is refused fails the one trajectory that asked
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -33,6 +34,12 @@ from skyrl_train.types import (
 )
 
 logger = logging.getLogger(__name__)
+
+_MAX_REASONS = 5
+"""Lines about failed trajectories."""
+_QUOTED = re.compile(r"""(?<!\w)(?:'(?:\\.|[^'\\])*(?:'|$)|"(?:\\.|[^"\\])*(?:"|$))""", re.DOTALL)
+"""As Python writes texts, or the beginning of one where a message was cut off; no apostrophe in a word."""
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
 
 class CheckedEngine:
@@ -157,13 +164,12 @@ def checked_trajectory(trajectory: Trajectory, *, vocabulary_size: int, max_cont
 def check_failures(done: Sequence[Trajectory], total: int, *, limit: float) -> None:
     """Raise SkyrlTrainError, of the engine where it is what fails, where more than `limit` of `total` trajectories failed.
 
-    `limit` is `environment.max_failed_fraction`; the message counts the reasons.
+    `limit` is `environment.max_failed_fraction`; the message counts the reasons, with an example of each.
     """
     failures = [trajectory.failure for trajectory in done if trajectory.failure is not None]
     if len(failures) <= limit * total:
         return
-    reasons = Counter(f"{failure.kind.value}: {failure.message}" for failure in failures)
-    lines = [f"  {count} x {reason}" for reason, count in reasons.most_common(5)]
+    lines = _counted([f"{failure.kind.value}: {failure.message}" for failure in failures])
     of_engine = (FailureKind.ENGINE_ERROR, FailureKind.ENGINE_TIMEOUT)
     error = EngineError if all(failure.kind in of_engine for failure in failures) else SkyrlTrainError
     raise error(
@@ -171,6 +177,26 @@ def check_failures(done: Sequence[Trajectory], total: int, *, limit: float) -> N
         + "\n".join(lines)
         + "\nMend the cause, or raise environment.max_failed_fraction to carry on without them."
     )
+
+
+def _counted(reasons: Sequence[str]) -> list[str]:
+    """Return a line for each reason, the most frequent first, with an example where it stands for several texts.
+
+    What differs between replies alone is one reason: quoted parts and numbers do not count, and where that still leaves
+    many, neither does what follows the kind, the part and the type of the error.
+    """
+    folded = [_NUMBER.sub("N", _QUOTED.sub("'...'", reason)) for reason in reasons]
+    if len(set(folded)) > _MAX_REASONS:
+        folded = [": ".join(reason.split(": ")[:3]) for reason in folded]
+    examples = dict(zip(reversed(folded), reversed(reasons)))  # the first of each
+    most = Counter(folded).most_common()
+    lines = []
+    for reason, count in most[:_MAX_REASONS]:
+        lines.append(f"  {count} x {reason}")
+        if examples[reason] != reason:
+            lines.append(f"      e.g. {' '.join(examples[reason].split())[:300]}")
+    others = sum(count for _, count in most[_MAX_REASONS:])
+    return [*lines, *([f"  {others} for {len(most) - _MAX_REASONS} other reasons"] if others else [])]
 
 
 def _failed(trajectory: Trajectory, turn_index: int, kind: FailureKind, reason: str) -> Trajectory:
