@@ -54,6 +54,7 @@ from skyrl_train.trainers.step_metrics import (
     batch_metrics,
     document_metrics,
     engine_drift,
+    equal_groups,
     rollout_metrics,
     speed_metrics,
     step_totals,
@@ -93,6 +94,7 @@ class PPOTrainer:
         self.curriculum, self.stream = curriculum, stream
         self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
         self.state: LoopState = loop.start.state or LoopState.first(settings.trainer.algorithm)
+        self._told_equal_groups = False
 
     def train(self) -> TrainingResult:
         """Train for all remaining steps, then write the export and show the table of evaluations.
@@ -187,6 +189,10 @@ class PPOTrainer:
             metrics = self.loop.observers.measure(facts, {**metrics, **controlled})
         if (drift := engine_drift(metrics)) and not self.generator.is_recorded:
             self.loop.console.warn(f"step {step}: {drift}")
+        if not self._told_equal_groups:
+            if told := equal_groups(generated.rollouts, self.settings.trainer.algorithm, step=step):
+                self.loop.console.warn(told)
+            self._told_equal_groups = bool(told)
         self._flush_rollouts()
         self.loop.record(
             step, metrics, speed=lambda timings: speed_metrics(timings, batch), is_evaluated=bool(evaluation)

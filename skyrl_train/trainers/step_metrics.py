@@ -18,13 +18,17 @@ from skyrl_train.algorithms.critic_losses import explained_variance
 from skyrl_train.algorithms.off_policy import LARGEST_AGE_SHOWN
 from skyrl_train.batch.staleness import token_ages
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads
+from skyrl_train.registry import part_name
 from skyrl_train.trainers.evaluate import groups_of, response_length
 from skyrl_train.trainers.state import Totals
 from skyrl_train.types import Outcome, RolloutBatch, Trajectory
 
 RATIO_TOLERANCE = 0.1
 """A token whose probability under trainer and engine differs by more than this share counts as mismatched."""
+
+EQUAL_GROUPS = 0.9
+"""Share of a step's groups whose rewards are all equal that is said on the console."""
 
 LARGEST_DRIFT = 0.2
 """Mean distance of the engine's log-probabilities from the trainer's, in nats a token, that is warned about."""
@@ -115,6 +119,24 @@ def engine_drift(metrics: Mapping[str, float]) -> str:
     )
 
 
+def equal_groups(rollouts: RolloutBatch, algorithm: AlgorithmConfig, *, step: int) -> str:
+    """A line where an estimator that compares the samples of a prompt finds almost nothing to compare: all samples of a
+    prompt have the same reward in `EQUAL_GROUPS` of the groups of a step, or more; else empty."""
+    groups = _comparable(rollouts)
+    equal = [group for group in groups if min(group) == max(group)]
+    if not estimator_reads(algorithm).whole_groups or not groups or len(equal) < EQUAL_GROUPS * len(groups):
+        return ""
+    values = {reward for group in equal for reward in group}
+    each = f", {values.pop():g} in all of them" if len(values) == 1 else ""
+    return (
+        f"step {step}: the samples of a prompt all have the same reward in {len(equal)} of {len(groups)} groups{each}: with "
+        f"advantage_estimator={part_name(algorithm.advantage_estimator)} such groups have no gradient. Read "
+        f"rollouts/train_step_{step}.jsonl: is the reward the same for right and wrong answers, or the task too hard or too "
+        "easy? A reward with steps between, more generator.n_samples_per_prompt, a higher generator.sampling.temperature or "
+        "data.curriculum.enabled=true help. (group/zero_variance has the share of each step; this is said once.)"
+    )
+
+
 def document_metrics(batch: TrainingInputBatch, docs_per_step: int) -> dict[str, float]:
     """With `docs_per_step`: the documents of the policy's optimizer steps on this batch, and by how many they exceed the
     target in the mean."""
@@ -170,11 +192,16 @@ def shares(name: str, values: Iterable[str]) -> dict[str, float]:
 
 def _group_metrics(rollouts: RolloutBatch) -> dict[str, float]:
     """Groups of equal rewards teach nothing; so do groups of fewer than two trajectories."""
-    rewards = [[t.reward for t in group if not t.failed] for _, group in groups_of(rollouts)]
-    comparable = [group for group in rewards if len(group) > 1]
-    if not comparable:
+    groups = _comparable(rollouts)
+    if not groups:
         return {}
-    return {"group/zero_variance": sum(min(group) == max(group) for group in comparable) / len(comparable)}
+    return {"group/zero_variance": sum(min(group) == max(group) for group in groups) / len(groups)}
+
+
+def _comparable(rollouts: RolloutBatch) -> list[list[float]]:
+    """Return the rewards of each group of two trajectories or more, without those that failed."""
+    rewards = [[t.reward for t in group if not t.failed] for _, group in groups_of(rollouts)]
+    return [group for group in rewards if len(group) > 1]
 
 
 def _component_metrics(kept: Sequence[Trajectory]) -> dict[str, float]:

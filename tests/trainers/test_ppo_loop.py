@@ -87,6 +87,27 @@ def test_recorded_rollouts_may_be_of_any_version(tmp_path):
     assert [step for step, _ in run.learner.steps_and_versions[::2]] == [1, 2, 3, 4]
 
 
+class IndifferentGenerator(FakeGenerator):
+    """Rewards every answer alike."""
+
+    def _trajectory(self, prompt, sample, step, purpose):
+        trajectory = super()._trajectory(prompt, sample, step, purpose)
+        return replace(trajectory, turns=tuple(replace(turn, reward=0.25) for turn in trajectory.turns[:1]))
+
+
+def test_steps_without_a_gradient_are_told_once(tmp_path):
+    usual, indifferent = fake_run(tmp_path / "usual"), fake_run(tmp_path / "indifferent")
+    indifferent.generator = IndifferentGenerator(indifferent.engine)
+    usual.run()
+    indifferent.run()
+    said = " ".join(usual.output.getvalue().split())
+    assert said.count("have no gradient") == 1
+    assert "warning: step 3: the samples of a prompt all have the same reward in 4 of 4 groups, 1 in all" in said
+    said = " ".join(indifferent.output.getvalue().split())
+    assert said.count("have no gradient") == 1
+    assert "warning: step 1: the samples of a prompt all have the same reward in 4 of 4 groups, 0.25 in all" in said
+
+
 def test_each_step_takes_the_next_batch_of_prompts_and_evaluations_always_use_the_same_seeds(tmp_path):
     run = fake_run(tmp_path)
     run.run()

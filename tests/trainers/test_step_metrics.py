@@ -8,7 +8,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.state import Totals
-from skyrl_train.trainers.step_metrics import batch_metrics, rollout_metrics, speed_metrics, step_totals
+from skyrl_train.trainers.step_metrics import batch_metrics, equal_groups, rollout_metrics, speed_metrics, step_totals
 from skyrl_train.types import FailureKind, Outcome, RolloutBatch, StopReason
 from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
 
@@ -70,6 +70,20 @@ def test_rollouts_in_numbers():
 def test_groups_of_equal_rewards_are_counted_among_groups_that_can_differ():
     metrics = rollout_metrics(rollouts_of(ONE_TURN, ONE_TURN, TWO_TURNS, ONE_TURN, ONE_TURN, failed_trajectory()))
     assert metrics["group/zero_variance"] == 0.5
+
+
+def test_groups_without_a_gradient_are_told_where_nearly_all_are():
+    grpo, gae = AlgorithmConfig(), AlgorithmConfig(advantage_estimator="gae")
+    equal = rollouts_of(*[ONE_TURN] * 18, ONE_TURN, TWO_TURNS)
+    told = equal_groups(equal, grpo, step=3)
+    assert told.startswith(
+        "step 3: the samples of a prompt all have the same reward in 9 of 10 groups, 1 in all of them: with "
+        "advantage_estimator=grpo such groups have no gradient. Read rollouts/train_step_3.jsonl"
+    )
+    assert equal_groups(equal, gae, step=3) == ""
+    assert equal_groups(rollouts_of(*[ONE_TURN] * 8, ONE_TURN, TWO_TURNS), grpo, step=3) == ""
+    assert "in 2 of 2 groups: with" in equal_groups(rollouts_of(ONE_TURN, ONE_TURN, TWO_TURNS, TWO_TURNS), grpo, step=1)
+    assert equal_groups(rollouts_of(*[failed_trajectory()] * 4), grpo, step=1) == ""
 
 
 def test_the_engines_logprobs_are_compared_with_the_trainers(tmp_path):
