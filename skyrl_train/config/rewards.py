@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +17,8 @@ SINGLE_TURN = "single_turn"
 """The environment of a run whose rewards are all there is to it: one response, no reward of its own."""
 OWN_REWARD = "environment"
 """Name of the environment's own reward among those of a trajectory."""
+ONE_SCORE = ({"name": "score", "criterion": "how well the answer does its task"},)
+"""The rubric of a judge that states none: its component is called as the judge is."""
 _OF_THE_LIST = ("weight", "normalize")
 
 
@@ -39,6 +41,24 @@ class RewardEntry:
     def in_trainer(self) -> bool:
         """Whether it is called in the trainer's process: those of this package that hold a model or connections."""
         return split_spec(self.spec)[0] in IN_TRAINER
+
+    @property
+    def weights(self) -> Mapping[str, Any]:
+        """The weight of each component that is known by name before it is called: those that `weight` names, the criteria
+        of a judge's rubric, or itself."""
+        if isinstance(self.weight, Mapping):
+            return self.weight
+        target, arguments = split_spec(self.spec)
+        rubric = arguments.get("rubric", ONE_SCORE)
+        if target != "judge" or not isinstance(rubric, (list, tuple)) or is_one_score(rubric):
+            return {self.name: self.weight}
+        criteria = [str(each.get("name", "")) for each in rubric if isinstance(each, Mapping)]
+        return dict.fromkeys(criteria, self.weight)
+
+
+def is_one_score(rubric: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a judge's rubric is the one that it has unless another is stated."""
+    return list(rubric) == list(ONE_SCORE)
 
 
 IN_TRAINER = frozenset({"judge", "model"})
@@ -80,8 +100,7 @@ def with_reward_components(algorithm: AlgorithmConfig, environment: EnvironmentC
         return algorithm
     components: dict[str, Any] = {OWN_REWARD: {"normalize": "none"}} if has_own_reward(environment) else {}
     for entry in entries:
-        weights = entry.weight if isinstance(entry.weight, Mapping) else {entry.name: entry.weight}
-        for name, weight in weights.items():
+        for name, weight in entry.weights.items():
             components[name] = {"weight": weight, "normalize": entry.normalize or "group"}
     return replace(algorithm, reward_components=components)
 
@@ -92,8 +111,7 @@ def _reward_lists(environment: EnvironmentConfig, algorithm: AlgorithmConfig) ->
     seen: set[str] = {OWN_REWARD}
     for entry in reward_entries(environment):
         many = isinstance(entry.weight, Mapping)
-        weights: Mapping[str, Any] = entry.weight if isinstance(entry.weight, Mapping) else {entry.name: entry.weight}
-        for name, weight in weights.items():
+        for name, weight in entry.weights.items():
             if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
                 field, remedy = f"{entry.setting}.weight", "write weight: 0.5, or weight: {correct: 1, format: 0.5}"
                 yield Violation.of(f"{field}.{name}" if many else field, weight, "must be a finite number", remedy)

@@ -12,6 +12,7 @@ from typing import Any
 
 from skyrl_train.data.rows import Row
 from skyrl_train.errors import DataError
+from skyrl_train.registry import did_you_mean
 from skyrl_train.telemetry.json_text import parse_json, shown
 from skyrl_train.types import ChatMessage
 
@@ -64,7 +65,7 @@ def answer_columns(row: Row, columns: PromptColumns) -> dict[str, Any]:
         if own:
             raise DataError(
                 f"{row.place}: has no {own!r}, which data.answer_column names; it has {names_of(row.values)}. "
-                "Name a column that every row has."
+                f"{near_column(own, row.values)}Name a column that every row has."
             )
         return {}
     answer = look_up(row.values, name)
@@ -170,6 +171,16 @@ def tools_of(row: Row) -> tuple[Mapping[str, Any], ...]:
     ):
         raise DataError(f"{row.place}: 'tools' must be a list of objects; got {shown(tools)}.")
     return tuple(tools)
+
+
+def near_column(name: str, values: Mapping[str, Any]) -> str:
+    """Return `Did you mean 'answer'? `, of a row's columns, for a name with dots also of what is inside them; empty where
+    none is near."""
+    known = list(map(str, values))
+    if "." in name:
+        known += [f"{key}.{inner}" for key, value in values.items() if isinstance(value, Mapping) for inner in value]
+    near = did_you_mean(name, known)
+    return f"{near[0].upper()}{near[1:]} " if near else ""
 
 
 def names_of(values: Mapping[str, Any]) -> str:

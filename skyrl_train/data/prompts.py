@@ -16,6 +16,7 @@ from skyrl_train.data.columns import (
     extract_gsm8k_answer,
     look_up,
     names_of,
+    near_column,
     prompt_column,
     tools_of,
 )
@@ -157,6 +158,7 @@ def _without_prompt(row: Row, columns: PromptColumns) -> DataError:
     )
     return DataError(
         f"{row.place}: has no {columns.prompt_column!r}; it has {names_of(row.values)}. "
+        f"{near_column(columns.prompt_column, row.values)}"
         f'Give each row a prompt, [{{"role": "user", "content": "..."}}] or a text, {naming}.'
     )
 
@@ -185,11 +187,13 @@ def filter_by_length(
     *,
     max_prompt_length: int,
     over_long: Literal["drop", "error"],
+    of_each: str = "",
 ) -> LengthFilter:
     """Drop (or refuse) prompts of more than `max_prompt_length` tokens.
 
     Args:
         count_tokens: Tokens of a prompt as the model will see it, e.g. `len(chat_tokens.data_prompt(prompt))`.
+        of_each: What stands in every prompt beside its messages, for the message: ` (120 of them are ...)`.
 
     Raises:
         DataError: With `over_long="error"` for the first prompt that is too long; always where none is left.
@@ -200,13 +204,13 @@ def filter_by_length(
     if over_long == "error" and len(kept) < len(prompts):
         uid, length = next((p.uid, n) for p, n in zip(prompts, lengths) if n > max_prompt_length)
         raise DataError(
-            f"prompt {uid} has {length} tokens, more than data.max_prompt_length={max_prompt_length} "
+            f"prompt {uid} has {length} tokens{of_each}, more than data.max_prompt_length={max_prompt_length} "
             f"({len(prompts) - len(kept)} of {len(prompts)} do). "
             f"Raise data.max_prompt_length (the longest has {longest}) or set data.over_long=drop."
         )
     if prompts and not kept:
         raise DataError(
-            f"all {len(prompts)} prompts have more than data.max_prompt_length={max_prompt_length} tokens. "
+            f"all {len(prompts)} prompts have more than data.max_prompt_length={max_prompt_length} tokens{of_each}. "
             f"Raise it: the shortest has {min(lengths)}."
         )
     return LengthFilter(prompts=kept, num_dropped=len(prompts) - len(kept), longest=longest)

@@ -7,13 +7,15 @@ came from anybody.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import re
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import httpx
 
-from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.errors import DeadlineError, EngineError, Violation
 from skyrl_train.telemetry.json_text import parse_json
+from skyrl_train.telemetry.redaction import redact_text
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_BODY_BYTES = 4 * 2**20
@@ -21,6 +23,16 @@ MAX_BODY_BYTES = 4 * 2**20
 _RETRY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
+
+
+def address_violations(url: str, field: str) -> Iterator[Violation]:
+    """What is wrong with the address of a server; `field` is the setting."""
+    if not re.fullmatch(r"https?://[^\s/]+\S*", url):
+        rule, remedy = (
+            "must be the address of a server, http://HOST:PORT or https://HOST",
+            "write url: http://HOST:PORT, e.g. http://127.0.0.1:8000",
+        )
+        yield Violation.of(field, redact_text(url), rule, remedy)
 
 
 class UnreadableReply(Exception):

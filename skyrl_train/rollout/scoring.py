@@ -17,8 +17,9 @@ from typing import Any
 
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.rewards import OWN_REWARD, RewardEntry, has_own_reward, reward_entries
+from skyrl_train.data.columns import names_of, near_column
 from skyrl_train.errors import ConfigError, DataError, SkyrlTrainError, Violation
-from skyrl_train.registry import PartSpec, part_name
+from skyrl_train.registry import PartSpec, part_name, split_spec
 from skyrl_train.rollout.env_boundary import (
     OF_REWARDS,
     Broken,
@@ -38,6 +39,7 @@ from skyrl_train.rollout.reward_functions import (
     reward_violations,
 )
 from skyrl_train.rollout.rewards import HeldReward
+from skyrl_train.telemetry.redaction import redact_text
 from skyrl_train.threads import in_time
 from skyrl_train.types import FailureKind, Outcome, Prompt, Trajectory
 
@@ -174,7 +176,16 @@ async def server_problems(environment: EnvironmentConfig) -> list[Violation]:
     """Return which servers of rewards are of no use: one that is down, or has another model."""
     found = [(entry, await held.problem()) for entry, held in held_rewards(reward_entries(environment))]
     remedy = "start it, or correct the setting"
-    return [Violation.of(f"{entry.setting}.url", entry.name, problem, remedy) for entry, problem in found if problem]
+    rule = "must be the address of a server that can be used, http://HOST:PORT"
+    return [
+        Violation.of(f"{entry.setting}.url", redact_text(_url_of(entry)), f"{rule} ({problem.rstrip('.')})", remedy)
+        for entry, problem in found
+        if problem
+    ]
+
+
+def _url_of(entry: RewardEntry) -> str:
+    return str(split_spec(entry.spec)[1].get("url", ""))
 
 
 def row_columns(prompt: Prompt) -> dict[str, Any]:
@@ -224,11 +235,11 @@ def check_reward_columns(prompts: Sequence[Prompt], environment: EnvironmentConf
         prompt, name, column = found[0]
         columns = row_columns(prompt)
         others = f" ({len(found) - 1} other rows of {len(prompts)} are refused, too)" if len(found) > 1 else ""
-        known = ", ".join(sorted(columns)) or "none"
-        what = "is null" if column in columns else f"there is none: the row's columns are {known}"
+        near = "" if column in columns else near_column(column, columns)
+        what = "is null" if column in columns else f"there is none: the row's columns are {names_of(columns)}"
         raise DataError(
             f"{prompt.place or 'prompt ' + prompt.uid}: the reward {name} takes the column {column!r}, and {what}{others}. "
-            "data.answer_column names the column with the answer; or rename the parameter, or give it a default."
+            f"{near}data.answer_column names the column with the answer; or rename the parameter, or give it a default."
         )
 
 

@@ -12,7 +12,6 @@ import asyncio
 import hashlib
 import json
 import os
-import re
 import sqlite3
 import string
 import threading
@@ -25,16 +24,18 @@ from typing import Any
 
 import httpx
 
+from skyrl_train.config.rewards import ONE_SCORE
 from skyrl_train.errors import DeadlineError, EngineError, Violation
 from skyrl_train.rollout.env_boundary import Broken
 from skyrl_train.rollout.http_reply import (
+    address_violations,
     ask_until_answered,
     client_arguments,
     send,
     server_problem,
 )
 from skyrl_train.rollout.rewards import HeldReward
-from skyrl_train.rollout.rewards.rubric import ONE_SCORE, Rubric
+from skyrl_train.rollout.rewards.rubric import Rubric
 from skyrl_train.telemetry.redaction import learn_secrets, redact_text
 from skyrl_train.types import FailureKind
 
@@ -122,9 +123,7 @@ class Judge(HeldReward):
         """What is wrong with the settings, found without the network; `setting` is where they are."""
         if not self._model:
             yield Violation.of(f"{setting}.model", self._model, "must name a model", "write model: NAME")
-        if not re.fullmatch(r"https?://[^\s/]+\S*", self._url):
-            rule, remedy = "must be an address", "write url: http://HOST:PORT"
-            yield Violation.of(f"{setting}.url", redact_text(self._url), rule, remedy)
+        yield from address_violations(self._url, f"{setting}.url")
         if "completion" not in self._fields():
             rule, remedy = "must be text with {completion} in it", "double the braces that stand for themselves"
             yield Violation.of(f"{setting}.template", self._template[:80], rule, remedy)

@@ -13,7 +13,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 import httpx
 
 from skyrl_train.errors import EngineError, SkyrlTrainError, Violation
-from skyrl_train.rollout.http_reply import ask_until_answered, client_arguments, send, server_problem
+from skyrl_train.rollout.http_reply import (
+    address_violations,
+    ask_until_answered,
+    client_arguments,
+    send,
+    server_problem,
+)
 from skyrl_train.rollout.rewards import HeldReward, batched
 from skyrl_train.telemetry.redaction import learn_secrets, redact_text
 from skyrl_train.types import ChatMessage
@@ -87,6 +93,8 @@ class RewardModel(HeldReward):
         if bool(self.path) == bool(self._url) or bool(self._url) != bool(self._served_model):
             rule, remedy = "must name a model", "write path: FOLDER, or url: http://HOST:PORT and served_model: NAME"
             yield Violation.of(setting, self.path or self._url, rule, remedy)
+        if self._url:
+            yield from address_violations(self._url, f"{setting}.url")
         if self.placement not in ("inline", "ray"):
             yield Violation.of(
                 f"{setting}.placement", self.placement, "must be inline or ray", "write placement: inline"

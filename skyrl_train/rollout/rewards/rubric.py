@@ -13,13 +13,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from skyrl_train.config.rewards import is_one_score
 from skyrl_train.errors import Violation
 from skyrl_train.rollout.env_boundary import Broken
 from skyrl_train.telemetry.json_text import parse_json
 from skyrl_train.telemetry.redaction import redact_text
 from skyrl_train.types import FailureKind
 
-ONE_SCORE = ({"name": "score", "criterion": "how well the answer does its task"},)
 _GRADES = {"A": 1.0, "B": 0.75, "C": 0.5, "D": 0.25, "F": 0.0}
 _NUMBER = r"-?\d+(?:\.\d+)?(?!\.?\d)(?!\s*-\s*\d)"
 """Not the first of two, as in `7-8`."""
@@ -39,6 +39,7 @@ class Rubric:
     ) -> None:
         """The arguments are those of `Judge`; `violations` says what is wrong with them."""
         self._criteria = {str(each.get("name", "")): each for each in criteria}
+        self._is_one_score = is_one_score(criteria)
         self._num_given, self._reply, self._pattern = len(criteria), reply, pattern
         self._scale = tuple(scale)
         self._grades = {str(name).upper(): float(value) for name, value in (grades or _GRADES).items()}
@@ -81,7 +82,8 @@ class Rubric:
         return {"response_format": form}
 
     def score(self, reply: str) -> float | dict[str, float]:
-        """Return weight times score, 0 to 1 or as the grades say: one number, or one for each of several criteria.
+        """Return weight times score, 0 to 1 or as the grades say: one for each criterion, by its name; of a judge without a
+        rubric one number.
 
         Raises Broken (invalid_reward) naming the first criterion that the reply has no score for.
         """
@@ -92,7 +94,7 @@ class Rubric:
             name: float(criterion.get("weight", 1.0)) * self._score(name, found.get(name), reply)
             for name, criterion in self._criteria.items()
         }
-        return scores if len(scores) > 1 else next(iter(scores.values()))
+        return next(iter(scores.values())) if self._is_one_score else scores
 
     def _score(self, name: str, value: Any, reply: str) -> float:
         if self._reply == "grades":

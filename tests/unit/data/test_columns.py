@@ -103,6 +103,17 @@ def test_tools_are_a_field_of_the_prompt_given_as_a_list_or_as_json(tmp_path: Pa
         ),
         ({"prompt": "2+2?"}, {"prompt_column": "asked"}, "line 1: has no 'asked'; it has prompt."),
         ({"prompt": "2+2?"}, {"answer_column": "a.b"}, "line 1: has no 'a.b', which data.answer_column names"),
+        (
+            {"prompt": "2+2?", "extra_info": {"answer": "4"}},
+            {"answer_column": "extra_info.anser"},
+            r"it has extra_info, prompt. Did you mean 'extra_info.answer'\? Name a column",
+        ),
+        ({"prompt": "2+2?", "answer": "4"}, {"answer_column": "anser"}, r"Did you mean 'answer'\?"),
+        (
+            {"question": "2+2?"},
+            {"prompt_column": "qestion"},
+            r"it has question. Did you mean 'question'\? Give each row",
+        ),
         ({"prompt": "2+2?", "a": ""}, {"answer_column": "a"}, "line 1: has no 'a', which data.answer_column names"),
     ],
 )

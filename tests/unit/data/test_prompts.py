@@ -354,6 +354,22 @@ def test_dropping_every_prompt_is_an_error() -> None:
         filter_by_length(prompts_of_lengths(3, 9), count_characters, max_prompt_length=2, over_long="drop")
 
 
+def test_what_stands_in_every_prompt_is_told_with_its_length() -> None:
+    of_each = " (2 of them tell the model of its 1 tools)"
+    with pytest.raises(
+        DataError, match=r"all 2 prompts have more than .*=2 tokens \(2 of them tell .* 1 tools\)\. Raise"
+    ):
+        filter_by_length(
+            prompts_of_lengths(3, 9), count_characters, max_prompt_length=2, over_long="drop", of_each=of_each
+        )
+    with pytest.raises(
+        DataError, match=r"prompt p9 has 9 tokens \(2 of them tell the model of its 1 tools\), more than"
+    ):
+        filter_by_length(
+            prompts_of_lengths(3, 9), count_characters, max_prompt_length=5, over_long="error", of_each=of_each
+        )
+
+
 # Batches
 
 

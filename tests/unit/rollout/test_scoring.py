@@ -220,6 +220,8 @@ def test_a_row_without_a_column_that_a_reward_takes_is_named() -> None:
         match=r"p0: the reward has_answer takes the column 'answer', and there is none: the row's columns are solution",
     ):
         check_reward_columns(make_prompts(1, solution=4), environment)
+    with pytest.raises(DataError, match=r"the row's columns are anser. Did you mean 'anser'\? data.answer_column"):
+        check_reward_columns(make_prompts(1, anser=4), environment)
 
 
 def test_arguments_that_no_process_can_be_sent_are_refused() -> None:

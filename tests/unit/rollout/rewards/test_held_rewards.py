@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.data import EnvironmentConfig
-from skyrl_train.config.rewards import REWARD_RULES
+from skyrl_train.config.rewards import ONE_SCORE, REWARD_RULES, reward_entries, with_reward_components
 from skyrl_train.config.schema import Config, PlacementConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError, DataError, ModelError
@@ -37,6 +38,8 @@ def config_of(*rewards: Any) -> Config:
         ({"_target_": "judge"}, "url", "must be given"),
         ({**JUDGE, "modle": "m"}, "modle", "is no argument of judge"),
         ({**JUDGE, "model": ""}, "model", "must name a model"),
+        ({**JUDGE, "url": "judge"}, "url", "must be the address of a server, http://HOST:PORT"),
+        ({"_target_": "model", "url": "host:80", "served_model": "m"}, "url", "must be the address of a server"),
         ({**JUDGE, "template": "{answer}"}, "template", "must be text with {completion} in it"),
         ({**JUDGE, "scale": 10}, "", "must be what judge takes"),
         ({**JUDGE, "rubric": ["clarity"]}, "", "must be what judge takes"),
@@ -65,7 +68,36 @@ def test_a_server_that_is_down_is_told_for_each_reward_that_asks_one() -> None:
     model = {"_target_": "model", "url": "http://127.0.0.1:9", "served_model": "m"}
     found = asyncio.run(server_problems(environment_of(JUDGE, model, {**JUDGE, "system": "another"})))
     assert [each.field for each in found] == [f"environment.rewards[{index}].url" for index in range(3)]
-    assert all("does not answer" in each.rule for each in found)
+    assert all("must be the address of a server" in each.rule and "does not answer" in each.rule for each in found)
+    assert [each.value for each in found] == [f"'{address}'" for address in (JUDGE["url"], model["url"], JUDGE["url"])]
+
+
+CLEAR = {"name": "clear", "criterion": "Is it clear?"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ["judge"]),
+        ({"rubric": list(ONE_SCORE)}, ["judge"]),
+        ({"rubric": [CLEAR]}, ["clear"]),
+        ({"rubric": [CLEAR, {"name": "right"}]}, ["clear", "right"]),
+        ({"rubric": [CLEAR, {"name": "right"}], "weight": {"right": 1.0}}, ["right"]),
+    ],
+)
+def test_components_are_called_as_the_criteria_of_the_rubric(settings: Any, names: list[str]) -> None:
+    (entry,) = reward_entries(environment_of({**JUDGE, **settings}))
+    assert [*entry.weights] == names
+    algorithm = with_reward_components(
+        AlgorithmConfig(advantage_estimator="gdpo"), environment_of({**JUDGE, **settings})
+    )
+    assert [*algorithm.reward_components] == names
+
+
+def test_two_judges_with_a_criterion_of_one_name_are_refused() -> None:
+    judges = [{**JUDGE, "rubric": [CLEAR]}, {**JUDGE, "model": "other", "rubric": [CLEAR]}]
+    (found,) = [each for each in validate_config(config_of(*judges)) if each.field == "environment.rewards[1]"]
+    assert "gives a reward named 'clear', which there is already" in found.rule
 
 
 def test_an_actor_needs_ray() -> None:

@@ -101,6 +101,7 @@ def test_a_template_has_columns_and_what_is_inside_them(serve: Any) -> None:
         ({"reply": "grades"}, "Grade: A would be too much.\nscore: b", 0.75),
         ({"reply": "grades", "grades": {"A+": 2.0, "A": 1.0}}, "score: A+", 2.0),
         ({"reply": "json"}, '```json\n{"reasoning": "{x}", "score": 4}\n```', 0.4),
+        ({"rubric": TWO[:1]}, "clarity: 10", {"clarity": 0.25}),
         ({"rubric": TWO}, "clarity: 10\ntruth: 5", {"clarity": 0.25, "truth": 0.375}),
         ({"rubric": TWO, "reply": "json"}, '{"clarity": 2, "truth": 10.0}', {"clarity": 0.05, "truth": 0.75}),
     ],
