@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import skyrl_train.assets
 from skyrl_train.rollout.tools.toolbox import ToolUnavailable
 
 ADD = "tests.tool_cases:add"
@@ -20,6 +23,13 @@ TEMPLATE = (
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def model_with_tools(folder: Path) -> str:
+    """Copy the bundled model to `folder`, with a chat template that shows tools; return its path."""
+    shutil.copytree(Path(skyrl_train.assets.__path__[0]) / "tiny_qwen2", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    return str(folder)
 
 
 def add(a: int, b: int) -> int:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from skyrl_train.config.load import MISSING, Unresolved, load_root
+from skyrl_train.config.load import MISSING, NotStated, Unresolved, load_root
 from skyrl_train.errors import Violation
 
 T = TypeVar("T")
@@ -217,5 +217,15 @@ def _item(node: DictConfig | ListConfig, key: Any) -> Any:
     try:
         return plain_values(node[key])
     except OmegaConfBaseException as error:
+        if (found := _not_stated(error)) is not None:
+            return Unresolved("nothing", found.remedy, found.rule)
         child = node._get_node(key)
         return Unresolved(str(getattr(child, "_value", lambda: key)()), str(error).splitlines()[0])
+
+
+def _not_stated(error: BaseException) -> NotStated | None:
+    """Return what a resolver asks the user for, which OmegaConf keeps as the context of its own errors."""
+    current: BaseException | None = error
+    while current is not None and not isinstance(current, NotStated):
+        current = current.__context__
+    return current

@@ -50,7 +50,7 @@ def _folder(output_dir: str) -> Iterator[Violation]:
 
 def _data(data: DataConfig | SFTDataConfig, name: str) -> Iterator[Violation]:
     field = f"data.{name}"
-    for spec in getattr(data, name):
+    for spec in data.held_out if name == "validation" else data.train:
         try:
             sources = find_sources([spec], data.reader)
             if any(source.on_hub for source in sources):

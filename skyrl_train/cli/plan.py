@@ -27,14 +27,17 @@ from skyrl_train.config.schema import Config, DataConfig, EnvironmentConfig, Mod
 from skyrl_train.config.validate import validate_config
 from skyrl_train.data.hub import is_cached
 from skyrl_train.data.rows import find_sources
-from skyrl_train.errors import ConfigError, DataError, ModelError, SkyrlTrainError
-from skyrl_train.memory.model_sizes import model_sizes
+from skyrl_train.errors import ConfigError, DataError, ModelError, SkyrlTrainError, Violation
+from skyrl_train.memory.model_sizes import local_folder, model_sizes
+from skyrl_train.model.vocabulary import check_special_tokens_of, stated_vocabulary_size
 from skyrl_train.plan.dry_run import make_plan_report, placement_report
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
 from skyrl_train.plan.memory import plan_memory
 from skyrl_train.plan.report import render_text, to_json
 from skyrl_train.plan.time import rates_of
+from skyrl_train.rollout.chat_tokens import ChatTokens, check_tools
 from skyrl_train.rollout.row_checks import checked_prompts
+from skyrl_train.rollout.tools.toolbox import tool_schemas
 from skyrl_train.telemetry.rollout_log import read_rollouts
 
 CONFIG_NAME = "config"
@@ -76,6 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ConfigError as error:  # no placement can be chosen: the rules are those of all else
             violations = [*error.violations, *validate_config(config, refused=["placement"])]
         violations += task_violations(config.environment)
+        notes += check_vocabulary(config.model)
+        for data, environment in [(each.data, each.environment) for each in datasets] or [
+            (config.data, config.environment)
+        ]:
+            violations += template_violations(config.model, data, environment)
         report = make_plan_report(
             config,
             num_train_prompts=num_train_prompts,
@@ -133,6 +141,39 @@ def count_train_prompts(
         return len(checked_prompts(data, data.train, data.max_train_prompts, environment)), ""
     except ConfigError:  # likewise, or of the environment
         return assumed.train_batch_size, _UNCOUNTED
+
+
+def check_vocabulary(model: ModelConfig) -> list[str]:
+    """Check the special tokens of a model as a run does, by its files. Return a note where they are not on this machine.
+
+    Raises ModelError for a token that the model has no embedding of.
+    """
+    folder = local_folder(model.path, revision=model.revision)
+    rows = 0 if folder is None else stated_vocabulary_size(folder)
+    if folder is None or not rows:
+        return [f"The special tokens of {model.path} were not checked: its files are not on this machine."]
+    beside = local_folder(model.tokenizer_path) if model.tokenizer_path else folder
+    check_special_tokens_of(folder, model, rows=rows, tokenizer_folder=beside)
+    return []
+
+
+def template_violations(model: ModelConfig, data: DataConfig, environment: EnvironmentConfig) -> list[Violation]:
+    """Return why the model could not see or call `environment.tools`, where there are some and its tokenizer is on this
+    machine. Raises DataError for a chat template that is of no use, ModelError for a tokenizer."""
+    path = model.tokenizer_path or model.path
+    if not environment.tools or local_folder(path, revision=model.revision) is None:
+        return []
+    from skyrl_train.inference.vllm_tools import make_tool_parser
+    from skyrl_train.model.causal_lm import load_tokenizer
+
+    tokenizer = load_tokenizer(model)
+    chat = ChatTokens(tokenizer, prompt_format=data.prompt_format, template_kwargs=data.template_kwargs)
+    try:
+        tools, parse_calls = tool_schemas(environment.tools), make_tool_parser(environment.tool_format, tokenizer)
+        check_tools((), tools, chat, parse_calls=parse_calls, environment=environment.env_class)
+    except ConfigError as error:
+        return list(error.violations)
+    return []
 
 
 def count_parameters(path: str) -> int | None:

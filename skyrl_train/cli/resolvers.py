@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, Node, OmegaConf
 
+from skyrl_train.config.data import is_own_data
 from skyrl_train.config.fields import defaults, walk
+from skyrl_train.config.load import NotStated
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.rewards import SINGLE_TURN
 from skyrl_train.config.schema import Config
@@ -58,7 +60,7 @@ def register_resolvers() -> None:
     """
     OmegaConf.register_new_resolver("detect_platform", lambda: detect_platform().name, replace=True)
     OmegaConf.register_new_resolver("per_platform", _per_platform, replace=True)
-    OmegaConf.register_new_resolver("unless_rewards", _unless_rewards, replace=True)
+    OmegaConf.register_new_resolver("default_environment", _default_environment, replace=True)
     OmegaConf.register_new_resolver("if_file", _if_file, replace=True)
     OmegaConf.register_new_resolver("run_folder", _run_folder, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", _sweep_folder, replace=True)
@@ -85,9 +87,28 @@ def _per_platform(values: Mapping[str, Any], *, _root_: DictConfig) -> Any:
     return values[name]
 
 
-def _unless_rewards(name: str, *, _root_: DictConfig) -> str:
-    """`${unless_rewards:NAME}`: the environment of a run that chooses none, or `single_turn` where rewards are given."""
-    return SINGLE_TURN if _root_.environment.get("reward") or _root_.environment.get("rewards") else name
+def _default_environment(name: str, *, _root_: DictConfig) -> str:
+    """`${default_environment:NAME}`: the environment of a run that chooses none: `single_turn` where rewards are given, NAME
+    for bundled data and GSM8K. Raises NotStated for other data, which NAME would score without being asked to."""
+    if _root_.environment.get("reward") or _root_.environment.get("rewards"):
+        return SINGLE_TURN
+    own = next((entry for entry in _unscored_entries(_root_.data) if is_own_data(entry)), None)
+    if own is not None:
+        raise NotStated(
+            f"must be chosen, or a reward, for data of your own ({own}): nothing says how answers are scored",
+            "set environment.reward=my_code:score (docs/rewards.md), or environment=word_problems for whole numbers "
+            "after ####, or environment.env_class=NAME",
+        )
+    return name
+
+
+def _unscored_entries(data: DictConfig) -> Iterator[str]:
+    """Yield the entries of `data.train` and `data.validation`, or those of a mix that state no environment."""
+    for each in data.get("mix") or [data]:
+        if "environment" not in each:
+            for name in ("train", "validation"):
+                entries = each.get(name) or ()
+                yield from map(str, [entries] if isinstance(entries, str) else entries)
 
 
 def _if_file(path: str, then: str, otherwise: str) -> str:

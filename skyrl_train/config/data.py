@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.parts import DATA_READERS, ENVIRONMENTS, PROMPT_ORDERS, REWARDS, ROW_FORMATS, TOOLS
@@ -48,8 +49,9 @@ class DataConfig:
     train: Free[tuple[str, ...]] = ("builtin:word_problems/train",)
     """Parquet, Arrow, CSV, JSON or JSON-lines files, folders of them, hub names (`owner/name:split`,
     `owner/name/config:split`), or `builtin:NAME/SPLIT`."""
-    validation: Free[tuple[str, ...]] = ("builtin:word_problems/validation",)
-    """Held-out prompts; empty turns evaluation off."""
+    validation: Free[tuple[str, ...] | None] = None
+    """Held-out prompts; empty turns evaluation off. null: those that belong to `train` where that is bundled data or GSM8K,
+    none with any other data."""
     reader: Free[Annotated[PartSpec, DATA_READERS]] = "by_name"
     """How an entry of `train` or `validation` is read: inferred from its name, as one kind of file whatever it is called,
     or by a custom function of the entry, which yields rows (mappings of columns to values)."""
@@ -87,6 +89,47 @@ class DataConfig:
     """Several data sets in place of `train` and `validation`, e.g. `[{train: a.jsonl, weight: 0.7}, {train: b.jsonl,
     weight: 0.3, environment: gsm8k}]`: each entry has a weight, its data, and what it states of `environment`, `sampling`
     and `eval_sampling` for itself (docs/data.md)."""
+
+    @property
+    def held_out(self) -> tuple[str, ...]:
+        """What is evaluated on: `validation`, or what belongs to `train`."""
+        return held_out_sources(self.train, self.validation)
+
+
+def held_out_sources(train: Sequence[str], validation: tuple[str, ...] | None) -> tuple[str, ...]:
+    """Return `validation`, or where it is not stated, the held-out part of each entry of `train` that has one."""
+    if validation is not None:
+        return validation
+    return tuple(held_out for entry in train if (held_out := _held_out_of(entry)))
+
+
+def is_own_data(entry: str) -> bool:
+    """Whether an entry of `data.train` or `data.validation` is neither bundled data nor GSM8K."""
+    is_gsm8k = Path(entry).parent.name == _GSM8K and Path(entry).name in ("train.parquet", "validation.parquet")
+    return not (is_gsm8k or entry in _HELD_OUT or entry in _HELD_OUT.values())
+
+
+NO_HELD_OUT = (
+    "no held-out rows: data.train is data of your own and data.validation is not set, so that evaluation is off; "
+    "data.validation=[FILE] turns it on"
+)
+"""Said of a run that states no `data.validation` and has no `held_out`."""
+_GSM8K = "gsm8k"
+"""The folder that scripts/prepare_gsm8k.py writes."""
+_HELD_OUT = {
+    "builtin:word_problems/train": "builtin:word_problems/validation",
+    "openai/gsm8k/main:train": "openai/gsm8k/main:test",
+}
+"""By entry of `data.train`, the held-out rows that belong to it."""
+
+
+def _held_out_of(entry: str) -> str:
+    """Return the held-out part of an entry of `data.train`; empty where none is known."""
+    path = Path(entry).expanduser()
+    if path.parent.name == _GSM8K and path.name == "train.parquet":
+        beside = path.with_name("validation.parquet")
+        return str(beside) if beside.is_file() else ""
+    return _HELD_OUT.get(entry, "")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,15 @@ class Unresolved:
 
     expression: str
     reason: str
+    rule: str = "could not be worked out"
+
+
+class NotStated(ValueError):
+    """Raised by an interpolation for a value that nothing but the user can state: what must hold, and what to write."""
+
+    def __init__(self, rule: str, remedy: str):
+        super().__init__(f"{rule}. {remedy}")
+        self.rule, self.remedy = rule, remedy
 
 
 class _Refused(Exception):
@@ -153,7 +162,7 @@ def as_typed(value: Any) -> str:
 def convert(value: Any, annotation: Any, path: str) -> Any:
     """`value` as `annotation` says. Raises _Refused."""
     if isinstance(value, Unresolved):
-        raise _Refused("could not be worked out", value.reason)
+        raise _Refused(value.rule, value.reason)
     if isinstance(value, str) and value == MISSING:
         raise _Refused("must be given", f"set {path}=...")
     if annotation is Any and isinstance(value, (Mapping, list)):

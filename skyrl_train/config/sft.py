@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.bundles import Layout, plan_layout
+from skyrl_train.config.data import held_out_sources
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import SamplingConfig
 from skyrl_train.config.learners import LearnerSettings, ScheduleLength, layout_of, micro_batch_settings
@@ -50,8 +51,9 @@ class SFTDataConfig:
     `owner/name/config:split`), or `builtin:NAME/SPLIT`."""
     weights: Forks[tuple[Weight, ...]] = ()
     """For each entry of `train`, how often its rows are used per epoch (0.5: half of them, alternating); empty is once."""
-    validation: Free[tuple[str, ...]] = ("builtin:word_problems/validation",)
-    """Held-out examples: each entry is a set with a loss of its own. Empty turns evaluation off."""
+    validation: Free[tuple[str, ...] | None] = None
+    """Held-out examples: each entry is a set with a loss of its own. Empty turns evaluation off. null: those that belong to
+    `train` where that is bundled data or GSM8K, none with any other data."""
     reader: Free[Annotated[PartSpec, DATA_READERS]] = "by_name"
     """How an entry of `train` or `validation` is read: inferred from its name, as one kind of file whatever it is called,
     or by a custom function of the entry, which yields rows (mappings of columns to values)."""
@@ -83,6 +85,11 @@ class SFTDataConfig:
     """Keep tokenised sources on disk, for later runs and for those that run at the same time."""
     cache_dir: Free[str] = ""
     """Where; empty is `$SKYRL_TRAIN_CACHE`, or `skyrl_train` in the user's cache folder."""
+
+    @property
+    def held_out(self) -> tuple[str, ...]:
+        """What is evaluated on: `validation`, or what belongs to `train`."""
+        return held_out_sources(self.train, self.validation)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +246,7 @@ def _needs_validation(
 ) -> Iterator[Violation]:
     """A setting of `trainer` that reads the held-out loss needs held-out examples."""
     value = getattr(trainer, name)
-    if is_set(value) and not data.validation:
+    if is_set(value) and not data.held_out:
         yield Violation(
             field=f"trainer.{name}",
             rule="needs held-out examples",

@@ -1,6 +1,6 @@
-"""vLLM's parsers of tool calls, without an engine: `environment.tool_format=vllm:NAME`.
+"""Parsers of tool calls by `environment.tool_format`, those of vLLM, `vllm:NAME`, among them, without an engine.
 
-They read a whole response, as its server does for a request that is not streamed. A response in which the format's opening
+vLLM's read a whole response, as its server does for a request that is not streamed. A response in which the format's opening
 stands and no call is found is a call that cannot be read: the parsers themselves take it for an answer.
 """
 
@@ -12,12 +12,21 @@ from typing import Any
 
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import did_you_mean
-from skyrl_train.rollout.tools.formats import Calls, ToolCall, ToolParser, call_from_value
+from skyrl_train.rollout.tools.formats import VLLM_PARSER, Calls, ToolCall, ToolParser, call_from_value, make_parser
 from skyrl_train.types import Tokenizer
 
 Schema = Mapping[str, Any]
 _OPENINGS = ("tool_call_start_token", "tool_calls_start_token", "bot_token", "tool_call_start")
 """Attributes of parsers that hold what a call begins with."""
+
+
+def make_tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser | None:
+    """Return what reads calls of tools, `environment.tool_format`; None where `auto` finds no format that it knows."""
+    return (
+        vllm_tool_parser(name.removeprefix(VLLM_PARSER), tokenizer)
+        if name.startswith(VLLM_PARSER)
+        else make_parser(name, tokenizer)
+    )
 
 
 def vllm_tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:

@@ -167,6 +167,15 @@ def read_config(path: str, *, revision: str | None = None) -> Mapping[str, Any]:
     return text
 
 
+def local_folder(path: str, *, revision: str | None = None) -> Path | None:
+    """Return the folder of the model at `path` where its config is on this machine; nothing is fetched."""
+    folder = _assets() / path.removeprefix(_BUILTIN) if path.startswith(_BUILTIN) else Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    cached = _in_hub_cache(path, revision)
+    return None if cached is None else cached.parent
+
+
 def weight_bytes(path: str, *, revision: str | None = None) -> int:
     """Return the bytes of the weights that are read where the model at `path` is loaded: of its files where they are here,
     else as its config says, two a parameter; 0 where neither can be had."""

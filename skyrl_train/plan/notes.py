@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from skyrl_train.config.data import NO_HELD_OUT, DataConfig
 from skyrl_train.config.fields import unusual_values
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import OptimizerConfig, TrainerConfig
@@ -84,6 +85,14 @@ def environment_notes(env_class: PartSpec | None) -> list[PlanNote]:
             "for form; environment=word_problems accepts them and takes the last, where answers are integers",
         )
     ]
+
+
+def data_notes(data: DataConfig) -> list[PlanNote]:
+    """What is known of the chosen data."""
+    if data.validation is not None or data.held_out or data.mix:
+        return []
+    fact, _, remedy = NO_HELD_OUT.partition("; ")
+    return [PlanNote(field="data.validation", fact=fact, cost=remedy)]
 
 
 _GSM8K_ENVIRONMENTS = ("gsm8k", "gsm8k_multi_turn")

@@ -80,7 +80,9 @@ def checked_prompts(
     data: DataConfig, sources: Sequence[str], limit: int, environment: EnvironmentConfig
 ) -> list[Prompt]:
     """Return the prompts of `sources`, whose rows have what their environment and their rewards need. Raises as
-    `load_prompts`, `check_all_rows` and `check_reward_columns`."""
+    `load_prompts`, `check_all_rows` and `check_reward_columns`; none where there are no sources."""
+    if not sources:
+        return []
     prompts = load_prompts(
         sources,
         limit=limit or None,

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.rollout.rewards.model import RewardModel
     from skyrl_train.rollout.stream import RolloutStream
-    from skyrl_train.rollout.tools.formats import ToolParser
     from skyrl_train.runs.build_engines import Engines
     from skyrl_train.runs.build_ray import Cluster
     from skyrl_train.trainers.evaluate import Evaluator
@@ -73,6 +72,7 @@ def build_rollouts(
 
         return RolloutParts(generator=recording, transport=NoTransport())
     from skyrl_train.config.mix import mixed_datasets
+    from skyrl_train.inference.vllm_tools import make_tool_parser
     from skyrl_train.model.causal_lm import load_tokenizer
     from skyrl_train.model.vocabulary import vocabulary_size
     from skyrl_train.rollout.generator import RolloutGenerator
@@ -90,7 +90,7 @@ def build_rollouts(
         vocabulary_size=vocabulary_size(config.model),
         workers=_environment_workers(config, host),
         log=Path(config.output_dir) / "environments.log",
-        parse_calls=build_tool_parser(config.environment.tool_format, tokenizer),
+        parse_calls=make_tool_parser(config.environment.tool_format, tokenizer),
         chat=chat_tokens(config.data, tokenizer),
         mix=mixed_datasets(config.data, config.environment, config.generator.sampling)[0],
     )
@@ -130,17 +130,6 @@ def build_stream(
     stream = RolloutStream(generator, prompts, settings, on_progress=on_progress)
     stack.callback(stream.close)
     return stream
-
-
-def build_tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser | None:
-    """Return what reads calls of tools, `environment.tool_format`; None where `auto` finds no format that it knows."""
-    from skyrl_train.rollout.tools.formats import VLLM_PARSER, make_parser
-
-    if name.startswith(VLLM_PARSER):
-        from skyrl_train.inference.vllm_tools import vllm_tool_parser
-
-        return vllm_tool_parser(name.removeprefix(VLLM_PARSER), tokenizer)
-    return make_parser(name, tokenizer)
 
 
 def chat_tokens(data: DataConfig, tokenizer: Tokenizer) -> ChatTokens:
@@ -193,11 +182,13 @@ def reward_models(environment: EnvironmentConfig) -> list[tuple[RewardEntry, Rew
 def with_reward_weights(config: Config) -> Config:
     """Return the configuration in which each reward model of this run has the digest of its weights, so that the run, and
     whoever resumes it, scores with no others. Raises ModelError."""
+    models = reward_models(config.environment)
+    if not models:
+        return config
     from skyrl_train.model.reward_model import weights_identity
 
     found = {
-        entry.setting: reward.weights or weights_identity(reward.path, reward.revision)
-        for entry, reward in reward_models(config.environment)
+        entry.setting: reward.weights or weights_identity(reward.path, reward.revision) for entry, reward in models
     }
 
     def pinned(setting: str, spec: PartSpec) -> PartSpec:
@@ -207,7 +198,7 @@ def with_reward_weights(config: Config) -> Config:
     environment = config.environment
     rewards = tuple(pinned(f"environment.rewards[{index}]", spec) for index, spec in enumerate(environment.rewards))
     reward = None if environment.reward is None else pinned("environment.reward", environment.reward)
-    return replace(config, environment=replace(environment, reward=reward, rewards=rewards)) if found else config
+    return replace(config, environment=replace(environment, reward=reward, rewards=rewards))
 
 
 def _environment_workers(config: Config, host: Host) -> WorkerHost | None:

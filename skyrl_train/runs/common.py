@@ -262,11 +262,16 @@ def say_goodbye(
     )
 
 
-def prepare_process(config: RunConfig) -> None:
-    """Settles threads and kernels; call before anything computes. Idle OpenMP threads spin on busy cores and make all of it
+def limit_threads(config: RunConfig) -> None:
+    """Settles the threads of libraries that are imported later. Idle OpenMP threads spin on busy cores and make all of it
     several times slower."""
     os.environ.setdefault("OMP_NUM_THREADS", str(config.platform.num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def prepare_process(config: RunConfig) -> None:
+    """Settles threads and kernels; call before anything computes."""
+    limit_threads(config)
     import torch
 
     if config.platform.name == "cpu":

@@ -10,8 +10,8 @@ from skyrl_train.config.generation import ships_adapter
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.runs.build import build_evaluator, build_host, build_rollouts
-from skyrl_train.runs.common import OnEnd, Parts, open_folder, prepare_process, tell_nobody
-from skyrl_train.runs.rl import describe, load_data
+from skyrl_train.runs.common import OnEnd, Parts, limit_threads, open_folder, prepare_process, tell_nobody
+from skyrl_train.runs.rl import describe, load_data, read_all_rows
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,15 +32,18 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     config = place(config, training=False)
     if violations := validate_config(config):
         raise ConfigError(violations)
-    prepare_process(config)
+    limit_threads(config)
     from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.trainers.evaluation_report import evaluation_line, figures_table, write_evaluation
-    from skyrl_train.trainers.rollout_sink import RolloutLog
 
     console = RunConsole()
     folder = open_folder(config.output_dir)
     console.header(f"skyrl_train: evaluation of {config.trainer.resume_path or config.model.path}", describe(config))
-    data = load_data(config)
+    rows = read_all_rows(config)
+    prepare_process(config)
+    from skyrl_train.trainers.evaluation_report import evaluation_line, figures_table, write_evaluation
+    from skyrl_train.trainers.rollout_sink import RolloutLog
+
+    data = load_data(config, rows)
     if not data.validation:
         raise DataError("there is nothing to evaluate on: data.validation is empty. Set data.validation=[FILE]")
     with folder.locked(), Parts(console, on_end) as stack:

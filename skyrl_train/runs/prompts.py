@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
 
-from skyrl_train.config.data import DataConfig, EnvironmentConfig
+from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.errors import DataError
 from skyrl_train.registry import split_spec
 from skyrl_train.rollout.row_checks import checked_prompts
-from skyrl_train.runs.build import build_tool_parser, chat_tokens
-
-if TYPE_CHECKING:
-    from skyrl_train.types import Prompt
+from skyrl_train.runs.build import chat_tokens
+from skyrl_train.types import Prompt
 
 
-def load_prompts(
-    model: ModelConfig, data: DataConfig, environment: EnvironmentConfig, notes: list[str], name: str = ""
-) -> tuple[list[Prompt], list[Prompt]]:
-    """Return training and held-out prompts of a run, or of its data set `name`, which their uids then begin with.
+@dataclass(frozen=True, kw_only=True)
+class CheckedRows:
+    """The prompts of a run, or of one data set of a mix, whose rows have what their environment and rewards need."""
 
-    What was left out is added to `notes`, a line each. Raises DataError, ModelError (the tokenizer), ConfigError.
-    """
-    train = _measured(model, data, environment, data.train, data.max_train_prompts, f"{name} train".strip(), notes)
-    if not train:
-        raise DataError(f"data.train={list(data.train)} has no prompts")
+    train: list[Prompt]
+    validation: list[Prompt]
+
+
+def read_rows(data: DataConfig, environment: EnvironmentConfig) -> CheckedRows:
+    """Read and check all rows, before anything that imports torch. Raises DataError, ConfigError."""
+    train = checked_prompts(data, data.train, data.max_train_prompts, environment)
     try:
-        validation = _measured(
-            model, data, environment, data.validation, data.max_validation_prompts, f"{name} validation".strip(), notes
-        )
-    except DataError as error:  # often the bundled file, which nobody thought of who gave a file to train on
+        validation = checked_prompts(data, data.held_out, data.max_validation_prompts, environment)
+    except DataError as error:
         raise DataError(
             f"{error} It is of data.validation; data.validation=[] goes without held-out prompts."
         ) from error
+    return CheckedRows(train=train, validation=validation)
+
+
+def measure_prompts(
+    model: ModelConfig,
+    data: DataConfig,
+    environment: EnvironmentConfig,
+    rows: CheckedRows,
+    notes: list[str],
+    name: str = "",
+) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the training and held-out prompts of `rows` that are not too long: of a run, or of its data set `name`, which
+    their uids then begin with.
+
+    What was left out is added to `notes`, a line each. Raises DataError, ModelError (the tokenizer), ConfigError.
+    """
+    train = _measured(model, data, environment, rows.train, f"{name} train".strip(), notes)
+    if not train:
+        raise DataError(f"data.train={list(data.train)} has no prompts")
+    try:
+        validation = _measured(model, data, environment, rows.validation, f"{name} validation".strip(), notes)
+    except DataError as error:
+        raise DataError(
+            f"{error} It is of data.validation; data.validation=[] goes without held-out prompts."
+        ) from error
+    if data.validation is None and not data.held_out:
+        notes.append(NO_HELD_OUT)
     if not name:
         return train, validation
     named = [[replace(each, dataset=name, uid=f"{name}/{each.uid}") for each in part] for part in (train, validation)]
@@ -45,28 +68,27 @@ def _measured(
     model: ModelConfig,
     data: DataConfig,
     environment: EnvironmentConfig,
-    sources: Sequence[str],
-    limit: int,
+    prompts: Sequence[Prompt],
     name: str,
     notes: list[str],
 ) -> list[Prompt]:
-    """Return the prompts of `sources` that are not too long. `limit`: at most so many rows are read; 0 is all."""
+    """Return the prompts that are not too long."""
     from skyrl_train.data.prompts import filter_by_length
+    from skyrl_train.inference.vllm_tools import make_tool_parser
     from skyrl_train.model.causal_lm import load_tokenizer
     from skyrl_train.model.vocabulary import check_token_ids
     from skyrl_train.rollout.chat_tokens import check_tools
     from skyrl_train.rollout.tools.toolbox import tool_schemas
 
-    if not sources:
+    if not prompts:
         return []
-    prompts = checked_prompts(data, sources, limit, environment)
     tokenizer = load_tokenizer(model)
     chat, tools = chat_tokens(data, tokenizer), tool_schemas(environment.tools)
     check_tools(
         prompts,
         tools,
         chat,
-        parse_calls=build_tool_parser(environment.tool_format, tokenizer),
+        parse_calls=make_tool_parser(environment.tool_format, tokenizer),
         environment=environment.env_class,
     )
     largest = (-1, "")
@@ -77,7 +99,14 @@ def _measured(
         largest = max(largest, (int(token_ids.max(initial=0)), prompt.uid))
         return len(token_ids)
 
-    result = filter_by_length(prompts, count_tokens, max_prompt_length=data.max_prompt_length, over_long=data.over_long)
+    of_each = ""
+    if schemas := prompts[0].tools or tools:
+        bare = replace(prompts[0], tools=())
+        of_tools = len(chat.data_prompt(bare, schemas)) - len(chat.data_prompt(bare))
+        of_each = f" ({of_tools} of them tell the model of its {len(schemas)} tools)"
+    result = filter_by_length(
+        prompts, count_tokens, max_prompt_length=data.max_prompt_length, over_long=data.over_long, of_each=of_each
+    )
     check_token_ids(largest[0], model, f"prompt {largest[1]}")
     own = environment.env_class
     named = None if own is None else split_spec(own)[0]
@@ -90,6 +119,6 @@ def _measured(
     if result.num_dropped:
         notes.append(
             f"{result.num_dropped} {name} prompts have more than data.max_prompt_length="
-            f"{data.max_prompt_length} tokens and are left out (the longest has {result.longest})"
+            f"{data.max_prompt_length} tokens{of_each} and are left out (the longest has {result.longest})"
         )
     return result.prompts

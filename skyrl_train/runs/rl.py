@@ -31,6 +31,7 @@ from skyrl_train.runs.common import (
     begin,
     build_loop,
     first_lines,
+    limit_threads,
     open_checkpoints,
     open_folder,
     prepare_process,
@@ -38,7 +39,7 @@ from skyrl_train.runs.common import (
     say_goodbye,
     tell_nobody,
 )
-from skyrl_train.runs.prompts import load_prompts
+from skyrl_train.runs.prompts import CheckedRows, measure_prompts, read_rows
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
 
 if TYPE_CHECKING:
@@ -81,18 +82,21 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     config = place(config)
     if violations := validate_config(config):
         raise ConfigError(violations)
-    prepare_process(config)
+    limit_threads(config)
     if config.generator.backend != "replay":
         config = with_reward_weights(config)
-    from skyrl_train.plan.dry_run import plan_batches
     from skyrl_train.telemetry.console import RunConsole
-    from skyrl_train.trainers.changes import resume_settings
 
     console = RunConsole(step_lines=config.tracker.console.enabled)
     folder = open_folder(config.output_dir)
     console.header(f"skyrl_train: {config.run_name}", describe(config))
+    rows = read_all_rows(config)
+    prepare_process(config)
+    from skyrl_train.plan.dry_run import plan_batches
+    from skyrl_train.trainers.changes import resume_settings
+
     checkpoints = open_checkpoints(folder.checkpoints, config.trainer)
-    data = load_data(config)
+    data = load_data(config, rows)
 
     def attempt(config: Config, restarts: Restarts) -> TrainingResult | None:
         plan = plan_batches(config, num_train_prompts=data.num_train)
@@ -281,8 +285,18 @@ def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
     ]
 
 
-def load_data(config: Config) -> Data:
-    """Reads, checks and measures all prompts. Raises DataError, ModelError (the tokenizer), ConfigError."""
+def read_all_rows(config: Config) -> list[CheckedRows]:
+    """Read and check the rows of a run, or of each data set of its mix: before torch is imported, which takes as long as
+    everything before it, so that what is wrong with them is told at once. Raises DataError, ConfigError."""
+    if config.generator.backend == "replay":
+        return []
+    mix = mixed_datasets(config.data, config.environment, config.generator.sampling)[0]
+    datasets = [(each.data, each.environment) for each in mix] or [(config.data, config.environment)]
+    return [read_rows(data, environment) for data, environment in datasets]
+
+
+def load_data(config: Config, rows: Sequence[CheckedRows] | None = None) -> Data:
+    """Measure all prompts, of `rows` if they are read already. Raises DataError, ModelError (the tokenizer), ConfigError."""
     from skyrl_train.data.curriculum import Curriculum
     from skyrl_train.data.mix import MixedSource
     from skyrl_train.data.prompts import PromptSource
@@ -292,6 +306,7 @@ def load_data(config: Config) -> Data:
     check_special_tokens(config.model)
     if config.generator.backend == "replay":
         return _replayed_data(config)
+    rows = read_all_rows(config) if rows is None else rows
     notes: list[str] = []
     batch_size, shuffle, seed, order = (
         config.trainer.train_batch_size,
@@ -302,7 +317,10 @@ def load_data(config: Config) -> Data:
     source: PromptSource | MixedSource
     slots: Callable[[int], Sequence[int]]
     if mix := mixed_datasets(config.data, config.environment, config.generator.sampling)[0]:
-        loaded = [(each, *load_prompts(config.model, each.data, each.environment, notes, each.name)) for each in mix]
+        loaded = [
+            (each, *measure_prompts(config.model, each.data, each.environment, own, notes, each.name))
+            for each, own in zip(mix, rows)
+        ]
         source = MixedSource(
             [(each.name, prompts, each.weight) for each, prompts, _ in loaded], batch_size, shuffle, seed, order
         )
@@ -310,7 +328,7 @@ def load_data(config: Config) -> Data:
         validation = [prompt for _, _, prompts in loaded for prompt in prompts]
         first, slots = source.first_epochs(), source.slots
     else:
-        train, validation = load_prompts(config.model, config.data, config.environment, notes)
+        train, validation = measure_prompts(config.model, config.data, config.environment, rows[0], notes)
         source = PromptSource(train, batch_size, shuffle, seed, order=order)
         first, slots = [source.first_epoch()], lambda _: [0] * batch_size
     curriculum = None

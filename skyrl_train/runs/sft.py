@@ -62,7 +62,7 @@ def train(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None
     console = RunConsole(step_lines=config.tracker.console.enabled)
     folder = open_folder(config.output_dir)
     promise = resume_promise(config)
-    held_out = f"held out    {', '.join(config.data.validation) or 'none'}"
+    held_out = f"held out    {', '.join(config.data.held_out) or 'none'}"
     console.header(
         f"skyrl_train: {config.run_name}", first_lines(config, held_out, data=config.data.train, promise=promise)
     )

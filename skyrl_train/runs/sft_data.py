@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_train.config.data import NO_HELD_OUT
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.config.sft import SFTDataConfig, SFTTrainerConfig
 
@@ -70,10 +71,12 @@ def load_sft_data(config: SFTDataConfig, model: ModelConfig, *, on_progress: Cal
     train = _load(config, model, config.train, config.max_train_rows, on_progress)
     notes += _notes("training", train, config)
     validation = {}
-    for spec, name in zip(config.validation, _set_names(config)):
+    for spec, name in zip(config.held_out, _set_names(config)):
         held_out = _load(config, model, (spec,), config.max_validation_rows, on_progress)
         notes += _notes(name, held_out, config)
         validation[name] = held_out.examples
+    if config.validation is None and not config.held_out:
+        notes.append(NO_HELD_OUT)
     each = config.weights or (1.0,) * len(config.train)
     weights = [weight for spec, weight in zip(config.train, each) for _ in find_sources([spec], config.reader)]
     return SFTData(
@@ -128,10 +131,10 @@ def _set_names(data: SFTDataConfig) -> list[str]:
     from skyrl_train.data.rows import find_sources
 
     names = []
-    for spec in data.validation:
+    for spec in data.held_out:
         sources = find_sources([spec], data.reader)
         names.append(sources[0].name if len(sources) == 1 else Path(spec).name)
-    return [name if names.count(name) == 1 else spec for name, spec in zip(names, data.validation)]
+    return [name if names.count(name) == 1 else spec for name, spec in zip(names, data.held_out)]
 
 
 def _notes(name: str, loaded: Loaded, config: SFTDataConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from skyrl_train.config.platform import DetectedPlatform
 from skyrl_train.config.schema import Config, ModelConfig
 from skyrl_train.config.validate import run_rules, validate_config
 from skyrl_train.data.prompts import GSM8K_ENV_CLASS
+from skyrl_train.rollout.rewards.judge import Judge
 
 FILES = sorted(
     path
@@ -172,14 +174,24 @@ def test_gsm8k_is_taken_from_its_files_where_they_are_and_from_the_hub_where_not
 ) -> None:
     monkeypatch.setenv("SKYRL_TRAIN_DATA", str(tmp_path))
     from_hub = load_node(composed("platform=gpu"), Config).data
-    assert (from_hub.train, from_hub.validation) == (("openai/gsm8k/main:train",), ("openai/gsm8k/main:test",))
+    assert (from_hub.train, from_hub.held_out) == (("openai/gsm8k/main:train",), ("openai/gsm8k/main:test",))
     assert from_hub.row_format == "gsm8k"
     (tmp_path / "gsm8k").mkdir()
     files = [tmp_path / "gsm8k" / f"{split}.parquet" for split in ("train", "validation")]
     for file in files:
         file.touch()
     from_files = load_node(composed("platform=gpu"), Config).data
-    assert (*from_files.train, *from_files.validation) == tuple(map(str, files))
+    assert (*from_files.train, *from_files.held_out) == tuple(map(str, files))
+
+
+def test_the_preset_of_a_judge_states_all_that_a_judge_takes_as_it_would_be_unless_stated() -> None:
+    reward = load_node(composed("platform=cpu", "environment=judge"), Config).environment.reward
+    assert isinstance(reward, Mapping)
+    parameters = inspect.signature(Judge).parameters
+    assert {*reward} == {"_target_", "weight", *parameters}
+    for name, one in parameters.items():
+        usual = list(one.default) if isinstance(one.default, tuple) else one.default
+        assert name in ("url", "model", "cache") or reward[name] == usual, name
 
 
 @pytest.mark.parametrize("found", PLATFORMS)

@@ -11,6 +11,7 @@ import pytest
 
 from skyrl_train.cli.plan import count_parameters, main
 from skyrl_train.errors import ModelError
+from tests.tool_cases import ADD, model_with_tools
 
 EXPERIMENT = ("+experiment=gsm8k_multiturn", "platform=cpu")
 
@@ -32,8 +33,45 @@ def test_json_is_for_scripts_and_shows_all_violations(capsys: pytest.CaptureFixt
 
 
 def test_a_plan_for_data_that_is_elsewhere_says_what_it_assumed(capsys: pytest.CaptureFixture[str]) -> None:
-    main((*EXPERIMENT, "data.train=[/nowhere/train.parquet]", "trainer.total_steps=3"))
+    main((*EXPERIMENT, "data.train=[/nowhere/train.parquet]", "trainer.total_steps=3", "environment=by_row"))
     assert "plan.num_train_prompts=N states how many" in capsys.readouterr().out
+
+
+def test_tools_that_the_chat_template_ignores_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tools = (*EXPERIMENT, f"environment.tools=[{ADD}]")
+    assert main(tools) == 2
+    printed = capsys.readouterr().out
+    assert "environment.tools: cannot be shown to the model: its chat template ignores tools; got add." in printed
+    mixed = (*EXPERIMENT, f"data.mix=[{{train: builtin:word_problems/train, environment: {{tools: [{ADD}]}}}}]")
+    assert main(mixed) == 2
+    assert "its chat template ignores tools" in capsys.readouterr().out
+    assert main((*tools, f"model.path={model_with_tools(tmp_path / 'model')}")) == 0
+
+
+def test_a_special_token_without_an_embedding_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    model_with_tools(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    end = next(each for each in tokenizer["added_tokens"] if each["content"] == "<|im_end|>")
+    end["id"] = 5000
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for arguments in ([f"model.path={folder}"], [f"model.tokenizer_path={folder}"]):
+        assert main((*EXPERIMENT, *arguments)) == 2
+        assert f"the tokenizer at '{folder}': eos_token_id is 5000, and the embedding of" in capsys.readouterr().err
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "bos_token_id": 492}))
+    assert main((*EXPERIMENT, f"model.path={folder}")) == 2
+    assert f"{folder / 'config.json'}: bos_token_id is 492, and the embedding of" in capsys.readouterr().err
+
+
+def test_a_plan_says_that_data_of_ones_own_is_not_evaluated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "own.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n' * 64)
+    own = (*EXPERIMENT, "environment=word_problems", f"data.train={tmp_path / 'own.jsonl'}")
+    assert main(own) == 0
+    assert "data.validation: no held-out rows: data.train is data of your own" in capsys.readouterr().out
+    assert main((*own, "data.validation=[]")) == 0
+    assert main(EXPERIMENT) == 0
+    assert "no held-out rows" not in capsys.readouterr().out
 
 
 def test_recorded_rollouts_give_the_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,7 @@ def test_misspelt_keys_wrong_types_and_impossible_values_are_shown_together(caps
 
 def test_names_types_rules_and_files_are_shown_together(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["sed=1", "trainer.total_steps=many", "generator.n_samples_per_prompt=1", "data.train=gone.jsonl"]
+    arguments.append("environment=word_problems")
     fields = [line.partition(":")[0] for line in problems(capsys, *arguments)]
     assert fields == ["sed", "trainer.total_steps", "generator.n_samples_per_prompt", "data.train"]
 
@@ -219,7 +220,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.Cap
         (["--no-such-flag"], "--no-such-flag: is not a flag"),
         (["--experimental-rerun", "config.pickle"], "trainer.resume_mode=latest"),
         (["--config-dir", "/nowhere/at/all"], "--config-dir: must be an existing folder; got '/nowhere/at/all'"),
-        (["data.train=[/nowhere/x.jsonl]"], "There is no folder /nowhere."),
+        (["data.train=[/nowhere/x.jsonl]", "environment=by_row"], "There is no folder /nowhere."),
         (["model.path=/nowhere/x"], "There is no folder /nowhere"),
     ],
 )
@@ -237,15 +238,52 @@ def test_flags_and_folders_that_there_are_not_are_named(
 
 def test_a_missing_data_file_names_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.jsonl").touch()
-    (line,) = problems(capsys, "data.train=trian.jsonl")
+    (line,) = problems(capsys, "data.train=trian.jsonl", "environment=word_problems")
     assert line.startswith("data.train: must be data that can be found; got 'trian.jsonl'.")
     assert "train.jsonl." in line
+
+
+def test_data_of_ones_own_asks_how_it_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"question": "2+2?", "answer": "4"}\n')
+    (tmp_path / "my_code.py").write_text("def score(completion):\n    return 1.0\n")
+    for arguments in (
+        ["data.train=rows.jsonl"],
+        ["data.validation=[rows.jsonl]"],
+        ["data.mix=[{train: rows.jsonl}, {train: builtin:word_problems/train}]"],
+    ):
+        (line,) = problems(capsys, *arguments)
+        assert line.startswith(
+            "environment.env_class: must be chosen, or a reward, for data of your own (rows.jsonl): nothing says how "
+            "answers are scored; got nothing. Set environment.reward=my_code:score (docs/rewards.md), or "
+            "environment=word_problems"
+        )
+    assert passes("data.train=rows.jsonl", "environment=word_problems")
+    assert passes("data.train=rows.jsonl", "environment.env_class=gsm8k")
+    assert passes("data.train=rows.jsonl", "environment.reward=exact_match")
+    assert passes("data.mix=[{train: rows.jsonl, environment: gsm8k}, {train: builtin:word_problems/train}]")
+
+
+def test_a_judge_of_the_preset_takes_its_settings_without_a_plus_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    judge = ("environment=judge", "environment.reward.model=m")
+    rubric = "environment.reward.rubric=[{name: clear, criterion: Is it clear?}]"
+    (line,) = problems(capsys, *judge, rubric, "environment.reward.url=judge")
+    assert line == (
+        "environment.reward.url: must be the address of a server, http://HOST:PORT or https://HOST; got 'judge'. Write "
+        "url: http://HOST:PORT, e.g. http://127.0.0.1:8000"
+    )
+    (line,) = problems(capsys, *judge, rubric, "environment.reward.url=http://me:pa55w0rd@127.0.0.1:9")
+    assert line.startswith(
+        "environment.reward.url: must be the address of a server that can be used, http://HOST:PORT ("
+    )
+    assert "; got 'http://<redacted>@127.0.0.1:9'." in line or "; got 'http://me:<redacted>@127.0.0.1:9'." in line
+    assert "pa55w0rd" not in line
 
 
 def test_what_the_hub_would_give_is_refused_at_once_where_it_does_not_answer(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    model, data = problems(capsys, "data.train=[nobody/nothing:train]", "model.path=nobody/nothing")[::-1]
+    arguments = ("data.train=[nobody/nothing:train]", "model.path=nobody/nothing", "environment=word_problems")
+    model, data = problems(capsys, *arguments)[::-1]
     assert "https://huggingface.co does not answer" in model
     assert "hf download nobody/nothing --local-dir FOLDER" in model
     assert "hf download nobody/nothing --repo-type dataset" in data
