@@ -44,6 +44,10 @@ class Settled:
     beyond: tuple[int, ...] = ()
     """Those above it that are, ascending."""
 
+    def holds(self, ordinal: int) -> bool:
+        """Return whether the prompt need not come again."""
+        return ordinal < self.frontier or ordinal in self.beyond
+
     def plus(self, *ordinals: int) -> Settled:
         """Return the set with these ordinals. Raises ValueError for one that is in it already."""
         beyond = set(self.beyond)
@@ -135,7 +139,7 @@ class Admission:
         # What was trained on, and what is pending, is `started - discarded`.
         if self._num_closed * self.settings.batch_size + len(self._pending) >= limit * self.settings.batch_size:
             return None
-        while self._next in self.settled.beyond:
+        while self.settled.holds(self._next) or self._next in self._pending:
             self._next += 1
         ordinal = self._next
         self._next += 1
@@ -151,6 +155,16 @@ class Admission:
         del self._pending[ordinal]
         self.settled = self.settled.plus(ordinal)
         self.discarded[reason] += 1
+
+    def retake(self, closed: Closed) -> None:
+        """Close the next batch as a run before has closed it, none of whose groups began in this one."""
+        self.settled = self.settled.plus(*closed.ordinals, *closed.dropped)
+        self.discarded.update(closed.dropped.values())
+        self._num_closed += 1
+
+    def restore(self, ordinal: int, began_at: int) -> None:
+        """A group begins that began at that version in a run before."""
+        self._pending[ordinal] = _Pending(began_at=began_at)
 
     def publish(self, version: int) -> None:
         """Engines have the weights of `version`. Raises ValueError unless it is the next one."""

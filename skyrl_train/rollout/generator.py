@@ -143,16 +143,23 @@ class RolloutGenerator:
         )
 
     async def run_group(
-        self, prompt: Prompt, *, ordinal: int, n_samples_per_prompt: int, sampling: SamplingParams
+        self,
+        prompt: Prompt,
+        *,
+        ordinal: int,
+        n_samples_per_prompt: int,
+        sampling: SamplingParams,
+        wrap: Callable[[InferenceEngine], InferenceEngine],
     ) -> tuple[Trajectory, ...]:
         """Return all samples of one prompt, which runs by itself: the engine may answer it beside any others.
 
         To be awaited on `thread`. `ordinal` is the prompt's index in the order of the data; requests are named and seeded by
-        it. Raises DataError, ConfigError as `generate` does.
+        it. `wrap` gives what stands before the engine. Raises DataError, ConfigError as `generate` does.
         """
         self._check_rows([prompt])
         jobs = self._jobs([prompt], n_samples_per_prompt, sampling, ordinal, STREAM)
-        tasks = [asyncio.ensure_future(self._run_one(job, contextlib.ExitStack(), [])) for job in jobs]
+        engine = wrap(self._engine)
+        tasks = [asyncio.ensure_future(self._run_one(job, contextlib.ExitStack(), [], engine)) for job in jobs]
         try:
             return tuple(await self._score_group(prompt, tasks))
         finally:
@@ -249,7 +256,7 @@ class RolloutGenerator:
             for job in jobs:
                 lease = all_leases.enter_context(contextlib.ExitStack())
                 lease.enter_context(self._engine.lease())
-                runs.append(self._run_one(job, lease, complete))
+                runs.append(self._run_one(job, lease, complete, self._engine))
             tasks = [asyncio.ensure_future(run) for run in runs]
             groups: list[asyncio.Task[list[Trajectory]]] = []
             if any(task.rewards.of_groups for task in self._tasks.values()):
@@ -278,7 +285,11 @@ class RolloutGenerator:
         return await rewards.score_group(prompt, trajectories) if rewards.of_groups else list(trajectories)
 
     async def _run_one(
-        self, job: Job, lease: contextlib.ExitStack, complete: list[tuple[Prompt, Trajectory]]
+        self,
+        job: Job,
+        lease: contextlib.ExitStack,
+        complete: list[tuple[Prompt, Trajectory]],
+        engine: InferenceEngine,
     ) -> Trajectory:
         """Return the job's trajectory, which is appended to what is `complete` as well."""
         with lease:
@@ -296,7 +307,7 @@ class RolloutGenerator:
             )
             episode = Episode(
                 job=job,
-                engine=self._engine,
+                engine=engine,
                 session=session,
                 chat=self._chat,
                 limits=self._limits,

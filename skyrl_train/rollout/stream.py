@@ -19,9 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from skyrl_train.errors import DataError
 from skyrl_train.rollout.admission import Admission, AdmissionSettings, Closed, Settled
 from skyrl_train.rollout.checked_engine import check_failures
 from skyrl_train.rollout.generator import ProgressCallback, RolloutGenerator
+from skyrl_train.rollout.journal import Journal, JournaledEngine
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Trajectory
 
 
@@ -55,16 +57,19 @@ class RolloutStream:
         generator: RolloutGenerator,
         prompts: Callable[[int], Sequence[Prompt]],
         settings: StreamSettings,
+        journal: Journal,
         *,
         on_progress: ProgressCallback | None = None,
     ) -> None:
-        """`prompts` gives the batch at a position of the data (`PromptSource.batch`). `on_progress` is told how many groups
-        are ready while `take` waits."""
+        """`prompts` gives the batch at a position of the data (`PromptSource.batch`). What is in the `journal` is taken from
+        there; the stream closes it. `on_progress` is told how many groups are ready while `take` waits."""
         self._generator, self._prompts, self._settings = generator, prompts, settings
+        self._journal = journal
         self._on_progress = on_progress
         self._admission: Admission | None = None
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
+        self._is_restored = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._results: dict[int, tuple[Prompt, tuple[Trajectory, ...]]] = {}
         self._idle_s, self._idle_since = 0.0, 0.0
@@ -93,22 +98,50 @@ class RolloutStream:
         """End all groups in flight. Idempotent."""
         if not self._generator.thread.is_closed:
             self._generator.thread.run(self._end())
+        self._journal.close()
 
     async def _begin(self, version: int, settled: Settled) -> None:
         self._admission = Admission(settings=self._settings.admission, version=version, settled=settled)
         self._idle_since = time.monotonic()
-        self._start_groups()
+        self._journal.forget(settled)
+        self._go_on()
 
     async def _publish(self, version: int) -> None:
         self._rules.publish(version)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Begin groups, but for those behind a batch that a run before has closed at this version: what the journal has of
+        them may be answers of versions that the learner has yet to reach once more."""
+        version = self._rules.version
+        if version in self._journal.batches:
+            return
+        if not self._is_restored:
+            self._is_restored = True
+            for ordinal, began_at in sorted(self._journal.started.items()):
+                if not self._rules.settled.holds(ordinal):
+                    self._rules.restore(ordinal, min(began_at, version))
+                    self._start(ordinal)
         self._start_groups()
 
     async def _take(self) -> Taken:
         while True:
             if self._error is not None:
                 raise self._error
+            version = self._rules.version
+            if (known := self._journal.batches.get(version)) is not None:
+                self._rules.retake(known)
+                self._results.update({ordinal: self._recorded(ordinal) for ordinal in known.ordinals})
+                return self._batch(known)
             if (closed := self._rules.close()) is not None:
-                return self._batch(closed)
+                taken = self._batch(closed)
+                await self._journal.keep_batch(version, closed)
+                return taken
+            if not self._tasks:
+                raise DataError(
+                    f"{self._journal.path}: the groups in it are none of this run at version {version}: no batch can be "
+                    "made of them. Start over with trainer.resume_mode=none"
+                )
             self._report()
             self._changed.clear()
             await self._changed.wait()
@@ -127,20 +160,42 @@ class RolloutStream:
     def _start_groups(self) -> None:
         """Begin what may begin; count the seconds in which nothing could."""
         while (ordinal := self._rules.start()) is not None:
-            self._tasks[ordinal] = asyncio.ensure_future(self._run(ordinal))
+            self._journal.begin(ordinal, self._rules.version)
+            self._start(ordinal)
         self._count_idle()
+
+    def _start(self, ordinal: int) -> None:
+        self._tasks[ordinal] = asyncio.ensure_future(self._run(ordinal))
+
+    def _prompt(self, ordinal: int) -> Prompt:
+        position, index = divmod(ordinal, self._settings.admission.batch_size)
+        return self._prompts(position)[index]
+
+    def _recorded(self, ordinal: int) -> tuple[Prompt, tuple[Trajectory, ...]]:
+        """Return a group of a batch that a run before has closed, which was in the journal before the batch was."""
+        trajectories = self._journal.group(ordinal)
+        if trajectories is None:
+            raise DataError(
+                f"{self._journal.path}: batch {self._rules.version} has group {ordinal}, of which there is no line. "
+                "Start over with trainer.resume_mode=none"
+            )
+        return self._prompt(ordinal), trajectories
 
     async def _run(self, ordinal: int) -> None:
         settings = self._settings
         try:
-            position, index = divmod(ordinal, settings.admission.batch_size)
-            prompt = self._prompts(position)[index]
-            trajectories = await self._generator.run_group(
-                prompt,
-                ordinal=ordinal,
-                n_samples_per_prompt=settings.n_samples_per_prompt,
-                sampling=settings.sampling,
-            )
+            prompt = self._prompt(ordinal)
+            trajectories = self._journal.group(ordinal)
+            # What failed in a run before is tried again, since what broke it may be mended.
+            if trajectories is None or any(trajectory.failed for trajectory in trajectories):
+                trajectories = await self._generator.run_group(
+                    prompt,
+                    ordinal=ordinal,
+                    n_samples_per_prompt=settings.n_samples_per_prompt,
+                    sampling=settings.sampling,
+                    wrap=lambda engine: JournaledEngine(engine, self._journal),
+                )
+                await self._journal.keep_group(ordinal, prompt, trajectories)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # it belongs to whoever takes the next batch
@@ -173,7 +228,8 @@ class RolloutStream:
             **staleness(rollouts.trajectories, version=self._rules.version),
         }
         settled = self._rules.settled
-        self._start_groups()
+        if self._is_restored:
+            self._start_groups()
         metrics["timing/wait/admission"], self._idle_s = self._idle_s, 0.0
         trajectories = rollouts.trajectories
         check_failures(trajectories, len(trajectories), limit=self._settings.max_failed_fraction)

@@ -109,7 +109,9 @@ def build_stream(
     """Return what makes rollouts while the learner updates; None with `trainer.max_staleness=0`. `stack` ends it."""
     from skyrl_train.rollout.admission import AdmissionSettings
     from skyrl_train.rollout.generator import RolloutGenerator
+    from skyrl_train.rollout.journal import FILE, Journal
     from skyrl_train.rollout.stream import RolloutStream, StreamSettings
+    from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.steps import sampling_params
 
     trainer = config.trainer
@@ -127,7 +129,8 @@ def build_stream(
         sampling=sampling_params(config.generator.sampling),
         max_failed_fraction=config.environment.max_failed_fraction,
     )
-    stream = RolloutStream(generator, prompts, settings, on_progress=on_progress)
+    journal = Journal(RunFolder(Path(config.output_dir)).journal / FILE)
+    stream = RolloutStream(generator, prompts, settings, journal, on_progress=on_progress)
     stack.callback(stream.close)
     return stream
 

@@ -116,8 +116,8 @@ def resume_promise(config: RunConfig, *, engine_seeds: bool = False, max_stalene
     """
     if max_staleness:
         return (
-            "no prompt is lost or comes twice; not identical: which weights sample what depends on time "
-            f"(trainer.max_staleness={max_staleness})"
+            "identical in what was trained on before, and no prompt is lost or comes twice; which weights sample what "
+            f"comes next depends on time (trainer.max_staleness={max_staleness})"
         )
     if engine_seeds:
         return "not identical: samples are left to the engine's own seed (generator.seeds=engine)"

@@ -9,6 +9,7 @@ OUTPUT_DIR/
   restarts.jsonl       on Ray: each time that the run went on by itself after a worker was lost, and why
   run.log              all that the console showed, Python's logging, each error with its traceback
   rollouts/            every trajectory, JSON lines; `failed_step_N.jsonl` of a step that ended by an error
+  journal/             `trainer.max_staleness`: each turn, group and batch of the stream, before it is used
   samples/             supervised: answers at each evaluation, JSON lines
   evaluation.json      each evaluation on the held-out prompts
   learning_curve.png   reward, accuracy and response length over steps
@@ -59,6 +60,7 @@ class RunFolder:
     restarts_file = _Inside("restarts.jsonl")
     metrics_file = _Inside("metrics.jsonl")
     rollouts = _Inside("rollouts")
+    journal = _Inside("journal")
     samples = _Inside("samples")
     evaluation_file = _Inside("evaluation.json")
     learning_curve_file = _Inside("learning_curve.png")
@@ -89,6 +91,7 @@ class RunFolder:
             self.best,
             self.metrics_file,
             self.rollouts,
+            self.journal,
             self.samples,
             self.evaluation_file,
             self.learning_curve_file,
@@ -124,9 +127,9 @@ class RunFolder:
 
     def discard(self) -> None:
         """Removes what a run left that is begun again in the same way: it will write the same once more. Budgets that were
-        measured stay, and so does the identity of its curves at a tracker."""
+        measured stay, and so do the identity of its curves at a tracker and what was generated for a stream."""
         for path in self._files():
-            if path.is_dir() and path != self.wandb:
+            if path.is_dir() and path not in (self.wandb, self.journal):
                 shutil.rmtree(path)
             elif path.is_file() and path != self.memory_file:
                 path.unlink()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from dataclasses import replace
@@ -36,6 +37,7 @@ def make_config(root: Path, **trainer: Any) -> Config:
         "eval_before_train": False,
         "max_staleness": 1,
         "export_hf": False,
+        "max_ckpts_to_keep": 9,
         **trainer,
     }
     sampling = replace(config.generator.sampling, max_generate_length=8)
@@ -106,6 +108,33 @@ def test_a_run_that_is_stopped_goes_on_without_losing_or_repeating_a_prompt(tmp_
     train(config)
     check_each_prompt_once(tmp_path, config, num_steps=4)
     check_versions(tmp_path, max_staleness=2)
+
+
+@pytest.mark.slow
+def test_steps_after_the_checkpoint_are_taken_again_and_replays_give_the_same_weights(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    config = make_config(root, ckpt_interval=1, export_hf=True)
+    train(config)
+    weights = exported(root)
+    journal = root / "journal" / "journal.jsonl"
+    content = journal.read_bytes()
+    # As if killed at the end of step 3, with the checkpoint of step 1; then without any.
+    for checkpoints in (("step_000002", "step_000003"), ("",)):
+        for name in checkpoints:
+            shutil.rmtree(root / "checkpoints" / name)
+        shutil.rmtree(root / "export")
+        (root / "complete.json").unlink()
+        train(config)
+        assert exported(root) == weights
+        assert journal.read_bytes() == content
+    replayed = make_config(tmp_path / "replayed", max_staleness=0, export_hf=True)
+    generator = replace(replayed.generator, backend="replay", replay_path=str(root / "rollouts"))
+    train(replace(replayed, generator=generator))
+    assert exported(tmp_path / "replayed") == weights
+
+
+def exported(root: Path) -> bytes:
+    return (root / "export" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow

@@ -111,6 +111,26 @@ def test_a_resumed_run_begins_with_the_prompts_that_are_not_settled() -> None:
     assert start_all(admission) == [4, 5, 8, 9]
 
 
+def test_a_group_of_a_run_before_is_due_when_it_was() -> None:
+    admission = make(version=1, settled=Settled(frontier=1))
+    admission.restore(1, 0)
+    assert start_all(admission) == [2]
+    admission.finish(2)
+    assert admission.close() is None
+    admission.finish(1)
+    assert admission.close() == Closed(ordinals=(1,), dropped={})
+
+
+def test_a_batch_of_a_run_before_is_closed_again() -> None:
+    admission = make()
+    admission.retake(Closed(ordinals=(1,), dropped={0: "stale"}))
+    assert admission.settled == Settled(frontier=2)
+    with pytest.raises(ValueError, match="batch 0 is closed"):
+        admission.close()
+    admission.publish(1)
+    assert start_all(admission) == [2, 3]
+
+
 def test_a_prompt_is_settled_once() -> None:
     settled = Settled().plus(1, 2)
     assert settled == Settled(frontier=0, beyond=(1, 2))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.rollout.admission import AdmissionSettings, Settled
 from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken, staleness
 from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
 from tests.fakes import FAKE_ENVIRONMENT, FakeEngine, FakeEnvironment, make_prompts, make_tokenizer
@@ -39,7 +41,7 @@ MakeStream = Callable[..., tuple[RolloutStream, RolloutGenerator]]
 
 
 @pytest.fixture
-def make_stream() -> Iterator[MakeStream]:
+def make_stream(tmp_path: Path) -> Iterator[MakeStream]:
     made: list[tuple[RolloutStream, RolloutGenerator]] = []
 
     def make(engine: FakeEngine, prompts: Sequence[Prompt], **admission: Any) -> tuple[RolloutStream, RolloutGenerator]:
@@ -56,7 +58,8 @@ def make_stream() -> Iterator[MakeStream]:
         def batch(position: int) -> Sequence[Prompt]:
             return prompts[position * BATCH : (position + 1) * BATCH]
 
-        made.append((RolloutStream(generator, batch, settings), generator))
+        journal = Journal(tmp_path / f"journal_{len(made)}.jsonl")
+        made.append((RolloutStream(generator, batch, settings, journal), generator))
         return made[-1]
 
     yield make
