@@ -37,6 +37,7 @@ from skyrl_train.plan.report import render_text, to_json
 from skyrl_train.plan.time import rates_of
 from skyrl_train.rollout.chat_tokens import ChatTokens, check_tools
 from skyrl_train.rollout.row_checks import checked_prompts
+from skyrl_train.rollout.tools.formats import make_parser
 from skyrl_train.rollout.tools.toolbox import tool_schemas
 from skyrl_train.telemetry.rollout_log import read_rollouts
 
@@ -83,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for data, environment in [(each.data, each.environment) for each in datasets] or [
             (config.data, config.environment)
         ]:
-            violations += template_violations(config.model, data, environment)
+            found_here = template_violations(config.model, data, environment)
+            violations += [each for each in found_here if each not in violations]
         report = make_plan_report(
             config,
             num_train_prompts=num_train_prompts,
@@ -163,14 +165,15 @@ def template_violations(model: ModelConfig, data: DataConfig, environment: Envir
     path = model.tokenizer_path or model.path
     if not environment.tools or local_folder(path, revision=model.revision) is None:
         return []
-    from skyrl_train.inference.vllm_tools import make_tool_parser
     from skyrl_train.model.causal_lm import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     chat = ChatTokens(tokenizer, prompt_format=data.prompt_format, template_kwargs=data.template_kwargs)
+    # A format that is named is looked up by its own rule, and one of vLLM's on the machine of the run.
+    reads_calls = environment.tool_format != "auto" or make_parser("auto", tokenizer) is not None
     try:
-        tools, parse_calls = tool_schemas(environment.tools), make_tool_parser(environment.tool_format, tokenizer)
-        check_tools((), tools, chat, parse_calls=parse_calls, environment=environment.env_class)
+        tools = tool_schemas(environment.tools)
+        check_tools((), tools, chat, reads_calls=reads_calls, environment=environment.env_class)
     except ConfigError as error:
         return list(error.violations)
     return []

@@ -24,7 +24,6 @@ from skyrl_train.config.parts import ENVIRONMENTS, TOOLS
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import PartSpec, split_spec
 from skyrl_train.rollout.env_boundary import Broken, describe
-from skyrl_train.rollout.tools.formats import ToolParser
 from skyrl_train.rollout.tools.toolbox import Schema
 from skyrl_train.types import ChatMessage, FailureKind, Prompt, TokenIds, Tokenizer, token_ids
 
@@ -234,14 +233,14 @@ def check_tools(
     tools: Sequence[Schema],
     chat: ChatTokens,
     *,
-    parse_calls: ToolParser | None,
+    reads_calls: bool,
     environment: PartSpec | None,
 ) -> None:
     """Check, before a model is loaded, that the model sees the tools and that its calls can be read.
 
     Args:
         tools: `environment.tools`, as chat templates take them.
-        parse_calls: What reads calls; None where no format is known.
+        reads_calls: Whether the format of calls is known.
         environment: `environment.env_class`; a bundled one has no tools of its own.
 
     Raises ConfigError, or DataError for a row that offers a tool that there is not.
@@ -262,7 +261,7 @@ def check_tools(
     if all_tools and not chat.shows(list(all_tools.values())):
         rule = "cannot be shown to the model: its chat template ignores tools"
         remedy = "Use a model whose template renders `tools`, or put such a chat_template.jinja beside it"
-    elif all_tools and parse_calls is None:
+    elif all_tools and not reads_calls:
         rule = "need environment.tool_format: the chat template writes calls in no format that is known"
         remedy = "Set it to the format that the model was trained on"
     if rule:

@@ -88,7 +88,7 @@ def _measured(
         prompts,
         tools,
         chat,
-        parse_calls=make_tool_parser(environment.tool_format, tokenizer),
+        reads_calls=make_tool_parser(environment.tool_format, tokenizer) is not None,
         environment=environment.env_class,
     )
     largest = (-1, "")

@@ -45,7 +45,15 @@ def test_tools_that_the_chat_template_ignores_are_refused(tmp_path: Path, capsys
     mixed = (*EXPERIMENT, f"data.mix=[{{train: builtin:word_problems/train, environment: {{tools: [{ADD}]}}}}]")
     assert main(mixed) == 2
     assert "its chat template ignores tools" in capsys.readouterr().out
-    assert main((*tools, f"model.path={model_with_tools(tmp_path / 'model')}")) == 0
+    shows = (*tools, f"model.path={model_with_tools(tmp_path / 'model')}")
+    assert main(shows) == 0
+    assert main((*shows, "environment.tool_format=vllm:hermes")) == 0  # of vLLM, which need not be here
+    capsys.readouterr()
+    assert main((*shows, "environment.tool_format=hermse")) == 2
+    assert "1 problem" in (printed := capsys.readouterr().out)
+    assert "Did you mean 'hermes'?" in printed
+    assert main((*EXPERIMENT, "environment.tools=[no_module:add]")) == 2
+    assert "1 problem" in capsys.readouterr().out
 
 
 def test_a_special_token_without_an_embedding_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,11 +179,10 @@ def test_a_template_that_ignores_tools_is_known() -> None:
 
 
 def test_tools_that_the_model_would_not_see_or_call_are_refused_before_it_is_loaded() -> None:
-    parser = make_parser("hermes", make_tokenizer())
     row = Prompt(uid="7", messages=({"role": "user", "content": "1"},), tools=(ADD,))
 
     def check(template: str, tools: list[Any], prompts: list[Prompt], **changes: Any) -> None:
-        settings: dict[str, Any] = {"parse_calls": parser, "environment": "word_problems", **changes}
+        settings: dict[str, Any] = {"reads_calls": True, "environment": "word_problems", **changes}
         check_tools(prompts, tools, ChatTokens(make_tokenizer(template)), **settings)
 
     check(TEMPLATE, [ADD], [row])
@@ -191,7 +190,7 @@ def test_tools_that_the_model_would_not_see_or_call_are_refused_before_it_is_loa
     with pytest.raises(ConfigError, match="its chat template ignores tools; got add"):
         check(CHATML, [ADD], [])
     with pytest.raises(ConfigError, match=r"need environment.tool_format"):
-        check(TEMPLATE, [ADD], [], parse_calls=None)
+        check(TEMPLATE, [ADD], [], reads_calls=False)
     with pytest.raises(DataError, match=r"7: offers the tool 'add', and environment.tools has none"):
         check(TEMPLATE, [], [row])
     with pytest.raises(ConfigError, match="its chat template ignores tools"):
