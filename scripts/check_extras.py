@@ -4,19 +4,24 @@
     python scripts/check_extras.py mcp quantization    these
 
 pip resolves, with the package index that it is set up with, and installs nothing. First the project alone, with `cpu`, and
-with `vllm`; then each extra among the versions found there, which takes seconds; where none fits, from nothing. A pair that
-cannot be resolved must stand in `tool.uv` `conflicts` of pyproject.toml, and one that stands there must not be resolvable.
-Exits with 1 where that is not so, and with 75 where the index cannot be reached.
+with `vllm`; then each extra among the versions found there, which takes seconds; where none fits, from nothing; then all of
+them at once, as `uv lock` does. A pair that cannot be resolved must stand in `tool.uv` `conflicts` of pyproject.toml, and
+one of an extra and an engine that stands there must not be resolvable. Exits with 1 where that is not so, and with 75 where
+the index cannot be reached.
+
+It needs pip 23.3 or later, which reads what a package requires without fetching all of it.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +29,8 @@ ENGINES = ("", "cpu", "vllm")
 """Extras that each other one may be installed beside; the first is none."""
 NOT_FOR_USERS = ("dev", "bench")
 UNREACHABLE = 75
+OLDEST_PIP = (23, 3)
+"""Older ones download whole packages in order to resolve: gigabytes of CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,13 +104,37 @@ def check(extras: Extras, names: Sequence[str], resolver: Resolver) -> list[str]
                 )
             if declared and not reason:
                 wrong.append(f"{name} beside {engine} can be resolved: take the pair out of tool.uv conflicts")
+        wrong += _at_once(extras, engine, names, resolver)
     return wrong
+
+
+def _at_once(extras: Extras, engine: str, names: Sequence[str], resolver: Resolver) -> list[str]:
+    """What is wrong with all extras together, but for those that are stated to conflict with the engine or one before."""
+    chosen: list[str] = [engine] if engine else []
+    for name in names:
+        if name not in chosen and not any(frozenset((name, each)) in extras.conflicts for each in chosen):
+            chosen.append(name)
+    requirements = [*extras.core, *(each for name in chosen for each in extras.extras[name])]
+    reason = "" if resolver.versions(requirements) else _reason(resolver.said)
+    print(f"{engine or 'alone':8} {'all at once':14} {f'conflict: {reason}' if reason else 'fits'}", flush=True)
+    if not reason:
+        return []
+    return [f"{', '.join(chosen)} at once: {reason}. State the pair in tool.uv conflicts, or change a pin"]
 
 
 def _reason(said: str) -> str:
     """The lines of pip's that say which requirements exclude each other."""
     lines = [line.strip() for line in said.splitlines() if "depends on" in line or line.startswith("ERROR")]
     return "; ".join(lines[:4]) or "unknown"
+
+
+def _pip_version() -> tuple[int, ...]:
+    """Its first two numbers; (0, 0) where there is none, as in an environment of uv's."""
+    try:
+        major, minor = re.findall(r"\d+", metadata.version("pip"))[:2]
+    except metadata.PackageNotFoundError:
+        return 0, 0
+    return int(major), int(minor)
 
 
 def main(names: Sequence[str]) -> int:
@@ -118,6 +149,10 @@ def main(names: Sequence[str]) -> int:
         sys.stderr.write(f"no extra {', '.join(unknown)}; there are {', '.join(extras.extras)}\n")
         return 2
     resolver = Resolver()
+    if (found := _pip_version()) < OLDEST_PIP:
+        has = f"pip {found[0]}.{found[1]}" if any(found) else "no pip"
+        sys.stderr.write(f"{sys.executable} has {has} and needs 23.3 or later: pip install --upgrade pip\n")
+        return 2
     if resolver.versions(["pip"]) is None:
         sys.stderr.write(f"the package index cannot be reached: {resolver.said.strip().splitlines()[-1:]}\n")
         return UNREACHABLE

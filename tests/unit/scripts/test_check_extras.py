@@ -57,14 +57,29 @@ def test_pairs_that_exclude_each_other_must_be_stated_and_no_others(
     wheel(tmp_path, "newtool", "1.0", "client>=2")
     resolver = script.Resolver(arguments=["--no-index", "--find-links", str(tmp_path), "--no-cache-dir"])
 
-    stated = [[{"extra": "old"}, {"extra": "vllm"}]]
+    apart = [{"extra": "old"}, {"extra": "new"}]
+    stated = [[{"extra": "old"}, {"extra": "vllm"}], apart]
     assert script.check(script.Extras.of(pyproject(stated)), ["old", "new"], resolver) == []
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     assert "cpu old moves {'client': '1.0'}" in lines
     assert "cpu new fits" in lines
     assert any(line.startswith("vllm old conflict: ") and "client<2" in line for line in lines)
 
-    (unstated,) = script.check(script.Extras.of(pyproject([])), ["old"], resolver)
+    assert "cpu all at once fits" in lines
+
+    alone, beside_cpu, unstated, beside_vllm = script.check(script.Extras.of(pyproject([])), ["old", "new"], resolver)
+    assert alone.startswith("old, new at once: ")
+    assert "client<2" in alone
+    assert beside_cpu.startswith("cpu, old, new at once: ")
     assert unstated.startswith("old beside vllm: ")
+    assert beside_vllm.startswith("vllm, old, new at once: ")
     (needless,) = script.check(script.Extras.of(pyproject([[{"extra": "new"}, {"extra": "cpu"}]])), ["new"], resolver)
     assert needless == "new beside cpu can be resolved: take the pair out of tool.uv conflicts"
+
+
+def test_an_old_pip_is_refused_before_it_fetches_gigabytes(
+    script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(script.metadata, "version", lambda name: "23.2.1")
+    assert script.main([]) == 2
+    assert "has pip 23.2 and needs 23.3 or later: pip install --upgrade pip" in capsys.readouterr().err
