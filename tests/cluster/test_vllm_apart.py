@@ -140,8 +140,15 @@ def check_updates_under_way(engine: VLLMEngine, *, tolerance: float) -> None:
         assert engine.finish_update(version, len(weights)) == version
     for each, output in zip(asked, [future.result(120) for future in futures]):
         assert len(output.token_ids) == NUM_TOKENS
-        assert output.weight_versions == ((0, -1),)
-        found = boundaries(torch.tensor(output.logprobs), logprobs_by_version(versions, each, output), tolerance)
+        reported, by_version = torch.tensor(output.logprobs), logprobs_by_version(versions, each, output)
+        assert [run.version for run in output.weight_versions] == [-1, *range(1, NUM_UPDATES + 1)]
+        starts = torch.tensor([run.start for run in output.weight_versions])
+        named = torch.searchsorted(starts, torch.arange(NUM_TOKENS), right=True) - 1
+        of_named = by_version.gather(0, named.unsqueeze(0)).squeeze(0)
+        assert float((reported - of_named).abs().max()) < tolerance, (
+            "a token is not of the version that the answer names"
+        )
+        found = boundaries(reported, by_version, tolerance)
         print(f"\n{each.request_id}: weights changed at tokens {found[1:]}")
         assert len(set(found)) == NUM_UPDATES + 1, "each update came while it was generated"
 
