@@ -7,12 +7,21 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import EnvironmentConfig, ModelConfig
+from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.rollout.env_boundary import Broken
 from skyrl_train.rollout.env_local import violations_in_process
+from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.rollout.tools.formats import make_parser
+from skyrl_train.types import Outcome, Prompt, SamplingParams
 from tests.adapter_cases import PYTHON, needs_others, played
+from tests.fakes import FakeEngine
+from tests.tool_cases import TEMPLATE
 
 TASKSET = """
 import verifiers.v1 as vf
@@ -181,6 +190,44 @@ def test_tools_of_verifiers_run_where_it_starts_them(tmp_path: Path, monkeypatch
     assert (found, unknown) == ("War and Peace", "error: unknown tool 'shelf_burn'")
     assert unreadable.startswith("error: invalid JSON in tool arguments")
     assert (end.reward, end.components, end.done) == (1.0, {"right": 1.0}, True)
+
+
+@needs_others
+def test_what_is_trained_on_is_what_called_the_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shelf_tasks.py").write_text(SHELF)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    tokenizer: Any = load_tokenizer(ModelConfig())
+    tokenizer.chat_template = TEMPLATE
+    texts = ['I look.<tool_call>{"name": "shelf_find", "arguments": {"word": "war"}}</tool_call>', "War and Peace"]
+    said = iter(texts)
+    generator = RolloutGenerator(
+        FakeEngine(lambda _: [*tokenizer.encode(next(said)), tokenizer.eos_token_id]),
+        tokenizer,
+        GeneratorConfig(max_turns=4, max_context_length=4096),
+        EnvironmentConfig(env_class="verifiers:shelf_tasks", python=PYTHON),
+        0,
+        parse_calls=make_parser("auto", tokenizer),
+    )
+    prompt = Prompt(uid="p", messages=({"role": "user", "content": "task"},), extras={"task": 0})
+    try:
+        (trajectory,) = generator.generate(
+            [prompt],
+            n_samples_per_prompt=1,
+            sampling=SamplingParams(max_generate_length=512),
+            global_step=1,
+            purpose="train",
+        ).trajectories
+    finally:
+        generator.close()
+    called, answered = trajectory.turns
+    assert [turn.response_token_ids.tolist() for turn in trajectory.turns] == [
+        [*tokenizer.encode(text), tokenizer.eos_token_id] for text in texts
+    ]
+    assert (called.parent, answered.parent) == (None, 0)
+    assert "Finds a book by a word of its title." in tokenizer.decode(called.added_token_ids)
+    assert "War and Peace" in tokenizer.decode(answered.added_token_ids)
+    assert (called.reward, answered.reward, trajectory.outcome) == (0.0, 1.0, Outcome.DONE)
+    assert (trajectory.metrics["tools/calls"], trajectory.metrics["looked"]) == (1.0, 1.0)
 
 
 @needs_others
