@@ -31,6 +31,7 @@ T = TypeVar("T")
 NO_DEADLINE_S = 86400.0
 """Of waits within a call of an environment, whose deadline is `environment.step_timeout_s`."""
 _CLOSES_WITHIN_S = 30.0
+_SHUTS_WITHIN_S = 1.0
 _MAX_REQUEST_BYTES = 64 << 20
 _FULL = {
     "error": {"message": "the context is full", "type": "invalid_request_error", "code": "context_length_exceeded"}
@@ -214,7 +215,7 @@ async def _serve() -> AsyncIterator[tuple[dict[str, Take], str]]:
 
     application = web.Application(client_max_size=_MAX_REQUEST_BYTES)
     application.router.add_post("/v1/chat/completions", completions)
-    runner = web.AppRunner(application, access_log=None)
+    runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTS_WITHIN_S)
     await runner.setup()
     try:
         site = web.TCPSite(runner, "127.0.0.1", 0)
