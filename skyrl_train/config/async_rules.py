@@ -9,6 +9,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig, needs_greedy_sample
 from skyrl_train.config.data import DataConfig
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import Violation
 from skyrl_train.registry import part_name
@@ -32,6 +33,17 @@ def _engine(trainer: TrainerConfig, generator: GeneratorConfig) -> Iterator[Viol
         part_name(generator.backend),
         "must be hf, the engine whose weights may change while requests wait,",
         "add generator=hf",
+    )
+
+
+def _placement(trainer: TrainerConfig, placement: PlacementConfig) -> Iterator[Violation]:
+    yield from _refused(
+        trainer,
+        placement.backend != "inline",
+        "placement.backend",
+        placement.backend,
+        "must be inline, one process, as nothing else was tried",
+        "add placement=inline",
     )
 
 
@@ -79,4 +91,4 @@ def _not_read(trainer: TrainerConfig) -> Iterator[Violation]:
         )
 
 
-ASYNC_RULES: tuple[Rule, ...] = (_engine, _curriculum, _sampling, _greedy, _not_read)
+ASYNC_RULES: tuple[Rule, ...] = (_engine, _placement, _curriculum, _sampling, _greedy, _not_read)

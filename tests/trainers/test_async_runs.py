@@ -158,6 +158,7 @@ def test_a_fork_may_turn_waiting_on_and_off(tmp_path: Path) -> None:
     [
         ({"data": {"curriculum": {"enabled": True}}}, "data.curriculum.enabled"),
         ({"generator": {"backend": "vllm"}}, "generator.backend"),
+        ({"placement": {"backend": "ray"}}, "placement.backend"),
         ({"trainer": {"algorithm": {"filters": {"dynamic_sampling": "filter"}}}}, "filters.dynamic_sampling"),
         ({"trainer": {"algorithm": {"advantage_estimator": "remax"}}}, "algorithm.advantage_estimator"),
         ({"trainer": {"max_staleness": 0, "stale_groups": "drop"}}, "trainer.stale_groups"),
