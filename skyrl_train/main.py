@@ -24,14 +24,14 @@ def main() -> None:
     start(_train, config_name="config")
 
 
-def _train(node: DictConfig) -> None:
+def _train(node: DictConfig) -> float | None:
     from skyrl_train.cli.composition import load_node
     from skyrl_train.cli.exits import exit_on_errors
     from skyrl_train.config.schema import Config
     from skyrl_train.runs.rl import train
 
     with exit_on_errors(node) as ending:
-        train(load_node(node, Config), on_end=ending.begins)
+        return train(load_node(node, Config), on_end=ending.begins)
 
 
 if __name__ == "__main__":

@@ -35,12 +35,12 @@ from skyrl_train.telemetry.redaction import learn_arguments, redact_text
 from skyrl_train.telemetry.run_log import console_streams
 
 
-def start(task: Callable[[DictConfig], None], *, config_name: str, trains: bool = True) -> None:
+def start(task: Callable[[DictConfig], object], *, config_name: str, trains: bool = True) -> None:
     """Runs `task` under Hydra on the root config `config_name`, with the arguments of this process.
 
-    Hydra names the job after the module of `task`; the command that resumes a run does too. Raises SystemExit(2) for
-    problems with the arguments, before torch is imported. `trains`: whether models are trained, so that room for that is
-    needed.
+    Hydra names the job after the module of `task`; the command that resumes a run does too. What `task` returns is what a
+    sweeper compares. Raises SystemExit(2) for problems with the arguments, before torch is imported. `trains`:
+    whether models are trained, so that room for that is needed.
     """
     register_resolvers()
     with console_streams():

@@ -73,8 +73,10 @@ class Data:
     """Recorded rollouts in place of an engine; `train` is then what it answers."""
 
 
-def train(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
+def train(config: Config, *, on_end: OnEnd = tell_nobody) -> float | None:
     """Trains, or goes on training, in `config.output_dir`. `on_end` is called before parts are closed.
+
+    Returns the mean reward of the last evaluation, by which sweepers compare runs; None where nothing was evaluated now.
 
     Raises SkyrlTrainError for whatever the user can fix, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
@@ -121,8 +123,10 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
 
     with folder.locked():
         result = run_with_restarts(config, folder, console, attempt, on_end=on_end)
-    if result is not None:
-        say_goodbye(console, folder, step=result.global_step, is_exported=config.trainer.export_hf)
+    if result is None:
+        return None
+    say_goodbye(console, folder, step=result.global_step, is_exported=config.trainer.export_hf)
+    return result.evaluations[-1].overall.reward_mean if result.evaluations else None
 
 
 def _train(

@@ -1,0 +1,28 @@
+"""What a run gives to the sweeper that started it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.config.schema import Config
+from skyrl_train.runs.rl import train
+from skyrl_train.telemetry.metrics_log import read_metrics
+
+
+@pytest.mark.slow
+def test_a_run_returns_the_reward_of_its_last_evaluation(tmp_path: Path) -> None:
+    config = Config(output_dir=str(tmp_path))
+    sizes = {"total_steps": 1, "train_batch_size": 4, "policy_mini_batch_size": 4, "eval_before_train": False}
+    config = replace(
+        config,
+        data=replace(config.data, max_train_prompts=4, max_validation_prompts=32),
+        generator=replace(config.generator, n_samples_per_prompt=2),
+        trainer=replace(config.trainer, **sizes),  # type: ignore[arg-type]
+    )
+    reward = train(config)
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert reward == record["eval/reward_mean"] > 0.0
+    assert train(config) is None  # it has nothing left to do
