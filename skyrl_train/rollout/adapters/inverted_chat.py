@@ -20,18 +20,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from skyrl_train.types import ChatMessage
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 T = TypeVar("T")
 NO_DEADLINE_S = 86400.0
 """Of waits within a call of an environment, whose deadline is `environment.step_timeout_s`."""
 _CLOSES_WITHIN_S = 30.0
-_SHUTS_WITHIN_S = 1.0
+_JSON = "application/json"
 _MAX_REQUEST_BYTES = 64 << 20
 _FULL = {
     "error": {"message": "the context is full", "type": "invalid_request_error", "code": "context_length_exceeded"}
@@ -194,35 +191,52 @@ Take = Callable[[Mapping[str, Any]], Coroutine[Any, Any, "ChatMessage | None"]]
 @contextlib.asynccontextmanager
 async def _serve() -> AsyncIterator[tuple[dict[str, Take], str]]:
     """Yield the conversations by `model`, to be filled, and the URL that they are asked for."""
-    from aiohttp import web
-
     conversations: dict[str, Take] = {}
 
-    async def completions(request: web.Request) -> web.Response:
-        body = await request.json()
-        take = conversations.get(str(body.get("model")))
-        if take is None:
-            return web.json_response({"error": {"message": "no such model"}}, status=404)
-        try:
-            message = await take(body)
-        except ProgramError as error:
-            return web.json_response({"error": {"message": str(error)}}, status=409)
-        if message is None:
-            return web.json_response(_FULL, status=400)
-        if body.get("stream"):
-            return web.Response(text=_streamed(message, body["model"]), content_type="text/event-stream")
-        return web.json_response(_completion(message, body["model"], "chat.completion", "message"))
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, ValueError):
+            while (body := await _request(reader)) is not None:
+                status, kind, text = await _reply(json.loads(body), conversations)
+                data = text.encode()
+                head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n\r\n"
+                writer.write(head.encode() + data)
+                await writer.drain()
+        writer.close()
 
-    application = web.Application(client_max_size=_MAX_REQUEST_BYTES)
-    application.router.add_post("/v1/chat/completions", completions)
-    runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTS_WITHIN_S)
-    await runner.setup()
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
     try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        yield conversations, f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        yield conversations, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
     finally:
-        await runner.cleanup()
+        server.close()
+
+
+async def _request(reader: asyncio.StreamReader) -> bytes | None:
+    """Return the body of the next request of a connection; None at its end. Raises ValueError for one that is too long."""
+    if not await reader.readline():
+        return None
+    length = 0
+    while line := (await reader.readline()).strip():
+        name, _, value = line.decode("latin-1").partition(":")
+        length = int(value) if name.lower() == "content-length" else length
+    if length > _MAX_REQUEST_BYTES:
+        raise ValueError(f"a request of {length} bytes")
+    return await reader.readexactly(length)
+
+
+async def _reply(body: Mapping[str, Any], conversations: Mapping[str, Take]) -> tuple[str, str, str]:
+    """Return status, type and text of the answer to a request."""
+    take = conversations.get(str(body.get("model")))
+    if take is None:
+        return "404 Not Found", _JSON, json.dumps({"error": {"message": "no such model"}})
+    try:
+        message = await take(body)
+    except ProgramError as error:
+        return "409 Conflict", _JSON, json.dumps({"error": {"message": str(error)}})
+    if message is None:
+        return "400 Bad Request", _JSON, json.dumps(_FULL)
+    if body.get("stream"):
+        return "200 OK", "text/event-stream", _streamed(message, body["model"])
+    return "200 OK", _JSON, json.dumps(_completion(message, body["model"], "chat.completion", "message"))
 
 
 def _completion(message: ChatMessage, model: str, kind: str, field: str) -> dict[str, Any]:
