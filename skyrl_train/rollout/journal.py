@@ -2,6 +2,7 @@
 
 One file of JSON lines, in the order in which things happened; a line that a kill cut short is the last one, and is removed.
 
+    {"prompts": "5f0e..."}                                   the training prompts, by their fingerprint
     {"start": 5, "version": 1}                               group 5 began, with engines at version 1
     {"turn": "stream-5-000000-0001-000", "of": "9c1d...",    an answer of the engine to the request `of`
      "tokens": [7, 2], "logprobs": [-0.5, -0.25], "stop": "stop", "versions": [[0, 1]]}
@@ -41,8 +42,11 @@ _CLOSE_TIMEOUT_S = 30.0
 class Journal:
     """Reads what is in the file, then appends to it. Appended to from one event loop."""
 
-    def __init__(self, path: Path) -> None:
-        """Makes the file where it is missing. Raises DataError naming the line that is none of a journal, OSError."""
+    def __init__(self, path: Path, *, prompts: str) -> None:
+        """Makes the file where it is missing. `prompts` tells the training prompts from others.
+
+        Raises DataError for a journal of other prompts, and naming the line that is none of a journal; OSError.
+        """
         self.path = path
         self.started: dict[int, int] = {}
         """Versions at which groups began."""
@@ -51,12 +55,14 @@ class Journal:
         self._turns: dict[str, Mapping[str, Any]] = {}
         self._groups: dict[int, list[Mapping[str, Any]]] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        length = self._read()
+        length = self._read(prompts)
         self._file = path.open("ab")
         self._file.truncate(length)
         sync_folder(path.parent)
         self._pending: deque[bytes] = deque()
         self._thread = WorkerThread("journal")
+        if not length:
+            self._append({"prompts": prompts})
 
     def turn(self, request: GenerationRequest) -> GenerationOutput | None:
         """Return the answer to the same request of a run before; None where there is none, or it was to another prompt."""
@@ -134,7 +140,7 @@ class Journal:
         except (OSError, asyncio.TimeoutError) as error:
             raise SaveError(f"{self.path} could not be written: {error}. Make room, and start the run again") from error
 
-    def _read(self) -> int:
+    def _read(self, prompts: str) -> int:
         """Return the length of the whole lines, all of which are read."""
         if not self.path.exists():
             return 0
@@ -144,7 +150,11 @@ class Journal:
                 if not line.endswith(b"\n"):
                     break
                 try:
-                    self._take(parse_json(line))
+                    record = parse_json(line)
+                    if "prompts" not in record:
+                        self._take(record)
+                    elif record["prompts"] != prompts:
+                        raise ValueError("the training prompts were others")
                 except (ValueError, LookupError, TypeError, AttributeError) as error:
                     raise DataError(
                         f"{self.path}, line {number}: not a line of a journal ({type(error).__name__}: {error}). "

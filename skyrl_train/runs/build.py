@@ -102,11 +102,15 @@ def build_stream(
     config: Config,
     prompts: PromptBatches,
     generator: Generator,
+    fingerprint: str,
     total_steps: int,
     stack: ExitStack,
     on_progress: Callable[[int, int], None],
 ) -> RolloutStream | None:
-    """Return what makes rollouts while the learner updates; None with `trainer.max_staleness=0`. `stack` ends it."""
+    """Return what makes rollouts while the learner updates; None with `trainer.max_staleness=0`. `stack` ends it.
+
+    `fingerprint` is that of all `prompts`. Raises DataError where the run's folder has a journal of others.
+    """
     from skyrl_train.rollout.admission import AdmissionSettings
     from skyrl_train.rollout.generator import RolloutGenerator
     from skyrl_train.rollout.journal import FILE, Journal
@@ -129,7 +133,7 @@ def build_stream(
         sampling=sampling_params(config.generator.sampling),
         max_failed_fraction=config.environment.max_failed_fraction,
     )
-    journal = Journal(RunFolder(Path(config.output_dir)).journal / FILE)
+    journal = Journal(RunFolder(Path(config.output_dir)).journal / FILE, prompts=fingerprint)
     stream = RolloutStream(generator, prompts, settings, journal, on_progress=on_progress)
     stack.callback(stream.close)
     return stream

@@ -178,7 +178,15 @@ def _train(
         transport=rollouts.transport,
         evaluator=build_evaluator(config, data.validation, rollouts.generator, rollout_log),
         rollout_log=rollout_log,
-        stream=build_stream(config, data.train, rollouts.generator, plan.total_steps, stack, console.on_progress),
+        stream=build_stream(
+            config,
+            data.train,
+            rollouts.generator,
+            data.fingerprint.sha256,
+            plan.total_steps,
+            stack,
+            console.on_progress,
+        ),
     )
     return trainer.train()
 

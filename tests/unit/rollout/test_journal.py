@@ -75,7 +75,7 @@ def run(path: Path, *, version: int = 0, settled: Settled | None = None) -> Run:
         sampling=SamplingParams(),
         max_failed_fraction=0.0,
     )
-    stream = RolloutStream(generator, batch_at, settings, Journal(path))
+    stream = RolloutStream(generator, batch_at, settings, Journal(path, prompts="p"))
     taken = {}
     try:
         stream.begin(version=version, settled=settled or Settled())
@@ -153,7 +153,8 @@ def test_everything_is_in_the_journal_before_it_is_used(whole: tuple[Run, bytes]
     for index, line in enumerate(lines):
         kind = next(iter(line))
         place[f"{kind} {line[kind]}"] = index
-    assert len(place) == len(lines) == BATCH * STEPS * (2 + 2 * SAMPLES) + STEPS
+    assert lines[0] == {"prompts": "p"}
+    assert len(place) == len(lines) == 1 + BATCH * STEPS * (2 + 2 * SAMPLES) + STEPS
     for version in range(STEPS):
         batch = lines[place[f"batch {version}"]]
         for ordinal in batch["groups"]:
@@ -182,10 +183,10 @@ def keep(journal: Journal, loop: LoopThread, output: GenerationOutput) -> None:
 
 def test_an_answer_is_read_back_for_the_same_request_alone(tmp_path: Path, loop: LoopThread) -> None:
     output = make_output([3, 4], logprobs=(-0.1, -1e-9), weight_version=2)
-    journal = Journal(tmp_path / "journal.jsonl")
+    journal = Journal(tmp_path / "journal.jsonl", prompts="p")
     keep(journal, loop, output)
     journal.close()
-    again = Journal(tmp_path / "journal.jsonl")
+    again = Journal(tmp_path / "journal.jsonl", prompts="p")
     assert again.turn(request()) == output
     others: list[dict[str, Any]] = [
         {"prompt_token_ids": (1, 3)},
@@ -197,14 +198,14 @@ def test_an_answer_is_read_back_for_the_same_request_alone(tmp_path: Path, loop:
 
 
 def test_a_group_and_a_batch_are_read_back(tmp_path: Path, loop: LoopThread) -> None:
-    journal = Journal(tmp_path / "journal.jsonl")
+    journal = Journal(tmp_path / "journal.jsonl", prompts="p")
     prompt, trajectory, closed = make_prompts(1)[0], make_trajectory(), Closed(ordinals=(0, 2), dropped={1: "stale"})
     journal.begin(0, 5)
     loop.run(journal.keep_group(0, prompt, (trajectory,)))
     loop.run(journal.keep_batch(5, closed))
     journal.close()
     journal.close()
-    again = Journal(tmp_path / "journal.jsonl")
+    again = Journal(tmp_path / "journal.jsonl", prompts="p")
     assert again.group(0) == (trajectory,)
     assert (again.started, again.batches) == ({0: 5}, {5: closed})
     again.forget(Settled(frontier=1))
@@ -214,13 +215,13 @@ def test_a_group_and_a_batch_are_read_back(tmp_path: Path, loop: LoopThread) -> 
 
 def test_a_line_that_is_cut_short_is_removed(tmp_path: Path, loop: LoopThread) -> None:
     path = tmp_path / "journal.jsonl"
-    journal = Journal(path)
+    journal = Journal(path, prompts="p")
     journal.begin(0, 0)
     keep(journal, loop, make_output([3]))
     journal.close()
     content = path.read_bytes()
     path.write_bytes(content[:-5])
-    again = Journal(path)
+    again = Journal(path, prompts="p")
     assert again.started == {0: 0}
     assert again.turn(request()) is None
     keep(again, loop, make_output([3]))
@@ -233,11 +234,18 @@ def test_a_file_that_is_no_journal_is_refused_by_its_line(tmp_path: Path, line: 
     path = tmp_path / "journal.jsonl"
     path.write_text(f'{{"start": 0, "version": 0}}\n{line}\n')
     with pytest.raises(DataError, match=r"journal.jsonl, line 2: not a line of a journal"):
-        Journal(path)
+        Journal(path, prompts="p")
+
+
+def test_a_journal_of_other_prompts_is_refused(whole: tuple[Run, bytes], tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(whole[1])
+    with pytest.raises(DataError, match=r"line 1: .* the training prompts were others.*resume_mode=none"):
+        Journal(path, prompts="q")
 
 
 def test_a_disk_that_is_full_is_named(tmp_path: Path, loop: LoopThread) -> None:
-    journal = Journal(tmp_path / "journal.jsonl")
+    journal = Journal(tmp_path / "journal.jsonl", prompts="p")
     with file_size_limit(64), pytest.raises(SaveError, match=r"journal.jsonl could not be written"):
         keep(journal, loop, make_output([3] * 100))
 

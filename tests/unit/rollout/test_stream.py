@@ -58,7 +58,7 @@ def make_stream(tmp_path: Path) -> Iterator[MakeStream]:
         def batch(position: int) -> Sequence[Prompt]:
             return prompts[position * BATCH : (position + 1) * BATCH]
 
-        journal = Journal(tmp_path / f"journal_{len(made)}.jsonl")
+        journal = Journal(tmp_path / f"journal_{len(made)}.jsonl", prompts="p")
         made.append((RolloutStream(generator, batch, settings, journal), generator))
         return made[-1]
 

@@ -29,6 +29,15 @@ def test_a_folder_with_a_configuration_alone_holds_no_run(tmp_path):
     assert folder.set_aside() is None
 
 
+def test_a_journal_is_a_run_which_another_in_the_folder_does_not_read(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.journal.mkdir()
+    (folder.journal / "journal.jsonl").write_text('{"prompts": "p"}\n')
+    assert folder.holds_a_run()
+    assert folder.set_aside() == tmp_path / "previous-1"
+    assert not folder.journal.exists()
+
+
 def test_runs_are_set_aside_one_after_the_other_and_foreign_files_stay(tmp_path):
     for number in (1, 2):
         folder = folder_with_a_run(tmp_path)
