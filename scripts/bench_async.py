@@ -64,7 +64,7 @@ class Run:
     step_s: float
     """Mean wall time of a step."""
     idle: float
-    """Share of the wall time in which this process used no core at all, at least: 1 - CPU seconds / wall seconds."""
+    """1 - CPU seconds / wall seconds of the whole run: sleep, and on a busy machine the wait for a core."""
 
 
 def measure(name: str, args: argparse.Namespace, *, max_staleness: int, num_threads: int, sleeps: bool) -> Run:
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         best = min(serial, key=lambda run: run.step_s)
         kind = f"sleeps of median {args.median_s:g} s, sigma {args.sigma:g}" if sleeps else "no sleep"
         table = Table(title=f"{args.prompts} prompts x {args.samples} samples, {kind}")
-        for column in ("run", "threads", "step", "steps an hour", "no core used"):
+        for column in ("run", "threads", "step", "steps an hour", "off the cores"):
             table.add_column(column, justify="left" if column == "run" else "right")
         for run in (*serial, stream):
             rate = 3600 / run.step_s
