@@ -334,7 +334,8 @@ def test_too_many_failures_stop_the_run_with_the_commonest_reasons(make_generato
     assert type(caught.value) is SkyrlTrainError
     text = str(caught.value)
     assert "3 of 4 trajectories failed, more than environment.max_failed_fraction=0.5" in text
-    assert "3 x environment_error: ValueError: unknown city 'Oz'" in text
+    assert "3 x environment_error: ValueError: unknown city '...'" in text
+    assert "e.g. environment_error: ValueError: unknown city 'Oz'" in text
     kept = [(prompt.uid, trajectory.failed) for prompt, trajectory in caught.value.trajectories]
     assert sum(failed for _, failed in kept) == 3
     assert len(kept) == len(set(kept))
