@@ -1,10 +1,11 @@
-"""How many rollouts a curriculum saves: the quickstart, and the same number of smaller steps with and without a curriculum.
+"""How many rollouts a curriculum saves: the quickstart, and smaller steps with and without a curriculum.
 
-python scripts/bench_curriculum.py --seeds 0 1 2 --prompts 22 --folder outputs/bench_curriculum
+python scripts/bench_curriculum.py --seeds 0 1 2 --prompts 16 --steps 56 --folder outputs/bench_curriculum
 
-Each seed is trained three times on the bundled word problems: with the quickstart's 32 prompts a step; with `--prompts`
-chosen by the curriculum; and with as many that are not chosen, which shows what the smaller steps do by themselves. Prints
-rollouts and held-out accuracy of each, and their ratios to the quickstart's. Finished runs are not made again.
+Each seed is trained three times on the bundled word problems: with the quickstart's 40 steps of 32 prompts; with `--steps`
+of `--prompts` chosen by the curriculum; and with as many that are not chosen, which shows what smaller steps do by
+themselves. Prints rollouts and held-out accuracy of each, and their ratios to the quickstart's. Finished runs are not made
+again.
 """
 
 from __future__ import annotations
@@ -24,23 +25,29 @@ from skyrl_train.trainers.evaluation_report import read_evaluations
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--prompts", type=int, default=22, help="a step's prompts with the curriculum; even")
+    parser.add_argument("--prompts", type=int, default=16, help="a step's prompts with the curriculum; even")
+    parser.add_argument("--steps", type=int, default=56, help="steps of so many prompts")
     parser.add_argument("--folder", type=Path, default=Path("outputs/bench_curriculum"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for all runs")
     args = parser.parse_args(argv)
-    small = [f"trainer.train_batch_size={args.prompts}", f"trainer.micro_train_batch_size_per_gpu={args.prompts}"]
+    small = [
+        f"trainer.total_steps={args.steps}",
+        f"trainer.train_batch_size={args.prompts}",
+        f"trainer.micro_train_batch_size_per_gpu={args.prompts}",
+    ]
     small += [f"trainer.{model}_mini_batch_size={args.prompts // 2}" for model in ("policy", "critic")]
     arms = {
         "quickstart": [],
-        f"curriculum, {args.prompts} prompts": [*small, "data.curriculum.enabled=true"],
-        f"no curriculum, {args.prompts} prompts": small,
+        f"curriculum, {args.steps} steps of {args.prompts} prompts": [*small, "data.curriculum.enabled=true"],
+        f"no curriculum, {args.steps} steps of {args.prompts} prompts": small,
     }
     print("| | rollouts | of the quickstart's | held-out accuracy, mean of seeds | least of seeds |")
     print("|---|---|---|---|---|")
     whole = 0.0
-    for number, (name, settings) in enumerate(arms.items()):
+    for name, settings in arms.items():
+        arm = name.replace(", ", "_").replace(" ", "_")
         found = [
-            train(args.folder / f"arm_{number}_seed_{seed}", [*settings, f"seed={seed}", *args.overrides])
+            train(args.folder / f"{arm}_seed_{seed}", [*settings, f"seed={seed}", *args.overrides])
             for seed in args.seeds
         ]
         rollouts = statistics.mean(each for each, _ in found)

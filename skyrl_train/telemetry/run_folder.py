@@ -106,8 +106,15 @@ class RunFolder:
         )
 
     def holds_a_run(self) -> bool:
-        """True where a run left results: a step's metrics, a rollout or a checkpoint."""
-        results = (self.metrics_file, self.rollouts, self.journal, self.checkpoints, self.evaluation_file)
+        """True where a run left results: a step's metrics, a rollout, an answer or a checkpoint."""
+        results = (
+            self.metrics_file,
+            self.rollouts,
+            self.journal,
+            self.samples,
+            self.checkpoints,
+            self.evaluation_file,
+        )
         return any(path.stat().st_size > 0 if path.is_file() else _has_entries(path) for path in results)
 
     def copy_record(self, target: Path, *, is_same_run: bool) -> None:

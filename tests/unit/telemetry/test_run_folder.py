@@ -38,6 +38,15 @@ def test_a_journal_is_a_run_which_another_in_the_folder_does_not_read(tmp_path):
     assert not folder.journal.exists()
 
 
+def test_answers_of_a_model_that_took_no_step_are_results_of_a_run(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics_file.touch()
+    folder.samples.mkdir()
+    (folder.samples / "step_000000.jsonl").write_text("{}\n")
+    assert folder.set_aside() == tmp_path / "previous-1"
+    assert (tmp_path / "previous-1" / "samples" / "step_000000.jsonl").is_file()
+
+
 def test_runs_are_set_aside_one_after_the_other_and_foreign_files_stay(tmp_path):
     for number in (1, 2):
         folder = folder_with_a_run(tmp_path)
