@@ -123,7 +123,7 @@ class VerifiersEpisode:
             missing = isinstance(error, ImportError) and "'verifiers" in str(error)
             rule = "needs the package verifiers" if missing else "must be an installed taskset"
             remedy = (
-                "its pins do not go with vLLM's: python -m venv V; V/bin/pip install verifiers numpy; then "
+                "it wants another release of openai than vLLM: python -m venv V; V/bin/pip install verifiers numpy; then "
                 "environment.python=V/bin/python"
                 if missing
                 else f"{type(error).__name__}: {error}"

@@ -18,8 +18,8 @@ needs_gymnasium = pytest.mark.skipif(importlib.util.find_spec("gymnasium") is No
 MISSING = pytest.param(
     "verifiers:sums",
     [],
-    "environment.env_class.name: needs the package verifiers; got 'sums'. Its pins do not go with vLLM's: python -m venv V; "
-    "V/bin/pip install verifiers numpy; then environment.python=V/bin/python",
+    "environment.env_class.name: needs the package verifiers; got 'sums'. It wants another release of openai than vLLM: "
+    "python -m venv V; V/bin/pip install verifiers numpy; then environment.python=V/bin/python",
     id="missing package",
     marks=pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is installed"),
 )

@@ -161,8 +161,8 @@ def test_what_cannot_be_played_in_text_is_refused_in_a_line(spec: Any, message: 
         (
             "verifiers",
             "verifiers:echo",
-            "environment.env_class.name: needs the package verifiers; got 'echo'. Its pins do not go with vLLM's: "
-            "python -m venv V; V/bin/pip install verifiers numpy; then environment.python=V/bin/python",
+            "environment.env_class.name: needs the package verifiers; got 'echo'. It wants another release of "
+            "openai than vLLM: python -m venv V; V/bin/pip install verifiers numpy; then environment.python=V/bin/python",
         ),
         (
             "openenv",
