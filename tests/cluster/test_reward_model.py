@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -36,6 +37,14 @@ def settings_of(folder: Path, **changes: Any) -> ScorerSettings:
     return ScorerSettings(path=str(folder), **{**given, **changes})
 
 
+def kill_and_wait(actor: Any) -> None:
+    """Return once it is gone: `ray.kill` returns before, and a call just after it may still be answered."""
+    ray.kill(actor, no_restart=True)
+    with contextlib.suppress(ray.exceptions.RayActorError):
+        while True:
+            ray.get(actor.score.remote([]), timeout=60.0)
+
+
 def test_an_actor_that_dies_is_started_again_once(session: RaySession, tmp_path: Path) -> None:
     settings = settings_of(save_reward_model(tmp_path))
     expected = SequenceScorer(settings).score_now(CONVERSATIONS)
@@ -46,9 +55,9 @@ def test_an_actor_that_dies_is_started_again_once(session: RaySession, tmp_path:
 
     try:
         assert asyncio.run(ask()) == [expected]
-        ray.kill(scorer._actor, no_restart=True)
+        kill_and_wait(scorer._actor)
         assert asyncio.run(ask(3)) == [expected] * 3
-        ray.kill(scorer._actor, no_restart=True)
+        kill_and_wait(scorer._actor)
         with pytest.raises(ActorLostError, match="died again"):
             asyncio.run(ask())
     finally:

@@ -105,7 +105,7 @@ def test_all_samples_of_a_prompt_are_scored_in_one_call() -> None:
     reward, scorer = RewardModel(path="somewhere"), FakeScorer()
     with pytest.raises(SkyrlTrainError, match="nothing holds the reward model 'somewhere'"):
         asyncio.run(reward(["a"], messages=CONVERSATIONS[:1]))
-    reward.use(scorer)
+    reward.use(scorer.score)
     assert asyncio.run(reward(["a", "b"], messages=CONVERSATIONS[:2])) == [2.0, 2.0]
     assert scorer.asked == [CONVERSATIONS[:2]]
 
