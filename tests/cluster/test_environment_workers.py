@@ -13,6 +13,7 @@ from skyrl_train.cluster.environment_workers import RayWorkers
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
+from tests.command_runs import records, run_command
 from tests.process_trees import descendants
 from tests.reliability.hostile_environments import HOSTILE
 from tests.reliability.test_hostile_environments import Played
@@ -82,3 +83,25 @@ def test_an_actor_that_dies_costs_what_was_running_there_alone(session: RaySessi
         assert [played.play("nothing") for _ in range(3)][1:] == ["reward 1.0"] * 2
     finally:
         played.close()
+
+
+def test_a_reward_function_scores_on_ray_what_it_scores_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_rewards.py").write_text(
+        "def score(completion, answer):\n    return (len(completion) % 7 + len(str(answer))) / 10\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    small = (
+        "platform=cpu",
+        "environment.reward=my_rewards:score",
+        "environment.isolation=process",
+        "data.validation=[]",
+    )
+    small += ("generator.n_samples_per_prompt=4", "trainer.train_batch_size=4", "trainer.policy_mini_batch_size=4")
+    small += ("trainer.total_steps=1", "trainer.export_hf=false")
+    found = {}
+    for name, layout in (("here", ()), ("ray", ("placement=ray", "environment.placement=ray"))):
+        run_command(tmp_path / name, *small, *layout)
+        rollouts = records(tmp_path / name, "rollouts/train_step_000001.jsonl")
+        found[name] = [(each["turns"], each["reward"]) for each in rollouts]
+    assert len({reward for _, reward in found["here"]}) > 1
+    assert found["ray"] == found["here"]
