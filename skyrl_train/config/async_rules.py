@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.config.algorithm import AlgorithmConfig, needs_greedy_sample
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.data import DataConfig
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
@@ -62,33 +62,44 @@ def _sampling(trainer: TrainerConfig, algorithm: AlgorithmConfig) -> Iterator[Vi
     chosen = algorithm.filters.dynamic_sampling
     yield from _refused(
         trainer,
-        chosen != "none",
+        chosen == "replace",
         "trainer.algorithm.filters.dynamic_sampling",
         chosen,
-        "must be none: it fills up the batch of one step,",
-        "set trainer.algorithm.filters.dynamic_sampling=none",
+        "must be none, or filter: there another prompt begins at once in place of one that teaches nothing,",
+        "set trainer.algorithm.filters.dynamic_sampling=filter",
     )
 
 
-def _greedy(trainer: TrainerConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
+def _groups(trainer: TrainerConfig) -> Iterator[Violation]:
+    in_order = trainer.take_groups == "in_order"
     yield from _refused(
         trainer,
-        needs_greedy_sample(algorithm),
-        "trainer.algorithm.advantage_estimator",
-        part_name(algorithm.advantage_estimator),
-        "must be one without a greedy sample of each prompt,",
-        "choose another, such as grpo",
+        trainer.oversample > 1 and not in_order and trainer.stale_groups == "wait",
+        "trainer.stale_groups",
+        "wait",
+        f"must be drop with trainer.oversample={trainer.oversample:g}: prompts that are too many cannot be waited for,",
+        "set trainer.stale_groups=drop, or trainer.take_groups=in_order",
+    )
+    yield from _refused(
+        trainer,
+        in_order and trainer.stale_groups == "drop",
+        "trainer.stale_groups",
+        "drop",
+        "is not read with trainer.take_groups=in_order, which drops no prompt for taking long,",
+        "drop trainer.stale_groups",
     )
 
 
 def _not_read(trainer: TrainerConfig) -> Iterator[Violation]:
-    if not trainer.max_staleness and trainer.stale_groups != "wait":
-        yield Violation.of(
-            "trainer.stale_groups",
-            trainer.stale_groups,
-            "is not read with trainer.max_staleness=0",
-            "set trainer.max_staleness=1, or drop trainer.stale_groups",
-        )
+    default = TrainerConfig()
+    for name in ("stale_groups", "oversample", "take_groups"):
+        if not trainer.max_staleness and (value := getattr(trainer, name)) != getattr(default, name):
+            yield Violation.of(
+                f"trainer.{name}",
+                value,
+                "is not read with trainer.max_staleness=0",
+                f"set trainer.max_staleness=1, or drop trainer.{name}",
+            )
 
 
-ASYNC_RULES: tuple[Rule, ...] = (_engine, _placement, _curriculum, _sampling, _greedy, _not_read)
+ASYNC_RULES: tuple[Rule, ...] = (_engine, _placement, _curriculum, _sampling, _groups, _not_read)

@@ -108,6 +108,12 @@ class TrainerConfig(LoopConfig):
     stale_groups: Forks[Literal["wait", "drop"]] = "wait"
     """`max_staleness`: what a batch does about a prompt whose samples would be too old for the next one and have not all
     ended: wait for them, or drop them, with a count."""
+    oversample: Forks[Annotated[float, Range(1.0)]] = 1.0
+    """`max_staleness`: prompts that are kept in flight for each that the batches to come have room for. Above 1 a batch has
+    the first to finish, and what is too many is dropped, with a count."""
+    take_groups: Forks[Literal["first_finished", "in_order"]] = "first_finished"
+    """`max_staleness`: first_finished: a batch has prompts whose samples have ended, which prefers short ones wherever some
+    are dropped. in_order: it has the prompts that began first, and waits for them."""
     docs_per_step: Forks[NonNegativeInt] = 0
     """Close an optimizer step at so many rollouts instead of at a fixed number of prompts; 0 is off."""
     docs_per_step_exact: Forks[bool] = False

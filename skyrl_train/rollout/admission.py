@@ -12,10 +12,15 @@ Two rules hold together that no token is trained on more than `max_staleness` ve
     admission  a group begins while `started - discarded < (version + 1 + max_staleness) * batch_size`
     age        a group that began at version `f` is in batch `f + max_staleness` at the latest
 
+With `oversample` more groups are pending than the batches to come have room for: of `started - discarded`, the part that is
+not trained on may be so many times as large. What is too old for all batches that have room is discarded as surplus, so
+that this stays a bound however long the run is.
+
 For the second it is not enough that each group which is due has finished when its batch closes. With batches of one group
 and `max_staleness=2`, groups 0 and 1 that both began at version 0 are both due in batch 2, which has room for one. So a
 batch closes only where, for each later batch, the groups that are then due fit into the batches until then (`_is_on_time`);
-the admission rule is what makes that possible at all. Of the groups that have finished the oldest are taken.
+the admission rule is what makes that possible at all, where nothing is oversampled. Of the groups that have finished the
+oldest are taken; with `take_groups=in_order` the oldest of all, which are waited for.
 """
 
 from __future__ import annotations
@@ -28,11 +33,16 @@ from typing import Any, Literal
 from skyrl_train.telemetry.files import whole_number
 
 StaleGroups = Literal["wait", "drop"]
+TakeGroups = Literal["first_finished", "in_order"]
 
 STALE = "stale"
-"""Reason of a group that was dropped in flight: its batch closed without it."""
+"""Reason of a group that was dropped in flight: it would be too old for the batches that have room."""
 SURPLUS = "surplus"
-"""Reason of a group that finished and was dropped: it is too old for the batches that have room."""
+"""Reason of a group that finished and was dropped for that."""
+FILTERED = "filtered"
+"""Reason of a group whose samples have equal rewards, where dynamic sampling leaves such groups out."""
+FAILED = "failed"
+"""Reason of a group that dynamic sampling leaves out because all of its samples failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +95,14 @@ class AdmissionSettings:
     """Whether a batch waits for a group that is due in it, or drops it."""
     total_batches: int
     """Of the run, those that are closed included: no group begins that none of them has room for."""
+    take_groups: TakeGroups = "first_finished"
+    """Whether a batch takes what has finished, or the oldest groups whatever has finished."""
+    oversample: float = 1.0
+    """Pending groups for each that the batches to come have room for; at least 1. Above 1 with `first_finished`,
+    `stale_groups` is `drop`: what is too many cannot be waited for."""
+    max_discards: int | None = None
+    """Groups that are discarded between two batches after which none begins: with none in flight, the batch cannot be
+    made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +112,7 @@ class Closed:
     ordinals: tuple[int, ...]
     """`batch_size` groups, ascending."""
     dropped: Mapping[int, str]
-    """Groups that were given up for it, with the reason."""
+    """Groups that were given up since the batch before, with the reason."""
 
 
 @dataclass
@@ -122,6 +140,8 @@ class Admission:
         self._num_closed = self.version
         self._next = self.settled.frontier
         self._pending: dict[int, _Pending] = {}
+        self.dropped: dict[int, str] = {}
+        """Groups that were discarded since the batch before, with the reason."""
 
     @property
     def num_in_flight(self) -> int:
@@ -133,11 +153,18 @@ class Admission:
         """Groups that finished and are in no batch yet."""
         return len(self._pending) - self.num_in_flight
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether so many groups were discarded since the batch before that no other begins for the next one."""
+        limit = self.settings.max_discards
+        return limit is not None and len(self.dropped) >= limit
+
     def start(self) -> int | None:
         """Return the ordinal of the group that begins now; None where none may."""
-        limit = min(self.version + 1 + self.settings.max_staleness, self.settings.total_batches)
-        # What was trained on, and what is pending, is `started - discarded`.
-        if self._num_closed * self.settings.batch_size + len(self._pending) >= limit * self.settings.batch_size:
+        settings = self.settings
+        num_batches = min(self.version + 1 + settings.max_staleness, settings.total_batches) - self._num_closed
+        # What is pending is `started - discarded` less what was trained on.
+        if len(self._pending) >= round(num_batches * settings.batch_size * settings.oversample) or self.is_exhausted:
             return None
         while self.settled.holds(self._next) or self._next in self._pending:
             self._next += 1
@@ -155,6 +182,7 @@ class Admission:
         del self._pending[ordinal]
         self.settled = self.settled.plus(ordinal)
         self.discarded[reason] += 1
+        self.dropped[ordinal] = reason
 
     def retake(self, closed: Closed) -> None:
         """Close the next batch as a run before has closed it, none of whose groups began in this one."""
@@ -179,25 +207,30 @@ class Admission:
         """
         if self._num_closed != self.version:
             raise ValueError(f"batch {self.version} is closed, and version {self.version + 1} was not published yet")
-        # Groups are held in the order in which they began, the oldest first.
-        finished = [ordinal for ordinal, group in self._pending.items() if group.is_finished]
-        chosen = finished[: self.settings.batch_size]
+        chosen = self._choose()
         left = {ordinal: group for ordinal, group in self._pending.items() if ordinal not in chosen}
         if len(chosen) < self.settings.batch_size:
             return None
-        dropped: dict[int, str] = {}
-        if self.settings.stale_groups == "drop":
-            due = [ordinal for ordinal, group in left.items() if self._due(group) <= self.version]
-            dropped = {ordinal: SURPLUS if left[ordinal].is_finished else STALE for ordinal in due}
+        if self.settings.take_groups == "in_order" or self.settings.stale_groups == "drop":
+            for ordinal, group in left.items():
+                if self._due(group) <= self.version:
+                    self.discard(ordinal, SURPLUS if group.is_finished else STALE)
         elif not self._is_on_time(left):
             return None
         for ordinal in chosen:
             del self._pending[ordinal]
         self.settled = self.settled.plus(*chosen)
-        for ordinal, reason in dropped.items():
-            self.discard(ordinal, reason)
         self._num_closed += 1
+        dropped, self.dropped = self.dropped, {}
         return Closed(ordinals=tuple(sorted(chosen)), dropped=dropped)
+
+    def _choose(self) -> list[int]:
+        """Return the groups of the next batch, or fewer where it cannot be closed."""
+        # Groups are held in the order in which they began, the oldest first.
+        candidates = list(self._pending.items())
+        if self.settings.take_groups == "in_order":
+            candidates = candidates[: self.settings.batch_size]
+        return [ordinal for ordinal, group in candidates if group.is_finished][: self.settings.batch_size]
 
     def _due(self, group: _Pending) -> int:
         """Return the number of the last batch that may hold the group."""

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 STREAM = "stream"
 """Purpose, in requests and seeds, of groups that run by themselves."""
+_GREEDY = "greedy_stream"
+"""Of their greedy samples."""
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (trajectories done, trajectories in all), from the generator's thread."""
@@ -150,18 +152,24 @@ class RolloutGenerator:
         n_samples_per_prompt: int,
         sampling: SamplingParams,
         wrap: Callable[[InferenceEngine], InferenceEngine],
+        with_greedy: bool = False,
     ) -> tuple[Trajectory, ...]:
         """Return all samples of one prompt, which runs by itself: the engine may answer it beside any others.
 
         To be awaited on `thread`. `ordinal` is the prompt's index in the order of the data; requests are named and seeded by
-        it. `wrap` gives what stands before the engine. Raises DataError, ConfigError as `generate` does.
+        it. `wrap` gives what stands before the engine. `with_greedy` adds a greedy sample, the last. Raises DataError,
+        ConfigError as `generate` does.
         """
         self._check_rows([prompt])
         jobs = self._jobs([prompt], n_samples_per_prompt, sampling, ordinal, STREAM)
+        if with_greedy:
+            jobs += self._jobs([prompt], 1, replace(sampling, temperature=0.0), ordinal, _GREEDY)
         engine = wrap(self._engine)
         tasks = [asyncio.ensure_future(self._run_one(job, contextlib.ExitStack(), [], engine)) for job in jobs]
+        samples, greedy = tasks[:n_samples_per_prompt], tasks[n_samples_per_prompt:]
         try:
-            return tuple(await self._score_group(prompt, tasks))
+            groups = [await self._score_group(prompt, group) for group in (samples, greedy) if group]
+            return tuple(one for group in groups for one in group)
         finally:
             for task in tasks:
                 task.cancel()

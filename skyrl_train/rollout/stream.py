@@ -14,17 +14,33 @@ when it is asked.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
+from skyrl_train.algorithms.baseline_advantages import with_greedy_rewards
+from skyrl_train.algorithms.filters import differing_prompts, shape_rewards
+from skyrl_train.config.algorithm import FilterConfig
 from skyrl_train.errors import DataError
-from skyrl_train.rollout.admission import Admission, AdmissionSettings, Closed, Settled
+from skyrl_train.rollout.admission import (
+    FAILED,
+    FILTERED,
+    STALE,
+    SURPLUS,
+    Admission,
+    AdmissionSettings,
+    Closed,
+    Settled,
+)
 from skyrl_train.rollout.checked_engine import check_failures
 from skyrl_train.rollout.generator import ProgressCallback, RolloutGenerator
 from skyrl_train.rollout.journal import Journal, JournaledEngine
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Trajectory
+
+Group = tuple[Prompt, tuple[Trajectory, ...]]
+"""A prompt with all its samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +52,10 @@ class StreamSettings:
     sampling: SamplingParams
     max_failed_fraction: float
     """`environment.max_failed_fraction`, of a batch."""
+    filters: FilterConfig = field(default_factory=FilterConfig)
+    """With `dynamic_sampling=filter` a group is discarded whose samples have equal rewards."""
+    samples_greedily: bool = False
+    """Whether each prompt is sampled once more, greedily, for a baseline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +63,20 @@ class Taken:
     """One training batch of the stream."""
 
     rollouts: RolloutBatch
+    everything: RolloutBatch
+    """The groups of `rollouts`, then those that had finished and were discarded since the batch before."""
     settled: Settled
     """The prompts that are trained on, this batch included, or dropped."""
     metrics: Mapping[str, float]
-    """`stream/...`, `staleness/...` and `timing/wait/...`."""
+    """`stream/...`, `timing/group/...` and `timing/wait/...`."""
+
+
+@dataclass
+class _Clock:
+    """When a group began, and finished."""
+
+    began_s: float
+    ended_s: float | None = None
 
 
 class RolloutStream:
@@ -71,7 +101,9 @@ class RolloutStream:
         self._error: BaseException | None = None
         self._is_restored = False
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._results: dict[int, tuple[Prompt, tuple[Trajectory, ...]]] = {}
+        self._results: dict[int, Group] = {}
+        """Of groups that finished, discarded ones included, until a batch is made of them."""
+        self._clocks: dict[int, _Clock] = {}
         self._idle_s, self._idle_since = 0.0, 0.0
         """Seconds without any group in flight, and when they began."""
 
@@ -86,13 +118,13 @@ class RolloutStream:
     def take(self) -> Taken:
         """Return the next batch, for the learner at the version that was published last.
 
-        Raises SkyrlTrainError where more than `max_failed_fraction` of it failed, and whatever ended a group: DataError,
-        ConfigError.
+        Raises SkyrlTrainError where more than `max_failed_fraction` of it failed, DataError where the filters leave nothing
+        to train on, and whatever ended a group: DataError, ConfigError.
         """
         began = time.monotonic()
         taken = self._generator.thread.run(self._take())
         waited = {"timing/wait/rollouts": time.monotonic() - began}
-        return Taken(rollouts=taken.rollouts, settled=taken.settled, metrics={**taken.metrics, **waited})
+        return replace(taken, metrics={**taken.metrics, **waited})
 
     def close(self) -> None:
         """End all groups in flight. Idempotent."""
@@ -131,12 +163,14 @@ class RolloutStream:
             version = self._rules.version
             if (known := self._journal.batches.get(version)) is not None:
                 self._rules.retake(known)
-                self._results.update({ordinal: self._recorded(ordinal) for ordinal in known.ordinals})
+                finished = [ordinal for ordinal, reason in known.dropped.items() if reason != STALE]
+                self._results.update({ordinal: self._recorded(ordinal) for ordinal in (*known.ordinals, *finished)})
                 return self._batch(known)
             if (closed := self._rules.close()) is not None:
                 taken = self._batch(closed)
                 await self._journal.keep_batch(version, closed)
                 return taken
+            self._check_discarded()
             if not self._tasks:
                 raise DataError(
                     f"{self._journal.path}: the groups in it are none of this run at version {version}: no batch can be "
@@ -165,13 +199,14 @@ class RolloutStream:
         self._count_idle()
 
     def _start(self, ordinal: int) -> None:
+        self._clocks[ordinal] = _Clock(time.monotonic())
         self._tasks[ordinal] = asyncio.ensure_future(self._run(ordinal))
 
     def _prompt(self, ordinal: int) -> Prompt:
         position, index = divmod(ordinal, self._settings.admission.batch_size)
         return self._prompts(position)[index]
 
-    def _recorded(self, ordinal: int) -> tuple[Prompt, tuple[Trajectory, ...]]:
+    def _recorded(self, ordinal: int) -> Group:
         """Return a group of a batch that a run before has closed, which was in the journal before the batch was."""
         trajectories = self._journal.group(ordinal)
         if trajectories is None:
@@ -182,58 +217,111 @@ class RolloutStream:
         return self._prompt(ordinal), trajectories
 
     async def _run(self, ordinal: int) -> None:
-        settings = self._settings
         try:
             prompt = self._prompt(ordinal)
             trajectories = self._journal.group(ordinal)
             # What failed in a run before is tried again, since what broke it may be mended.
             if trajectories is None or any(trajectory.failed for trajectory in trajectories):
-                trajectories = await self._generator.run_group(
-                    prompt,
-                    ordinal=ordinal,
-                    n_samples_per_prompt=settings.n_samples_per_prompt,
-                    sampling=settings.sampling,
-                    wrap=lambda engine: JournaledEngine(engine, self._journal),
-                )
+                trajectories = await self._sample(ordinal, prompt)
                 await self._journal.keep_group(ordinal, prompt, trajectories)
+            self._finish(ordinal, (prompt, trajectories))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # it belongs to whoever takes the next batch
             self._error = self._error or error
-        else:
-            self._results[ordinal] = prompt, trajectories
-            self._rules.finish(ordinal)
-            self._count_idle()
         finally:
             self._tasks.pop(ordinal, None)
             self._changed.set()
 
+    async def _sample(self, ordinal: int, prompt: Prompt) -> tuple[Trajectory, ...]:
+        """Return the samples of a group, with the reward of the greedy one where there is one."""
+        settings = self._settings
+        samples = await self._generator.run_group(
+            prompt,
+            ordinal=ordinal,
+            n_samples_per_prompt=settings.n_samples_per_prompt,
+            sampling=settings.sampling,
+            wrap=lambda engine: JournaledEngine(engine, self._journal),
+            with_greedy=settings.samples_greedily,
+        )
+        if not settings.samples_greedily:
+            return samples
+        *others, greedy = samples
+        baseline = shape_rewards(rollouts_of([(prompt, (greedy,))], 1), settings.filters)
+        group = rollouts_of([(prompt, tuple(others))], settings.n_samples_per_prompt)
+        return with_greedy_rewards(group, baseline).trajectories
+
+    def _finish(self, ordinal: int, group: Group) -> None:
+        """A group is ready for a batch, or discarded, and others begin in its place."""
+        self._results[ordinal] = group
+        self._clocks[ordinal].ended_s = time.monotonic()
+        settings = self._settings
+        if settings.filters.dynamic_sampling == "none":
+            self._rules.finish(ordinal)
+        else:
+            shaped = shape_rewards(rollouts_of([group], settings.n_samples_per_prompt), settings.filters)
+            if differing_prompts(shaped)[0]:
+                self._rules.finish(ordinal)
+            else:
+                has_failed = all(trajectory.failed for trajectory in shaped.trajectories)
+                self._rules.discard(ordinal, FAILED if has_failed else FILTERED)
+        self._start_groups()
+
+    def _check_discarded(self) -> None:
+        """Raise SkyrlTrainError where too much of what was discarded since the batch before has failed, DataError where so
+        much was discarded that no batch can be made."""
+        settings, rules = self._settings, self._rules
+        gone = [one for ordinal in rules.dropped for one in self._results[ordinal][1]]
+        batch_size = settings.admission.batch_size
+        check_failures(
+            gone, max(len(gone), batch_size * settings.n_samples_per_prompt), limit=settings.max_failed_fraction
+        )
+        if not self._tasks and rules.is_exhausted:
+            raise DataError(
+                f"dynamic sampling: of {len(rules.dropped) + rules.num_ready} prompts that were sampled for a batch, "
+                f"{rules.num_ready} have trajectories that differ in reward, where {batch_size} are needed. The task is too "
+                "easy or too hard for the model, or generator.n_samples_per_prompt is too small; to go on without, set "
+                "trainer.algorithm.filters.dynamic_sampling=none"
+            )
+
     def _batch(self, closed: Closed) -> Taken:
         """Raises SkyrlTrainError as `take` does."""
         for ordinal in closed.dropped:
-            self._results.pop(ordinal, None)
             if (task := self._tasks.pop(ordinal, None)) is not None:
                 task.cancel()
-        dropped = Counter(closed.dropped.values())
-        groups = [self._results.pop(ordinal) for ordinal in closed.ordinals]
-        rollouts = RolloutBatch(
-            prompts=tuple(prompt for prompt, _ in groups),
-            trajectories=tuple(trajectory for _, group in groups for trajectory in group),
-            n_samples_per_prompt=self._settings.n_samples_per_prompt,
-        )
+        taken = [self._results.pop(ordinal) for ordinal in closed.ordinals]
+        gone = {ordinal: self._results.pop(ordinal) for ordinal in closed.dropped if ordinal in self._results}
+        n_samples = self._settings.n_samples_per_prompt
+        everything = rollouts_of([*taken, *gone.values()], n_samples)
         metrics = {
             "stream/in_flight": float(self._rules.num_in_flight),
             "stream/ready": float(self._rules.num_ready),
-            **{f"stream/dropped_{reason}": float(count) for reason, count in sorted(dropped.items())},
-            **staleness(rollouts.trajectories, version=self._rules.version),
+            **self._dropped_metrics(closed, taken, gone),
         }
         settled = self._rules.settled
         if self._is_restored:
             self._start_groups()
         metrics["timing/wait/admission"], self._idle_s = self._idle_s, 0.0
-        trajectories = rollouts.trajectories
+        trajectories = everything.trajectories
         check_failures(trajectories, len(trajectories), limit=self._settings.max_failed_fraction)
-        return Taken(rollouts=rollouts, settled=settled, metrics=metrics)
+        rollouts = rollouts_of(distinct(taken), n_samples)
+        return Taken(rollouts=rollouts, everything=everything, settled=settled, metrics=metrics)
+
+    def _dropped_metrics(self, closed: Closed, taken: Sequence[Group], gone: Mapping[int, Group]) -> dict[str, float]:
+        """Return what was dropped, and whether what was dropped in favour of others is longer than what was taken."""
+        now, counts = time.monotonic(), Counter(closed.dropped.values())
+        clocks = {ordinal: self._clocks.pop(ordinal, None) for ordinal in (*closed.ordinals, *closed.dropped)}
+        metrics = {f"stream/dropped_{reason}": float(count) for reason, count in sorted(counts.items())}
+        too_many = [ordinal for ordinal, reason in closed.dropped.items() if reason in (STALE, SURPLUS)]
+        for name, ordinals in (("taken", closed.ordinals), ("dropped", too_many)) if too_many else ():
+            found = [clock for ordinal in ordinals if (clock := clocks[ordinal]) is not None]
+            if found:  # none of a batch that the journal has
+                seconds = math.fsum((clock.ended_s or now) - clock.began_s for clock in found)
+                metrics[f"timing/group/{name}"] = seconds / len(found)
+        if surplus := mean_length([gone[ordinal] for ordinal in too_many if ordinal in gone]):
+            name = "stream/response_length"
+            metrics |= {f"{name}/taken": mean_length(taken), f"{name}/surplus": surplus}
+        return metrics
 
     def _count_idle(self) -> None:
         now = time.monotonic()
@@ -247,16 +335,34 @@ class RolloutStream:
             self._on_progress(min(self._rules.num_ready, size), size)
 
 
-def staleness(trajectories: Sequence[Trajectory], *, version: int) -> dict[str, float]:
-    """Return by how many versions the learner at `version` is ahead of the weights that sampled its tokens: `staleness/mean`
-    over tokens and `staleness/max`. Nothing where all trajectories failed."""
-    ages: Counter[int] = Counter()
-    for trajectory in trajectories:
-        for turn in () if trajectory.failed else trajectory.turns:
-            ends = [*(run.start for run in turn.weight_versions[1:]), len(turn.response_token_ids)]
-            for run, end in zip(turn.weight_versions, ends):
-                ages[version - run.version] += end - run.start
-    if not ages:
-        return {}
-    mean = sum(age * count for age, count in ages.items()) / ages.total()
-    return {"staleness/mean": mean, "staleness/max": float(max(ages))}
+def rollouts_of(groups: Sequence[Group], n_samples_per_prompt: int) -> RolloutBatch:
+    """Return the groups as a batch."""
+    return RolloutBatch(
+        prompts=tuple(prompt for prompt, _ in groups),
+        trajectories=tuple(trajectory for _, group in groups for trajectory in group),
+        n_samples_per_prompt=n_samples_per_prompt,
+    )
+
+
+def distinct(groups: Sequence[Group]) -> list[Group]:
+    """Return groups of prompts of different uids: a prompt that comes again, in the epoch after, is called `UID#copy1`. Two
+    groups under one uid would be one to whatever compares the samples of a prompt."""
+    seen: Counter[str] = Counter()
+    found: list[Group] = []
+    for prompt, group in groups:
+        number = seen[prompt.uid]
+        seen[prompt.uid] += 1
+        uid = f"{prompt.uid}#copy{number}" if number else prompt.uid
+        found.append((replace(prompt, uid=uid), tuple(replace(one, prompt_uid=uid) for one in group)))
+    return found
+
+
+def mean_length(groups: Sequence[Group]) -> float:
+    """Return how many tokens were sampled in a trajectory, in the mean; 0 where there are none that did not fail."""
+    lengths = [
+        sum(len(turn.response_token_ids) for turn in one.turns)
+        for _, group in groups
+        for one in group
+        if not one.failed
+    ]
+    return math.fsum(lengths) / len(lengths) if lengths else 0.0

@@ -111,6 +111,7 @@ def build_stream(
 
     `fingerprint` is that of all `prompts`. Raises DataError where the run's folder has a journal of others.
     """
+    from skyrl_train.config.algorithm import needs_greedy_sample
     from skyrl_train.rollout.admission import AdmissionSettings
     from skyrl_train.rollout.generator import RolloutGenerator
     from skyrl_train.rollout.journal import FILE, Journal
@@ -118,7 +119,7 @@ def build_stream(
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.steps import sampling_params
 
-    trainer = config.trainer
+    trainer, filters = config.trainer, config.trainer.algorithm.filters
     if not trainer.max_staleness:
         return None
     assert isinstance(generator, RolloutGenerator), "recordings are refused before"
@@ -128,10 +129,17 @@ def build_stream(
             max_staleness=trainer.max_staleness,
             stale_groups=trainer.stale_groups,
             total_batches=total_steps,
+            take_groups=trainer.take_groups,
+            oversample=trainer.oversample,
+            max_discards=None
+            if filters.dynamic_sampling == "none"
+            else filters.dynamic_sampling_max_batches * trainer.train_batch_size,
         ),
         n_samples_per_prompt=config.generator.n_samples_per_prompt,
         sampling=sampling_params(config.generator.sampling),
         max_failed_fraction=config.environment.max_failed_fraction,
+        filters=filters,
+        samples_greedily=needs_greedy_sample(trainer.algorithm),
     )
     journal = Journal(RunFolder(Path(config.output_dir)).journal / FILE, prompts=fingerprint)
     stream = RolloutStream(generator, prompts, settings, journal, on_progress=on_progress)

@@ -150,7 +150,7 @@ def take(stream: RolloutStream, settings: PPOSettings, *, position: int) -> Gene
     taken = stream.take()
     return Generated(
         rollouts=shape_rewards(taken.rollouts, settings.trainer.algorithm.filters),
-        everything=taken.rollouts,
+        everything=taken.everything,
         num_prompt_batches=taken.settled.frontier // settings.trainer.train_batch_size - position,
         metrics=taken.metrics,
         settled=taken.settled,

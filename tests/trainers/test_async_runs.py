@@ -92,7 +92,7 @@ def test_each_prompt_is_trained_on_once_and_with_tokens_that_are_young_enough(tm
     assert check_versions(tmp_path, max_staleness=1) == {0, 1}
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3]
-    assert records[1]["staleness/max"] == 1.0
+    assert records[1]["off_policy/age/max"] == 1.0
     assert "eval/accuracy" in records[-1]
     assert all(record["timing/wait/rollouts"] >= 0 for record in records)
 
@@ -159,15 +159,21 @@ def test_a_fork_may_turn_waiting_on_and_off(tmp_path: Path) -> None:
         ({"data": {"curriculum": {"enabled": True}}}, "data.curriculum.enabled"),
         ({"generator": {"backend": "vllm"}}, "generator.backend"),
         ({"placement": {"backend": "ray"}}, "placement.backend"),
-        ({"trainer": {"algorithm": {"filters": {"dynamic_sampling": "filter"}}}}, "filters.dynamic_sampling"),
-        ({"trainer": {"algorithm": {"advantage_estimator": "remax"}}}, "algorithm.advantage_estimator"),
+        ({"trainer": {"algorithm": {"filters": {"dynamic_sampling": "replace"}}}}, "filters.dynamic_sampling"),
+        ({"trainer": {"oversample": 1.5}}, "trainer.stale_groups"),
+        ({"trainer": {"take_groups": "in_order", "stale_groups": "drop"}}, "trainer.stale_groups"),
+        ({"trainer": {"max_staleness": 0, "oversample": 1.5}}, "trainer.oversample"),
+        ({"trainer": {"max_staleness": 0, "take_groups": "in_order"}}, "trainer.take_groups"),
         ({"trainer": {"max_staleness": 0, "stale_groups": "drop"}}, "trainer.stale_groups"),
     ],
 )
 def test_what_does_not_work_on_a_stream_is_refused_by_name(tmp_path: Path, changes: dict[str, Any], field: str) -> None:
     config = changed(make_config(tmp_path), changes)
     assert [one.field for one in validate_config(config) if field in one.field]
-    serial = replace(config, trainer=replace(config.trainer, max_staleness=0, stale_groups="wait"))
+    serial = changed(
+        config,
+        {"trainer": {"max_staleness": 0, "stale_groups": "wait", "oversample": 1.0, "take_groups": "first_finished"}},
+    )
     assert not [one.field for one in validate_config(serial) if "max_staleness" in one.rule]
 
 

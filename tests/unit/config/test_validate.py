@@ -84,6 +84,8 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"generator__backend": "replay", "generator__replay_path": "/no/such"}, "generator.replay_path"),
     ({"generator__replay_path": "somewhere"}, "generator.replay_path"),
     ({"trainer__stale_groups": "drop"}, "trainer.stale_groups"),
+    ({"trainer__max_staleness": 1, "trainer__oversample": 1.5}, "trainer.stale_groups"),
+    ({"trainer__take_groups": "in_order"}, "trainer.take_groups"),
     ({"placement__policy_num_workers": 2}, "placement.policy_num_workers"),
     ({"placement__ref_num_workers": 2}, "placement.ref_num_workers"),
     ({"placement__backend": "ray", "placement__policy_num_workers": 2}, "placement.policy_num_workers"),

@@ -106,6 +106,93 @@ def test_a_discarded_group_makes_room_for_another() -> None:
     assert admission.discarded == {"filtered": 4}
 
 
+def test_more_groups_begin_by_the_factor_of_oversampling_however_long_the_run_is() -> None:
+    admission = make(batch_size=2, max_staleness=1, oversample=1.5, stale_groups="drop")
+    assert start_all(admission) == [0, 1, 2, 3, 4, 5]
+    most = 0
+    for version in range(40):
+        for ordinal in [*admission._pending][:3]:
+            admission.finish(ordinal)
+        assert admission.close() is not None
+        most = max(most, len(admission._pending) + len(start_all(admission)))
+        admission.publish(version + 1)
+        start_all(admission)
+        most = max(most, len(admission._pending))
+    assert most == 6
+    assert admission.discarded.keys() <= {"surplus", "stale"}
+
+
+@pytest.mark.parametrize(("oversample", "count"), [(1.1, 22), (1.15, 23), (2.0, 40)])
+def test_oversampling_is_rounded_to_whole_groups(oversample: float, count: int) -> None:
+    assert len(start_all(make(batch_size=10, oversample=oversample, stale_groups="drop"))) == count
+
+
+def test_the_first_to_finish_make_the_batch_and_what_is_too_old_is_surplus() -> None:
+    admission = make(batch_size=2, max_staleness=1, oversample=1.5, stale_groups="drop")
+    start_all(admission)
+    for ordinal in (5, 3):
+        admission.finish(ordinal)
+    assert admission.close() == Closed(ordinals=(3, 5), dropped={})
+    admission.publish(1)
+    assert start_all(admission) == [6, 7]
+    for ordinal in (7, 4, 2):
+        admission.finish(ordinal)
+    assert admission.close() == Closed(ordinals=(2, 4), dropped={0: "stale", 1: "stale"})
+    assert admission.num_ready == 1
+
+
+def test_in_order_the_groups_that_began_first_are_waited_for_whatever_finished() -> None:
+    admission = make(batch_size=2, max_staleness=1, oversample=1.5, take_groups="in_order")
+    start_all(admission)
+    for ordinal in (5, 3, 1):
+        admission.finish(ordinal)
+    assert admission.close() is None
+    admission.finish(0)
+    assert admission.close() == Closed(ordinals=(0, 1), dropped={})
+    admission.publish(1)
+    start_all(admission)
+    admission.finish(2)
+    assert admission.close() == Closed(ordinals=(2, 3), dropped={4: "stale", 5: "surplus"})
+
+
+def test_in_order_a_filtered_group_is_passed_over() -> None:
+    admission = make(batch_size=2, take_groups="in_order")
+    start_all(admission)
+    admission.discard(0, "filtered")
+    for ordinal in (1, 2):
+        admission.finish(ordinal)
+    assert admission.close() == Closed(ordinals=(1, 2), dropped={0: "filtered"})
+
+
+def test_what_was_discarded_between_two_batches_is_told_with_the_second() -> None:
+    admission = make(max_staleness=2)
+    start_all(admission)
+    admission.finish(1)
+    assert admission.close() == Closed(ordinals=(1,), dropped={})
+    admission.discard(0, "filtered")
+    admission.publish(1)
+    start_all(admission)
+    admission.finish(3)
+    assert admission.close() == Closed(ordinals=(3,), dropped={0: "filtered"})
+
+
+def test_no_group_begins_where_too_many_were_discarded_for_one_batch() -> None:
+    admission = make(batch_size=2, max_staleness=1, max_discards=5)
+    start_all(admission)
+    for ordinal in range(4):
+        admission.discard(ordinal, "filtered")
+    assert start_all(admission) == [4, 5, 6, 7]
+    assert not admission.is_exhausted
+    admission.discard(4, "filtered")
+    assert admission.is_exhausted
+    assert start_all(admission) == []
+    for ordinal in (5, 6):
+        admission.finish(ordinal)
+    assert admission.close() is not None
+    admission.publish(1)
+    assert start_all(admission) == [8, 9, 10]
+
+
 def test_a_resumed_run_begins_with_the_prompts_that_are_not_settled() -> None:
     admission = make(batch_size=2, version=3, settled=Settled(frontier=4, beyond=(6, 7)))
     assert start_all(admission) == [4, 5, 8, 9]
@@ -187,16 +274,28 @@ class Simulation:
         draw = self.random = random.Random(self.seed)
         self.batch_size, self.max_staleness = draw.randint(1, 6), draw.choice([1, 1, 2, 3, 4, 8])
         self.filtered_share = draw.choice([0.0, 0.0, 0.3, 0.9])
-        self.stale_groups: Any = draw.choice(["wait", "drop"])
+        self.rules: dict[str, Any] = draw.choice(
+            [
+                {"stale_groups": "wait"},
+                {"stale_groups": "drop"},
+                {"take_groups": "in_order"},
+                {"stale_groups": "drop", "oversample": draw.choice([1.25, 2.0, 3.0])},
+                {"take_groups": "in_order", "oversample": draw.choice([1.25, 2.0, 3.0])},
+            ]
+        )
+        self.window = round((1 + self.max_staleness) * self.batch_size * self.rules.get("oversample", 1.0))
+        """Most groups that may be pending."""
+        self.starved_until = 0
+        """All groups below this ordinal are filtered: at times those of whole batches."""
 
     def admission(self, total_batches: int, version: int = 0, settled: Settled | None = None) -> Admission:
         return make(
             batch_size=self.batch_size,
             max_staleness=self.max_staleness,
-            stale_groups=self.stale_groups,
             total_batches=total_batches,
             version=version,
             settled=settled,
+            **self.rules,
         )
 
     def duration(self) -> float:
@@ -215,6 +314,7 @@ class Simulation:
                 self.began_at[ordinal] = admission.version
                 heapq.heappush(ends, (now + self.duration(), ordinal))
                 self.num_events += 1
+            assert len(admission._pending) <= self.window, "more is pending than the rule of admission allows"
             if update_ends is None and (closed := admission.close()) is not None:
                 self.check(closed, admission)
                 gone = set(closed.dropped)
@@ -230,10 +330,12 @@ class Simulation:
                 if self.random.random() < 0.05:
                     # Killed: what is pending begins again.
                     admission, ends = self.admission(total_batches, admission.version, admission.settled), []
+                if self.filtered_share and self.random.random() < 0.05:
+                    self.starved_until = max(self.began_at) + 3 * self.window
                 continue
             assert ends, "deadlock: nothing is in flight and no batch can be closed"
             now, ordinal = heapq.heappop(ends)
-            if self.random.random() < self.filtered_share:
+            if ordinal < self.starved_until or self.random.random() < self.filtered_share:
                 admission.discard(ordinal, "filtered")
                 self.dropped[ordinal] = "filtered"
             else:
@@ -246,8 +348,11 @@ class Simulation:
             assert admission.version - self.began_at[ordinal] <= self.max_staleness, "too old"
             assert ordinal not in self.trained_at, "trained twice"
             self.trained_at[ordinal] = admission.version
-        assert not (closed.dropped and self.stale_groups == "wait")
-        self.dropped.update(closed.dropped)
+        if self.rules.get("take_groups") == "in_order":
+            assert max(closed.ordinals) < min(admission._pending, default=10**9), "an older group was passed over"
+        for ordinal, reason in closed.dropped.items():
+            assert self.dropped.setdefault(ordinal, reason) == reason
+            assert reason == "filtered" or self.rules not in ({"stale_groups": "wait"}, {"take_groups": "in_order"})
 
     def check_end(self, admission: Admission) -> None:
         """No prompt is lost: what is settled is what was trained on or dropped, and few wait behind the newest."""
@@ -271,7 +376,11 @@ def test_a_run_to_its_end_leaves_no_prompt_behind(seed: int) -> None:
     admission = simulation.run(max_events=10**9, total_batches=20)
     simulation.check_end(admission)
     assert len(simulation.trained_at) == 20 * simulation.batch_size
-    assert admission.num_in_flight == admission.num_ready == 0 or simulation.stale_groups == "drop"
+    assert (
+        admission.num_in_flight == admission.num_ready == 0
+        or "oversample" in simulation.rules
+        or simulation.rules == {"stale_groups": "drop"}
+    )
 
 
 @pytest.mark.slow

@@ -16,10 +16,9 @@ from skyrl_train.errors import EngineError
 from skyrl_train.rollout.admission import AdmissionSettings, Settled
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken, staleness
+from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken
 from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
 from tests.fakes import FAKE_ENVIRONMENT, FakeEngine, FakeEnvironment, make_prompts, make_tokenizer
-from tests.fakes_trainer import failed_trajectory, make_trajectory, make_turn
 
 TOKENIZER = make_tokenizer()
 ANSWER = [*TOKENIZER.encode("#### 4"), 3]
@@ -190,10 +189,3 @@ def test_a_wait_that_is_broken_off_leaves_groups_in_flight(
     FakeEnvironment.release.set()
     assert len({*uids(stream.take())} & {"p0", "p1", "p2", "p3"}) == BATCH
     assert not generator.thread.is_closed
-
-
-def test_staleness_is_counted_by_token_and_not_of_failed_trajectories() -> None:
-    turn = make_turn(response=(3, 4, 5, 6), weight_versions=((0, 1), (3, 2)))
-    found = staleness([make_trajectory(turn), failed_trajectory(sample=1)], version=3)
-    assert found == {"staleness/mean": (3 * 2 + 1) / 4, "staleness/max": 2.0}
-    assert staleness([failed_trajectory()], version=3) == {}

@@ -1,0 +1,261 @@
+"""What a stream discards and why: equal rewards, failures, what is too many; and samples beside those of a group."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.errors import DataError, EngineError
+from skyrl_train.rollout.admission import AdmissionSettings, Settled
+from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.rollout.journal import Journal
+from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken, distinct
+from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
+from tests.fakes import FakeEngine, FakeEnvironment, done_with, make_prompts, make_tokenizer
+from tests.fakes_trainer import make_trajectory, make_turn
+
+TOKENIZER = make_tokenizer()
+BATCH, SAMPLES = 2, 2
+FILTER = FilterConfig(dynamic_sampling="filter", dynamic_sampling_max_batches=4)
+
+
+class GradedEnvironment(FakeEnvironment):
+    """The reward is the number that the answer ends with."""
+
+    def step(self, action: str) -> Any:
+        return done_with(float(action.split()[-1]))
+
+
+def says(number: int) -> list[int]:
+    return [*TOKENIZER.encode(f"#### {number}"), 3]
+
+
+def place(request: GenerationRequest) -> tuple[int, int]:
+    """The prompt's ordinal and the sample's number."""
+    _, ordinal, _, sample, _ = request.request_id.split("-")
+    return int(ordinal), int(sample)
+
+
+@pytest.fixture(autouse=True)
+def fresh_environments() -> Iterator[None]:
+    FakeEnvironment.reset()
+    yield
+    FakeEnvironment.release.set()
+
+
+Answer = Callable[[GenerationRequest], Any]
+Start = Callable[..., tuple[RolloutStream, FakeEngine]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """A stream that has begun at `version`, and its engine. All of a test's share one journal."""
+    made: list[tuple[RolloutStream, RolloutGenerator]] = []
+
+    def begin(answer: Answer, *, version: int = 0, prompts: list[Prompt] | None = None, **changes: Any) -> Any:
+        for stream, _ in made:
+            stream.close()
+        engine = FakeEngine(answer)
+        environment = EnvironmentConfig(
+            env_class="test_stream_rules:GradedEnvironment", step_timeout_s=5.0, isolation="thread"
+        )
+        generator = RolloutGenerator(engine, TOKENIZER, GeneratorConfig(), environment, 0)
+        rules = {name: changes.pop(name) for name in ("take_groups", "oversample", "stale_groups") if name in changes}
+        filters = changes.get("filters", FilterConfig())
+        settings = StreamSettings(
+            admission=AdmissionSettings(
+                batch_size=BATCH,
+                max_staleness=1,
+                total_batches=3,
+                max_discards=filters.dynamic_sampling_max_batches * BATCH,
+                **{"stale_groups": "wait", **rules},
+            ),
+            n_samples_per_prompt=SAMPLES,
+            sampling=SamplingParams(),
+            **{"max_failed_fraction": 0.0, **changes},
+        )
+        known = make_prompts(100) if prompts is None else prompts
+        journal = Journal(tmp_path / "journal.jsonl", prompts="p")
+        stream = RolloutStream(
+            generator, lambda position: known[position * BATCH : (position + 1) * BATCH], settings, journal
+        )
+        made.append((stream, generator))
+        stream.begin(version=version, settled=Settled())
+        return stream, engine
+
+    yield begin
+    for stream, generator in made:
+        stream.close()
+        generator.close()
+
+
+def take_all(stream: RolloutStream, *, version: int = 0) -> list[Taken]:
+    found = []
+    for number in range(version, 3):
+        found.append(stream.take())
+        stream.publish(number + 1)
+    return found
+
+
+def uids(taken: Taken) -> list[str]:
+    return [prompt.uid for prompt in taken.rollouts.prompts]
+
+
+def odd_ones_differ(request: GenerationRequest) -> list[int]:
+    """The samples of prompts 0, 2, 4, ... have equal rewards."""
+    ordinal, sample = place(request)
+    return says(sample if ordinal % 2 else 1)
+
+
+def test_a_group_of_equal_rewards_is_dropped_and_another_begins_in_its_place(start: Start) -> None:
+    taken = take_all(start(odd_ones_differ, filters=FILTER)[0])
+    trained = [uid for batch in taken for uid in uids(batch)]
+    assert len(set(trained)) == 3 * BATCH
+    assert all(int(uid[1:]) % 2 for uid in trained)
+    settled = taken[-1].settled
+    assert {f"p{ordinal}" for ordinal in (*range(settled.frontier), *settled.beyond)} >= {*trained}
+    everything = Counter(prompt.uid for batch in taken for prompt in batch.everything.prompts)
+    assert set(everything.values()) == {1}
+    assert len(everything) == settled.frontier + len(settled.beyond)
+    dropped = sum(batch.metrics.get("stream/dropped_filtered", 0.0) for batch in taken)
+    assert dropped == len(everything) - 3 * BATCH > 0
+
+
+def test_rewards_are_compared_as_they_are_trained_on(start: Start) -> None:
+    """1 and 2 are one reward where rewards end at 1."""
+    filters = replace(FILTER, reward_clip_high=1.0)
+
+    def answer(request: GenerationRequest) -> list[int]:
+        ordinal, sample = place(request)
+        return says(sample + (1 if ordinal < 4 else 0))
+
+    taken = start(answer, filters=filters)[0].take()
+    assert all(int(uid[1:]) >= 4 for uid in uids(taken))
+
+
+def test_where_every_group_is_filtered_the_run_ends_and_does_not_wait(start: Start) -> None:
+    stream, engine = start(lambda _: says(1), filters=FILTER)
+    with pytest.raises(
+        DataError, match=r"of (8|9|1[01]) prompts that were sampled for a batch, 0 .* where 2 are needed"
+    ):
+        stream.take()
+    assert len({place(request)[0] for request in engine.requests}) < 8 + 4
+
+
+def test_an_engine_that_always_fails_ends_the_run_and_is_not_asked_for_ever(start: Start) -> None:
+    stream, _ = start(lambda _: EngineError("no memory"), filters=FILTER)
+    with pytest.raises(EngineError, match=r"no memory"):
+        stream.take()
+
+
+def test_a_group_that_failed_is_told_from_one_of_equal_rewards(start: Start) -> None:
+    def answer(request: GenerationRequest) -> Any:
+        ordinal, sample = place(request)
+        return EngineError("no memory") if ordinal == 0 else says(sample)
+
+    taken = take_all(start(answer, filters=FILTER, max_failed_fraction=0.9)[0])
+    assert sum(batch.metrics.get("stream/dropped_failed", 0.0) for batch in taken) == 1.0
+    assert sum(trajectory.failed for batch in taken for trajectory in batch.everything.trajectories) == SAMPLES
+
+
+def test_what_was_discarded_is_not_made_again_and_is_told_the_same(start: Start) -> None:
+    stream, before = start(odd_ones_differ, filters=FILTER)
+    first = [stream.take()]
+    stream.publish(1)
+    first.append(stream.take())
+    stream.close()
+    stream, after = start(odd_ones_differ, filters=FILTER)
+    again = take_all(stream)
+    for one, other in zip(first, again):
+        assert other.rollouts == one.rollouts
+        assert other.everything == one.everything
+        assert other.settled == one.settled
+    known = {request.request_id for request in before.requests}
+    assert not known & {request.request_id for request in after.requests}
+    assert len({uid for batch in again for uid in uids(batch)}) == 3 * BATCH
+
+
+def test_a_greedy_sample_of_each_prompt_is_its_groups_baseline(start: Start) -> None:
+    def answer(request: GenerationRequest) -> list[int]:
+        return says(place(request)[1] if request.sampling.temperature else 5)
+
+    stream, engine = start(answer, samples_greedily=True, filters=FilterConfig(reward_clip_high=4.0))
+    taken = stream.take()
+    assert [one.reward for one in taken.rollouts.trajectories] == [0.0, 1.0] * BATCH
+    # Shaped as the others will be: 5 is bounded by 4.
+    assert [one.greedy_reward for one in taken.rollouts.trajectories] == [4.0] * SAMPLES * BATCH
+    stream.close()
+    greedy = [request for request in engine.requests if request.sampling.temperature == 0]
+    assert len(greedy) == len({place(request)[0] for request in engine.requests})
+    stream, engine = start(answer, samples_greedily=True, filters=FilterConfig(reward_clip_high=4.0))
+    assert stream.take().rollouts == taken.rollouts
+    assert not {place(request)[0] for request in engine.requests} & {0, 1, 2, 3}
+
+
+def test_where_the_greedy_sample_fails_its_group_does(start: Start) -> None:
+    def answer(request: GenerationRequest) -> Any:
+        return says(1) if request.sampling.temperature else EngineError("no memory")
+
+    stream, _ = start(answer, samples_greedily=True)
+    with pytest.raises(EngineError, match=r"4 of 4 .*\n.*the greedy sample of its prompt failed: .*no memory"):
+        stream.take()
+
+
+def test_long_answers_are_surplus_where_the_first_to_finish_are_taken(start: Start) -> None:
+    """Prompts 0 and 1 hang until the second batch closes; 2, 3, ... are short."""
+    prompts = make_prompts(100)
+    for index in (0, 1):
+        prompts[index] = replace(prompts[index], extras={"hang_in": "init"})
+    stream, _ = start(lambda _: says(1), oversample=1.5, stale_groups="drop", prompts=prompts)
+    taken = [stream.take()]
+    stream.publish(1)
+    taken.append(stream.take())
+    metrics = taken[1].metrics
+    assert metrics["stream/dropped_stale"] == 2.0
+    assert metrics["timing/group/dropped"] > 0
+    assert metrics["timing/group/taken"] > 0
+    assert not {"p0", "p1"} & {uid for batch in taken for uid in uids(batch)}
+
+
+def test_what_is_too_many_is_told_with_its_length(start: Start) -> None:
+    def answer(request: GenerationRequest) -> list[int]:
+        return says(1)[:-1] * (1 if place(request)[0] < 4 else 3) + [3]
+
+    stream, engine = start(answer, oversample=2.0, take_groups="in_order")
+    taken = [stream.take()]
+    while len(engine.requests) < 8 * SAMPLES:
+        FakeEnvironment.release.wait(0.01)
+    stream.publish(1)
+    taken.append(stream.take())
+    assert [uids(batch) for batch in taken] == [["p0", "p1"], ["p2", "p3"]]
+    length = len(says(1))
+    dropped = {name: value for name, value in taken[1].metrics.items() if "dropped" in name and "stream" in name}
+    assert sum(dropped.values()) == 4.0
+    assert taken[1].metrics["stream/response_length/taken"] == length
+    assert taken[1].metrics["stream/response_length/surplus"] == 3 * length - 2
+
+
+def test_a_prompt_that_comes_again_in_a_batch_is_a_group_of_its_own() -> None:
+    groups = [
+        (prompt, (make_trajectory(make_turn(reward=reward), uid=prompt.uid),))
+        for prompt, reward in zip([*make_prompts(2), *make_prompts(1)], (0.0, 1.0, 2.0))
+    ]
+    found = distinct(groups)
+    assert [prompt.uid for prompt, _ in found] == ["p0", "p1", "p0#copy1"]
+    assert [(one.prompt_uid, one.reward) for _, (one,) in found] == [("p0", 0.0), ("p1", 1.0), ("p0#copy1", 2.0)]
+
+
+def test_messages_name_the_setting_to_change(start: Start) -> None:
+    stream, _ = start(lambda _: says(1), filters=FILTER)
+    with pytest.raises(DataError) as raised:
+        stream.take()
+    assert re.search(r"trainer\.algorithm\.filters\.dynamic_sampling=none$", str(raised.value))
