@@ -117,7 +117,7 @@ class Generator(Protocol):
 
 @runtime_checkable
 class ReportsMetrics(Protocol):
-    """A generator that measures more than its rollouts say."""
+    """A generator, or an engine, that measures more than its answers say."""
 
     def take_metrics(self) -> Mapping[str, float]:
         """Return what was measured since the last time, by the names of metrics."""

@@ -148,6 +148,8 @@ class GenerationOutput:
     stop_reason: StopReason
     weight_versions: tuple[VersionRun, ...] = ()
     """Which weights sampled which tokens: runs as of `Turn.weight_versions`, of versions that never fall."""
+    num_cached_tokens: int | None = field(default=None, compare=False)
+    """Tokens of the prompt whose keys and values the engine had from earlier requests; None where it does not say."""
     weight_version: InitVar[int | None] = None
     """What an engine may give in place of `weight_versions`: the version of the weights that sampled every token."""
 

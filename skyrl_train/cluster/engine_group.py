@@ -1,8 +1,9 @@
 """The inference engines of a run on Ray actors: `EngineGroup`, and behind one `InferenceEngine` `GroupEngine`.
 
 A request goes to the engine that knows the beginning of its prompt. An engine that dies or falls silent is given up: its
-requests go to the others at once, and it is started again and brought to the current weights beside them. A request has
-one answer whatever happens: what a dead engine had computed is lost with it, and the seed makes the same again.
+requests go to the others at once, and it is started again and brought to the current weights beside them. Where another is
+far faster, an engine keeps no request for longer than that one would take for all its tokens, several times over. A request
+has one answer whatever happens: what was computed of it is lost with its engine, and the seed makes the same again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.errors import ActorLostError, EngineDeadError, EngineError
-from skyrl_train.inference.routing import PrefixRouter
+from skyrl_train.inference.request_gate import RequestGate
+from skyrl_train.inference.routing import Paces, PrefixRouter, ServedTokens
 from skyrl_train.types import GenerationOutput, GenerationRequest
 from skyrl_train.weight_sync.receiver import UpdatableEngine
 
@@ -41,7 +43,7 @@ _MAX_LEAD = 32
 _MAX_ATTEMPTS = 4
 _CLOSE_TIMEOUT_S = 10.0
 """How long threads that start an engine again may take to see that it was ended."""
-_LOOK_EVERY_S = 5.0
+_LOOK_EVERY_S = 0.5
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,7 @@ class EngineGroup:
         """
         self._backend, self._settings, self._placement = backend, settings, placement
         self._session, self._slots = session, slots
+        self.start_timeout_s = placement.start_timeout_s
         self._num_threads, self._max_restarts = num_threads, max_restarts
         self._in_order = threading.Lock()
         self._restarts = [0] * len(slots)
@@ -98,6 +101,11 @@ class EngineGroup:
         self._locate(self.actors, "start")
         self._starting.wait()
         self._starting = None
+
+    @property
+    def has_late(self) -> bool:
+        """Whether an engine waits for the next weights."""
+        return bool(self._late)
 
     def living(self) -> Endpoint[UpdatableEngine]:
         """Return the engines that serve, in order."""
@@ -189,17 +197,37 @@ class GroupEngine:
     """Implements `InferenceEngine`. `generate` is used from one event loop, everything else from one other thread."""
 
     def __init__(
-        self, group: EngineGroup, sharing: DeviceSharing, updates: WeightSync, *, silence_timeout_s: float
+        self,
+        group: EngineGroup,
+        sharing: DeviceSharing,
+        updates: WeightSync,
+        *,
+        silence_timeout_s: float,
+        gate: RequestGate | None = None,
+        room: int | None = None,
     ) -> None:
-        """An engine that gives no sign of life for `silence_timeout_s` while it owes answers is taken for dead."""
+        """
+        Args:
+            group: The engines.
+            sharing: Who has the devices when.
+            updates: Brings weights to them.
+            silence_timeout_s: An engine that gives no sign of life for so long while it owes answers is taken for dead.
+            gate: What `quiet` shuts; one of its own unless given.
+            room: Requests that one engine computes together; None where it is not known.
+        """
         self.group = group
         self._sharing, self._updates = sharing, updates
         self._silence_timeout_s = silence_timeout_s
-        self._router = PrefixRouter(max_lead=_MAX_LEAD)
+        self._gate = gate or RequestGate()
+        self._router = PrefixRouter(max_lead=_MAX_LEAD, room=room)
         self._routed_version = -1
         self._in_flight: list[set[asyncio.Future[Any]]] = [set() for _ in group.actors]
         self._monitor: asyncio.Task[None] | None = None
         self._revivals: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._paces = Paces(len(group.actors))
+        self._served = ServedTokens(len(group.actors))
+        self._num_moved = 0
 
     @property
     def weight_version(self) -> int:
@@ -217,44 +245,93 @@ class GroupEngine:
             await asyncio.to_thread(self.group.wait_ready)
         if not self._sharing.engines_serve:
             await asyncio.to_thread(self._sharing.engines)
-        if self._monitor is None or self._monitor.done():
-            self._monitor = asyncio.get_running_loop().create_task(self._watch_over())
-        for _ in range(_MAX_ATTEMPTS):
-            answer = await self._ask(await self._choose(request), request)
+        self._loop = asyncio.get_running_loop()
+        num_attempts = _MAX_ATTEMPTS + len(self.group.actors) - 1
+        for _ in range(num_attempts):
+            answer = await self._attempt(request)
             if answer is not None:
                 output: GenerationOutput = answer.unwrap()
                 return output
-        raise EngineError(f"request {request.request_id}: {_MAX_ATTEMPTS} engines died over it")
+            self._num_moved += 1
+        raise EngineError(f"request {request.request_id}: {num_attempts} engines died over it, or were too slow")
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Hold requests back for a weight sync, once those that run have ended, and give up engines that died meanwhile.
+
+        For a thread that is not the event loop's. Raises ActorLostError where no engine is left, DeadlineError.
+        """
+        with self._gate.shut():
+            if self._loop is not None and not self._loop.is_closed():
+                deadline_s = self._silence_timeout_s + 2 * self.group.start_timeout_s
+                asyncio.run_coroutine_threadsafe(self._require_engine(), self._loop).result(deadline_s)
+            yield
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return what was served, asked again elsewhere and held back since the last time, and how many engines serve."""
+        moved, self._num_moved = self._num_moved, 0
+        return {
+            **self._served.take(),
+            "engines/serving": float(sum(self.group.alive)),
+            "engines/requests_moved": float(moved),
+            "timing/wait/sync": self._gate.take_seconds(),
+        }
 
     def close(self) -> None:
         """End the engines."""
         self.group.close()
 
-    async def _choose(self, request: GenerationRequest) -> int:
+    async def _require_engine(self) -> None:
+        """Look whether engines live, and wait until one is there for the next weights."""
+        await self._look()
+        while not any(self.group.alive) and not self.group.has_late:
+            await self._next_revival()
+
+    async def _next_revival(self) -> None:
+        """Wait a moment for an engine that is being started again. Raises ActorLostError where none is."""
+        if self._revivals:  # each of them has the deadlines of a start
+            await asyncio.wait(set(self._revivals), timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+        elif self.group.has_late:  # it is given the weights of the next sync
+            await asyncio.sleep(_LOOK_EVERY_S)
+        elif not any(self.group.alive):
+            raise ActorLostError(
+                "no inference engine is left. Their last words are above; see generator.vllm.max_restarts",
+                phase="generate",
+            )
+
+    async def _attempt(self, request: GenerationRequest) -> Answer | None:
+        """Return the answer of an engine; None where it is to be asked for again."""
+        while True:
+            while not any(self.group.alive):
+                await self._next_revival()
+            async with self._gate.request():
+                if any(self.group.alive):  # still, after what may have been a sync
+                    return await self._ask(self._choose(request), request)
+
+    def _choose(self, request: GenerationRequest) -> int:
         if self._routed_version != self._updates.version:
             self._routed_version = self._updates.version
             self._router.forget()
-        while True:
-            alive = {index for index, lives in enumerate(self.group.alive) if lives}
-            if alive:
-                return self._router.choose(request.prompt_token_ids, [len(each) for each in self._in_flight], alive)
-            if not self._revivals:
-                raise ActorLostError(
-                    "no inference engine is left. Their last words are above; see generator.vllm.max_restarts",
-                    phase="generate",
-                )
-            # each of them has the deadlines of a start
-            await asyncio.wait(set(self._revivals), timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            self._paces.trust_all()
+        alive = [index for index, lives in enumerate(self.group.alive) if lives]
+        load = [len(each) for each in self._in_flight]
+        return self._router.choose(request.prompt_token_ids, load, self._paces.fit_of(alive))
 
     async def _ask(self, index: int, request: GenerationRequest) -> Answer | None:
-        """Return the answer; None where the engine died over it."""
+        """Return the answer; None where the engine died over it, or is far slower than another."""
         actor = self.group.actors[index]
         worker = self.group.workers([actor])
         pending = worker.begin_asking(EngineWorker.generate, "generate", request).future()
         self._in_flight[index].add(pending)
+        self._paces.begin(index, pending, request.sampling.max_generate_length)
+        if self._monitor is None or self._monitor.done():
+            self._monitor = asyncio.get_running_loop().create_task(self._watch_over())
         try:
             answer = await pending
             if not isinstance(answer.error, EngineDeadError):
+                if answer.error is None:
+                    self._served.add(index, request, answer.value)
+                    self._paces.end(index, pending, len(answer.value.token_ids))
                 return answer
             self._lose(index, actor, f"died: {answer.error}")
             return None
@@ -264,13 +341,15 @@ class GroupEngine:
         except asyncio.CancelledError:
             if self._serves(index, actor):
                 worker.begin_asking(EngineWorker.abort, "generate", request.request_id)
-                raise
+                if not self._paces.gave_up(pending):
+                    raise
             task = asyncio.current_task()
             if task is not None and getattr(task, "cancelling", lambda: 0)():
                 raise
             return None
         finally:
             self._in_flight[index].discard(pending)
+            self._paces.forget(pending)
             if self._monitor is not None and not any(self._in_flight):
                 self._monitor.cancel()
 
@@ -296,14 +375,24 @@ class GroupEngine:
             logger.warning("engine %d could not be started again: %s", index, error)
 
     async def _watch_over(self) -> None:
-        """Ask each engine for a sign of life while requests are in flight."""
-        limit = self._silence_timeout_s
+        """Look after the engines while requests are in flight."""
         while any(self._in_flight):
-            for index, actor in [(n, actor) for n, actor in enumerate(self.group.actors) if self.group.alive[n]]:
-                try:
-                    await asyncio.wait_for(asyncio.wrap_future(ask_for_sign_of_life(actor).future()), limit)
-                except asyncio.TimeoutError:
-                    self._lose(index, actor, f"gave no sign of life for {limit:g} s")
-                except ray.exceptions.RayError as error:
-                    self._lose(index, actor, f"died: {reason_of(error)}")
-            await asyncio.sleep(min(1.0, limit / 10))
+            await self._look()
+            alive = [index for index, lives in enumerate(self.group.alive) if lives]
+            for index, pending in self._paces.overdue(alive):
+                logger.warning(
+                    "%s is far slower than another engine: a request of it is moved", self.group.actors[index]
+                )
+                pending.cancel()
+            await asyncio.sleep(min(1.0, self._silence_timeout_s / 10))
+
+    async def _look(self) -> None:
+        """Ask each engine for a sign of life, and give up those that have none."""
+        limit = self._silence_timeout_s
+        for index, actor in [(n, actor) for n, actor in enumerate(self.group.actors) if self.group.alive[n]]:
+            try:
+                await asyncio.wait_for(asyncio.wrap_future(ask_for_sign_of_life(actor).future()), limit)
+            except asyncio.TimeoutError:
+                self._lose(index, actor, f"gave no sign of life for {limit:g} s")
+            except ray.exceptions.RayError as error:
+                self._lose(index, actor, f"died: {reason_of(error)}")

@@ -1,18 +1,18 @@
 """Rules of asynchronous reinforcement learning: what `trainer.max_staleness` above 0 cannot be combined with. That is what
-reads the order of whole batches, and engines whose weights were not tried to change between requests."""
+reads the order of whole batches, and what cannot compute while the learner does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.bundles import shares_devices
 from skyrl_train.config.data import DataConfig
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.placement import PlacementConfig
+from skyrl_train.config.placement import PlacementConfig, PlatformConfig
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import Violation
-from skyrl_train.registry import part_name
 
 _SERIAL = "or set trainer.max_staleness=0"
 
@@ -28,22 +28,26 @@ def _refused(
 def _engine(trainer: TrainerConfig, generator: GeneratorConfig) -> Iterator[Violation]:
     yield from _refused(
         trainer,
-        generator.backend != "hf",
+        generator.backend == "replay",
         "generator.backend",
-        part_name(generator.backend),
-        "must be hf, the engine whose weights may change while requests wait,",
+        "replay",
+        "must be an engine, as recordings are there before the learner is,",
         "add generator=hf",
     )
 
 
-def _placement(trainer: TrainerConfig, placement: PlacementConfig) -> Iterator[Violation]:
+def _placement(
+    trainer: TrainerConfig, generator: GeneratorConfig, placement: PlacementConfig, platform: PlatformConfig
+) -> Iterator[Violation]:
+    name = "colocate_all" if placement.colocate_all else "backend"
+    apart = "set placement.colocate_all=false" if placement.colocate_all else "add placement=ray"
     yield from _refused(
         trainer,
-        placement.backend != "inline",
-        "placement.backend",
-        placement.backend,
-        "must be inline, one process, as nothing else was tried",
-        "add placement=inline",
+        generator.has_own_devices and shares_devices(placement, generator, platform),
+        f"placement.{name}",
+        getattr(placement, name),
+        "has models and engines share devices, where one of them waits while the other computes: nothing would overlap",
+        f"{apart}, with devices for both (a split placement, such as placement=gpu_8_split)",
     )
 
 

@@ -1,25 +1,43 @@
 """Which of several engines answers a request: the one that has computed the longest beginning of its prompt, unless it
-has much more to do than another."""
+has no room for it, or much more to do than another; and what engines have answered, and how fast."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.types import GenerationOutput, GenerationRequest
 
 _BLOCK_TOKENS = 32
 _MAX_KNOWN = 1 << 16
+_SLOW_FACTOR = 4.0
+"""So much longer than another engine would take for all its tokens a request may stay with an engine."""
+_PATIENCE_S = 10.0
+"""Below which no engine is slow."""
+_MEMORY = 0.9
+"""What the answers before it weigh in an engine's pace when the next one comes."""
 
 
 class PrefixRouter:
     """Remembers, block by block, which engine saw which beginnings. Not thread-safe."""
 
-    def __init__(self, *, max_lead: int) -> None:
-        """`max_lead`: an engine with so many requests more than the least busy one gets no further ones."""
-        self._max_lead = max_lead
+    def __init__(self, *, max_lead: int, room: int | None = None) -> None:
+        """
+        Args:
+            max_lead: An engine with so many requests more than the least busy one gets no further ones.
+            room: Requests that an engine computes together: one with so many gets no further ones while another has fewer.
+        """
+        self._max_lead, self._room = max_lead, room
         self._known: OrderedDict[int, int] = OrderedDict()
 
     def choose(self, token_ids: Sequence[int], load: Sequence[int], alive: Collection[int]) -> int:
         """Index of an engine in `alive` (not empty), by the prompt and the requests that each engine has in flight."""
+        if self._room is not None:
+            alive = [index for index in alive if load[index] < self._room] or alive
         least = min(load[index] for index in alive)
         blocks = _block_hashes(token_ids)
         for block in reversed(blocks):
@@ -38,6 +56,98 @@ class PrefixRouter:
     def forget(self) -> None:
         """Everything: with new weights nothing that was computed counts."""
         self._known.clear()
+
+
+@dataclass(frozen=True)
+class _Running:
+    engine: int
+    began: float
+    max_tokens: int
+
+
+class Paces:
+    """Seconds that engines take for a token, by which one is found that is far slower than others. Even the longest answer
+    would be there at its deadline from another one, so that long answers are not taken for slow engines."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._seconds, self._tokens = [0.0] * num_engines, [0.0] * num_engines
+        self._running: dict[asyncio.Future[Any], _Running] = {}
+        self._slow: set[int] = set()
+        self._given_up: set[asyncio.Future[Any]] = set()
+
+    def begin(self, engine: int, answer: asyncio.Future[Any], max_tokens: int) -> None:
+        """An engine was asked for at most so many tokens."""
+        self._running[answer] = _Running(engine, time.monotonic(), max_tokens)
+
+    def end(self, engine: int, answer: asyncio.Future[Any], num_tokens: int) -> None:
+        """It answered with so many."""
+        seconds = time.monotonic() - self._running[answer].began
+        self._seconds[engine] = _MEMORY * self._seconds[engine] + seconds
+        self._tokens[engine] = _MEMORY * self._tokens[engine] + num_tokens
+
+    def forget(self, answer: asyncio.Future[Any]) -> None:
+        """Nobody waits for the answer any more."""
+        self._running.pop(answer, None)
+        self._given_up.discard(answer)
+
+    def gave_up(self, answer: asyncio.Future[Any]) -> bool:
+        """Return whether the answer was `overdue`."""
+        return answer in self._given_up
+
+    def trust_all(self) -> None:
+        """Whatever was slow may be asked again."""
+        self._slow.clear()
+
+    def fit_of(self, alive: Sequence[int]) -> Sequence[int]:
+        """Return those of `alive` that are not slow; all of them where each is."""
+        return [engine for engine in alive if engine not in self._slow] or alive
+
+    def overdue(self, alive: Sequence[int]) -> list[tuple[int, asyncio.Future[Any]]]:
+        """Return engines and answers for which they take far longer than the median of the others would; those engines are
+        slow from here on."""
+        found = []
+        for answer, running in self._running.items():
+            others = sorted(
+                self._seconds[engine] / self._tokens[engine]
+                for engine in alive
+                if engine != running.engine and engine not in self._slow and self._tokens[engine]
+            )
+            if not others:
+                continue
+            expected_s = others[(len(others) - 1) // 2] * running.max_tokens
+            if time.monotonic() - running.began > max(_PATIENCE_S, _SLOW_FACTOR * expected_s):
+                self._slow.add(running.engine)
+                self._given_up.add(answer)
+                found.append((running.engine, answer))
+        return found
+
+
+class ServedTokens:
+    """What engines answered since it was asked last."""
+
+    def __init__(self, num_engines: int) -> None:
+        self._tokens = [0] * num_engines
+        """Of prompts and answers, by engine."""
+        self._prompt_tokens = self._cached_tokens = 0
+        """Of prompts of which the engine said how much it had computed before, and how much that was."""
+
+    def add(self, engine: int, request: GenerationRequest, output: GenerationOutput) -> None:
+        """One answer."""
+        self._tokens[engine] += len(request.prompt_token_ids) + len(output.token_ids)
+        if output.num_cached_tokens is not None:
+            self._prompt_tokens += len(request.prompt_token_ids)
+            self._cached_tokens += output.num_cached_tokens
+
+    def take(self) -> dict[str, float]:
+        """Return `engines/cache_hits`, the share of prompt tokens whose keys and values were there, where engines say so;
+        of several engines also `engines/balance`, what the least busy one served of what the busiest did."""
+        served, self._tokens = self._tokens, [0] * len(self._tokens)
+        prompt_tokens, cached_tokens = self._prompt_tokens, self._cached_tokens
+        self._prompt_tokens = self._cached_tokens = 0
+        found = {"engines/cache_hits": cached_tokens / prompt_tokens} if prompt_tokens else {}
+        if len(served) > 1 and any(served):
+            found["engines/balance"] = min(served) / max(served)
+        return found
 
 
 def _block_hashes(token_ids: Sequence[int]) -> list[int]:

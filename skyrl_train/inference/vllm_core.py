@@ -35,6 +35,8 @@ class _Running:
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[VersionRun] = field(default_factory=list)
     """As of `GenerationOutput`; empty before the first token."""
+    num_cached_tokens: int | None = None
+    """As of `GenerationOutput`."""
 
     def take(self, completion: Any, version: int) -> None:
         """New tokens, sampled by weights of `version`."""
@@ -139,6 +141,7 @@ class VLLMCore:
                 continue
             running.take(output.outputs[0], self.weight_version)
             if output.finished:
+                running.num_cached_tokens = output.num_cached_tokens
                 del self._requests[output.request_id]
                 running.future.set_result(_answer(running, output.outputs[0].finish_reason))
 
@@ -278,4 +281,5 @@ def _answer(running: _Running, finish_reason: str) -> GenerationOutput:
         logprobs=tuple(running.logprobs),
         stop_reason={"stop": StopReason.STOP, "length": StopReason.LENGTH}.get(finish_reason, StopReason.ABORT),
         weight_versions=tuple(running.weight_versions),
+        num_cached_tokens=running.num_cached_tokens,
     )

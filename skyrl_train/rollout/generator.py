@@ -21,7 +21,7 @@ from skyrl_train.config.mix import MixedDataset
 from skyrl_train.config.parts import AGENT_LOOPS
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.errors import DataError, SkyrlTrainError
-from skyrl_train.interfaces import InferenceEngine
+from skyrl_train.interfaces import InferenceEngine, ReportsMetrics
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
 from skyrl_train.rollout.chat_tokens import ChatTokens, with_context
 from skyrl_train.rollout.checked_engine import CheckedEngine, check_failures, checked_trajectory
@@ -95,6 +95,7 @@ class RolloutGenerator:
         """
         self._vocabulary_size = vocabulary_size or len(tokenizer)
         self._engine = CheckedEngine(engine, vocabulary_size=self._vocabulary_size)
+        self._reporting = engine if isinstance(engine, ReportsMetrics) else None
         self._chat = chat or ChatTokens(tokenizer)
         self._environment = environment
         self._limits = Limits(
@@ -178,6 +179,10 @@ class RolloutGenerator:
     def take_metrics(self) -> dict[str, float]:
         """Return what judges did since the last time."""
         return {name: value for task in self._tasks.values() for name, value in task.rewards.take_metrics().items()}
+
+    def engine_metrics(self) -> dict[str, float]:
+        """Return what the engine measured since the last time, if it does."""
+        return {} if self._reporting is None else dict(self._reporting.take_metrics())
 
     def close(self) -> None:
         """Ends the environments' threads or processes. Idempotent."""

@@ -68,7 +68,7 @@ class Taken:
     settled: Settled
     """The prompts that are trained on, this batch included, or dropped."""
     metrics: Mapping[str, float]
-    """`stream/...`, `timing/group/...` and `timing/wait/...`."""
+    """`stream/...`, `engines/...`, `timing/group/...` and `timing/wait/...`."""
 
 
 @dataclass
@@ -297,6 +297,7 @@ class RolloutStream:
             "stream/in_flight": float(self._rules.num_in_flight),
             "stream/ready": float(self._rules.num_ready),
             **self._dropped_metrics(closed, taken, gone),
+            **self._generator.engine_metrics(),
         }
         settled = self._rules.settled
         if self._is_restored:

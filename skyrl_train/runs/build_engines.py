@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,7 @@ from skyrl_train.config.generation import ships_adapter
 from skyrl_train.config.parts import ENGINES, WEIGHT_TRANSPORTS
 from skyrl_train.endpoints import Endpoint, LocalEndpoint
 from skyrl_train.inference.local_engine import LocalEngine, WatchedEndpoint
+from skyrl_train.inference.request_gate import GatedEngine, RequestGate
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.memory.model_sizes import read_config
 from skyrl_train.model.causal_lm import load_tokenizer
@@ -90,16 +91,32 @@ def build_engines(config: Config, stack: ExitStack, cluster: Cluster | None = No
 def _in_this_process(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack) -> Engines:
     engine = ENGINES.resolve(config.generator.backend)(engine_settings(config), tokenizer)
     stack.callback(engine.close)
-    sync = sync_within_process(engine, Path(config.output_dir), config.generator.weight_transport)
-    return Engines(engine=engine, transport=sync, sharing=DeviceSharing())
+    gate = _gate(config) if config.generator.backend != "hf" else None  # which takes weights between its batches
+    quiet = nullcontext if gate is None else gate.shut
+    sync = sync_within_process(engine, Path(config.output_dir), config.generator.weight_transport, quiet)
+    return Engines(
+        engine=engine if gate is None else GatedEngine(engine, gate), transport=sync, sharing=DeviceSharing()
+    )
 
 
-def sync_within_process(engine: Any, folder: Path, transport: PartSpec = "auto") -> WeightSync:
-    """Return what brings weights to an engine of this process. `folder`: of the run."""
+def _gate(config: Config) -> RequestGate | None:
+    """Return what keeps requests from engines whose weights change; None where nothing is asked meanwhile."""
+    if not config.trainer.max_staleness:
+        return None
+    return RequestGate(request_timeout_s=config.generator.request_timeout_s)
+
+
+def sync_within_process(
+    engine: Any,
+    folder: Path,
+    transport: PartSpec = "auto",
+    quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> WeightSync:
+    """Return what brings weights to an engine of this process. `folder`: of the run; `quiet` as of `WeightSync`."""
     endpoint = LocalEndpoint(updatable(engine))
     settings = RouteSettings(files=folder.absolute() / "weights", node_folder=_temporary_folder(), timeout_s=math.inf)
     carry = WEIGHT_TRANSPORTS.resolve(transport)
-    return WeightSync(lambda: endpoint, carry, settings, DeviceSharing(), SyncRecords(None))
+    return WeightSync(lambda: endpoint, carry, settings, DeviceSharing(), SyncRecords(None), quiet=quiet)
 
 
 def _beside_this_process(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack) -> Engines:
@@ -116,8 +133,11 @@ def _beside_this_process(config: Config, tokenizer: PreTrainedTokenizerBase, sta
         record_file=Path(config.output_dir) / "device_turns.jsonl",
     )
     records = _records(config, lambda: watched, sharing, tokenizer)
-    sync = _weight_sync(config, lambda: watched, sharing, records, _temporary_folder())
-    return Engines(engine=LocalEngine(engine, watched, sharing), transport=sync, sharing=sharing)
+    gate = _gate(config)
+    quiet = nullcontext if gate is None else gate.shut
+    sync = _weight_sync(config, lambda: watched, sharing, records, _temporary_folder(), quiet)
+    local = LocalEngine(engine, watched, sharing)
+    return Engines(engine=local if gate is None else GatedEngine(local, gate), transport=sync, sharing=sharing)
 
 
 def _on_ray(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack, cluster: Cluster) -> Engines:
@@ -140,8 +160,20 @@ def _on_ray(config: Config, tokenizer: PreTrainedTokenizerBase, stack: ExitStack
         wait_ready=group.wait_ready,
     )
     records = _records(config, group.living, sharing, tokenizer)
-    sync = _weight_sync(config, group.for_update, sharing, records, cluster.session.folder or _temporary_folder())
-    engine = GroupEngine(group, sharing, sync, silence_timeout_s=config.placement.silence_timeout_s)
+    folder, gate = cluster.session.folder or _temporary_folder(), _gate(config)
+
+    def quiet() -> AbstractContextManager[None]:
+        return nullcontext() if gate is None else engine.quiet()
+
+    sync = _weight_sync(config, group.for_update, sharing, records, folder, quiet)
+    engine = GroupEngine(
+        group,
+        sharing,
+        sync,
+        silence_timeout_s=config.placement.silence_timeout_s,
+        gate=gate,
+        room=config.generator.vllm.max_num_seqs,
+    )
     return Engines(engine=engine, transport=sync, sharing=sharing, group=group)
 
 
@@ -155,6 +187,7 @@ def _weight_sync(
     sharing: DeviceSharing,
     records: SyncRecords,
     node_folder: Path,
+    quiet: Callable[[], AbstractContextManager[None]],
 ) -> WeightSync:
     return WeightSync(
         engines,
@@ -169,6 +202,7 @@ def _weight_sync(
         sharing,
         records,
         adapter_only=ships_adapter(config.generator),
+        quiet=quiet,
     )
 
 

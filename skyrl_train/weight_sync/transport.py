@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,7 @@ class WeightSync:
         records: SyncRecords,
         *,
         adapter_only: bool = False,
+        quiet: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """
         Args:
@@ -83,9 +85,11 @@ class WeightSync:
             sharing: Who has the devices when.
             records: Where syncs are verified and written down.
             adapter_only: Engines get the adapter alone, which they apply beside weights of their own.
+            quiet: Entered for a sync: keeps requests from engines whose weights must not change while one runs.
         """
         self._engines, self._transport, self._settings = engines, transport, settings
         self._sharing, self._records, self._adapter_only = sharing, records, adapter_only
+        self._quiet = quiet
         self._kept: dict[str, object] = {}
         self._last: ModelWeights | None = None
         """Weights of the last sync."""
@@ -101,7 +105,7 @@ class WeightSync:
         which anything happens between begin and finish never computes again."""
         self._sharing.wait_ready()
         started = time.monotonic()
-        with self._sharing.syncing():
+        with self._quiet(), self._sharing.syncing():
             engines = self._engines()
             buckets = self._update(weights, engines, self._transport, version)
             self._last = weights

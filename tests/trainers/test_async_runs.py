@@ -157,8 +157,9 @@ def test_a_fork_may_turn_waiting_on_and_off(tmp_path: Path) -> None:
     ("changes", "field"),
     [
         ({"data": {"curriculum": {"enabled": True}}}, "data.curriculum.enabled"),
-        ({"generator": {"backend": "vllm"}}, "generator.backend"),
-        ({"placement": {"backend": "ray"}}, "placement.backend"),
+        ({"generator": {"backend": "replay"}}, "generator.backend"),
+        ({"generator": {"backend": "vllm"}, "placement": {"colocate_all": True}}, "placement.colocate_all"),
+        ({"generator": {"backend": "vllm"}, "platform": {"name": "gpu"}}, "placement.backend"),
         ({"trainer": {"algorithm": {"filters": {"dynamic_sampling": "replace"}}}}, "filters.dynamic_sampling"),
         ({"trainer": {"oversample": 1.5}}, "trainer.stale_groups"),
         ({"trainer": {"take_groups": "in_order", "stale_groups": "drop"}}, "trainer.stale_groups"),

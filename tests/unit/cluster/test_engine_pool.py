@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,15 @@ from skyrl_train.cluster.endpoints import RayEndpoint
 from skyrl_train.cluster.engine_group import GroupEngine
 from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.config.schema import PlacementConfig
-from skyrl_train.errors import EngineDeadError, EngineError, SkyrlTrainError
+from skyrl_train.errors import ActorLostError, EngineDeadError, EngineError, SkyrlTrainError
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 
 REQUEST = GenerationRequest(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(), seed=1)
 OUTPUT = GenerationOutput(token_ids=(3,), logprobs=(-0.5,), stop_reason=StopReason.LENGTH, weight_version=4)
 DEAD = EngineDeadError("the engine died: vLLM's process EngineCore (pid 7) was killed by signal 9")
+
+NEVER = object()
 
 
 class Remote:
@@ -40,13 +43,17 @@ class Remote:
 
     def future(self) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(self._function(*self._given))
+        result = self._function(*self._given)
+        if result is not NEVER:
+            future.set_result(result)
         return future
 
 
 class Handle:
-    def __init__(self, answer: Answer) -> None:
-        self.invoke_coroutine = Remote(lambda key, request: answer if key == "EngineWorker.generate" else None)
+    def __init__(self, answer: Answer | None) -> None:
+        """`answer`: None never comes."""
+        generated = NEVER if answer is None else answer
+        self.invoke_coroutine = Remote(lambda key, request: generated if key == "EngineWorker.generate" else None)
         self.ping = Remote(lambda: True)
 
 
@@ -54,12 +61,19 @@ class Group:
     """Implements what a `GroupEngine` uses of an `EngineGroup`."""
 
     ready = True
+    start_timeout_s = 5.0
 
     def __init__(self, *errors: SkyrlTrainError) -> None:
         self._answers = [Answer(error=error) for error in errors] + [Answer(value=OUTPUT)]
         self.actors = [self._actor()]
         self.alive = [True]
         self.lost: list[str] = []
+        self.late: list[int] = []
+        self.is_catching_up = True
+
+    @property
+    def has_late(self) -> bool:
+        return bool(self.late)
 
     def workers(self, actors: list[RemoteActor]) -> RayEndpoint[EngineWorker]:
         return RayEndpoint(EngineWorker, actors, PlacementConfig(), threading.Lock())
@@ -71,7 +85,11 @@ class Group:
 
     def restart(self, index: int, catch_up: Callable[..., None]) -> None:
         catch_up()
-        self.actors[index], self.alive[index] = self._actor(), True
+        self.actors[index] = self._actor()
+        if self.is_catching_up:
+            self.alive[index] = True
+        else:
+            self.late.append(index)
 
     def _actor(self) -> RemoteActor:
         return RemoteActor(handle=Handle(self._answers.pop(0)), role="inference engine", rank=0, log_folder=None)
@@ -105,3 +123,66 @@ def test_a_request_that_an_engine_refuses_is_not_its_death(tmp_path: Path) -> No
     with pytest.raises(EngineError, match="too long"):
         asyncio.run(make_engine(group, tmp_path).generate(REQUEST))
     assert group.lost == []
+
+
+def test_a_request_waits_for_an_engine_that_is_given_its_weights_by_the_next_sync(tmp_path: Path) -> None:
+    group = Group(DEAD)
+    group.is_catching_up = False
+    engine = make_engine(group, tmp_path)
+
+    async def ask() -> GenerationOutput:
+        asked = asyncio.ensure_future(engine.generate(REQUEST))
+        while not group.late:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(admit)
+        return await asked
+
+    def admit() -> None:
+        with engine.quiet():
+            group.alive[group.late.pop()] = True
+
+    assert asyncio.run(ask()) == OUTPUT
+    metrics = engine.take_metrics()
+    assert metrics["engines/requests_moved"] == 1.0
+    assert metrics["engines/serving"] == 1.0
+
+
+def test_a_sync_finds_no_engine_where_the_last_one_died_for_good(tmp_path: Path) -> None:
+    group = Group()
+    engine = make_engine(group, tmp_path)
+
+    def sync() -> None:
+        with engine.quiet():
+            pytest.fail("there is nobody to give weights to")
+
+    async def ask() -> None:
+        assert await engine.generate(REQUEST) == OUTPUT
+        group.alive[0] = False
+        await asyncio.to_thread(sync)
+
+    with pytest.raises(ActorLostError, match="no inference engine is left"):
+        asyncio.run(ask())
+
+
+def test_a_request_is_moved_from_an_engine_that_is_far_slower_than_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_train.inference.routing._PATIENCE_S", 0.05)
+    group = Group()
+    group.actors.append(RemoteActor(handle=Handle(None), role="inference engine", rank=1, log_folder=None))
+    group.alive.append(True)
+    engine = make_engine(group, tmp_path)
+    once = replace(REQUEST, sampling=SamplingParams(max_generate_length=1))
+
+    async def ask() -> None:
+        assert await engine.generate(once) == OUTPUT  # by the first: both are idle
+        group.alive[0] = False
+        slow = asyncio.ensure_future(engine.generate(replace(once, request_id="slow")))
+        await asyncio.sleep(0.02)
+        group.alive[0] = True
+        assert await asyncio.wait_for(slow, 5.0) == OUTPUT
+        assert await engine.generate(replace(once, request_id="later")) == OUTPUT
+
+    asyncio.run(ask())
+    assert group.lost == []
+    assert engine.take_metrics()["engines/requests_moved"] == 1.0
