@@ -13,13 +13,14 @@ import argparse
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import DataError
 from skyrl_train.telemetry.files import write_atomically, write_json
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry.metrics_log import phase_seconds, read_metrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.evaluation_report import read_evaluations
 
@@ -70,11 +71,10 @@ def _sum(records: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def _phase_shares(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The share of each phase in the time of whole steps, longest first; rates under `timing/` are no phases."""
-    names = {
-        name for record in records for name in record if name.startswith("timing/") and not name.endswith("_per_s")
-    }
-    seconds = {name.removeprefix("timing/"): _sum(records, name) for name in names - {"timing/step"}}
+    """The share of each phase in the time of whole steps, longest first."""
+    seconds: Counter[str] = Counter()
+    for record in records:
+        seconds.update(phase_seconds(record))
     longest_first = sorted(seconds.items(), key=lambda entry: -entry[1])
     return {name: round(value / _sum(records, "timing/step"), 4) for name, value in longest_first}
 

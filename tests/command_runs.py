@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_train.signals import STOP_SIGNALS
+from skyrl_train.telemetry.metrics_log import phase_seconds
 
 RAY = ("placement.backend=ray", "placement.start_timeout_s=180", "placement.call_timeout_s=120")
 TIMEOUT_S = 800.0
@@ -95,5 +96,4 @@ def unaccounted_share(found: list[dict[str, Any]]) -> float:
 
 
 def _seconds_of_phases(record: dict[str, Any]) -> float:
-    phases = {name for name in record if name.startswith("timing/") and not name.endswith("_per_s")}
-    return sum(float(record[name]) for name in phases - {"timing/step", "timing/other"})
+    return sum(seconds for name, seconds in phase_seconds(record).items() if name != "other")

@@ -380,6 +380,7 @@ class FakeRun:
             total_steps=self.plan.total_steps,
             checkpoints=self.checkpoints,
             draw=self.draw,
+            draw_timeline=quick_drawing,
         )
         size = config.trainer.train_batch_size
         source = PromptSource(self.prompts, batch_size=size, shuffle=True, seed=config.seed)

@@ -224,6 +224,7 @@ class FakeSFTRun:
                 total_steps=self.total_steps,
                 checkpoints=self.checkpoints,
                 draw=quick_drawing,
+                draw_timeline=quick_drawing,
             )
             return SFTTrainer(
                 loop=loop,

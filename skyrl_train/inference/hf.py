@@ -24,6 +24,7 @@ from skyrl_train.inference.decode import Decoder, Response
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.numerics import weight_dtype
+from skyrl_train.telemetry.activity import TellsWhenBusy
 from skyrl_train.threads import WorkerThread
 from skyrl_train.types import GenerationOutput, GenerationRequest, Tokenizer
 
@@ -58,7 +59,7 @@ class _Waiting:
             )
 
 
-class HFEngine:
+class HFEngine(TellsWhenBusy):
     """Implements `InferenceEngine`. Use from one event loop at a time."""
 
     def __init__(
@@ -177,9 +178,11 @@ class HFEngine:
                 return
             wave = sorted(self._waiting, key=lambda waiting: waiting.order)
             self._waiting.clear()
+            self.on_busy(True)
             for start in range(0, len(wave), self._max_batch_size):
                 await self._run_batch(wave[start : start + self._max_batch_size], begins_wave=start == 0)
         finally:
+            self.on_busy(False)
             self._generating = False
             self._start_wave_if_due()
 

@@ -20,6 +20,7 @@ import numpy as np
 from skyrl_train.errors import EngineError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.env_boundary import describe
+from skyrl_train.telemetry.activity import Activity
 from skyrl_train.telemetry.json_text import shown
 from skyrl_train.types import (
     Failure,
@@ -45,9 +46,10 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 class CheckedEngine:
     """Implements `InferenceEngine` by another one, of which it trusts nothing."""
 
-    def __init__(self, engine: InferenceEngine, *, vocabulary_size: int) -> None:
-        """`vocabulary_size`: rows of the policy's embedding, one for each token id that it can be given."""
-        self._engine = engine
+    def __init__(self, engine: InferenceEngine, *, vocabulary_size: int, activity: Activity | None = None) -> None:
+        """`vocabulary_size`: rows of the policy's embedding, one for each token id that it can be given. `activity` is told
+        of requests."""
+        self._engine, self._activity = engine, activity or Activity()
         self._vocabulary_size = vocabulary_size
 
     @property
@@ -64,7 +66,8 @@ class CheckedEngine:
         check_prompt(request.prompt_token_ids, vocabulary_size=self._vocabulary_size)
         oldest = self._engine.weight_version
         try:
-            answer = await self._engine.generate(request)
+            with self._activity.request():
+                answer = await self._engine.generate(request)
         except SkyrlTrainError:
             raise
         except Exception as error:  # a custom engine may raise anything; whoever wrote it needs to see where

@@ -29,12 +29,14 @@ from skyrl_train.rollout.env_boundary import Environments, EnvironmentSession, T
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.env_processes import SLOW_TO_START, ProcessEnvironments, WorkerHost
 from skyrl_train.rollout.env_threads import ThreadEnvironments
+from skyrl_train.rollout.env_watched import WatchedEnvironments
 from skyrl_train.rollout.environments import check_environment, check_rows, environment_of, uses_processes
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.rollout.scoring import Rewards
 from skyrl_train.rollout.tools.formats import ToolParser
 from skyrl_train.rollout.tools.toolbox import Schema, starts_servers, tool_schemas
 from skyrl_train.seeding import derive_seed
+from skyrl_train.telemetry.activity import Activity, TellsWhenBusy
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Tokenizer, Trajectory, token_ids
 
 logger = logging.getLogger(__name__)
@@ -94,7 +96,11 @@ class RolloutGenerator:
             mix: The data sets of prompts that name one, whose environment, rewards and sampling are their own.
         """
         self._vocabulary_size = vocabulary_size or len(tokenizer)
-        self._engine = CheckedEngine(engine, vocabulary_size=self._vocabulary_size)
+        self.activity = Activity()
+        """What engine and environments are at."""
+        if isinstance(engine, TellsWhenBusy):
+            engine.on_busy = self.activity.engine_computes
+        self._engine = CheckedEngine(engine, vocabulary_size=self._vocabulary_size, activity=self.activity)
         self._reporting = engine if isinstance(engine, ReportsMetrics) else None
         self._chat = chat or ChatTokens(tokenizer)
         self._environment = environment
@@ -166,7 +172,7 @@ class RolloutGenerator:
         if with_greedy:
             jobs += self._jobs([prompt], 1, replace(sampling, temperature=0.0), ordinal, _GREEDY)
         engine = wrap(self._engine)
-        tasks = [asyncio.ensure_future(self._run_one(job, contextlib.ExitStack(), [], engine)) for job in jobs]
+        tasks = [asyncio.ensure_future(self._run(job, contextlib.ExitStack(), [], engine)) for job in jobs]
         samples, greedy = tasks[:n_samples_per_prompt], tasks[n_samples_per_prompt:]
         try:
             groups = [await self._score_group(prompt, group) for group in (samples, greedy) if group]
@@ -192,7 +198,7 @@ class RolloutGenerator:
         self.thread.close()
 
     def _host(self, environment: EnvironmentConfig, workers: WorkerHost | None, log: Path | None) -> _Task:
-        hosts = self._host_environments(environment, workers, log)
+        hosts = WatchedEnvironments(self._host_environments(environment, workers, log), self.activity)
         return _Task(environment, hosts, Rewards(environment, hosts), tool_schemas(environment.tools))
 
     def _host_environments(
@@ -269,7 +275,7 @@ class RolloutGenerator:
             for job in jobs:
                 lease = all_leases.enter_context(contextlib.ExitStack())
                 lease.enter_context(self._engine.lease())
-                runs.append(self._run_one(job, lease, complete, self._engine))
+                runs.append(self._run(job, lease, complete, self._engine))
             tasks = [asyncio.ensure_future(run) for run in runs]
             groups: list[asyncio.Task[list[Trajectory]]] = []
             if any(task.rewards.of_groups for task in self._tasks.values()):
@@ -296,6 +302,18 @@ class RolloutGenerator:
         """Return the samples of a prompt, once all have ended, with the rewards that compare them."""
         rewards, trajectories = self._tasks[prompt.dataset].rewards, await asyncio.gather(*tasks)
         return await rewards.score_group(prompt, trajectories) if rewards.of_groups else list(trajectories)
+
+    async def _run(
+        self,
+        job: Job,
+        lease: contextlib.ExitStack,
+        complete: list[tuple[Prompt, Trajectory]],
+        engine: InferenceEngine,
+    ) -> Trajectory:
+        """Return what `_run_one` does; the job's group is in flight until then."""
+        is_eval = job.purpose == "eval"
+        with self.activity.trajectory((is_eval, job.global_step, job.prompt_index), is_timed=not is_eval):
+            return await self._run_one(job, lease, complete, engine)
 
     async def _run_one(
         self,

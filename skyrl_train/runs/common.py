@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from skyrl_train.interfaces import Learner, Scorer
     from skyrl_train.plan.batch_plan import BatchPlan
     from skyrl_train.runs.sft_data import SFTPlan
+    from skyrl_train.telemetry.activity import Activity
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.telemetry.tracker import Trackers
@@ -184,6 +185,8 @@ def build_loop(
     total_steps: int,
     checkpoints: CheckpointStore,
     draw: Callable[..., object],
+    draw_timeline: Callable[..., object],
+    activity: Activity | None = None,
     num_restarts: int = 0,
 ) -> TrainingLoop:
     """The skeleton of the run's loop, with its trackers, which `stack` closes, and its observers.
@@ -217,6 +220,8 @@ def build_loop(
         folder=folder,
         console=console,
         draw=draw,
+        draw_timeline=draw_timeline,
+        activity=activity,
     )
 
 

@@ -141,7 +141,9 @@ def _train(
     restarts: Restarts,
     stack: ExitStack,
 ) -> TrainingResult:
+    from skyrl_train.rollout.generator import RolloutGenerator
     from skyrl_train.telemetry.learning_curve import draw_learning_curve
+    from skyrl_train.telemetry.timeline import draw_timeline
     from skyrl_train.trainers.ppo import PPOTrainer, checkpointed_models
     from skyrl_train.trainers.rollout_sink import RolloutLog
 
@@ -162,6 +164,8 @@ def _train(
         total_steps=plan.total_steps,
         checkpoints=checkpoints,
         draw=draw_learning_curve,
+        draw_timeline=draw_timeline,
+        activity=rollouts.generator.activity if isinstance(rollouts.generator, RolloutGenerator) else None,
         num_restarts=restarts.count,
     )
     rollout_log = None

@@ -109,6 +109,7 @@ def _train(
     stack: ExitStack,
 ) -> SFTResult:
     from skyrl_train.telemetry.learning_curve import draw_loss_curve
+    from skyrl_train.telemetry.timeline import draw_timeline
     from skyrl_train.trainers.sft import SFTSettings, SFTTrainer
 
     best = open_best(folder, config.trainer, start)
@@ -140,6 +141,7 @@ def _train(
         total_steps=plan.total_steps,
         checkpoints=checkpoints,
         draw=draw_loss_curve,
+        draw_timeline=draw_timeline,
         num_restarts=restarts.count,
     )
     trainer = SFTTrainer(

@@ -33,7 +33,7 @@ def draw_learning_curve(metrics_file: Path, image_file: Path, *, title: str) -> 
     draw."""
     if not (records := read_metrics(metrics_file)):
         return False
-    figure = _figure((8.0, 8.4), title)
+    figure = new_figure((8.0, 8.4), title)
     reward_axes, accuracy_axes, length_axes = figure.subplots(3, 1, sharex=True)
 
     _draw_series(reward_axes, records, "reward/mean", colour=_TRAIN_COLOUR, label="training, mean of trajectories")
@@ -52,7 +52,7 @@ def draw_learning_curve(metrics_file: Path, image_file: Path, *, title: str) -> 
 
     _draw_series(length_axes, records, "response_length/mean", colour=_LENGTH_COLOUR, label="training, mean")
     _finish_axes(length_axes, "Response length (tokens)")
-    _save(figure, length_axes, image_file)
+    save_figure(figure, length_axes, image_file)
     return True
 
 
@@ -60,18 +60,18 @@ def draw_loss_curve(metrics_file: Path, image_file: Path, *, title: str) -> bool
     """The same for supervised training."""
     if not (records := read_metrics(metrics_file)):
         return False
-    figure = _figure((8.0, 6.0), title)
+    figure = new_figure((8.0, 6.0), title)
     loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     _draw_series(loss_axes, records, "train/loss", colour=_TRAIN_COLOUR, label="training, mean of tokens")
     _draw_points(loss_axes, records, "eval/loss", label="held out")
     _finish_axes(loss_axes, "Loss", legend="upper right")
     _draw_series(rate_axes, records, "policy/lr", colour=_LENGTH_COLOUR, label="learning rate")
     _finish_axes(rate_axes, "Learning rate", legend="upper right")
-    _save(figure, rate_axes, image_file)
+    save_figure(figure, rate_axes, image_file)
     return True
 
 
-def _figure(size: tuple[float, float], title: str) -> Figure:
+def new_figure(size: tuple[float, float], title: str) -> Figure:
     """An empty figure of `size` in inches, which is drawn without a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -82,7 +82,7 @@ def _figure(size: tuple[float, float], title: str) -> Figure:
     return figure
 
 
-def _save(figure: Figure, lowest: Any, image_file: Path) -> None:
+def save_figure(figure: Figure, lowest: Any, image_file: Path) -> None:
     """Names the steps under the `lowest` axes and replaces the image."""
     lowest.set_xlabel("Step")
     lowest.xaxis.get_major_locator().set_params(integer=True)

@@ -92,6 +92,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def phase_seconds(record: Mapping[str, float]) -> dict[str, float]:
+    """The seconds of each phase of a step by its name, `other` among them: they add up to `timing/step`. Rates are none, nor
+    is what has a group of its own, as waits do."""
+    names = [
+        name for name in record if name.startswith("timing/") and not name.endswith("_per_s") and name.count("/") == 1
+    ]
+    return {name.removeprefix("timing/"): record[name] for name in names if name != "timing/step"}
+
+
 def cut_metrics_after(path: Path, step: int) -> int:
     """Drops the lines of later steps and a torn last line; how many whole lines were dropped.
 

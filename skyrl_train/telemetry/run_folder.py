@@ -13,6 +13,7 @@ OUTPUT_DIR/
   samples/             supervised: answers at each evaluation, JSON lines
   evaluation.json      each evaluation on the held-out prompts
   learning_curve.png   reward, accuracy and response length over steps
+  timeline.jsonl       what ran when, a line a step; `timeline.png` is drawn of it at the end
   checkpoints/         the last few, verified by sums
   best/                supervised: the checkpoint with the lowest held-out loss
   export/              the final policy in Hugging Face format
@@ -64,6 +65,8 @@ class RunFolder:
     samples = _Inside("samples")
     evaluation_file = _Inside("evaluation.json")
     learning_curve_file = _Inside("learning_curve.png")
+    timeline_file = _Inside("timeline.jsonl")
+    timeline_image = _Inside("timeline.png")
     checkpoints = _Inside("checkpoints")
     best = _Inside("best")
     export = _Inside("export")
@@ -95,6 +98,8 @@ class RunFolder:
             self.samples,
             self.evaluation_file,
             self.learning_curve_file,
+            self.timeline_file,
+            self.timeline_image,
             self.export,
             self.tensorboard,
             self.wandb,

@@ -22,8 +22,10 @@ from typing import Any, cast
 
 from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
 from skyrl_train.interfaces import Learner, Scorer
+from skyrl_train.telemetry.activity import Activity
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.telemetry.timeline import Timeline
 from skyrl_train.telemetry.tracker import Trackers
 from skyrl_train.trainers.checkpoints import CheckpointStore, checkpoint_name
 from skyrl_train.trainers.observers import Observers
@@ -73,14 +75,21 @@ class TrainingLoop:
         folder: RunFolder,
         console: RunConsole,
         draw: Callable[..., object],
+        draw_timeline: Callable[..., object],
+        activity: Activity | None = None,
     ) -> None:
         """`models` are those that a checkpoint holds, by the names of their folders in it. `folder` is prepared for
-        `start` (see `resume.prepare_run_folder`). `draw(metrics file, image file, title=...)` draws the learning curve."""
+        `start` (see `resume.prepare_run_folder`). `draw(metrics file, image file, title=...)` draws the learning curve, and
+        `draw_timeline` what ran when, likewise; `activity` is what rollouts are at."""
         self.settings, self.start, self.folder, self.console = settings, start, folder, console
         self.observers = observers
         self.timer = StepTimer()
         self._models, self._data, self._checkpoints, self._trackers = models, data, checkpoints, trackers
-        self._draw_curve = draw
+        self._pictures = (
+            (draw, folder.metrics_file, folder.learning_curve_file),
+            (draw_timeline, folder.timeline_file, folder.timeline_image),
+        )
+        self._timeline, self._activity = Timeline(folder.timeline_file), activity
         self._stop = StopFlag()
         self._last_checkpoint, self._last_step = start.checkpoint, start.global_step
         self._finished: tuple[int, LoopState] | None = None
@@ -140,8 +149,9 @@ class TrainingLoop:
         step = self.start.global_step
         self.observers.tell("start", step, path=self.folder.root)
         if self.start.is_first and self.settings.eval_before_train and (metrics := self._evaluate(step, evaluate)):
+            timings = self._finish_timing(step)
             with self.saves.attempt():
-                self._trackers.log({**metrics, **self.timer.finish_step()}, step=step)
+                self._trackers.log({**metrics, **timings}, step=step)
         self._finished = step, state
         if self._stop.is_set and step < self.settings.total_steps:
             self._save(step, state)
@@ -165,14 +175,15 @@ class TrainingLoop:
 
         `is_evaluated`: `metrics` hold an evaluation, so that the learning curve has a new point.
         """
-        timings = self.timer.finish_step()
+        timings = self._finish_timing(step)
         with self.phase("record"):
             restarts = {"run/restarts": float(self.settings.num_restarts)} if self.settings.num_restarts else {}
-            record = {**metrics, **timings, **speed(timings), **restarts}
+            # An engine that says for how long it was kept from answering knows better than its caller.
+            record = {**timings, **metrics, **speed(timings), **restarts}
             with self.saves.attempt():
                 self._trackers.log(record, step=step)
             if is_evaluated and not self.is_last(step):
-                self.draw()
+                self._draw(*self._pictures[0])
         self.observers.tell("step", step, metrics=record)
 
     def conclude(self, step: int, state: LoopState, *, ends: bool = False) -> None:
@@ -204,10 +215,15 @@ class TrainingLoop:
         return path
 
     def draw(self) -> None:
-        """Draws the learning curve. A failure is a line on the console: a picture is no reason to end a run."""
-        image = self.folder.learning_curve_file
+        """Draws the learning curve, and what ran when."""
+        self._finish_timing(self._last_step)
+        for picture in self._pictures:
+            self._draw(*picture)
+
+    def _draw(self, draw: Callable[..., object], record: Path, image: Path) -> None:
+        """A failure is a line on the console: a picture is no reason to end a run."""
         try:
-            self._draw_curve(self.folder.metrics_file, image, title=self.settings.run_name)
+            draw(record, image, title=self.settings.run_name)
         except Exception as error:  # matplotlib, its fonts and its caches fail in many ways
             self.console.warn(f"{image.name} could not be drawn: {type(error).__name__}: {error}")
 
@@ -215,6 +231,16 @@ class TrainingLoop:
         """Marks the run as complete, which is its last act, and tells callbacks."""
         self.saves.complete(step)
         self.observers.tell("end", step, path=self.folder.root)
+
+    def _finish_timing(self, step: int) -> dict[str, float]:
+        """Ends the step's clock: its timings, and those of rollouts since the last time. What ran when is written down."""
+        timings, spans = self.timer.finish_step(), self.timer.take_spans()
+        report = None if self._activity is None else self._activity.take()
+        try:
+            self._timeline.write(step, spans, report)
+        except OSError as error:  # the record of metrics says what becomes of a run that cannot write
+            self.console.warn(f"{self.folder.timeline_file.name} could not be written: {error}")
+        return timings if report is None else {**timings, **report.metrics}
 
     def _evaluate(self, step: int, evaluate: Callable[[int], Figures]) -> Figures:
         metrics = evaluate(step)
@@ -245,7 +271,8 @@ class StepTimer:
     """Seconds per phase, step after step, without a gap between steps.
 
     A step's clock starts where the step before was finished, so the sum over all steps is the run's wall time. What no
-    phase covers is reported as `timing/other`: the phases of a step always add up to `timing/step`.
+    phase covers is reported as `timing/other`: the phases of a step always add up to `timing/step`. Waits, which are within
+    phases, are beside them as `timing/wait/<name>`.
 
     Example:
         >>> timer = StepTimer()
@@ -258,6 +285,8 @@ class StepTimer:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._seconds: dict[str, float] = {}
+        self._waits: dict[str, float] = {}
+        self._spans: list[tuple[str, float, float]] = []
         self._running: str | None = None
         self._step_start = clock()
 
@@ -270,8 +299,23 @@ class StepTimer:
         try:
             yield
         finally:
-            self._running = None
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - start
+            self._running, end = None, self._clock()
+            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
+            self._spans.append((name, start, end))
+
+    @contextmanager
+    def wait(self, name: str) -> Iterator[None]:
+        """Adds the block's seconds to `timing/wait/<name>`, whatever phase it is in."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._waits[name] = self._waits.get(name, 0.0) + self._clock() - start
+
+    def take_spans(self) -> list[tuple[str, float, float]]:
+        """Return name, begin and end of the phases since the last time, in seconds of the clock."""
+        spans, self._spans = self._spans, []
+        return spans
 
     def finish_step(self) -> dict[str, float]:
         """`timing/<phase>`, `timing/other` and their sum `timing/step`, in seconds; starts the next step's clock."""
@@ -279,6 +323,7 @@ class StepTimer:
         step_s = now - self._step_start
         phases = self._seconds
         other_s = max(0.0, step_s - sum(phases.values()))
-        self._seconds, self._step_start = {}, now
+        waits = {f"timing/wait/{name}": seconds for name, seconds in self._waits.items()}
+        self._seconds, self._waits, self._step_start = {}, {}, now
         timings = {f"timing/{name}": seconds for name, seconds in phases.items()}
-        return {**timings, "timing/other": other_s, "timing/step": step_s}
+        return {**timings, **waits, "timing/other": other_s, "timing/step": step_s}

@@ -132,7 +132,7 @@ class PPOTrainer:
                             entropy=self.state.entropy_controller,
                         )
                     with loop.phase("sync"):
-                        steps.sync(learners.policy, self.transport, version=step)
+                        self._sync(step)
                         if self.stream is not None:
                             self.stream.publish(step)
                         self._move_reference(step)
@@ -144,11 +144,16 @@ class PPOTrainer:
         self.loop.load()
         version = self.loop.start.global_step
         with self.loop.phase("sync"):
-            steps.sync(self.learners.policy, self.transport, version=version)
+            self._sync(version)
         if self.stream is not None:
             first = self.state.data_position * self.settings.trainer.train_batch_size
             self.stream.begin(version=version, settled=self.state.settled or Settled(frontier=first))
         self.loop.begin(self.state, self._evaluate)
+
+    def _sync(self, version: int) -> None:
+        """Gives the engine the policy's weights, for which it is kept from answering."""
+        with self.loop.timer.wait("sync"):
+            steps.sync(self.learners.policy, self.transport, version=version)
 
     def _generate(self, step: int) -> steps.Generated:
         """The rollouts to train on: made now, or taken from the stream."""

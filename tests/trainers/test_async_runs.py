@@ -17,8 +17,9 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import StopRequested
 from skyrl_train.runs.rl import load_data, train
-from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry.metrics_log import phase_seconds, read_metrics
 from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.telemetry.timeline import read_timeline
 from skyrl_train.trainers.observers import RunEvent
 from skyrl_train.types import RolloutBatch
 
@@ -95,6 +96,38 @@ def test_each_prompt_is_trained_on_once_and_with_tokens_that_are_young_enough(tm
     assert records[1]["off_policy/age/max"] == 1.0
     assert "eval/accuracy" in records[-1]
     assert all(record["timing/wait/rollouts"] >= 0 for record in records)
+    check_ledger(tmp_path, records, is_stream=True)
+
+
+def check_ledger(root: Path, records: list[dict[str, Any]], *, is_stream: bool) -> None:
+    """What the record and the timeline say of waits, the engine and groups belongs together."""
+    for record in records:
+        step_s = record["timing/step"]
+        assert 0 < record["timing/engine/busy"] <= step_s + 0.01
+        assert 0 < record["timing/wait/environments"]
+        assert 0 <= record["timing/wait/environments_alone"] <= 1
+        assert 0 < record["timing/wait/sync"] <= phase_seconds(record)["sync"]
+        assert ("timing/wait/admission" in record) == is_stream
+    # What is computed while a batch is scored may all be over when the next one is taken.
+    assert sum("timing/group/max" in record for record in records) >= len(records) - 1
+    lines = read_timeline(root / "timeline.jsonl")
+    assert {line.step for line in lines} >= {record["step"] for record in records}
+    assert max(count for line in lines for _, count in line.groups) == (2 * BATCH if is_stream else BATCH)
+    overlap = [
+        min(end, ended) - max(begin, began)
+        for line in lines
+        for begin, end in line.engine
+        for name, began, ended in line.learner
+        if name == "update"
+    ]
+    assert (max(overlap) > 0) == is_stream, "only a stream has the engine compute while the learner updates"
+    assert (root / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_serial_run_has_the_same_ledger(tmp_path: Path) -> None:
+    train(make_config(tmp_path, max_staleness=0, total_steps=2))
+    check_ledger(tmp_path, read_metrics(tmp_path / "metrics.jsonl"), is_stream=False)
 
 
 def test_a_run_that_is_stopped_goes_on_without_losing_or_repeating_a_prompt(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 from skyrl_train.errors import ActorLostError, BatchError, NonFiniteError, StopRequested
 from skyrl_train.telemetry.learning_curve import draw_learning_curve
-from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
+from skyrl_train.telemetry.metrics_log import MetricsLog, phase_seconds, read_metrics
 from skyrl_train.telemetry.rollout_log import read_rollouts, write_rollouts
+from skyrl_train.telemetry.timeline import read_timeline
 from skyrl_train.trainers.state import TrainerState
 from tests.fakes_trainer import FakeGenerator, FakeLearner, fake_run, make_config
 
@@ -150,6 +151,8 @@ def test_the_run_folder_holds_everything(tmp_path):
         "metrics.jsonl",
         "plan.json",
         "rollouts",
+        "timeline.jsonl",
+        "timeline.png",
     }
     assert {path.name for path in (tmp_path / "rollouts").iterdir()} == {
         *(f"train_step_00000{step}.jsonl" for step in (1, 2, 3, 4)),
@@ -195,11 +198,20 @@ def test_the_phases_of_a_step_add_up_to_the_step(tmp_path):
     run = fake_run(tmp_path)
     run.run()
     for record in read_metrics(run.folder.metrics_file):
-        seconds = {name: value for name, value in record.items() if name.startswith("timing/")}
-        step_s = seconds.pop("timing/step")
-        phases_s = sum(value for name, value in seconds.items() if not name.endswith("_per_s"))
-        assert phases_s == pytest.approx(step_s, rel=0.05)
-        assert {"timing/sync"} <= set(seconds)
+        seconds = phase_seconds(record)
+        assert sum(seconds.values()) == pytest.approx(record["timing/step"], rel=0.05)
+        assert 0.0 <= record["timing/wait/sync"] <= seconds["sync"]
+
+
+def test_what_ran_when_is_written_step_after_step(tmp_path):
+    run = fake_run(tmp_path)
+    run.run()
+    lines = read_timeline(run.folder.timeline_file)
+    assert [line.step for line in lines] == [0, 1, 2, 3, 4, 4], "the last has what followed the record of step 4"
+    assert {name for name, _, _ in lines[0].learner} == {"sync", "evaluate", "log"}
+    assert {"generate", "update", "sync", "evaluate", "checkpoint"} <= {
+        name for line in lines for name, _, _ in line.learner
+    }
 
 
 def test_failed_trajectories_are_counted_and_have_no_share_in_the_reward(tmp_path):
