@@ -170,7 +170,14 @@ def _time(
     scored = needs_old_logprobs(config.trainer) + reference + bool(config.critic.model.path)
     work = work_of_step(plan, lengths, estimates, rates, models_scored=scored)
     devices = gpus_needed(config) or 1
-    return run_time(rates, work, config.trainer, total_steps=plan.total_steps, num_devices=devices)
+    return run_time(
+        rates,
+        work,
+        config.trainer,
+        total_steps=plan.total_steps,
+        num_devices=devices,
+        takes_turns=shares_devices(config.placement, config.generator, config.platform),
+    )
 
 
 def placement_report(config: Config, devices: Devices) -> PlacementReport:

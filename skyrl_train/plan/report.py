@@ -16,6 +16,7 @@ from skyrl_train.plan.device_report import PlacementReport, placement_lines
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
 from skyrl_train.plan.memory import DeviceMemory, gigabytes, memory_lines
 from skyrl_train.plan.notes import PlanNote, percent
+from skyrl_train.plan.pipeline import SHOWN
 from skyrl_train.plan.time import RunTime, time_lines
 from skyrl_train.registry import part_name
 
@@ -86,7 +87,13 @@ def to_json(report: PlanReport) -> str:
     for estimate, record in zip(report.estimates, data["estimates"]):
         record["padding"] = estimate.padding
     if report.time is not None:
-        data["time"] |= {"step_s": report.time.step_s, "device_hours": report.time.device_hours}
+        time = report.time
+        data["time"] |= {"step_s": time.step_s, "device_hours": time.device_hours}
+        by_staleness = {each: time.pipeline.step_s(each, takes_turns=time.takes_turns) for each in SHOWN}
+        data["time"]["pipeline"] |= {
+            "step_s": by_staleness,
+            "best_staleness": time.pipeline.best_staleness(takes_turns=time.takes_turns),
+        }
     return json.dumps(data, indent=2)
 
 

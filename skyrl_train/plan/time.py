@@ -10,6 +10,7 @@ share of the engines too. No torch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from skyrl_train.config.schema import PlanConfig, TrainerConfig
 from skyrl_train.errors import DataError
 from skyrl_train.plan.batch_plan import BatchPlan, ceil_div
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
+from skyrl_train.plan.pipeline import PhaseTimes, measured_phases, pipeline_lines, rollout_seconds
+from skyrl_train.telemetry.metrics_log import phase_seconds
 
 FORWARD_SHARE = 3.0
 """How much faster a position is scored than trained, where no scoring was measured: one product of three."""
@@ -49,6 +52,12 @@ class Rates:
     """Share of a batch's tokens that were sampled; 0: what the prompts leave."""
     every_step_s: float = 0.0
     """What each step takes beside: rows are made, advantages estimated, records written, weights sent."""
+    sync_s: float = 0.0
+    """What of that a weight sync is."""
+    engine_share: float = 1.0
+    """Share of the rollouts' time in which the engine computes."""
+    lengths: tuple[float, ...] = (1.0,)
+    """How long the rollouts of each batch took, as shares of their mean."""
     each_time_s: tuple[float, float] = (0.0, 0.0)
     """Of one checkpoint, and of one evaluation."""
 
@@ -69,6 +78,10 @@ class RunTime:
     phases: tuple[PhaseTime, ...]
     total_steps: int
     num_devices: int
+    pipeline: PhaseTimes
+    """What the phases take one after the other."""
+    takes_turns: bool = False
+    """Whether engine and learner have the same devices, one of them at a time."""
 
     @property
     def step_s(self) -> float:
@@ -109,6 +122,9 @@ def rates_of(plan: PlanConfig) -> Rates | None:
         positions_per_token=measured.positions_per_token,
         sampled_share=measured.sampled_share,
         every_step_s=measured.every_step_s,
+        sync_s=measured.sync_s,
+        engine_share=measured.engine_share,
+        lengths=measured.lengths,
         each_time_s=measured.each_time_s,
     )
 
@@ -134,22 +150,22 @@ def measured_rates(folder: Path) -> Rates:
     forwards = {name: _sum(steps, name) for name in steps[0] if name.startswith(prefix)}
     per_token = _sum(steps, "layout/policy_positions") / max(1.0, _sum(steps, "layout/policy_tokens"))
     scored = per_token * sum(record["batch/tokens"] * _models_scored(record) for record in steps)
-    known = {"generate", "score", "update", "step", *_EACH_TIME}
-    beside = [
-        seconds
-        for record in steps
-        for name, seconds in record.items()
-        if name.startswith("timing/") and not name.endswith("_per_s") and name.removeprefix("timing/") not in known
-    ]
+    known = {"generate", "score", "update", *_EACH_TIME}
+    beside = [seconds for each in map(phase_seconds, steps) for name, seconds in each.items() if name not in known]
+    phases = measured_phases(steps)
+    made_s = list(map(rollout_seconds, steps))
     return Rates(
         source=f"measured in {len(steps)} steps of {folder}",
-        generated=_rate(_sum(steps, "batch/trained_tokens"), _sum(steps, "timing/generate"), ranks),
+        generated=_rate(_sum(steps, "batch/trained_tokens"), sum(made_s), ranks),
         scored=_rate(scored, _sum(steps, "timing/score"), ranks),
         trained=_rate(sum(_sum(steps, name) for name in trained), _sum(steps, "timing/update"), ranks),
         layout=max(forwards, key=lambda name: forwards[name], default=prefix).removeprefix(prefix),
         positions_per_token=per_token,
         sampled_share=_sum(steps, "batch/trained_tokens") / _sum(steps, "batch/tokens"),
         every_step_s=sum(beside) / len(steps),
+        sync_s=phases.sync_s,
+        engine_share=min(1.0, phases.engine_s * len(phases.rollouts_s) / (sum(phases.rollouts_s) or math.inf)),
+        lengths=tuple(seconds * len(made_s) / (sum(made_s) or math.inf) for seconds in made_s),
         each_time_s=(_mean(records, "timing/checkpoint"), _mean(records, "timing/evaluate")),
     )
 
@@ -180,25 +196,41 @@ def work_of_step(
     )
 
 
-def run_time(rates: Rates, work: Work, trainer: TrainerConfig, *, total_steps: int, num_devices: int) -> RunTime:
-    """Return how long each phase of a step takes, in the mean over a run of so many training batches."""
+def run_time(
+    rates: Rates, work: Work, trainer: TrainerConfig, *, total_steps: int, num_devices: int, takes_turns: bool = False
+) -> RunTime:
+    """Return how long each phase of a step takes, in the mean over a run of so many training batches.
+
+    With `trainer.max_staleness` the phase `generate` is what the learner still waits, by the model of `pipeline.py`;
+    `takes_turns`: engine and learner share devices, one of them at a time.
+    """
     ranks, scored = work.num_ranks, rates.scored or FORWARD_SHARE * rates.trained
     checkpoints = max(1, total_steps // trainer.ckpt_interval) if trainer.ckpt_interval else 1
     evaluations = total_steps // trainer.eval_interval if trainer.eval_interval else 1  # the last step is evaluated
     times = checkpoints, evaluations + trainer.eval_before_train
     each_time = [seconds * count / max(1, total_steps) for seconds, count in zip(rates.each_time_s, times)]
-    seconds = {
-        "generate": _seconds(work.sampled_tokens, rates.generated, ranks),
+    made_s = _seconds(work.sampled_tokens, rates.generated, ranks)
+    own = {
         "score": _seconds(work.scored_positions, scored, ranks),
         "update": _seconds(work.trained_positions, rates.trained, ranks),
         "all else": rates.every_step_s,
         **dict(zip(_EACH_TIME, each_time)),
     }
+    learner_s = sum(own.values()) - rates.sync_s
+    pipeline = PhaseTimes(
+        rollouts_s=tuple(made_s * length for length in rates.lengths),
+        engine_s=made_s * rates.engine_share,
+        learner_s=learner_s,
+        sync_s=rates.sync_s,
+    )
+    wait_s = pipeline.step_s(trainer.max_staleness, takes_turns=takes_turns) - learner_s - rates.sync_s
     return RunTime(
         source=rates.source,
-        phases=tuple(PhaseTime(name=name, seconds=value) for name, value in seconds.items()),
+        phases=tuple(PhaseTime(name=name, seconds=value) for name, value in {"generate": wait_s, **own}.items()),
         total_steps=total_steps,
         num_devices=num_devices,
+        pipeline=pipeline,
+        takes_turns=takes_turns,
     )
 
 
@@ -233,6 +265,7 @@ def time_lines(time: RunTime | None, disk: Mapping[str, int]) -> Iterator[str]:
         yield f"{'rates':<10} {time.source}"
         parts = ", ".join(f"{phase.name} {_duration(phase.seconds)}" for phase in time.phases if phase.seconds)
         yield f"{'a step':<10} {_duration(time.step_s)}: {parts}"
+        yield from pipeline_lines(time.pipeline, takes_turns=time.takes_turns)
         yield (
             f"{'the run':<10} {_duration(time.step_s * time.total_steps)} for {time.total_steps:,} steps on "
             f"{time.num_devices} device{'s' * (time.num_devices != 1)}: {time.device_hours:.3g} device-hours"

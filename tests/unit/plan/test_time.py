@@ -106,6 +106,26 @@ def test_the_time_of_a_step_follows_from_its_work() -> None:
     assert "7.6 min for 10 steps on 4 devices" in printed
 
 
+def test_with_a_stream_the_learner_waits_for_what_is_left_of_the_rollouts() -> None:
+    settings = config(max_staleness=1)
+    plan = plan_batches(settings, num_train_prompts=40)
+    rates = Rates(source="", generated=10.0, scored=0.0, trained=100.0, every_step_s=1.0, sync_s=0.5, engine_share=0.5)
+    work = work_of_step(plan, LENGTHS, [estimate()], rates, models_scored=1)
+    found = run_time(rates, work, settings.trainer, total_steps=10, num_devices=4)
+    assert found.pipeline.rollouts_s == (24.0,)
+    assert (found.pipeline.engine_s, found.pipeline.learner_s, found.pipeline.sync_s) == (12.0, 14.5, 0.5)
+    assert found.step_s == pytest.approx((24.0 + 15.0) / 2)
+    assert found.phases[0].seconds == pytest.approx(4.5), "the step less what the learner does itself"
+    assert "0: 39 s, 1: 19.5 s, 2: 15 s" in "\n".join(time_lines(found, {}))
+
+
+def test_rates_of_a_stream_are_not_those_of_what_its_learner_waited_for(tmp_path: Path) -> None:
+    step = {**STEP, "timing/generate": 0.5, "timing/wait/rollouts": 0.4, "timing/group/max": 2.0, "timing/step": 5.25}
+    steps = [{**step, "timing/engine/busy": 1.5}, {**step, "timing/engine/busy": 1.5, "timing/group/max": 6.0}]
+    found = measured_rates(run_folder(tmp_path, step, *steps))
+    assert (found.generated, found.engine_share, found.lengths) == (2 * 500 / 8.0, 1.5 / 4.0, (0.5, 1.5))
+
+
 def test_a_layout_that_was_measured_computes_what_it_computed() -> None:
     plan = plan_batches(config(), num_train_prompts=40)
     rates = Rates(source="", generated=1.0, scored=1.0, trained=1.0, layout="padded", positions_per_token=0.5)
