@@ -5,7 +5,7 @@ It is told when each begins and ends, and adds up between two steps' records wha
     timing/wait/environments        seconds of trajectories that waited for environments, tools and reward functions
     timing/wait/environments_alone  the share of them in which the engine computed nothing
     timing/engine/busy              seconds in which the engine computed
-    timing/group/mean, max          seconds from a group's begin to its end, of those that ended; evaluations aside
+    timing/group/max                seconds from a group's begin to its end, the longest that ended; evaluations aside
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ class Activity:
             if self._waited_s:
                 metrics["timing/wait/environments_alone"] = self._alone_s / self._waited_s
             if self._group_s:
-                metrics["timing/group/mean"] = sum(self._group_s) / len(self._group_s)
                 metrics["timing/group/max"] = max(self._group_s)
             if self._busy_since is not None:
                 self._engine.append((self._busy_since, now))
