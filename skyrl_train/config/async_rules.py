@@ -1,5 +1,5 @@
-"""Rules of asynchronous reinforcement learning: what `trainer.max_staleness` above 0 cannot be combined with. That is what
-reads the order of whole batches, and what cannot compute while the learner does."""
+"""Rules of asynchronous reinforcement learning: what `trainer.max_staleness` above 0 cannot be combined with, and what only
+it reads. Refused is what cannot compute while the learner does, and what copies within one batch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.bundles import shares_devices
-from skyrl_train.config.data import DataConfig
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig
@@ -48,17 +47,6 @@ def _placement(
         getattr(placement, name),
         "has models and engines share devices, where one of them waits while the other computes: nothing would overlap",
         f"{apart}, with devices for both (a split placement, such as placement=gpu_8_split)",
-    )
-
-
-def _curriculum(trainer: TrainerConfig, data: DataConfig) -> Iterator[Violation]:
-    yield from _refused(
-        trainer,
-        data.curriculum.enabled,
-        "data.curriculum.enabled",
-        True,
-        "must be false: it chooses a batch by what the batch before taught,",
-        "drop data.curriculum",
     )
 
 
@@ -106,4 +94,4 @@ def _not_read(trainer: TrainerConfig) -> Iterator[Violation]:
             )
 
 
-ASYNC_RULES: tuple[Rule, ...] = (_engine, _placement, _curriculum, _sampling, _groups, _not_read)
+ASYNC_RULES: tuple[Rule, ...] = (_engine, _placement, _sampling, _groups, _not_read)

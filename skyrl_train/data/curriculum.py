@@ -6,13 +6,15 @@ tried, in the order of the first epoch (all of them while few are known); the re
 likelier the nearer their estimate is to the target. A prompt that is solved rests for some steps and is then tried again.
 
 The estimates are in the checkpoint, and draws are derived from the seed and the position: a resumed run takes the same.
+Where rollouts are made ahead, a batch is chosen when the first of its prompts begins, by what is known then, without prompts
+that are in flight; the journal has what was chosen.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from skyrl_train.config.data import CurriculumConfig
@@ -36,13 +38,20 @@ class Curriculum:
     seed: int
     config: CurriculumConfig
 
-    def batch(self, rates: SolveRates, position: int, step: int) -> list[Prompt]:
-        """Return the prompts of the batch at `position`, for `step`: each at most once where there are enough."""
+    def batch(self, rates: SolveRates, position: int, step: int, *, busy: Collection[str] = ()) -> list[Prompt]:
+        """Return the prompts of the batch at `position`, for `step`: each at most once, and none of the `busy` uids, where
+        there are enough."""
         slots = self.slots(position)
         chosen = {
-            number: iter(self._choose(number, slots.count(number), rates, position, step)) for number in set(slots)
+            number: iter(self._choose(number, slots.count(number), rates, position, step, busy))
+            for number in set(slots)
         }
         return [next(chosen[number]) for number in slots]
+
+    def named(self, uids: Sequence[str]) -> list[Prompt]:
+        """Return prompts by their uids. Raises KeyError."""
+        known = {prompt.uid: prompt for prompts in self.datasets for prompt in prompts}
+        return [known[uid] for uid in uids]
 
     def after(self, rates: SolveRates, rollouts: RolloutBatch, step: int) -> SolveRates:
         """Return the estimates with what `step` found. Failed trajectories say nothing of a prompt."""
@@ -63,11 +72,12 @@ class Curriculum:
             **({"curriculum/expected_solve_rate": math.fsum(known) / len(known)} if known else {}),
         }
 
-    def _choose(self, number: int, count: int, rates: SolveRates, position: int, step: int) -> list[Prompt]:
-        prompts, generator = (
-            self.datasets[number],
-            random.Random(derive_seed(self.seed, "curriculum", position, number)),
-        )
+    def _choose(
+        self, number: int, count: int, rates: SolveRates, position: int, step: int, busy: Collection[str]
+    ) -> list[Prompt]:
+        generator = random.Random(derive_seed(self.seed, "curriculum", position, number))
+        free = [prompt for prompt in self.datasets[number] if prompt.uid not in busy]
+        prompts = free if len(free) >= count else self.datasets[number]
         new = [prompt for prompt in prompts if prompt.uid not in rates]
         tried = [prompt for prompt in prompts if prompt.uid in rates]
         ready = [prompt for prompt in tried if not self._rests(rates[prompt.uid], step)]

@@ -3,6 +3,7 @@
 One file of JSON lines, in the order in which things happened; a line that a kill cut short is the last one, and is removed.
 
     {"prompts": "5f0e..."}                                   the training prompts, by their fingerprint
+    {"chosen": 2, "uids": ["a", "b", "a7"]}                  the prompts at position 2 of the data, of a curriculum
     {"start": 5, "version": 1}                               group 5 began, with engines at version 1
     {"turn": "stream-5-000000-0001-000", "of": "9c1d...",    an answer of the engine to the request `of`
      "tokens": [7, 2], "logprobs": [-0.5, -0.25], "stop": "stop", "versions": [[0, 1]]}
@@ -50,6 +51,8 @@ class Journal:
         self.path = path
         self.started: dict[int, int] = {}
         """Versions at which groups began."""
+        self.chosen: dict[int, tuple[str, ...]] = {}
+        """Uids of the prompts at positions of the data."""
         self.batches: dict[int, Closed] = {}
         """By the version that trained on them."""
         self._turns: dict[str, Mapping[str, Any]] = {}
@@ -80,6 +83,11 @@ class Journal:
         """Return the samples of a group that finished in a run before."""
         records = self._groups.get(ordinal)
         return None if records is None else tuple(decode_trajectory(record)[1] for record in records)
+
+    def choose(self, position: int, uids: tuple[str, ...]) -> None:
+        """Prompts were chosen. The line is on disk when the first one of their groups' own is."""
+        self.chosen[position] = uids
+        self._append({"chosen": position, "uids": uids})
 
     def begin(self, ordinal: int, version: int) -> None:
         """A group begins. The line is on disk when the first one of the group's own is."""
@@ -164,7 +172,9 @@ class Journal:
         return length
 
     def _take(self, record: Mapping[str, Any]) -> None:
-        if "start" in record:
+        if "chosen" in record:
+            self.chosen[record["chosen"]] = tuple(map(str, record["uids"]))
+        elif "start" in record:
             self.started[record["start"]] = record["version"]
         elif "turn" in record:
             _ordinal_of(record["turn"])

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from skyrl_train.algorithms.baseline_advantages import with_greedy_rewards
 from skyrl_train.algorithms.filters import differing_prompts, shape_rewards
 from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.data.curriculum import Curriculum, SolveRates
 from skyrl_train.errors import DataError
 from skyrl_train.rollout.admission import (
     FAILED,
@@ -90,12 +91,18 @@ class RolloutStream:
         journal: Journal,
         *,
         on_progress: ProgressCallback | None = None,
+        curriculum: Curriculum | None = None,
     ) -> None:
-        """`prompts` gives the batch at a position of the data (`PromptSource.batch`). What is in the `journal` is taken from
-        there; the stream closes it. `on_progress` is told how many groups are ready while `take` waits."""
+        """`prompts` gives the batch at a position of the data (`PromptSource.batch`), in whose place a `curriculum` chooses
+        one. What is in the `journal` is taken from there; the stream closes it. `on_progress` is told how many groups are
+        ready while `take` waits."""
         self._generator, self._prompts, self._settings = generator, prompts, settings
         self._journal = journal
         self._on_progress = on_progress
+        self._curriculum = curriculum
+        self._rates: SolveRates = {}
+        self._chosen: dict[int, list[Prompt]] = {}
+        """By position, those with a group that is not settled."""
         self._admission: Admission | None = None
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
@@ -110,6 +117,10 @@ class RolloutStream:
     def begin(self, *, version: int, settled: Settled) -> None:
         """Have groups begin. The engine has the weights of `version`, which is also the number of finished steps."""
         self._generator.thread.run(self._begin(version, settled))
+
+    def learn(self, rates: SolveRates) -> None:
+        """Tell the curriculum's estimates, by which prompts are chosen from now on."""
+        self._rates = rates
 
     def publish(self, version: int) -> None:
         """Tell that the engine was given the weights of `version`."""
@@ -136,6 +147,12 @@ class RolloutStream:
         self._admission = Admission(settings=self._settings.admission, version=version, settled=settled)
         self._idle_since = time.monotonic()
         self._journal.forget(settled)
+        if self._curriculum is not None:
+            self._chosen = {
+                position: self._curriculum.named(uids)
+                for position, uids in self._journal.chosen.items()
+                if position >= settled.frontier // self._settings.admission.batch_size
+            }
         self._go_on()
 
     async def _publish(self, version: int) -> None:
@@ -204,7 +221,18 @@ class RolloutStream:
 
     def _prompt(self, ordinal: int) -> Prompt:
         position, index = divmod(ordinal, self._settings.admission.batch_size)
-        return self._prompts(position)[index]
+        return (self._prompts(position) if self._curriculum is None else self._choose(self._curriculum, position))[
+            index
+        ]
+
+    def _choose(self, curriculum: Curriculum, position: int) -> Sequence[Prompt]:
+        """Return the prompts that the curriculum chose for a position: once and for all, as the journal has them."""
+        if position not in self._chosen:
+            busy = {prompt.uid for chosen in self._chosen.values() for prompt in chosen}
+            prompts = curriculum.batch(self._rates, position, self._rules.version + 1, busy=busy)
+            self._journal.choose(position, tuple(prompt.uid for prompt in prompts))
+            self._chosen[position] = prompts
+        return self._chosen[position]
 
     def _recorded(self, ordinal: int) -> Group:
         """Return a group of a batch that a run before has closed, which was in the journal before the batch was."""
@@ -300,6 +328,8 @@ class RolloutStream:
             **self._generator.engine_metrics(),
         }
         settled = self._rules.settled
+        first = settled.frontier // self._settings.admission.batch_size
+        self._chosen = {position: chosen for position, chosen in self._chosen.items() if position >= first}
         if self._is_restored:
             self._start_groups()
         metrics["timing/wait/admission"], self._idle_s = self._idle_s, 0.0

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from skyrl_train.config.learners import RunModels
     from skyrl_train.config.rewards import RewardEntry
     from skyrl_train.config.schema import Config
+    from skyrl_train.data.curriculum import Curriculum
     from skyrl_train.interfaces import Generator, WeightTransport
     from skyrl_train.learner.critic import CriticLearner
     from skyrl_train.learner.policy import PolicyLearner
@@ -101,6 +102,7 @@ def build_rollouts(
 def build_stream(
     config: Config,
     prompts: PromptBatches,
+    curriculum: Curriculum | None,
     generator: Generator,
     fingerprint: str,
     total_steps: int,
@@ -142,7 +144,7 @@ def build_stream(
         samples_greedily=needs_greedy_sample(trainer.algorithm),
     )
     journal = Journal(RunFolder(Path(config.output_dir)).journal / FILE, prompts=fingerprint)
-    stream = RolloutStream(generator, prompts, settings, journal, on_progress=on_progress)
+    stream = RolloutStream(generator, prompts, settings, journal, on_progress=on_progress, curriculum=curriculum)
     stack.callback(stream.close)
     return stream
 

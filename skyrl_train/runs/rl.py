@@ -185,6 +185,7 @@ def _train(
         stream=build_stream(
             config,
             data.train,
+            data.curriculum,
             rollouts.generator,
             data.fingerprint.sha256,
             plan.total_steps,

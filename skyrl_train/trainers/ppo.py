@@ -89,7 +89,7 @@ class PPOTrainer:
         stream: RolloutStream | None = None,
     ) -> None:
         """`evaluator` and `rollout_log` are None where evaluation and rollout dumps are off; a `curriculum` chooses prompts
-        in place of `prompts`; a `stream`, which reads `prompts` itself, makes rollouts while the learner updates."""
+        in place of `prompts`; a `stream`, which reads both itself, makes rollouts while the learner updates."""
         self.loop, self.settings, self.prompts, self.generator = loop, settings, prompts, generator
         self.curriculum, self.stream = curriculum, stream
         self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
@@ -147,6 +147,7 @@ class PPOTrainer:
             self._sync(version)
         if self.stream is not None:
             first = self.state.data_position * self.settings.trainer.train_batch_size
+            self.stream.learn(self.state.solve_rates)
             self.stream.begin(version=version, settled=self.state.settled or Settled(frontier=first))
         self.loop.begin(self.state, self._evaluate)
 
@@ -215,6 +216,8 @@ class PPOTrainer:
             return {}
         rates = self.state.solve_rates
         self.state = replace(self.state, solve_rates=self.curriculum.after(rates, everything, step))
+        if self.stream is not None:
+            self.stream.learn(self.state.solve_rates)
         return self.curriculum.metrics(rates, everything.prompts, step)
 
     def _move_reference(self, step: int) -> None:

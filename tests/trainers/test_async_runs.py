@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.algorithms.filters import differing_prompts
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import StopRequested
@@ -144,11 +145,15 @@ def test_a_run_that_is_stopped_goes_on_without_losing_or_repeating_a_prompt(tmp_
 
 
 @pytest.mark.slow
-def test_steps_after_the_checkpoint_are_taken_again_and_replays_give_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["", "curriculum", "greedy samples", "oversampling", "dynamic sampling", "critic"])
+def test_steps_after_the_checkpoint_are_taken_again_and_replays_give_the_same_weights(
+    tmp_path: Path, kind: str
+) -> None:
     root = tmp_path / "run"
-    config = make_config(root, ckpt_interval=1, export_hf=True)
+    config = changed(make_config(root, ckpt_interval=1, export_hf=True), KINDS.get(kind, {}))
     train(config)
     weights = exported(root)
+    records = [steady(record) for record in read_metrics(root / "metrics.jsonl")]
     journal = root / "journal" / "journal.jsonl"
     content = journal.read_bytes()
     # As if killed at the end of step 3, with the checkpoint of step 1; then without any.
@@ -159,11 +164,23 @@ def test_steps_after_the_checkpoint_are_taken_again_and_replays_give_the_same_we
         (root / "complete.json").unlink()
         train(config)
         assert exported(root) == weights
-        assert journal.read_bytes() == content
-    replayed = make_config(tmp_path / "replayed", max_staleness=0, export_hf=True)
+        assert [steady(record) for record in read_metrics(root / "metrics.jsonl")] == records
+        # Groups that the run did not need any more are run to their ends where they are surplus.
+        assert journal.read_bytes() == content or kind == "oversampling"
+    if kind == "curriculum":  # it would choose among what is replayed
+        return
+    serial = {"stale_groups": "wait", "oversample": 1.0}
+    replayed = changed(make_config(tmp_path / "replayed", export_hf=True), KINDS.get(kind, {}))
+    replayed = changed(replayed, {"trainer": {"max_staleness": 0, **serial}})
     generator = replace(replayed.generator, backend="replay", replay_path=str(root / "rollouts"))
     train(replace(replayed, generator=generator))
     assert exported(tmp_path / "replayed") == weights
+
+
+def steady(record: dict[str, Any]) -> dict[str, Any]:
+    """A step's metrics without those of time, and of what else was in flight."""
+    kept = ("timing/", "stream/in_flight", "stream/ready", "memory/", "time")
+    return {name: value for name, value in record.items() if not name.startswith(kept)}
 
 
 def exported(root: Path) -> bytes:
@@ -186,10 +203,71 @@ def test_a_fork_may_turn_waiting_on_and_off(tmp_path: Path) -> None:
     }
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "documents close a step": {"trainer": {"docs_per_step": 3, "docs_per_step_exact": True}},
+    "token budget": {"trainer": {"micro_batching": "token_budget", "max_tokens_per_microbatch": 256}},
+    "critic": {
+        "critic": {"model": {"path": "policy"}},
+        "trainer": {"algorithm": {"advantage_estimator": "gae"}},
+    },
+    "adapter": {"model": {"lora": {"rank": 2}}},
+    "mix": {
+        "data": {
+            "mix": (
+                {"name": "some", "train": ["builtin:word_problems/train"], "weight": 3.0, "max_train_prompts": 12},
+                {"name": "others", "train": ["builtin:word_problems/validation"], "max_train_prompts": 12},
+            )
+        }
+    },
+    "curriculum": {"data": {"curriculum": {"enabled": True}}},
+    "greedy samples": {"trainer": {"algorithm": {"advantage_estimator": "remax"}}},
+    "oversampling": {"trainer": {"oversample": 1.5, "stale_groups": "drop"}},
+    "in order": {"trainer": {"oversample": 1.5, "take_groups": "in_order"}},
+    "dynamic sampling": {"trainer": {"algorithm": {"filters": {"dynamic_sampling": "filter"}}}},
+}
+
+
+def check_kind(kind: str, records: list[dict[str, Any]], batches: list[RolloutBatch]) -> None:
+    trajectories = [trajectory for batch in batches for trajectory in batch.trajectories]
+    if kind == "documents close a step":
+        assert [record["batch/documents_per_step/max"] for record in records] == [3.0, 3.0]
+    if kind == "critic":
+        assert all("critic/value_loss" in record for record in records)
+    if kind == "mix":  # over the run: a batch has what has finished
+        counts = Counter(prompt.dataset for batch in batches for prompt in batch.prompts)
+        assert counts == {"some": 6, "others": 2}
+    if kind == "curriculum":
+        assert [record["curriculum/tried"] for record in records] == [0.0, 4.0]
+    if kind == "greedy samples":
+        assert all(trajectory.greedy_reward is not None for trajectory in trajectories)
+    if kind == "dynamic sampling":
+        assert all(all(differing_prompts(batch)) for batch in batches)
+        assert records[-1]["total/prompts"] > 2 * BATCH
+    if kind == "oversampling":
+        assert len({prompt.uid for batch in batches for prompt in batch.prompts}) == 2 * BATCH
+    if kind == "in order":
+        assert [prompt.uid for batch in batches for prompt in batch.prompts] == [
+            prompt.uid for position in range(2) for prompt in load_data(make_config(Path())).train(position)
+        ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_feeds_every_kind_of_training(tmp_path: Path, kind: str) -> None:
+    config = make_config(tmp_path, total_steps=2)
+    train(changed(changed(config, {"data": {"validation": ()}}), KINDS[kind]))
+    batches = trained(tmp_path)
+    assert [len({prompt.uid for prompt in batch.prompts}) for batch in batches] == [BATCH] * 2
+    check_versions(tmp_path, max_staleness=1)
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    # What the learner's own weights sampled is what the learner says of it: the engine has what was trained.
+    assert all(record.get("off_policy/abs/age_0", 0.0) < 1e-4 for record in records)
+    assert any(record["off_policy/age/max"] == 1.0 for record in records) or kind == "dynamic sampling"
+    check_kind(kind, records, batches)
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"data": {"curriculum": {"enabled": True}}}, "data.curriculum.enabled"),
         ({"generator": {"backend": "replay"}}, "generator.backend"),
         ({"generator": {"backend": "vllm"}, "placement": {"colocate_all": True}}, "placement.colocate_all"),
         ({"generator": {"backend": "vllm"}, "platform": {"name": "gpu"}}, "placement.backend"),

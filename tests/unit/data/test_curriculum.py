@@ -60,6 +60,17 @@ def test_prompts_are_first_tried_in_the_order_of_the_epoch() -> None:
     assert uids(curriculum().batch({}, 0, 1)) == [f"p{index}" for index in range(8)]
 
 
+def test_prompts_in_flight_are_not_taken_where_there_are_enough_others() -> None:
+    one = curriculum()
+    busy = [f"p{index}" for index in range(30)]
+    assert uids(one.batch({}, 1, 1, busy=busy)) == [f"p{index}" for index in range(30, 38)]
+    assert len(set(uids(one.batch({}, 1, 1, busy=[f"p{index}" for index in range(33)])))) == 8
+
+
+def test_prompts_are_found_by_their_uids() -> None:
+    assert curriculum().named(["p7", "p2"]) == [PROMPTS[7], PROMPTS[2]]
+
+
 def test_the_solve_rate_is_the_mean_of_rewards_cut_to_0_and_1_without_failed_ones() -> None:
     found = solve_rates(rollouts({0: (1.0, 0.0), 1: (5.0, None), 2: (-3.0, 0.5), 3: (None, None)}))
     assert [(prompt.uid, rate) for prompt, rate in found] == [("p0", 0.5), ("p1", 1.0), ("p2", 0.25)]

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.algorithm import FilterConfig
+from skyrl_train.config.data import CurriculumConfig
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.data.curriculum import Curriculum
 from skyrl_train.errors import DataError, EngineError
 from skyrl_train.rollout.admission import AdmissionSettings, Settled
 from skyrl_train.rollout.generator import RolloutGenerator
@@ -71,6 +73,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         generator = RolloutGenerator(engine, TOKENIZER, GeneratorConfig(), environment, 0)
         rules = {name: changes.pop(name) for name in ("take_groups", "oversample", "stale_groups") if name in changes}
         filters = changes.get("filters", FilterConfig())
+        curriculum = changes.pop("curriculum", None)
         settings = StreamSettings(
             admission=AdmissionSettings(
                 batch_size=BATCH,
@@ -86,7 +89,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         known = make_prompts(100) if prompts is None else prompts
         journal = Journal(tmp_path / "journal.jsonl", prompts="p")
         stream = RolloutStream(
-            generator, lambda position: known[position * BATCH : (position + 1) * BATCH], settings, journal
+            generator,
+            lambda position: known[position * BATCH : (position + 1) * BATCH],
+            settings,
+            journal,
+            curriculum=curriculum,
         )
         made.append((stream, generator))
         stream.begin(version=version, settled=Settled())
@@ -242,6 +249,43 @@ def test_what_is_too_many_is_told_with_its_length(start: Start) -> None:
     assert sum(dropped.values()) == 4.0
     assert taken[1].metrics["stream/response_length/taken"] == length
     assert taken[1].metrics["stream/response_length/surplus"] == 3 * length - 2
+
+
+def make_curriculum(count: int) -> Curriculum:
+    """Half of each batch is drawn from the prompts that were tried, of which those nearest to 0.5 come first."""
+    config = CurriculumConfig(enabled=True, exploration=0.5, rest_steps=0)
+    return Curriculum(datasets=[make_prompts(count)], slots=lambda _: [0] * BATCH, seed=0, config=config)
+
+
+def test_a_curriculum_chooses_by_what_is_known_when_a_batch_begins(start: Start) -> None:
+    stream, _ = start(lambda _: says(1), curriculum=make_curriculum(40), take_groups="in_order")
+    taken = [stream.take()]
+    stream.learn({"p0": (0.5, 1), "p1": (0.0, 1)})
+    stream.publish(1)
+    taken.append(stream.take())
+    stream.publish(2)
+    taken.append(stream.take())
+    found = sorted(uid for batch in taken for uid in uids(batch))
+    # The first two positions were chosen before anything was known; no prompt is in flight twice.
+    assert sorted(set(found)) == ["p0", "p1", "p2", "p3", "p4"]
+    assert found.count("p0") == 2
+
+
+def test_what_a_curriculum_chose_is_kept_whatever_is_known_later(start: Start) -> None:
+    stream, before = start(lambda _: says(1), curriculum=make_curriculum(40), take_groups="in_order")
+    first = [stream.take()]
+    stream.learn({"p0": (0.5, 1), "p1": (0.0, 1)})
+    stream.publish(1)
+    first.append(stream.take())
+    stream.close()
+    stream, after = start(lambda _: says(1), curriculum=make_curriculum(40), take_groups="in_order")
+    stream.learn({"p2": (0.5, 1), "p3": (0.5, 1)})
+    again = take_all(stream)
+    assert [batch.rollouts for batch in again[:2]] == [batch.rollouts for batch in first]
+    assert again[1].settled == first[1].settled
+    known = {request.request_id for request in before.requests}
+    assert not known & {request.request_id for request in after.requests}
+    assert sorted(uids(again[2])) == ["p0", "p4"]
 
 
 def test_a_prompt_that_comes_again_in_a_batch_is_a_group_of_its_own() -> None:
