@@ -219,7 +219,7 @@ def _replay(generator: GeneratorConfig) -> Iterator[Violation]:
             "generator.replay_path",
             path,
             "must be given with generator.backend=replay",
-            "set generator.replay_path to a run's `rollouts` folder or a JSON-lines file in it",
+            "set generator.replay_path to a run's `rollouts` or `journal` folder, or a JSON-lines file in it",
         )
     elif backend == "replay" and not Path(path).expanduser().exists():
         yield Violation.of("generator.replay_path", path, "must be an existing file or folder", near_path(path))

@@ -66,8 +66,13 @@ class Job:
         """What `prompt_token_ids` offers the model to call: what its row says, else all that is configured."""
         return self.prompt.tools or self.configured_tools
 
+    @property
+    def name(self) -> str:
+        """What tells the trajectory from all others of the run."""
+        return f"{self.purpose}-{self.global_step}-{self.prompt_index:06d}-{self.sample_index:04d}"
+
     def request_id(self, turn_index: int) -> str:
-        return f"{self.purpose}-{self.global_step}-{self.prompt_index:06d}-{self.sample_index:04d}-{turn_index:03d}"
+        return f"{self.name}-{turn_index:03d}"
 
     def request_seed(self, turn_index: int) -> int:
         purpose = f"sample/{self.purpose}"

@@ -23,11 +23,10 @@ from skyrl_train.types import ChatMessage, Failure, FailureKind
 
 T = TypeVar("T")
 Answer = dict[str, Any]
-"""`{"value": ...}`, or `{"failure": FailureKind, "message": ...}`."""
+"""`{"value": ...}`, with `resume` if the request `keeps` (`journaled.py`), or `{"failure": FailureKind, "message": ...}`."""
 Request = Mapping[str, Any]
-"""`{"call": "construction", "init", "step", "cut", "tools", "get_metrics" or "close", ...}` with the arguments of the
-call; or that of a reward function, which needs no environment: `{"call": "score", "spec": ..., "prompt": ...,
-"samples": [...], "num_values": ...}`."""
+"""`{"call": ..., ...}` with the arguments of the call, which `HostedEnvironment` names; that of a reward function needs no
+environment: `{"call": "score", "spec": ..., "prompt": ..., "samples": [...], "num_values": ...}`."""
 
 CHECK_ROWS = "check_rows"
 """The call that asks the class of an environment, rather than one of them, what is wrong with data rows."""
@@ -160,15 +159,16 @@ class EnvironmentSession:
         extras: Mapping[str, Any],
         name: str,
         tools: ToolSettings = _NO_TOOLS,
+        wrap: Callable[[EnvironmentHandle], EnvironmentHandle] = lambda handle: handle,
     ) -> None:
-        """`spec` and `extras` are those of `make_environment`; `name` is the environment's in messages."""
+        """`spec` and `extras`: as `make_environment`; `name` is for messages; `wrap` gives what stands before it."""
         self.own_tools: list[Schema] = []
         """The environment's own tools, once it has started."""
         self.plays_itself = False
         """Whether it runs its tools by itself and scores whole episodes, once it has started."""
         self._tools = tools
         self._environments = environments
-        self._handle = environments.host(name)
+        self._handle = wrap(environments.host(name))
         self._spec, self._extras, self._name = spec, extras, name
         self._usable = False
         """Asked for, and no call without an answer since."""

@@ -20,7 +20,7 @@ from skyrl_train.rollout.env_boundary import (
     late,
 )
 from skyrl_train.rollout.environments import is_asynchronous, make_environment, plays_itself, row_problems
-from skyrl_train.rollout.plain_data import numbers_only
+from skyrl_train.rollout.plain_data import numbers_only, plain_state
 from skyrl_train.rollout.reward_functions import call_reward
 from skyrl_train.rollout.tools.toolbox import Toolbox
 from skyrl_train.types import FailureKind
@@ -34,15 +34,17 @@ class HostedEnvironment:
         self._name = name
         self._environment: Any = None
         self._toolbox = Toolbox(())
+        self._has_tools = False
+        """Of `environment.tools`."""
 
     def answer(self, request: Request) -> Answer | Coroutine[Any, Any, Answer]:
         """Return the answer, or where the environment's method is asynchronous a coroutine of it, which wants an event loop
         (`in_time`). Neither raises anything of the environment's."""
         try:
             value = self._perform(request)
-            if inspect.isawaitable(value):
+            if inspect.isawaitable(value) or inspect.iscoroutinefunction(getattr(self._environment, "get_state", None)):
                 return self._answer_later(request, value)
-            return {"value": self._checked(request, value)}
+            return self._answered(request, self._checked(request, value), self._state(request))
         except BaseException as error:
             return _failure(error)
 
@@ -64,13 +66,31 @@ class HostedEnvironment:
         if isinstance(closing := self.answer({"call": "close"}), Coroutine):
             asyncio.run(closing)
 
-    async def _answer_later(self, request: Request, value: Awaitable[object]) -> Answer:
+    async def _answer_later(self, request: Request, value: object) -> Answer:
         try:
-            return {"value": self._checked(request, await value)}
+            checked = self._checked(request, await value if inspect.isawaitable(value) else value)
+            state = self._state(request)
+            return self._answered(request, checked, await state if inspect.isawaitable(state) else state)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             return _failure(error)
+
+    def _state(self, request: Request) -> object:
+        """Return what the environment's `get_state` does, to a request that keeps it; None where there is none. That of
+        `environment.tools` would not be in it."""
+        offers = hasattr(self._environment, "get_state") and hasattr(self._environment, "set_state")
+        return self._environment.get_state() if request.get("keeps") and offers and not self._has_tools else None
+
+    def _answered(self, request: Request, value: object, state: object) -> Answer:
+        if not request.get("keeps"):
+            return {"value": value}
+        if state is not None:
+            return {"value": value, "resume": {"state": plain_state(state)}}
+        return {
+            "value": value,
+            "resume": {"replay": True} if getattr(self._environment, "deterministic", False) else {},
+        }
 
     def _perform(self, request: Request) -> object:
         call = request["call"]
@@ -81,7 +101,7 @@ class HostedEnvironment:
         if call == "construction":
             # Kept from here on, so that one whose construction came too late is closed all the same.
             self._environment = make_environment(request["spec"], request["extras"])
-            most = request["max_result_chars"]
+            most, self._has_tools = request["max_result_chars"], bool(request["tools"])
             self._toolbox = Toolbox(request["tools"], self._environment, max_result_chars=most)
             return self._toolbox.own_schemas
         environment: Any = self._environment
@@ -93,6 +113,8 @@ class HostedEnvironment:
             raise RuntimeError("the environment was used before it was started or after it was closed")
         if call == "init":
             return environment.init(request["messages"])
+        if call == "set_state":
+            return environment.set_state(request["state"])
         if call == "step" and request.get("calls"):
             return environment.step_calls(request["action"], request["calls"])
         if call == "cut":

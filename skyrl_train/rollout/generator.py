@@ -31,6 +31,8 @@ from skyrl_train.rollout.env_processes import SLOW_TO_START, ProcessEnvironments
 from skyrl_train.rollout.env_threads import ThreadEnvironments
 from skyrl_train.rollout.env_watched import WatchedEnvironments
 from skyrl_train.rollout.environments import check_environment, check_rows, environment_of, uses_processes
+from skyrl_train.rollout.journal import Journal
+from skyrl_train.rollout.journaled import JournaledEngine, JournaledEnvironment, Restarted
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.rollout.scoring import Rewards
 from skyrl_train.rollout.tools.formats import ToolParser
@@ -158,21 +160,20 @@ class RolloutGenerator:
         ordinal: int,
         n_samples_per_prompt: int,
         sampling: SamplingParams,
-        wrap: Callable[[InferenceEngine], InferenceEngine],
+        journal: Journal,
         with_greedy: bool = False,
     ) -> tuple[Trajectory, ...]:
         """Return all samples of one prompt, which runs by itself: the engine may answer it beside any others.
 
         To be awaited on `thread`. `ordinal` is the prompt's index in the order of the data; requests are named and seeded by
-        it. `wrap` gives what stands before the engine. `with_greedy` adds a greedy sample, the last. Raises DataError,
-        ConfigError as `generate` does.
+        it. What engine and environments answer is in the `journal`, or taken from there. `with_greedy` adds a greedy sample,
+        the last. Raises DataError, ConfigError as `generate` does; SaveError.
         """
         self._check_rows([prompt])
         jobs = self._jobs([prompt], n_samples_per_prompt, sampling, ordinal, STREAM)
         if with_greedy:
             jobs += self._jobs([prompt], 1, replace(sampling, temperature=0.0), ordinal, _GREEDY)
-        engine = wrap(self._engine)
-        tasks = [asyncio.ensure_future(self._run(job, contextlib.ExitStack(), [], engine)) for job in jobs]
+        tasks = [asyncio.ensure_future(self._run(job, contextlib.ExitStack(), [], journal)) for job in jobs]
         samples, greedy = tasks[:n_samples_per_prompt], tasks[n_samples_per_prompt:]
         try:
             groups = [await self._score_group(prompt, group) for group in (samples, greedy) if group]
@@ -275,7 +276,7 @@ class RolloutGenerator:
             for job in jobs:
                 lease = all_leases.enter_context(contextlib.ExitStack())
                 lease.enter_context(self._engine.lease())
-                runs.append(self._run(job, lease, complete, self._engine))
+                runs.append(self._run(job, lease, complete))
             tasks = [asyncio.ensure_future(run) for run in runs]
             groups: list[asyncio.Task[list[Trajectory]]] = []
             if any(task.rewards.of_groups for task in self._tasks.values()):
@@ -308,43 +309,23 @@ class RolloutGenerator:
         job: Job,
         lease: contextlib.ExitStack,
         complete: list[tuple[Prompt, Trajectory]],
-        engine: InferenceEngine,
+        journal: Journal | None = None,
     ) -> Trajectory:
         """Return what `_run_one` does; the job's group is in flight until then."""
         is_eval = job.purpose == "eval"
         with self.activity.trajectory((is_eval, job.global_step, job.prompt_index), is_timed=not is_eval):
-            return await self._run_one(job, lease, complete, engine)
+            return await self._run_one(job, lease, complete, journal)
 
     async def _run_one(
         self,
         job: Job,
         lease: contextlib.ExitStack,
         complete: list[tuple[Prompt, Trajectory]],
-        engine: InferenceEngine,
+        journal: Journal | None,
     ) -> Trajectory:
         """Return the job's trajectory, which is appended to what is `complete` as well."""
         with lease:
-            task = self._tasks[job.prompt.dataset]
-            env_class = environment_of(job.prompt, task.environment)
-            extras = {**job.prompt.extras, "max_turns": self._limits.max_turns, "env_class": env_class}
-            session = EnvironmentSession(
-                task.hosts,
-                task.environment.env_class or env_class,
-                extras,
-                name=env_class.rpartition(":")[2],
-                tools=ToolSettings(
-                    specs=task.environment.tools, max_result_chars=task.environment.max_tool_result_chars
-                ),
-            )
-            episode = Episode(
-                job=job,
-                engine=engine,
-                session=session,
-                chat=self._chat,
-                limits=self._limits,
-                parse_calls=self._parse_calls,
-            )
-            trajectory = await self._agent_loop(episode)
+            trajectory = await self._play(job, journal)
             if not isinstance(trajectory, Trajectory):
                 kind = type(trajectory).__name__
                 raise DataError(f"generator.agent_loop must give a Trajectory (skyrl_train.types); it gave {kind}")
@@ -357,6 +338,34 @@ class RolloutGenerator:
         scored = await self._tasks[job.prompt.dataset].rewards.score(job.prompt, checked)
         complete.append((job.prompt, scored))
         return scored
+
+    async def _play(self, job: Job, journal: Journal | None) -> object:
+        """Return what the agent loop makes of the job, with a `journal` going on where a run before was."""
+        try:
+            return await self._agent_loop(self._episode(job, journal))
+        except Restarted:  # once at most: the journal has nothing left that could be refused
+            return await self._agent_loop(self._episode(job, journal))
+
+    def _episode(self, job: Job, journal: Journal | None) -> Episode:
+        task = self._tasks[job.prompt.dataset]
+        env_class = environment_of(job.prompt, task.environment)
+        extras = {**job.prompt.extras, "max_turns": self._limits.max_turns, "env_class": env_class}
+        session = EnvironmentSession(
+            task.hosts,
+            task.environment.env_class or env_class,
+            extras,
+            name=env_class.rpartition(":")[2],
+            tools=ToolSettings(specs=task.environment.tools, max_result_chars=task.environment.max_tool_result_chars),
+            wrap=lambda handle: handle if journal is None else JournaledEnvironment(handle, journal, job.name),
+        )
+        return Episode(
+            job=job,
+            engine=self._engine if journal is None else JournaledEngine(self._engine, journal),
+            session=session,
+            chat=self._chat,
+            limits=self._limits,
+            parse_calls=self._parse_calls,
+        )
 
     async def _watch(self, tasks: Sequence[asyncio.Task[Trajectory]]) -> None:
         """Waits for all, reporting progress; raises at the first error and as soon as too many have failed."""

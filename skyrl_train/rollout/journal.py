@@ -1,34 +1,54 @@
 """`Journal`: what a stream has made, on disk before anything follows from it, so that a killed run makes none of it again.
 
-One file of JSON lines, in the order in which things happened; a line that a kill cut short is the last one, and is removed.
+One file of JSON lines, in the order in which things happened:
 
-    {"prompts": "5f0e..."}                                   the training prompts, by their fingerprint
+    {"prompts": "5f0e...", "from": 0}                        the training prompts, by their fingerprint; see "Compaction"
     {"chosen": 2, "uids": ["a", "b", "a7"]}                  the prompts at position 2 of the data, of a curriculum
     {"start": 5, "version": 1}                               group 5 began, with engines at version 1
     {"turn": "stream-5-000000-0001-000", "of": "9c1d...",    an answer of the engine to the request `of`
      "tokens": [7, 2], "logprobs": [-0.5, -0.25], "stop": "stop", "versions": [[0, 1]]}
+    {"call": "stream-5-000000-0001", "of": "77ab...",        an answer of an environment to the call `of`, and how it may be
+     "value": {...}, "resume": {"state": {"turns": 1}}}      brought back to where it is then (`journaled.py`)
+    {"restart": "stream-5-000000-0001", "reason": "..."}     it could not be: the calls before are of no use
     {"group": 5, "trajectories": [...]}                      all samples of group 5 (see `telemetry/rollout_log.py`)
     {"batch": 1, "groups": [3, 5], "dropped": {"4": "stale"}}  what the learner trained on at version 1
 
 A line is on disk (`fsync`) before the engine's answer goes to the environment, before a group counts as finished, and before
-a batch is trained on. Lines that come together are brought to disk together, on a thread.
+a batch is trained on; an environment's answer before the next one of the engine is. Lines that come together are one write,
+on a thread, and each has its number, `"write": 17`.
+
+One file has both what was made and the schedule (which version sampled which tokens, which groups made which batch), because
+their order is what a resumed run relies on: a batch stands behind its groups, a group behind its turns. In two files that
+would take two `fsync` for one, and a loss of power between them would leave a schedule of groups that are not there.
+
+**What a crash leaves.** A write begins when the one before is on disk, so that a kill or a loss of power can only tear the
+last one: its end is missing, or blocks of it are zeros with lines of the same write behind them. All from the first line on
+that is cut short or has zeros is removed. Where lines of later writes stand behind such a line it is no crash, and refused.
+
+**Compaction.** Groups in batches that are older than the oldest checkpoint are never asked for again. Their lines, and those
+of the batches, are left out of a new file, which takes the old one's name when it is on disk; `from` is the first batch that
+is left. It is done where rollouts are recorded elsewhere (`trainer.dump_rollouts`), as the whole run is then replayed from
+there; a journal that is the only record stays whole.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import deque
-from collections.abc import Mapping
+import logging
+import os
+import re
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from skyrl_train.errors import DataError, SaveError
-from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.admission import Closed, Settled
 from skyrl_train.telemetry.files import DISK_TIMEOUT_S, bring_to_disk, parse_json, sync_folder
 from skyrl_train.telemetry.json_text import json_line
@@ -38,13 +58,29 @@ from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, StopR
 
 FILE = "journal.jsonl"
 _CLOSE_TIMEOUT_S = 30.0
+_HEAD = re.compile(rb'\{"(\w+)": "?([^",]*)')
+"""What a line is, and of which group, trajectory or batch."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What an environment answered in a run before."""
+
+    of: str
+    """Digest of the call."""
+    value: Any
+    resume: Mapping[str, Any]
+    """As in `env_boundary.Answer`."""
 
 
 class Journal:
     """Reads what is in the file, then appends to it. Appended to from one event loop."""
 
-    def __init__(self, path: Path, *, prompts: str) -> None:
-        """Makes the file where it is missing. `prompts` tells the training prompts from others.
+    def __init__(self, path: Path, *, prompts: str, oldest_checkpoint: Callable[[], int | None] = lambda: None) -> None:
+        """Makes the file where it is missing. `prompts` tells the training prompts from others. `oldest_checkpoint` returns
+        the version of the oldest one that the run may go on from, behind which the journal is compacted; None is nowhere.
 
         Raises DataError for a journal of other prompts, and naming the line that is none of a journal; OSError.
         """
@@ -55,17 +91,40 @@ class Journal:
         """Uids of the prompts at positions of the data."""
         self.batches: dict[int, Closed] = {}
         """By the version that trained on them."""
+        self._prompts, self._oldest_checkpoint = prompts, oldest_checkpoint
+        self._from = 0
         self._turns: dict[str, Mapping[str, Any]] = {}
+        self._calls: dict[str, list[Call]] = {}
         self._groups: dict[int, list[Mapping[str, Any]]] = {}
+        self._closed: dict[int, frozenset[int]] = {}
+        """By version, the groups that each batch in the file settled."""
+        self._counts: Counter[str] = Counter()
+        self._failed: OSError | None = None
         path.parent.mkdir(parents=True, exist_ok=True)
-        length = self._read(prompts)
+        self._temporary.unlink(missing_ok=True)
+        length, self._num_writes = self._read()
         self._file = path.open("ab")
         self._file.truncate(length)
+        bring_to_disk(self._file.fileno(), path)
         sync_folder(path.parent)
-        self._pending: deque[bytes] = deque()
+        self._pending: deque[Mapping[str, Any]] = deque()
         self._thread = WorkerThread("journal")
         if not length:
-            self._append({"prompts": prompts})
+            self._append({"prompts": prompts, "from": 0})
+
+    def resume(self, version: int, settled: Settled) -> None:
+        """Free the memory of groups that are trained on or dropped where the run goes on. Raises DataError where the journal
+        has been compacted past that."""
+        if version < self._from:
+            raise DataError(
+                f"{self.path} begins at version {self._from}, and the run goes on from version {version}: what lies "
+                f"between was dropped behind checkpoints that are gone. Put one of step {self._from} or later back, or "
+                "start over with trainer.resume_mode=none"
+            )
+        self.started = {ordinal: version for ordinal, version in self.started.items() if not settled.holds(ordinal)}
+        self._groups = {ordinal: group for ordinal, group in self._groups.items() if not settled.holds(ordinal)}
+        self._turns = {name: turn for name, turn in self._turns.items() if not settled.holds(_ordinal_of(name))}
+        self._calls = {name: calls for name, calls in self._calls.items() if not settled.holds(_ordinal_of(name))}
 
     def turn(self, request: GenerationRequest) -> GenerationOutput | None:
         """Return the answer to the same request of a run before; None where there is none, or it was to another prompt."""
@@ -79,10 +138,20 @@ class Journal:
             weight_versions=tuple(VersionRun(start, version) for start, version in record["versions"]),
         )
 
+    def calls(self, trajectory: str) -> tuple[Call, ...]:
+        """Return what the environment of a trajectory answered in a run before, in order."""
+        return tuple(self._calls.get(trajectory, ()))
+
     def group(self, ordinal: int) -> tuple[Trajectory, ...] | None:
         """Return the samples of a group that finished in a run before."""
         records = self._groups.get(ordinal)
         return None if records is None else tuple(decode_trajectory(record)[1] for record in records)
+
+    def take_counts(self) -> dict[str, float]:
+        """Return what became of environments of a run before since the last time: `stream/resumed_WAY` and
+        `stream/restarted_REASON`."""
+        counts, self._counts = self._counts, Counter()
+        return {f"stream/{name}": float(count) for name, count in sorted(counts.items())}
 
     def choose(self, position: int, uids: tuple[str, ...]) -> None:
         """Prompts were chosen. The line is on disk when the first one of their groups' own is."""
@@ -106,6 +175,20 @@ class Journal:
         }
         await self._on_disk(self._append(record))
 
+    def keep_call(self, trajectory: str, call: Call) -> None:
+        """Write what an environment answered. The line is on disk when the next one of the trajectory's turns is."""
+        self._append({"call": trajectory, "of": call.of, "value": call.value, "resume": call.resume})
+
+    def resumed(self, way: str) -> None:
+        """Count an environment of a run before that is where it was."""
+        self._counts[f"resumed_{way}"] += 1
+
+    def restart(self, trajectory: str, reason: str) -> None:
+        """Forget what the environment of a trajectory answered. `reason` is counted, unless it had not seen any response."""
+        del self._calls[trajectory]
+        self._append({"restart": trajectory, "reason": reason})
+        self._counts.update([f"restarted_{reason}"] if reason else [])
+
     async def keep_group(self, ordinal: int, prompt: Prompt, trajectories: tuple[Trajectory, ...]) -> None:
         """Bring a group that finished to disk. Raises SaveError."""
         records = [encode_trajectory(prompt, trajectory) for trajectory in trajectories]
@@ -115,12 +198,13 @@ class Journal:
         """Bring to disk what the learner is about to train on. Raises SaveError."""
         dropped = {str(ordinal): reason for ordinal, reason in closed.dropped.items()}
         await self._on_disk(self._append({"batch": version, "groups": closed.ordinals, "dropped": dropped}))
-
-    def forget(self, settled: Settled) -> None:
-        """Free the memory of groups that are trained on or dropped."""
-        self.started = {ordinal: version for ordinal, version in self.started.items() if not settled.holds(ordinal)}
-        self._groups = {ordinal: group for ordinal, group in self._groups.items() if not settled.holds(ordinal)}
-        self._turns = {name: turn for name, turn in self._turns.items() if not settled.holds(_ordinal_of(name))}
+        self._closed[version] = frozenset((*closed.ordinals, *closed.dropped))
+        oldest = self._oldest_checkpoint()
+        if oldest is not None and any(number < oldest for number in self._closed):
+            doomed: set[int] = set()
+            for number in [each for each in self._closed if each < oldest]:
+                doomed |= self._closed.pop(number)
+            self._thread.submit(self._compact, oldest, frozenset(doomed))
 
     def close(self) -> None:
         """Write what is pending and close the file. Idempotent. Raises SaveError where the disk does not answer."""
@@ -128,19 +212,47 @@ class Journal:
             raise SaveError(f"{self.path} could not be closed within {_CLOSE_TIMEOUT_S:g} s. Is the disk reachable?")
         self._file.close()
 
+    @property
+    def _temporary(self) -> Path:
+        return self.path.with_name(f".{self.path.name}.tmp")
+
     def _append(self, record: Mapping[str, Any]) -> Future[None]:
-        self._pending.append(json_line(record))
+        self._pending.append(record)
         return self._thread.submit(self._write)
 
     def _write(self) -> None:
         """On the thread: all that is pending by now, of which later calls find nothing left."""
+        if self._failed is not None:
+            raise self._failed
         lines = []
         while self._pending:
-            lines.append(self._pending.popleft())
+            lines.append(json_line({**self._pending.popleft(), "write": self._num_writes + 1}))
         if lines:
+            self._num_writes += 1
             self._file.write(b"".join(lines))
             self._file.flush()
             bring_to_disk(self._file.fileno(), self.path)
+
+    def _compact(self, version: int, settled: frozenset[int]) -> None:
+        """On the thread: leave out the batches before `version` and what the groups are made of that they `settled`."""
+        try:
+            with open(self.path, "rb") as old, open(self._temporary, "wb") as new:
+                new.write(json_line({"prompts": self._prompts, "from": version, "write": 0}))
+                new.writelines(line for line in old if not _is_left_out(line, version, settled))
+                new.flush()
+                bring_to_disk(new.fileno(), self._temporary)
+            os.replace(self._temporary, self.path)
+        except OSError as error:
+            with suppress(OSError):
+                self._temporary.unlink()
+            logger.warning("%s could not be compacted (%s), and grows until it can be", self.path, error)
+            return
+        self._file.close()
+        self._file = self.path.open("ab")
+        try:  # what is appended must be in the file that has the name after a loss of power, too
+            sync_folder(self.path.parent)
+        except OSError as error:
+            self._failed = error
 
     async def _on_disk(self, written: Future[None]) -> None:
         try:
@@ -148,75 +260,133 @@ class Journal:
         except (OSError, asyncio.TimeoutError) as error:
             raise SaveError(f"{self.path} could not be written: {error}. Make room, and start the run again") from error
 
-    def _read(self, prompts: str) -> int:
-        """Return the length of the whole lines, all of which are read."""
-        if not self.path.exists():
-            return 0
-        length = 0
-        with open(self.path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    record = parse_json(line)
-                    if "prompts" not in record:
-                        self._take(record)
-                    elif record["prompts"] != prompts:
-                        raise ValueError("the training prompts were others")
-                except (ValueError, LookupError, TypeError, AttributeError) as error:
-                    raise DataError(
-                        f"{self.path}, line {number}: not a line of a journal ({type(error).__name__}: {error}). "
-                        "Start over with trainer.resume_mode=none"
-                    ) from error
-                length += len(line)
-        return length
+    def _read(self) -> tuple[int, int]:
+        """Return the length of the whole lines, all of which are read, and the number of the last write."""
+        length, num_writes = 0, 0
+        for number, (end, record) in enumerate(journal_lines(self.path), start=1):
+            try:
+                if record.get("prompts", self._prompts) != self._prompts:
+                    raise ValueError("the training prompts were others")
+                self._take(record)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise _no_line(self.path, number, error) from error
+            length, num_writes = end, max(num_writes, record.get("write", 0))
+        return length, num_writes
 
     def _take(self, record: Mapping[str, Any]) -> None:
-        if "chosen" in record:
+        if "prompts" in record:
+            self._from = record.get("from", 0)
+        elif "chosen" in record:
             self.chosen[record["chosen"]] = tuple(map(str, record["uids"]))
         elif "start" in record:
             self.started[record["start"]] = record["version"]
         elif "turn" in record:
             _ordinal_of(record["turn"])
             self._turns[record["turn"]] = record
+        elif "call" in record:
+            _ordinal_of(record["call"])
+            call = Call(of=record["of"], value=record["value"], resume=record["resume"])
+            self._calls.setdefault(record["call"], []).append(call)
+        elif "restart" in record:
+            self._calls.pop(record["restart"], None)
         elif "group" in record:
             self._groups[record["group"]] = record["trajectories"]
+            # What failed is run again, in an environment of which nothing is known.
+            failed = {each["sample"] for each in record["trajectories"] if "failure" in each}
+            for name in [each for each in self._calls if failed and _ordinal_of(each) == record["group"]]:
+                if int(name.rpartition("-")[2]) in failed:
+                    del self._calls[name]
         else:
             dropped = {int(ordinal): str(reason) for ordinal, reason in record["dropped"].items()}
-            self.batches[record["batch"]] = Closed(ordinals=tuple(record["groups"]), dropped=dropped)
+            closed = Closed(ordinals=tuple(record["groups"]), dropped=dropped)
+            self.batches[record["batch"]] = closed
+            self._closed[record["batch"]] = frozenset((*closed.ordinals, *dropped))
 
 
-class JournaledEngine:
-    """Implements `InferenceEngine` by another one, whose answers are in the journal before anybody has them."""
-
-    def __init__(self, engine: InferenceEngine, journal: Journal) -> None:
-        self._engine, self._journal = engine, journal
-
-    @property
-    def weight_version(self) -> int:
-        """Version of the weights that answer now."""
-        return self._engine.weight_version
-
-    def lease(self) -> AbstractContextManager[None]:
-        """Announce a trajectory."""
-        return self._engine.lease()
-
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Raises as the engine does; SaveError."""
-        known = self._journal.turn(request)
-        if known is not None:
-            return known
-        output = await self._engine.generate(request)
-        await self._journal.keep_turn(request, output)
-        return output
-
-    def close(self) -> None:
-        """Close the engine."""
-        self._engine.close()
+def journal_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield where each line ends, in bytes, and what it holds, up to what a crash has torn; nothing of a file that is not
+    there. Raises DataError naming a line that no crash explains."""
+    if not path.exists():
+        return
+    end, write, torn_at = 0, 0, 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n") or b"\0" in line:
+                torn_at = torn_at or number
+                continue
+            try:
+                record = parse_json(line)
+                found = int(record.get("write", 0))
+            except (ValueError, TypeError, AttributeError) as error:
+                raise _no_line(path, number, error) from error
+            if not torn_at:
+                end, write = end + len(line), found
+                yield end, record
+            elif found > write + 1:
+                raise _no_line(path, torn_at, ValueError(f"it is damaged, and line {number} was written long after it"))
 
 
-def _ordinal_of(request_id: str) -> int:
-    return int(request_id.split("-")[1])
+def batch_places(path: Path) -> list[tuple[int, ...]]:
+    """Return where in the file the lines of each batch's groups begin, in bytes, from the first batch on. Raises DataError
+    where the journal has no batch, begins with a later one, or lacks a group."""
+    groups: dict[int, int] = {}
+    batches: dict[int, tuple[int, ...]] = {}
+    begin = 0
+    for number, (end, record) in enumerate(journal_lines(path), start=1):
+        try:
+            if "group" in record:
+                groups[record["group"]] = begin
+            elif "batch" in record:
+                batches[record["batch"]] = tuple(groups[ordinal] for ordinal in record["groups"])
+            elif first := record.get("from", 0):
+                raise DataError(
+                    f"generator.replay_path: {path} begins at step {first + 1}: what is older was dropped behind "
+                    f"checkpoints. Set generator.replay_path={path.parent.parent / 'rollouts'}, which has all steps"
+                )
+        except (LookupError, TypeError) as error:
+            raise _no_line(path, number, error) from error
+        begin = end
+    if sorted(batches) != list(range(len(batches))) or not batches:
+        has = ", ".join(str(version + 1) for version in sorted(batches)) or "none"
+        raise DataError(f"generator.replay_path: {path} must have the batch of each step from 1 on; it has {has}")
+    return [batches[version] for version in sorted(batches)]
+
+
+def read_group(path: Path, place: int) -> list[tuple[Prompt, Trajectory]]:
+    """Return the samples of the group whose line begins at `place`. Raises DataError."""
+    with open(path, "rb") as file:
+        file.seek(place)
+        line = file.readline()
+    try:
+        return [decode_trajectory(record) for record in parse_json(line)["trajectories"]]
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise DataError(
+            f"{path}: the group at byte {place} cannot be read ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _no_line(path: Path, number: int, error: Exception) -> DataError:
+    return DataError(
+        f"{path}, line {number}: not a line of a journal ({type(error).__name__}: {error}). "
+        "Start over with trainer.resume_mode=none"
+    )
+
+
+def _is_left_out(line: bytes, version: int, settled: frozenset[int]) -> bool:
+    head = _HEAD.match(line)
+    if head is None:
+        return False
+    kind, name = head[1].decode(), head[2].decode()
+    if kind in ("start", "group"):
+        return int(name) in settled
+    if kind == "batch":
+        return int(name) < version
+    return kind == "prompts" or (kind in ("turn", "call", "restart") and _ordinal_of(name) in settled)
+
+
+def _ordinal_of(name: str) -> int:
+    """Return the group of a trajectory or of a request, by its name."""
+    return int(name.split("-")[1])
 
 
 def _digest(request: GenerationRequest) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from itertools import islice
@@ -14,6 +15,8 @@ _MAX_DEPTH = 32
 _MAX_INTEGER_BITS = 1024
 _MAX_METRICS = 1000
 MAX_METRIC_NAME = 200
+_MAX_STATE_CHARACTERS = 1 << 20
+"""As JSON, which is written to the journal after each call."""
 
 
 def numbers_only(metrics: object) -> dict[str, float]:
@@ -55,6 +58,17 @@ def plain(value: object, where: str, depth: int = 0) -> Any:
         raise ValueError(f"{where} has a key that is no text")
     rule = "must be a text, a number, true, false, null, a list or a mapping of them"
     raise ValueError(f"{where} is {shown(value)} ({type(value).__name__}); {rule}")
+
+
+def plain_state(value: object) -> Any:
+    """Return an environment's state as plain data. Raises ValueError naming what is none, or how large it is."""
+    state = plain(value, "the state")
+    if (size := len(json.dumps(state))) > _MAX_STATE_CHARACTERS:
+        raise ValueError(
+            f"the state has {size:,} characters as JSON; must have at most {_MAX_STATE_CHARACTERS:,}. "
+            "Leave get_state out, or keep in it what cannot be derived from the row"
+        )
+    return state
 
 
 def scalar(value: Any) -> Any:

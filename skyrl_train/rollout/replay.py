@@ -7,12 +7,14 @@ prompts, since a recording says what each step trained on.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyrl_train.errors import ConfigError, DataError, EngineError, Violation
 from skyrl_train.rollout.checked_engine import check_failures, checked_trajectory
+from skyrl_train.rollout.journal import FILE, batch_places, read_group
+from skyrl_train.rollout.stream import distinct, rollouts_of
 from skyrl_train.telemetry.rollout_log import read_rollouts
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
@@ -28,10 +30,13 @@ class _RecordedStep:
     recorded_step: int
     prompts: tuple[Prompt, ...]
     n_samples_per_prompt: int
+    groups: tuple[int, ...] = ()
+    """Of a journal: where its groups are."""
 
 
 class ReplayGenerator:
-    """Implements `Generator` from JSON lines (see `telemetry/rollout_log.py`), and supplies the prompts of each step.
+    """Implements `Generator` from JSON lines (see `telemetry/rollout_log.py`), or from the journal of a run whose rollouts
+    were made while the learner updated (`journal.py`), and supplies the prompts of each step.
 
     Steps are taken in the order of their recording: the first recorded one is step 1, whatever its number was.
     """
@@ -45,15 +50,17 @@ class ReplayGenerator:
         vocabulary_size: int = _LARGEST_ID,
         max_context_length: int = _LARGEST_ID,
         max_failed_fraction: float = 1.0,
+        shape: Callable[[RolloutBatch], RolloutBatch] = lambda rollouts: rollouts,
     ) -> None:
         """
         Args:
             path: A JSON-lines file, or a folder of them such as a run's `rollouts/` (those of evaluations and failed steps
-                are left out).
+                are left out); or a run's `journal/`.
             vocabulary_size: Rows of the policy's embedding.
             max_context_length: Most tokens of a prompt and its response together.
             max_failed_fraction: Most trajectories of a step, as a fraction, that may be refused for one of these two, or for
                 a log-probability above 0. They fail, with the reason.
+            shape: What is made of a journal's rewards, which are those of the environment; rollouts have it in them.
 
         Raises:
             DataError: There is no such file, or a line in it is not a recorded trajectory.
@@ -63,7 +70,16 @@ class ReplayGenerator:
         self._max_failed_fraction = max_failed_fraction
         self._steps: list[_RecordedStep] = []
         self._loaded: tuple[Path, dict[int, RolloutBatch]] | None = None
-        for file in _files(Path(path).expanduser()):
+        self._shape = shape
+        path = Path(path).expanduser()
+        journal = path / FILE if path.is_dir() else path
+        if journal.name == FILE and journal.is_file():
+            for index, groups in enumerate(batch_places(journal)):
+                batch = self._of_journal(journal, groups)
+                step = _RecordedStep(journal, index + 1, batch.prompts, batch.n_samples_per_prompt, groups)
+                self._steps.append(step)
+            return
+        for file in _files(path):
             self._steps.extend(
                 _RecordedStep(file, step, batch.prompts, batch.n_samples_per_prompt)
                 for step, batch in self._load(file).items()
@@ -141,7 +157,8 @@ class ReplayGenerator:
                 "Set data.validation=[] to train without evaluation."
             )
         step = self._step(global_step)
-        batch = self._load(step.path)[step.recorded_step]
+        is_journal = bool(step.groups)
+        batch = self._of_journal(step.path, step.groups) if is_journal else self._load(step.path)[step.recorded_step]
         if [prompt.uid for prompt in prompts] != [prompt.uid for prompt in batch.prompts]:
             raise DataError(
                 f"{step.path}: the prompts of step {global_step} are not those asked for. "
@@ -172,6 +189,16 @@ class ReplayGenerator:
             self._loaded = path, {step: self._checked(batch) for step, batch in read_rollouts(path).items()}
         return self._loaded[1]
 
+    def _of_journal(self, journal: Path, places: Sequence[int]) -> RolloutBatch:
+        groups = [read_group(journal, place) for place in places]
+        sizes = {len(group) for group in groups}
+        if len(sizes) != 1 or 0 in sizes:
+            raise DataError(
+                f"{journal}: the groups of a batch have {sorted(sizes)} samples; they must have equally many, and some"
+            )
+        named = distinct([(group[0][0], tuple(trajectory for _, trajectory in group)) for group in groups])
+        return self._shape(self._checked(rollouts_of(named, sizes.pop())))
+
     def _checked(self, batch: RolloutBatch) -> RolloutBatch:
         checked = [checked_trajectory(trajectory, **self._limits) for trajectory in batch.trajectories]
         refused = [after for before, after in zip(batch.trajectories, checked) if after.failed and not before.failed]
@@ -185,7 +212,7 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         raise DataError(
             f"generator.replay_path: no such file or folder: {path}. "
-            "Give a JSON-lines file or a run's rollouts/ folder."
+            "Give a JSON-lines file, or a run's rollouts/ or journal/ folder."
         )
     files = sorted(file for file in path.glob("*.jsonl") if not _NOT_TRAINED_ON.fullmatch(file.name))
     if not files:

@@ -43,6 +43,8 @@ class RewardFacts:
 class SingleTurn:
     """The environment of a run that has rewards and no environment: one response, and no reward of its own."""
 
+    deterministic = True
+
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         """Takes its arguments for the protocol's sake."""
 

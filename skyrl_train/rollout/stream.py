@@ -37,7 +37,7 @@ from skyrl_train.rollout.admission import (
 )
 from skyrl_train.rollout.checked_engine import check_failures
 from skyrl_train.rollout.generator import ProgressCallback, RolloutGenerator
-from skyrl_train.rollout.journal import Journal, JournaledEngine
+from skyrl_train.rollout.journal import Journal
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Trajectory
 
 Group = tuple[Prompt, tuple[Trajectory, ...]]
@@ -146,7 +146,7 @@ class RolloutStream:
     async def _begin(self, version: int, settled: Settled) -> None:
         self._admission = Admission(settings=self._settings.admission, version=version, settled=settled)
         self._idle_since = time.monotonic()
-        self._journal.forget(settled)
+        self._journal.resume(version, settled)
         if self._curriculum is not None:
             self._chosen = {
                 position: self._curriculum.named(uids)
@@ -269,7 +269,7 @@ class RolloutStream:
             ordinal=ordinal,
             n_samples_per_prompt=settings.n_samples_per_prompt,
             sampling=settings.sampling,
-            wrap=lambda engine: JournaledEngine(engine, self._journal),
+            journal=self._journal,
             with_greedy=settings.samples_greedily,
         )
         if not settings.samples_greedily:
@@ -326,6 +326,7 @@ class RolloutStream:
             "stream/ready": float(self._rules.num_ready),
             **self._dropped_metrics(closed, taken, gone),
             **self._generator.engine_metrics(),
+            **self._journal.take_counts(),
         }
         settled = self._rules.settled
         first = settled.frontier // self._settings.admission.batch_size

@@ -119,6 +119,7 @@ def build_stream(
     from skyrl_train.rollout.journal import FILE, Journal
     from skyrl_train.rollout.stream import RolloutStream, StreamSettings
     from skyrl_train.telemetry.run_folder import RunFolder
+    from skyrl_train.trainers.checkpoints import oldest_step
     from skyrl_train.trainers.steps import sampling_params
 
     trainer, filters = config.trainer, config.trainer.algorithm.filters
@@ -143,7 +144,12 @@ def build_stream(
         filters=filters,
         samples_greedily=needs_greedy_sample(trainer.algorithm),
     )
-    journal = Journal(RunFolder(Path(config.output_dir)).journal / FILE, prompts=fingerprint)
+    folder = RunFolder(Path(config.output_dir))
+    journal = Journal(
+        folder.journal / FILE,
+        prompts=fingerprint,
+        oldest_checkpoint=lambda: oldest_step(folder.checkpoints) if trainer.dump_rollouts else None,
+    )
     stream = RolloutStream(generator, prompts, settings, journal, on_progress=on_progress, curriculum=curriculum)
     stack.callback(stream.close)
     return stream

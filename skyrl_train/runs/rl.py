@@ -363,6 +363,7 @@ def load_data(config: Config, rows: Sequence[CheckedRows] | None = None) -> Data
 
 def _replayed_data(config: Config) -> Data:
     """The recording supplies the prompts of each step. Raises DataError, ConfigError."""
+    from skyrl_train.algorithms.filters import shape_rewards
     from skyrl_train.model.vocabulary import vocabulary_size
     from skyrl_train.rollout.replay import ReplayGenerator
     from skyrl_train.trainers.state import DataFingerprint
@@ -372,6 +373,7 @@ def _replayed_data(config: Config) -> Data:
         vocabulary_size=vocabulary_size(config.model),
         max_context_length=config.generator.max_context_length,
         max_failed_fraction=config.environment.max_failed_fraction,
+        shape=lambda rollouts: shape_rewards(rollouts, config.trainer.algorithm.filters),
     )
     recording.check(
         train_batch_size=config.trainer.train_batch_size,

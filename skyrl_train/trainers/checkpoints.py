@@ -310,6 +310,12 @@ def latest_checkpoint(root: Path, require: Callable[[Path], None] | None = None)
     return None
 
 
+def oldest_step(root: Path) -> int | None:
+    """Return the step of the oldest checkpoint under `root`, whole or not; None where there is none."""
+    names = [folder.name.removeprefix(_REPLACED) for folder in _candidates(root, [])]
+    return min((int(name.removeprefix("step_")) for name in names), default=None)
+
+
 def _none_whole(place: object, problems: Sequence[str]) -> CheckpointError:
     listed = "\n".join(f"  - {problem}" for problem in problems)
     return CheckpointError(

@@ -27,6 +27,9 @@ _NUMBER = re.compile(r"-?\d+")
 class GymnasiumEnvironment:
     """One episode. It starts from the row's `seed`, so that all samples of a prompt start alike."""
 
+    deterministic = True
+    """As gymnasium's are by their seed; one that is not is found out by what it observes."""
+
     def __init__(
         self,
         env_config: Any,

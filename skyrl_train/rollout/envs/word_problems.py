@@ -71,6 +71,13 @@ class WordProblemsEnv:
         observations = [] if done else [{"role": "user", "content": RETRY_MESSAGE}]
         return {"observations": observations, "reward": 0.0, "done": done, "metadata": {}}
 
+    def get_state(self) -> dict[str, int | None]:
+        """What the row does not say."""
+        return {"turns": self._turns, "solved_at_turn": self._solved_at_turn}
+
+    def set_state(self, state: Mapping[str, int | None]) -> None:
+        self._turns, self._solved_at_turn = state["turns"] or 0, state["solved_at_turn"]
+
     def close(self) -> None:
         """Nothing is held."""
 

@@ -97,6 +97,10 @@ def test_the_class_of_the_guide_is_what_it_says() -> None:
     assert (at_once.reward, at_once.components, at_once.done) == (1.2, {"correct": 1.0, "brief": 0.2}, True)
     *_, last = asyncio.run(steps("1", "2", "3"))
     assert (last.reward, last.done, last.truncated) == (0.0, True, True)
+    before, after = (names["Guess"](None, {"secret": 7}) for _ in range(2))
+    asyncio.run(before.step("1"))
+    after.set_state(before.get_state())
+    assert asyncio.run(after.step("7"))["reward"] == {"correct": 1.0, "brief": 0.0}
 
 
 def test_settings_commands_and_tables_of_the_guide_are_the_adapters() -> None:

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.algorithms.filters import shape_rewards
 from skyrl_train.batch.assemble import assemble
+from skyrl_train.config.algorithm import FilterConfig
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError, ConfigError, DataError, EngineError, SkyrlTrainError
 from skyrl_train.rollout.replay import ReplayGenerator
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.telemetry.rollout_log import write_rollouts
 from skyrl_train.types import RolloutBatch, SamplingParams
+from tests.journal_cases import SAMPLES, STEPS, run
 
 
 def line(uid: str, step: int | None = None, **changes: Any) -> str:
@@ -144,3 +147,54 @@ def test_a_recorded_trajectory_that_cannot_be_trained_on_fails_alone(
     assert reason in batch.trajectories[0].failure.message
     with pytest.raises(SkyrlTrainError, match=r"1 of 4 trajectories failed, more than .*max_failed_fraction=0.2"):
         ReplayGenerator(path, max_failed_fraction=0.2, **limits)
+
+
+def test_a_journal_is_replayed_batch_by_batch(tmp_path: Path) -> None:
+    streamed = run(tmp_path / "journal" / "journal.jsonl", environment="tests.fakes_resumable:Secret")
+    for path in (tmp_path / "journal", tmp_path / "journal" / "journal.jsonl"):
+        generator = ReplayGenerator(path)
+        assert generator.num_steps == STEPS
+        for version, taken in streamed.taken.items():
+            batch = replay(generator, version + 1, n=SAMPLES)
+            assert batch == taken.rollouts
+    stale = [
+        one.version for trajectory in batch.trajectories for turn in trajectory.turns for one in turn.weight_versions
+    ]
+    assert min(stale) < STEPS - 1, "tokens keep the versions that sampled them"
+
+
+def test_rewards_of_a_journal_are_shaped_as_those_of_its_run_were(tmp_path: Path) -> None:
+    run(tmp_path / "journal.jsonl")
+    generator = ReplayGenerator(
+        tmp_path, shape=lambda rollouts: shape_rewards(rollouts, FilterConfig(reward_clip_high=0.25))
+    )
+    assert {trajectory.reward for trajectory in replay(generator, 1, n=SAMPLES).trajectories} == {0.25}
+
+
+def test_a_journal_that_was_killed_has_the_batches_until_then(tmp_path: Path) -> None:
+    content = run(tmp_path / "journal.jsonl").content
+    (tmp_path / "journal.jsonl").write_bytes(content[: content.index(b'{"batch": 2') - 10])
+    assert ReplayGenerator(tmp_path).num_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (['{"prompts": "p", "from": 3}'], r"begins at step 4: .* Set generator.replay_path=.*rollouts, which has all"),
+        (['{"prompts": "p"}'], r"must have the batch of each step from 1 on; it has none"),
+        (['{"batch": 1, "groups": [], "dropped": {}}'], r"must have the batch of each step from 1 on; it has 2"),
+        (['{"batch": 0, "groups": [4], "dropped": {}}'], r"line 1: not a line of a journal \(KeyError: 4\)"),
+        (
+            ['{"group": 4, "trajectories": [{}]}', '{"batch": 0, "groups": [4], "dropped": {}}'],
+            "the group at byte 0 cannot",
+        ),
+        (
+            ['{"group": 4, "trajectories": []}', '{"batch": 0, "groups": [4], "dropped": {}}'],
+            r"a batch have \[0\] samples",
+        ),
+    ],
+)
+def test_a_journal_that_cannot_be_replayed_is_refused(tmp_path: Path, lines: list[str], told: str) -> None:
+    write(tmp_path / "journal.jsonl", *(f"{each}\n" for each in lines))
+    with pytest.raises(DataError, match=told):
+        ReplayGenerator(tmp_path)
