@@ -1,7 +1,7 @@
 """Measures what rollouts that are made while the learner updates are worth, on the bundled model and problems.
 
-    python scripts/bench_async.py
-    python scripts/bench_async.py --steps 4 --prompts 4      # smaller, quicker
+    python scripts/bench_async.py --check
+    python scripts/bench_async.py --steps 4 --prompts 4 --seeds 0      # smaller, quicker
 
 Each turn of an environment sleeps for a time that is drawn log-normally (`--median-s`, `--sigma`) by row, answer and
 turn. Runs are made one after the other in this process:
@@ -10,7 +10,12 @@ turn. Runs are made one after the other in this process:
     stream    trainer.max_staleness=1 with one thread, so that generation and update have a core each
 
 The same is then done without sleep, where both sides want the cores at once: there is little to gain there, and no goal. The
-first steps are left out. What is compared is steps an hour; what the two learn is not measured here.
+first steps are left out. Beside what was measured stands what a plan makes of the serial run's phases (`plan/pipeline.py`).
+
+What is learnt is then compared on `--seeds` seeds: `--learning-steps` steps of both kinds, with the same sleep, in processes
+of their own, all at once, since they sleep most of the time, then the held-out problems. `--check` ends with
+status 1 where less than half of the serial step is waiting, a stream makes less than 1.6 times its steps an hour, or the
+difference of the mean accuracies is more than twice its standard error.
 """
 
 from __future__ import annotations
@@ -20,6 +25,9 @@ import contextlib
 import math
 import os
 import random
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -31,10 +39,18 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_train.config.schema import Config
+from skyrl_train.plan.pipeline import PhaseTimes, measured_phases
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
 from skyrl_train.runs.rl import train
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry.timeline import Line, read_timeline
+
+GOAL = 1.6
+"""Steps an hour of a stream, in those of a serial run."""
+LEAST_WAITING = 0.5
+"""Of the serial step."""
+LEARNING_TIMEOUT_S = 1800.0
 
 
 class SleepyEnv(WordProblemsEnv):
@@ -61,23 +77,80 @@ class Run:
 
     name: str
     num_threads: int
+    phases: PhaseTimes
     step_s: float
     """Mean wall time of a step."""
-    idle: float
-    """1 - CPU seconds / wall seconds of the whole run: sleep, and on a busy machine the wait for a core."""
+    waiting: float
+    """Share of it in which the learner waited for rollouts and the engine computed nothing."""
 
 
 def measure(name: str, args: argparse.Namespace, *, max_staleness: int, num_threads: int, sleeps: bool) -> Run:
     """Trains for `--steps` steps."""
     os.environ["SLEEP"] = f"{args.median_s if sleeps else 0.0} {args.sigma}"
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        cpu_s, wall_s = time.process_time(), time.monotonic()
         with contextlib.redirect_stdout(nowhere):
             train(make_config(Path(folder), args, max_staleness=max_staleness, num_threads=num_threads))
-        cpu_s, wall_s = time.process_time() - cpu_s, time.monotonic() - wall_s
         records = read_metrics(Path(folder) / "metrics.jsonl")[args.warm_up :]
-    mean_s = math.fsum(record["timing/step"] for record in records) / len(records)
-    return Run(name=name, num_threads=num_threads, step_s=mean_s, idle=max(0.0, 1 - cpu_s / wall_s))
+        lines = read_timeline(Path(folder) / "timeline.jsonl")
+    step_s = statistics.fmean(record["timing/step"] for record in records)
+    waited_s = sum(idle_seconds(line) for line in lines if line.step in {record["step"] for record in records})
+    return Run(
+        name=name,
+        num_threads=num_threads,
+        phases=measured_phases(records),
+        step_s=step_s,
+        waiting=waited_s / sum(record["timing/step"] for record in records),
+    )
+
+
+def idle_seconds(line: Line) -> float:
+    """Seconds in which the learner waited for rollouts while the engine computed nothing."""
+    waits = [(begin, end) for name, begin, end in line.learner if name == "generate"]
+    computed = sum(max(0.0, min(end, e) - max(begin, b)) for begin, end in waits for b, e in line.engine)
+    return sum(end - begin for begin, end in waits) - computed
+
+
+def learn(args: argparse.Namespace, *, seed: int, max_staleness: int) -> float:
+    """Trains for `--learning-steps` steps with sleep; the accuracy on the held-out problems after the last one."""
+    os.environ["SLEEP"] = f"{args.median_s} {args.sigma}"
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
+        config = make_config(Path(folder), args, max_staleness=max_staleness, num_threads=1)
+        trainer = replace(config.trainer, total_steps=args.learning_steps)
+        optimizer = replace(trainer.policy.optimizer, lr=args.lr)
+        trainer = replace(trainer, policy=replace(trainer.policy, optimizer=optimizer))
+        validation = replace(config.data, validation=("builtin:word_problems/validation",))
+        with contextlib.redirect_stdout(nowhere):
+            train(replace(config, seed=seed, trainer=trainer, data=validation))
+        return float(read_metrics(Path(folder) / "metrics.jsonl")[-1]["eval/accuracy_first_turn"])
+
+
+def compare_learning(args: argparse.Namespace, console: Console) -> bool:
+    """Prints what both kinds learnt from each seed; whether the means differ by no more than noise."""
+    words = [sys.executable, __file__, *sys.argv[1:]]
+    started = {
+        (max_staleness, seed): subprocess.Popen(
+            [*words, f"--learn={max_staleness}", f"--seed={seed}"], stdout=subprocess.PIPE, text=True
+        )
+        for seed in range(1, args.seeds + 1)
+        for max_staleness in (0, 1)
+    }
+    found: dict[int, list[float]] = {0: [], 1: []}
+    for (max_staleness, _), process in started.items():
+        printed, _ = process.communicate(timeout=LEARNING_TIMEOUT_S)
+        if process.returncode:
+            raise SystemExit(process.returncode)
+        found[max_staleness].append(float(printed.split()[-1]))
+    table = Table(title=f"held-out accuracy, first turn, after {args.learning_steps} steps")
+    for column in ("run", *(f"seed {seed}" for seed in range(1, args.seeds + 1)), "mean", "deviation"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for name, values in zip(("serial", "stream"), found.values()):
+        cells = [*values, statistics.fmean(values), statistics.stdev(values)]
+        table.add_row(name, *(f"{value:.3f}" for value in cells))
+    console.print(table)
+    difference = statistics.fmean(found[1]) - statistics.fmean(found[0])
+    error = math.sqrt(sum(statistics.variance(values) / len(values) for values in found.values()))
+    console.print(f"stream - serial: {difference:+.3f}, standard error {error:.3f}")
+    return abs(difference) <= 2 * error
 
 
 def make_config(folder: Path, args: argparse.Namespace, *, max_staleness: int, num_threads: int) -> Config:
@@ -113,33 +186,52 @@ def make_config(folder: Path, args: argparse.Namespace, *, max_staleness: int, n
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="of each run")
+    parser.add_argument("--steps", type=int, default=10, help="of each run that is timed")
     parser.add_argument("--warm-up", type=int, default=2, help="steps of each run that are left out")
     parser.add_argument("--prompts", type=int, default=8, help="of a step")
     parser.add_argument("--samples", type=int, default=4, help="of a prompt")
     parser.add_argument("--median-s", type=float, default=0.5, help="of the time that a turn of an environment takes")
     parser.add_argument("--sigma", type=float, default=1.0, help="of its logarithm")
+    parser.add_argument("--seeds", type=int, default=5, help="of what is learnt; 0 leaves it out")
+    parser.add_argument("--learning-steps", type=int, default=30, help="of each seed")
+    parser.add_argument("--lr", type=float, default=2e-4, help="of what is learnt")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 where the goals are missed")
+    parser.add_argument("--learn", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
+def compare_speed(args: argparse.Namespace, console: Console, *, sleeps: bool) -> bool:
+    """Prints the table of one workload; whether the goals of the one that sleeps are met."""
+    serial = [measure("serial", args, max_staleness=0, num_threads=count, sleeps=sleeps) for count in (1, 2)]
+    stream = measure("stream", args, max_staleness=1, num_threads=1, sleeps=sleeps)
+    best = min(serial, key=lambda run: run.step_s)
+    kind = f"sleeps of median {args.median_s:g} s, sigma {args.sigma:g}" if sleeps else "no sleep"
+    table = Table(title=f"{args.prompts} prompts x {args.samples} samples, {kind}")
+    for column in ("run", "threads", "step", "steps an hour", "waiting", "engine", "learner"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for run in (*serial, stream):
+        seconds = (f"{each:.2f} s" for each in (run.phases.engine_s, run.phases.learner_s + run.phases.sync_s))
+        rate = f"{3600 / run.step_s:.0f}"
+        table.add_row(run.name, str(run.num_threads), f"{run.step_s:.2f} s", rate, f"{run.waiting:.0%}", *seconds)
+    console.print(table)
+    ratio = best.step_s / stream.step_s
+    console.print(f"stream / serial: {ratio:.2f}; planned from the serial run: {best.phases.step_s(1):.2f} s a step")
+    return best.waiting >= LEAST_WAITING and ratio >= GOAL
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the table."""
+    """Prints the tables."""
     args = parse(arguments)
+    if args.learn is not None:
+        print(learn(args, seed=args.seed, max_staleness=args.learn))
+        return 0
     console = Console()
-    for sleeps in (True, False):
-        serial = [measure("serial", args, max_staleness=0, num_threads=count, sleeps=sleeps) for count in (1, 2)]
-        stream = measure("stream", args, max_staleness=1, num_threads=1, sleeps=sleeps)
-        best = min(serial, key=lambda run: run.step_s)
-        kind = f"sleeps of median {args.median_s:g} s, sigma {args.sigma:g}" if sleeps else "no sleep"
-        table = Table(title=f"{args.prompts} prompts x {args.samples} samples, {kind}")
-        for column in ("run", "threads", "step", "steps an hour", "off the cores"):
-            table.add_column(column, justify="left" if column == "run" else "right")
-        for run in (*serial, stream):
-            rate = 3600 / run.step_s
-            table.add_row(run.name, str(run.num_threads), f"{run.step_s:.2f} s", f"{rate:.0f}", f"{run.idle:.0%}")
-        console.print(table)
-        console.print(f"stream / serial: {best.step_s / stream.step_s:.2f}")
-    return 0
+    met = compare_speed(args, console, sleeps=True)
+    compare_speed(args, console, sleeps=False)
+    if args.seeds:
+        met = compare_learning(args, console) and met
+    return int(args.check and not met)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,14 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.state import Totals
-from skyrl_train.trainers.step_metrics import batch_metrics, equal_groups, rollout_metrics, speed_metrics, step_totals
+from skyrl_train.trainers.step_metrics import (
+    batch_metrics,
+    engine_drift,
+    equal_groups,
+    rollout_metrics,
+    speed_metrics,
+    step_totals,
+)
 from skyrl_train.types import FailureKind, Outcome, RolloutBatch, StopReason
 from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
 
@@ -156,3 +163,10 @@ def test_rates_lie_under_timing(tmp_path):
     batch = batch_of(tmp_path, rollouts_of(TWO_TURNS, ONE_TURN))
     rates = speed_metrics({"timing/step": 3.0, "timing/generate": 2.0}, batch)
     assert rates == {"timing/tokens_per_s": 3.0, "timing/generated_tokens_per_s": 2.0}
+
+
+def test_tokens_of_older_weights_are_no_sign_of_an_engine_with_wrong_ones():
+    far = {"mismatch/logprob_diff_mean": 0.6}
+    assert "mismatch/logprob_diff_mean is 0.6" in engine_drift(far)
+    assert engine_drift({**far, "off_policy/age/max": 0.0})
+    assert engine_drift({**far, "off_policy/age/max": 1.0}) == ""
