@@ -174,19 +174,20 @@ def test_a_group_that_failed_is_told_from_one_of_equal_rewards(start: Start) -> 
     assert sum(trajectory.failed for batch in taken for trajectory in batch.everything.trajectories) == SAMPLES
 
 
-def test_what_was_discarded_is_not_made_again_and_is_told_the_same(start: Start) -> None:
-    stream, before = start(odd_ones_differ, filters=FILTER)
+def test_what_was_discarded_is_not_made_again_and_is_told_the_same(start: Start, tmp_path: Path) -> None:
+    stream, _ = start(odd_ones_differ, filters=FILTER)
     first = [stream.take()]
     stream.publish(1)
     first.append(stream.take())
     stream.close()
+    known = set(re.findall(r'\{"turn": "([^"]+)"', (tmp_path / "journal.jsonl").read_text()))
     stream, after = start(odd_ones_differ, filters=FILTER)
     again = take_all(stream)
     for one, other in zip(first, again):
         assert other.rollouts == one.rollouts
         assert other.everything == one.everything
         assert other.settled == one.settled
-    known = {request.request_id for request in before.requests}
+    assert known
     assert not known & {request.request_id for request in after.requests}
     assert len({uid for batch in again for uid in uids(batch)}) == 3 * BATCH
 
@@ -271,19 +272,20 @@ def test_a_curriculum_chooses_by_what_is_known_when_a_batch_begins(start: Start)
     assert found.count("p0") == 2
 
 
-def test_what_a_curriculum_chose_is_kept_whatever_is_known_later(start: Start) -> None:
-    stream, before = start(lambda _: says(1), curriculum=make_curriculum(40), take_groups="in_order")
+def test_what_a_curriculum_chose_is_kept_whatever_is_known_later(start: Start, tmp_path: Path) -> None:
+    stream, _ = start(lambda _: says(1), curriculum=make_curriculum(40), take_groups="in_order")
     first = [stream.take()]
     stream.learn({"p0": (0.5, 1), "p1": (0.0, 1)})
     stream.publish(1)
     first.append(stream.take())
     stream.close()
+    known = set(re.findall(r'\{"turn": "([^"]+)"', (tmp_path / "journal.jsonl").read_text()))
     stream, after = start(lambda _: says(1), curriculum=make_curriculum(40), take_groups="in_order")
     stream.learn({"p2": (0.5, 1), "p3": (0.5, 1)})
     again = take_all(stream)
     assert [batch.rollouts for batch in again[:2]] == [batch.rollouts for batch in first]
     assert again[1].settled == first[1].settled
-    known = {request.request_id for request in before.requests}
+    assert known
     assert not known & {request.request_id for request in after.requests}
     assert sorted(uids(again[2])) == ["p0", "p4"]
 
