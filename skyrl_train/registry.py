@@ -46,6 +46,9 @@ class Reads:
     own_devices: bool = False
     """An inference engine: it computes on devices of its own, on Ray in actors (`generator.vllm.num_engines`); any other is
     made in the loop's process."""
+    in_flight_updates: bool = False
+    """An inference engine: it takes new weights while it answers, between two tokens, as `EngineSettings.in_flight_cache`
+    says, and its answers tell which of them sampled what."""
     declared: bool = True
     """False for a custom part that says nothing."""
 

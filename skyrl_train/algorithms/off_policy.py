@@ -185,6 +185,18 @@ class LogRatioLedger:
                 found[f"off_policy/{name}/age_{age}"] = Mean(later(masked(value.double(), of_age).sum()), count)
         return found
 
+    def metrics_behind_updates(self, loss_mask: Tensor, token_age: Tensor) -> dict[str, Metric]:
+        """`off_policy/in_flight/cache_distance` and `cache_distance_max`: mean and largest size of the numerics of tokens of
+        age 0 that stand behind an update within their turn. Where engines keep the keys and values of older weights, that
+        is what these make of the log-probability that the model alone gives. Arguments as above; the step has such tokens."""
+        oldest = turns_of(loss_mask).highest(token_age.double())
+        behind = loss_mask & (token_age == 0) & (oldest > 0)
+        distance = masked(self.numerics.double().abs(), behind)
+        return {
+            "off_policy/in_flight/cache_distance": Mean(later(distance.sum()), later(behind.sum().double())),
+            "off_policy/in_flight/cache_distance_max": Max(later(distance.max())),
+        }
+
 
 LARGEST_AGE_SHOWN = 16
 """Ages from here on share their metrics, so that a recording of another run does not bring hundreds."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,39 @@ def token_ages(batch: TrainingInputBatch) -> Tensor | None:
     return torch.zeros_like(batch["input_ids"]) if batch.metadata.max_staleness else None
 
 
-def ages_in(batch: TrainingInputBatch) -> tuple[int, ...]:
-    """Return the ages of the batch's trained tokens, each once and ascending; none where `token_ages` is None."""
+@dataclass(frozen=True, kw_only=True)
+class Ages:
+    """What there is of ages among the trained tokens of a batch."""
+
+    found: tuple[int, ...] = ()
+    """Each once, ascending; none where `token_ages` is None."""
+    fresh_behind_updates: bool = False
+    """Whether tokens of age 0 stand behind an update within their turn."""
+
+
+def ages_in(batch: TrainingInputBatch) -> Ages:
+    """Return what ages there are."""
     ages = token_ages(batch)
-    return () if ages is None else tuple(torch.unique(ages[tokens_with_loss(batch)]).tolist())
+    if ages is None:
+        return Ages()
+    return Ages(
+        found=tuple(torch.unique(ages[tokens_with_loss(batch)]).tolist()),
+        fresh_behind_updates=bool((behind_updates(batch) & (ages == 0)).any()),
+    )
+
+
+def behind_updates(batch: TrainingInputBatch) -> Tensor:
+    """Return `[num_tokens]` bool: the trained tokens that weights of a later version sampled than the first one of their
+    turn, since engines took new weights meanwhile. A turn is the trained tokens of a row that stand side by side."""
+    mask = tokens_with_loss(batch)
+    if "weight_version" not in batch or not mask.any():
+        return torch.zeros_like(mask)
+    begins = mask.clone()
+    begins[1:] &= ~mask[:-1]
+    starts = batch.row_offsets[:-1]
+    begins[starts] = mask[starts]
+    turn = (begins.cumsum(0) - 1).clamp(min=0)
+    return mask & (batch["weight_version"] > batch["weight_version"][begins][turn])
 
 
 def check_staleness(batch: TrainingInputBatch) -> None:

@@ -9,9 +9,11 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.bundles import shares_devices
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.parts import ENGINES
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import Violation
+from skyrl_train.registry import part_name
 
 _SERIAL = "or set trainer.max_staleness=0"
 
@@ -82,6 +84,21 @@ def _groups(trainer: TrainerConfig) -> Iterator[Violation]:
     )
 
 
+def _in_flight(trainer: TrainerConfig, generator: GeneratorConfig) -> Iterator[Violation]:
+    field, off = "trainer.in_flight_updates", "set trainer.in_flight_updates=false"
+    if trainer.in_flight_updates and not trainer.max_staleness:
+        rule = "needs rollouts that run while the learner updates, and trainer.max_staleness=0 has none"
+        yield Violation.of(field, True, rule, f"set trainer.max_staleness=1, or {off}")
+    elif trainer.in_flight_updates and not ENGINES.reads(generator.backend).in_flight_updates:
+        rule = f"needs an engine that takes weights between two tokens; {part_name(generator.backend)} does not"
+        remedy = f"add generator=hf or vllm, declare a custom engine with @reads(in_flight_updates=True), or {off}"
+        yield Violation.of(field, True, rule, remedy)
+    if trainer.in_flight_cache != "recompute" and not trainer.in_flight_updates:
+        rule = "is not read with trainer.in_flight_updates=false"
+        remedy = "set trainer.in_flight_updates=true, or drop trainer.in_flight_cache"
+        yield Violation.of("trainer.in_flight_cache", trainer.in_flight_cache, rule, remedy)
+
+
 def _not_read(trainer: TrainerConfig) -> Iterator[Violation]:
     default = TrainerConfig()
     for name in ("stale_groups", "oversample", "take_groups"):
@@ -94,4 +111,4 @@ def _not_read(trainer: TrainerConfig) -> Iterator[Violation]:
             )
 
 
-ASYNC_RULES: tuple[Rule, ...] = (_engine, _placement, _sampling, _groups, _not_read)
+ASYNC_RULES: tuple[Rule, ...] = (_engine, _placement, _sampling, _groups, _in_flight, _not_read)

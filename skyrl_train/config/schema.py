@@ -114,6 +114,13 @@ class TrainerConfig(LoopConfig):
     take_groups: Forks[Literal["first_finished", "in_order"]] = "first_finished"
     """`max_staleness`: first_finished: a batch has prompts whose samples have ended, which prefers short ones wherever some
     are dropped. in_order: it has the prompts that began first, and waits for them."""
+    in_flight_updates: Forks[bool] = False
+    """`max_staleness`: true: engines take new weights between two tokens of the responses that they are at. false: an update
+    waits for these to end, and further ones for the update."""
+    in_flight_cache: Forks[Literal["recompute", "keep"]] = "recompute"
+    """`in_flight_updates`: what becomes of the keys and values of a response that an update reaches. recompute: those of all
+    its tokens so far are computed again. keep: they stay as older weights made them, at no cost, and what is sampled after
+    them is of no model alone."""
     docs_per_step: Forks[NonNegativeInt] = 0
     """Close an optimizer step at so many rollouts instead of at a fixed number of prompts; 0 is off."""
     docs_per_step_exact: Forks[bool] = False

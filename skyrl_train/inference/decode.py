@@ -4,6 +4,9 @@ Rows are right-aligned, so that every row's newest token stands in the last colu
 from its own seed, so a sample does not depend on the rows beside it (beyond the rounding of matrix products). Samples
 of one prompt share its prefill, and the next turn of a conversation starts from what this one computed.
 
+The weights may change between two steps. Then the rows that run are computed again from their first token, or go on with the
+keys and values that they have; each answer says which of its tokens are of which version.
+
 A model with other than attention layers generates for prompts of one length at a time, and computes each turn from its first
 token (`kv_cache.py`).
 """
@@ -27,7 +30,7 @@ from skyrl_train.inference.kv_cache import (
 from skyrl_train.inference.prefill import MAX_POSITIONS, prefill, right_aligned_mask
 from skyrl_train.inference.prefixes import KeptPrefixes
 from skyrl_train.inference.sampling import SamplingTable, sample_tokens
-from skyrl_train.types import GenerationRequest, StopReason
+from skyrl_train.types import GenerationRequest, StopReason, VersionRun
 
 _RESERVED_NEW_TOKENS = 64
 """Room for new tokens in the first key-value reservation; it grows where responses get longer."""
@@ -42,6 +45,8 @@ class Response:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     stop_reason: StopReason
+    weight_versions: tuple[VersionRun, ...]
+    """As of `GenerationOutput`."""
 
 
 class _Row:
@@ -51,11 +56,14 @@ class _Row:
         self.request = request
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.weight_versions: list[VersionRun] = []
         self.stop_reason: StopReason | None = None
         # A stop string that ends with the newest token lies within so many tokens: a byte has at most one.
         self.stop_window = max((len(string.encode()) for string in request.sampling.stop), default=0) + 1
 
-    def append(self, token_id: int, logprob: float) -> None:
+    def append(self, token_id: int, logprob: float, version: int) -> None:
+        if not self.weight_versions or self.weight_versions[-1].version != version:
+            self.weight_versions.append(VersionRun(start=len(self.token_ids), version=version))
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         if len(self.token_ids) >= self.request.sampling.max_generate_length:
@@ -70,6 +78,7 @@ class _Row:
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs),
             stop_reason=self.stop_reason or StopReason.ABORT,
+            weight_versions=tuple(self.weight_versions),
         )
 
 
@@ -83,8 +92,11 @@ class Decoder:
         eos_token_ids: frozenset[int],
         pad_token_id: int,
         decode_text: Callable[[Sequence[int]], str],
+        keeps_older_cache: bool = False,
     ) -> None:
         """`decode_text` turns tokens to text, with special tokens; used only for requests with stop strings.
+        `keeps_older_cache`: where the weights change under running rows, these go on with the keys and values that older
+        weights computed, rather than being computed again.
 
         Raises ModelError for a model with other than attention layers that does not compute the same with its own cache.
         """
@@ -95,6 +107,7 @@ class Decoder:
         self._eos_token_ids = eos_token_ids
         self._pad_token_id = pad_token_id
         self._decode_text = decode_text
+        self._keeps_older_cache = keeps_older_cache
         self._prefixes = KeptPrefixes(_MAX_KEPT_BYTES)
 
     def start_wave(self) -> None:
@@ -107,64 +120,76 @@ class Decoder:
 
     @torch.inference_mode()
     def run(
-        self, requests: Sequence[GenerationRequest], *, wanted: Callable[[], bool] = lambda: True
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        wanted: Callable[[], bool] = lambda: True,
+        version: Callable[[], int] = lambda: 0,
     ) -> list[Response]:
         """Responses in the order of the requests.
 
         `wanted` is asked now and then; once it says no, what there is so far is returned with stop reason `abort`.
+        `version` is asked before each step, and gives the version of the weights that the model has for it: where it is
+        another than before, `forget` has been called.
         """
-        if self._num_layers is not None:
-            return self._run_batch(requests, self._start(requests, self._num_layers), wanted)
+        batches = [list(range(len(requests)))] if self._num_layers is not None else _batches_of_one_length(requests)
         found: dict[int, Response] = {}
-        for places in _batches_of_one_length(requests):
-            batch = [requests[place] for place in places]
-            found |= zip(places, self._run_batch(batch, self._start_own(batch), wanted))
+        for places in batches:
+            found |= zip(places, self._run_batch([requests[place] for place in places], wanted, version))
         return [found[place] for place in range(len(requests))]
 
     def _run_batch(
-        self, requests: Sequence[GenerationRequest], state: _DecodeState, wanted: Callable[[], bool]
+        self, requests: Sequence[GenerationRequest], wanted: Callable[[], bool], version: Callable[[], int]
     ) -> list[Response]:
         rows = [_Row(request) for request in requests]
+        current = version()
+        state = _DecodeState(requests, self._compute(rows))
         while True:
             tokens, logprobs = state.sample()
             for index, token_id, logprob in zip(state.row_of, tokens.tolist(), logprobs.tolist()):
                 if rows[index].stop_reason is None:
-                    self._append(rows[index], token_id, logprob)
+                    self._append(rows[index], token_id, logprob, current)
             running = [place for place, index in enumerate(state.row_of) if rows[index].stop_reason is None]
             if not running or not wanted():
                 self._keep(rows, state, range(len(state.row_of)))
                 return [row.response() for row in rows]
+            before, current = current, version()
+            if current != before and not self._keeps_older_cache:
+                state.take(running)
+                state.begin(self._compute([rows[index] for index in state.row_of]))
+                continue
+            # What several versions computed must not be found by a prompt that goes on from it.
+            state.is_of_one_version &= current == before
             if len(running) < _COMPACT_BELOW * len(state.row_of):
                 self._keep(rows, state, sorted(set(range(len(state.row_of))) - set(running)))
                 state.take(running)
                 tokens = tokens[running]
             state.forward(self._model, tokens)
 
-    def _start(self, requests: Sequence[GenerationRequest], num_layers: int) -> _DecodeState:
-        """The state after the prompts."""
-        prompts = [request.prompt_token_ids for request in requests]
-        prefilled = prefill(self._model, num_layers, prompts, self._prefixes, self._pad_token_id)
-        width = max(map(len, prompts))
-        new_tokens = max(request.sampling.max_generate_length for request in requests)
-        cache = BatchCache(
-            num_layers,
-            reserve=width + min(new_tokens, _RESERVED_NEW_TOKENS),
-            rows=[prefilled[prompt].state for prompt in prompts],
+    def _compute(self, rows: Sequence[_Row]) -> _Computed:
+        """What the model has after all tokens of the rows, which are equally many where it has a cache of its own."""
+        sequences = [row.all_token_ids for row in rows]
+        new_tokens = max(row.request.sampling.max_generate_length - len(row.token_ids) for row in rows)
+        lengths = torch.tensor([len(sequence) for sequence in sequences], device=self._model.device)
+        if self._num_layers is None:
+            place_of = {sequence: place for place, sequence in enumerate(dict.fromkeys(sequences))}
+            cache, logits = start_own_cache(self._model, torch.tensor(list(place_of), device=self._model.device))
+            places = torch.tensor([place_of[sequence] for sequence in sequences], device=self._model.device)
+            cache.take_rows(places)
+            return _Computed(cache=cache, logits=logits[places], lengths=lengths)
+        prefilled = prefill(self._model, self._num_layers, sequences, self._prefixes, self._pad_token_id)
+        return _Computed(
+            cache=BatchCache(
+                self._num_layers,
+                reserve=max(map(len, sequences)) + min(new_tokens, _RESERVED_NEW_TOKENS),
+                rows=[prefilled[sequence].state for sequence in sequences],
+            ),
+            logits=torch.stack([prefilled[sequence].logits for sequence in sequences]),
+            lengths=lengths,
         )
-        return _DecodeState(requests, cache, torch.stack([prefilled[prompt].logits for prompt in prompts]))
 
-    def _start_own(self, requests: Sequence[GenerationRequest]) -> _DecodeState:
-        """The state after prompts of one length, in the model's own cache."""
-        prompts = [request.prompt_token_ids for request in requests]
-        place_of = {prompt: place for place, prompt in enumerate(dict.fromkeys(prompts))}
-        device = self._model.device
-        cache, logits = start_own_cache(self._model, torch.tensor(list(place_of), device=device))
-        rows = torch.tensor([place_of[prompt] for prompt in prompts], device=device)
-        cache.take_rows(rows)
-        return _DecodeState(requests, cache, logits[rows])
-
-    def _append(self, row: _Row, token_id: int, logprob: float) -> None:
-        row.append(token_id, logprob)
+    def _append(self, row: _Row, token_id: int, logprob: float, version: int) -> None:
+        row.append(token_id, logprob, version)
         stop = row.request.sampling.stop
         if token_id in self._eos_token_ids:
             row.stop_reason = StopReason.STOP
@@ -175,7 +200,7 @@ class Decoder:
 
     def _keep(self, rows: Sequence[_Row], state: _DecodeState, places: Iterable[int]) -> None:
         """Keeps what finished rows computed, for prompts that continue them."""
-        if not isinstance(state.cache, BatchCache):
+        if not isinstance(state.cache, BatchCache) or not state.is_of_one_version:
             return
         for place in places:
             row = rows[state.row_of[place]]
@@ -185,23 +210,40 @@ class Decoder:
                 self._prefixes.keep(token_ids, state.cache.read_row(place, columns))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Computed:
+    """What a model has of the tokens of some rows."""
+
+    cache: BatchCache | OwnCache
+    logits: Tensor
+    """`[rows, vocab]`, of the next tokens."""
+    lengths: Tensor
+    """int64 `[rows]`, tokens."""
+
+
 class _DecodeState:
     """What one step needs; `row_of[place]` is the request that a computed row belongs to."""
 
-    def __init__(self, requests: Sequence[GenerationRequest], cache: BatchCache | OwnCache, logits: Tensor) -> None:
-        """`cache` and `logits` `[rows, vocab]` are those after the prompts of the requests."""
-        lengths = torch.tensor([len(request.prompt_token_ids) for request in requests], device=logits.device)
+    def __init__(self, requests: Sequence[GenerationRequest], computed: _Computed) -> None:
+        """`computed` is of the prompts of the requests."""
         new_tokens = max(request.sampling.max_generate_length for request in requests)
+        device = computed.logits.device
         self.row_of = list(range(len(requests)))
-        self.cache = cache
-        self.mask = right_aligned_mask(lengths, int(lengths.max()))
-        self._logits = logits
-        self._positions = lengths
-        self._uniforms = _uniforms(requests, new_tokens, logits.device)
+        self.is_of_one_version = True
+        """Whether the weights that computed the keys and values, all of them, are those of one version."""
+        self._uniforms = _uniforms(requests, new_tokens, device)
         self._table = SamplingTable.of(
-            [request.sampling for request in requests], vocab_size=logits.shape[-1], device=logits.device
+            [request.sampling for request in requests], vocab_size=computed.logits.shape[-1], device=device
         )
         self._step = 0
+        self.begin(computed)
+
+    def begin(self, computed: _Computed) -> None:
+        """Goes on from what is computed of the same rows, in order."""
+        self.cache = computed.cache
+        self.mask = right_aligned_mask(computed.lengths, int(computed.lengths.max()))
+        self._logits = computed.logits
+        self._positions = computed.lengths
 
     def sample(self) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities, one per computed row."""

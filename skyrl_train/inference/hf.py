@@ -4,6 +4,8 @@ Requests gather until each leased trajectory waits for tokens or has ended; then
 of at most `max_batch_size`, sorted, so that the batches (and with them the last bits of every number) are the same on
 every run. Price of that order: a slow environment delays its wave. The forward passes run on a thread of their own; the
 event loop stays free for environments.
+
+New weights wait for the batch that is being generated, or come between two of its tokens (`in_flight_cache`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -47,14 +50,14 @@ class _Waiting:
         if not self.future.done():
             self.future.set_exception(error)
 
-    def succeed(self, response: Response, weight_version: int) -> None:
+    def succeed(self, response: Response) -> None:
         if not self.future.done():
             self.future.set_result(
                 GenerationOutput(
                     token_ids=response.token_ids,
                     logprobs=response.logprobs,
                     stop_reason=response.stop_reason,
-                    weight_version=weight_version,
+                    weight_versions=response.weight_versions,
                 )
             )
 
@@ -63,7 +66,13 @@ class HFEngine(TellsWhenBusy):
     """Implements `InferenceEngine`. Use from one event loop at a time."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, *, max_batch_size: int, weight_version: int = -1
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        *,
+        max_batch_size: int,
+        weight_version: int = -1,
+        in_flight_cache: Literal["recompute", "keep"] | None = None,
     ) -> None:
         """
         Args:
@@ -71,6 +80,7 @@ class HFEngine(TellsWhenBusy):
             tokenizer: Gives the end-of-sequence and padding tokens, and text where stop strings are used.
             max_batch_size: Sequences generated together.
             weight_version: Version of the weights that the model has now.
+            in_flight_cache: As of `EngineSettings`.
         """
         self._model = model.requires_grad_(False)
         self._model.train(False)
@@ -81,7 +91,9 @@ class HFEngine(TellsWhenBusy):
             eos_token_ids=eos_token_ids,
             pad_token_id=pad_token_id if pad_token_id is not None else min(eos_token_ids, default=0),
             decode_text=lambda token_ids: str(tokenizer.decode(list(token_ids), skip_special_tokens=False)),
+            keeps_older_cache=in_flight_cache == "keep",
         )
+        self._takes_in_flight = in_flight_cache is not None
         self._max_batch_size = max_batch_size
         self._weight_version = weight_version
         self._num_leases = 0
@@ -90,6 +102,9 @@ class HFEngine(TellsWhenBusy):
         self._generating = False
         self._wave: asyncio.Task[None] | None = None
         self._weights_lock = threading.Lock()
+        """Held while the model computes, and while its weights change."""
+        self._turn_lock = threading.Lock()
+        """Taken before the other one by whoever waits for it, so that an update comes before the next batch, or token."""
         self._executor = WorkerThread("hf-engine")
         self._closed = False
 
@@ -128,7 +143,8 @@ class HFEngine(TellsWhenBusy):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Takes all weights, or none: names and shapes are checked before the first is copied.
 
-        Waits for a batch that is being generated. Raises EngineError naming what is missing, unknown or misshapen.
+        Waits for the batch, or the token, that is being generated; what comes after that waits for it. Raises EngineError
+        naming what is missing, unknown or misshapen.
         """
         given = dict(weights)
         own = dict(self._model.named_parameters(remove_duplicate=False))
@@ -143,7 +159,7 @@ class HFEngine(TellsWhenBusy):
         if problems:
             more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
             raise EngineError(f"weights of another model; nothing was loaded: {'; '.join(problems[:5])}{more}")
-        with self._weights_lock, torch.no_grad():
+        with self._turn_lock, self._weights_lock, torch.no_grad():
             for name, tensor in given.items():
                 own[name].copy_(tensor)
             self._weight_version = version
@@ -189,7 +205,7 @@ class HFEngine(TellsWhenBusy):
     async def _run_batch(self, batch: list[_Waiting], *, begins_wave: bool) -> None:
         loop = asyncio.get_running_loop()
         try:
-            version, responses = await loop.run_in_executor(self._executor, self._generate, batch, begins_wave)
+            responses = await loop.run_in_executor(self._executor, self._generate, batch, begins_wave)
         except Exception as error:
             broken = EngineError(f"generation failed: {type(error).__name__}: {error}")
             broken.__cause__ = error
@@ -197,27 +213,39 @@ class HFEngine(TellsWhenBusy):
                 waiting.fail(broken)
             return
         for waiting, response in zip(batch, responses):
-            waiting.succeed(response, version)
+            waiting.succeed(response)
 
-    def _generate(self, batch: list[_Waiting], begins_wave: bool) -> tuple[int, list[Response]]:
+    def _generate(self, batch: list[_Waiting], begins_wave: bool) -> list[Response]:
         """On the engine's thread. Stops early once nobody waits any more."""
-        with self._weights_lock:
+        with self._turn_lock:
+            self._weights_lock.acquire()
+        try:
             if self._fresh_start:
                 self._fresh_start = False
                 self._decoder.forget()
             if begins_wave:
                 self._decoder.start_wave()
-            responses = self._decoder.run(
+            return self._decoder.run(
                 [waiting.request for waiting in batch],
                 wanted=lambda: not all(waiting.future.done() for waiting in batch),
+                version=self._version_between_tokens,
             )
-            return self._weight_version, responses
+        finally:
+            self._weights_lock.release()
+
+    def _version_between_tokens(self) -> int:
+        """The version of the weights, after an update that waits for them, where one may come now."""
+        if self._takes_in_flight:
+            self._weights_lock.release()
+            with self._turn_lock:
+                self._weights_lock.acquire()
+        return self._weight_version
 
 
 def build_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
     """Raises ModelError."""
     model = load_for_engine(settings.model, settings.device)
-    return HFEngine(model, tokenizer, max_batch_size=settings.max_batch_size)
+    return HFEngine(model, tokenizer, max_batch_size=settings.max_batch_size, in_flight_cache=settings.in_flight_cache)
 
 
 def load_for_engine(model: ModelConfig, device: str) -> PreTrainedModel:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from skyrl_train.config.generation import HTTPConfig, VLLMConfig
 from skyrl_train.config.schema import LoraConfig, ModelConfig
@@ -38,6 +39,9 @@ class EngineSettings:
     """Whether it has to leave its devices to models between generations (`sleep`, `wake_up`)."""
     adapter: LoraConfig | None = None
     """What is synced: an adapter beside the model's weights; None for all weights."""
+    in_flight_cache: Literal["recompute", "keep"] | None = None
+    """What becomes of the keys and values of responses that an update of the weights reaches (`trainer.in_flight_cache`);
+    None: an update waits for running responses to end, and further ones wait for it."""
     request_timeout_s: float = 600.0
     """Deadline of one request."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)

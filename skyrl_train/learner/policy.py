@@ -20,7 +20,7 @@ from skyrl_train.algorithms.ratios import masked
 from skyrl_train.algorithms.step_columns import missing_step_column
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
-from skyrl_train.batch.staleness import ages_in, token_ages
+from skyrl_train.batch.staleness import Ages, ages_in, token_ages
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.parts import POLICY_LOSSES
@@ -145,7 +145,7 @@ class PolicyLearner(HoldsModel):
         rows: TrainingInputBatch,
         layout: Layout,
         denominators: LossDenominators,
-        ages: tuple[int, ...],
+        ages: Ages,
     ) -> tuple[Tensor, StepMetrics]:
         """The rows' share of the step's loss, and its metrics; `ages` are those of the step's trained tokens.
 
@@ -259,9 +259,7 @@ def _rollout_difference(inputs: PolicyLossInputs) -> StepMetrics:
     }
 
 
-def _ledger(
-    inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: AlgorithmConfig, ages: tuple[int, ...]
-) -> StepMetrics:
+def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: AlgorithmConfig, ages: Ages) -> StepMetrics:
     """`off_policy/{numerics,staleness,drift,unattributed}_*`: why the policy differs from what sampled; by the age of the
     tokens, too, where the weights of the update did not sample all of them.
 
@@ -285,7 +283,10 @@ def _ledger(
     found = ledger.metrics(inputs.loss_mask)
     if token_age is None:
         return found
-    return found | ledger.metrics_by_age(inputs.loss_mask, token_age, ages, knows_drift=not unknown)
+    found |= ledger.metrics_by_age(inputs.loss_mask, token_age, ages.found, knows_drift=not unknown)
+    if ages.fresh_behind_updates and not unknown:
+        found |= ledger.metrics_behind_updates(inputs.loss_mask, token_age)
+    return found
 
 
 def _column(columns: Mapping[str, Tensor], name: str, default: Tensor) -> Tensor:

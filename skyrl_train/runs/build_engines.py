@@ -68,6 +68,7 @@ def engine_settings(config: Config) -> EngineSettings:
         in_actor=config.placement.backend == "ray",
         shares_devices=shares_devices(config.placement, config.generator, config.platform),
         adapter=config.model.lora if ships_adapter(generator) else None,
+        in_flight_cache=config.trainer.in_flight_cache if config.trainer.in_flight_updates else None,
         request_timeout_s=generator.request_timeout_s,
         vllm=generator.vllm,
         http=generator.http,

@@ -16,7 +16,7 @@ from torch import Tensor
 from skyrl_train.algorithms.controllers import mean_token_kl
 from skyrl_train.algorithms.critic_losses import explained_variance
 from skyrl_train.algorithms.off_policy import LARGEST_AGE_SHOWN
-from skyrl_train.batch.staleness import token_ages
+from skyrl_train.batch.staleness import behind_updates, token_ages
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads
 from skyrl_train.registry import part_name
@@ -73,8 +73,8 @@ def _dataset_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
     """The batch's size; the ages of its tokens (`off_policy/age/{mean,max}` and the share of each,
-    `off_policy/share/age_N`) where some may be above 0; how far the trainer's log-probabilities are from the engine's and
-    from the reference's.
+    `off_policy/share/age_N`) where some may be above 0, and of those behind an update within their turn the share
+    (`off_policy/in_flight/share`); how far the trainer's log-probabilities are from the engine's and from the reference's.
 
     `mismatch/` compares `old_logprobs` with `rollout_logprobs`, `kl/reference` with `ref_logprobs`, over trained
     tokens, before the first update of the step. `critic/explained_variance` is of the values before it, too.
@@ -93,6 +93,8 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
         metrics |= {"score/rollout_logprobs_used": 1.0} if algorithm.proximal == "behaviour" else {}
     if num_trained and (ages := token_ages(batch)) is not None:
         metrics |= _ages(ages[mask])
+        behind = float(behind_updates(batch).sum())
+        metrics |= {"off_policy/in_flight/share": behind / num_trained} if behind else {}
     if num_trained and "rollout_logprobs" in batch and "old_logprobs" in batch:
         metrics |= _mismatch(batch["old_logprobs"][mask].double() - batch["rollout_logprobs"][mask].double())
     if num_trained and "ref_logprobs" in batch and "old_logprobs" in batch:

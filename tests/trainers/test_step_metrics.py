@@ -125,6 +125,20 @@ def test_the_ages_of_trained_tokens_are_counted_over_the_batch(tmp_path):
     }
 
 
+def test_the_share_of_tokens_behind_an_update_within_their_turn(tmp_path):
+    """Trained tokens: 3 and 4 in a turn of the first trajectory, 5 in the next one, 3 in one of the second."""
+    batch = batch_of(tmp_path, rollouts_of(TWO_TURNS, ONE_TURN))
+
+    def share(*versions):
+        column = torch.zeros(batch.num_tokens, dtype=torch.int32)
+        column[batch["loss_mask"]] = torch.tensor(versions, dtype=torch.int32)
+        metrics = batch_metrics(batch.with_columns(weight_version=column), AlgorithmConfig())
+        return metrics.get("off_policy/in_flight/share")
+
+    assert share(-2, -2, -1, 0) is None
+    assert share(-2, -1, -1, 0) == 0.25
+
+
 def test_nothing_is_said_of_ages_unless_older_weights_may_sample(tmp_path):
     batch = batch_of(tmp_path, rollouts_of(TWO_TURNS, ONE_TURN))
     assert batch.metadata.max_staleness == 0

@@ -132,6 +132,11 @@ EXCEPTIONS: Exceptions = {
         "skyrl_train/inference/hf.py",
         "self._weights_lock",
     ): "taken for an update, of which `call_timeout_s` is the deadline",
+    ("skyrl_train/inference/hf.py", "self._turn_lock"): "held while the other lock is waited for, as that is",
+    (
+        "skyrl_train/inference/hf.py",
+        "self._weights_lock.acquire",
+    ): "for an update, of which `call_timeout_s` is the deadline, to be over",
     ("skyrl_train/inference/http.py", "httpx.AsyncClient"): "`common` has the timeouts",
     ("skyrl_train/inference/http.py", "httpx.Client"): "`common` has the timeouts",
     ("skyrl_train/inference/local_engine.py", "other.wait"): _PENDING,

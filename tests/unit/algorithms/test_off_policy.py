@@ -193,16 +193,25 @@ class TestLedgerByAge:
     BEFORE = torch.tensor([[0.1, -0.1, 0.5], [-0.2, 1.0, math.nan]], dtype=torch.float64)
     DRIFT = torch.tensor([[0.0, 0.2, 0.0], [-0.4, 0.3, math.nan]], dtype=torch.float64)
 
-    def metrics(self, age: Tensor, ages: Sequence[int]) -> dict[str, float]:
+    def ledger(self, age: Tensor) -> LogRatioLedger:
         rollout = torch.full_like(self.BEFORE, -2.0)
-        ledger = log_ratio_ledger(
+        return log_ratio_ledger(
             logprobs=rollout + self.BEFORE + self.DRIFT,
             old_logprobs=rollout + self.BEFORE,
             rollout_logprobs=rollout,
             loss_mask=self.MASK,
             is_stale=age != 0,
         )
-        return to_values(ledger.metrics_by_age(self.MASK, age, ages))
+
+    def metrics(self, age: Tensor, ages: Sequence[int]) -> dict[str, float]:
+        return to_values(self.ledger(age).metrics_by_age(self.MASK, age, ages))
+
+    def test_the_distance_of_a_kept_cache_is_that_of_fresh_tokens_behind_older_ones_of_their_turn(self) -> None:
+        age = torch.tensor([[1, 0, 0], [0, 0, 9]], dtype=torch.int32)
+        found = to_values(self.ledger(age).metrics_behind_updates(self.MASK, age))
+        # Tokens 1 and 2 of the first row; the second row is of one version.
+        expected = {"cache_distance": (0.1 + 0.5) / 2, "cache_distance_max": 0.5}
+        assert found == {f"off_policy/in_flight/{name}": pytest.approx(value) for name, value in expected.items()}
 
     def test_each_age_has_its_means(self) -> None:
         found = self.metrics(self.AGE, (0, 1, 3))

@@ -168,8 +168,8 @@ def test_a_placeholder_and_dummy_rows_have_no_age():
     old = replace(ONE_TURN[0], weight_versions=[(0, 1)])
     batch = assembled(make_trajectory("a", 0, old), failed_trajectory("b", 0)).pad_rows(1)
     assert batch.take([1, 0])["weight_version"].tolist() == [2, 2, 2, 2, 1]
-    assert ages_in(batch) == (1,)
-    assert ages_in(batch.take([1])) == ()
+    assert ages_in(batch).found == (1,)
+    assert ages_in(batch.take([1])).found == ()
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from batch_builders import make_batch
 
-from skyrl_train.batch.staleness import ages_in, check_staleness, token_ages
+from skyrl_train.batch.staleness import Ages, ages_in, behind_updates, check_staleness, token_ages
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError
 
@@ -26,9 +26,26 @@ def test_an_age_is_the_learners_version_less_the_tokens() -> None:
     ages = token_ages(batch)
     assert ages is not None
     assert ages.tolist() == [0, 1, 0, 0, 3]
-    assert ages_in(batch) == (0, 1, 3)
+    assert ages_in(batch).found == (0, 1, 3)
     assert token_ages(make_batch(ROWS)) is None
-    assert ages_in(make_batch(ROWS)) == ()
+    assert ages_in(make_batch(ROWS)) == Ages()
+
+
+def test_a_token_is_behind_an_update_where_its_turn_began_with_older_weights() -> None:
+    rows = [("a", 0, [1, 2, 3, 4, 5, 6]), ("b", 2, [1, 2, 3]), ("b", 3, [1])]
+    batch = make_batch(rows)
+    # The turns of the first row are its tokens 1 and 2, and 4 and 5; the last row's only token begins one.
+    mask = torch.tensor([0, 1, 1, 0, 1, 1, 1, 1, 1, 1], dtype=torch.bool)
+    versions = torch.tensor([7, 5, 6, 7, 6, 6, 5, 5, 7, 7], dtype=torch.int32)
+    assert not behind_updates(batch).any()
+    found = behind_updates(batch.with_columns(weight_version=versions, loss_mask=mask))
+    assert found.nonzero().squeeze(1).tolist() == [2, 8]
+    assert ages_in(batch.with_columns(weight_version=versions, loss_mask=mask)) == Ages(
+        found=(0, 1, 2), fresh_behind_updates=True
+    )
+    assert not ages_in(batch.with_columns(weight_version=versions - 1, loss_mask=mask)).fresh_behind_updates
+    none = torch.zeros_like(mask)
+    assert not behind_updates(batch.with_columns(weight_version=versions, loss_mask=none)).any()
 
 
 @pytest.mark.parametrize(

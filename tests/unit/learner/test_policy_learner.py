@@ -405,6 +405,21 @@ def test_what_the_ledger_says_of_ages_depends_on_no_layout(
         assert found[f"off_policy/drift/age_{age}"] == pytest.approx(float(drift.abs().mean()), rel=1e-9)
 
 
+@pytest.mark.parametrize("rows_per_micro_batch", [1, 4])
+def test_the_distance_of_a_kept_cache_is_over_the_step(folder: Path, rows_per_micro_batch: int) -> None:
+    """The last trained token of each row is of age 0, behind others; in the first row all are."""
+    batch = make_batch(LENGTHS)
+    learner = make_learner(folder, double=True, rows_per_micro_batch=rows_per_micro_batch)
+    versions = torch.full((batch.num_tokens,), batch.metadata.weight_version - 1)
+    last = [int(batch["loss_mask"][:stop].nonzero()[-1]) for stop in batch.row_offsets[1:].tolist()]
+    versions[last] += 1
+    versions[: last[0]] += 1
+    found = to_values(learner.forward_backward(close(batch.with_columns(weight_version=versions.int()))))
+    distance = (batch["old_logprobs"] - batch["rollout_logprobs"])[last[1:]].abs()
+    assert found["off_policy/in_flight/cache_distance"] == pytest.approx(float(distance.mean()), rel=1e-9)
+    assert found["off_policy/in_flight/cache_distance_max"] == pytest.approx(float(distance.max()), rel=1e-9)
+
+
 def test_the_loss_is_around_the_weights_at_batch_close_and_weighs_what_sampled(folder: Path) -> None:
     """Decoupled PPO: min(w, 2) times the clipped surrogate, with w = proximal / behaviour and current / proximal clipped."""
     batch = make_batch(LENGTHS)
