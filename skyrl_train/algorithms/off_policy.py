@@ -188,7 +188,7 @@ class LogRatioLedger:
     def metrics_behind_updates(self, loss_mask: Tensor, token_age: Tensor) -> dict[str, Metric]:
         """`off_policy/in_flight/cache_distance` and `cache_distance_max`: mean and largest size of the numerics of tokens of
         age 0 that stand behind an update within their turn. Where engines keep the keys and values of older weights, that
-        is what these make of the log-probability that the model alone gives. Arguments as above; the step has such tokens."""
+        is what these make of the log-probability that the model alone gives. Arguments as above; there are such tokens."""
         oldest = turns_of(loss_mask).highest(token_age.double())
         behind = loss_mask & (token_age == 0) & (oldest > 0)
         distance = masked(self.numerics.double().abs(), behind)

@@ -1,4 +1,5 @@
-"""`RequestGate`: weights of an engine change while none of its requests runs, though rollouts go on.
+"""`RequestGate`: weights of an engine change while none of its requests runs, though rollouts go on; unless the engine takes
+them in flight, for which the gate stays open.
 
 event loop of the requests                     thread of the weight sync
 ---------------------------------------------  -----------------------------------------------
@@ -27,9 +28,11 @@ _SIGNAL_POLL_S = 0.5
 class RequestGate:
     """Requests enter from one event loop, and one other thread shuts it."""
 
-    def __init__(self, *, request_timeout_s: float = 600.0) -> None:
-        """`request_timeout_s`: deadline of one request, at which whoever made it gives it up."""
+    def __init__(self, *, request_timeout_s: float = 600.0, stays_open: bool = False) -> None:
+        """`request_timeout_s`: deadline of one request, at which whoever made it gives it up. `stays_open`: nothing is held
+        back, as weights change under running requests."""
         self._timeout_s = request_timeout_s + _MARGIN_S
+        self._stays_open = stays_open
         self._is_shut = False
         self._num_inside = 0
         self._left = threading.Event()
@@ -53,6 +56,9 @@ class RequestGate:
     @contextmanager
     def shut(self) -> Iterator[None]:
         """Hold requests back, and wait until those inside have left. Raises DeadlineError."""
+        if self._stays_open:
+            yield
+            return
         began = time.monotonic()
         self._is_shut = True
         try:

@@ -41,7 +41,7 @@ class EngineSettings:
     """What is synced: an adapter beside the model's weights; None for all weights."""
     in_flight_cache: Literal["recompute", "keep"] | None = None
     """What becomes of the keys and values of responses that an update of the weights reaches (`trainer.in_flight_cache`);
-    None: an update waits for running responses to end, and further ones wait for it."""
+    None where updates wait for running responses to end."""
     request_timeout_s: float = 600.0
     """Deadline of one request."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)

@@ -104,7 +104,6 @@ class VLLMEngine(UpdatableEngine):
         """
         del tokenizer
         chosen = vllm_settings(settings)
-        self._version = -1
         self._processes = EngineProcesses()
         try:
             self._thread = _EngineThread(chosen, self._processes)
@@ -120,7 +119,7 @@ class VLLMEngine(UpdatableEngine):
     @property
     def weight_version(self) -> int:
         """Version of the last update that vLLM confirmed; -1 before it."""
-        return self._version
+        return self._thread.core.weight_version
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return the answer; a request that is cancelled is given up. Raises EngineError where vLLM refuses, and
@@ -167,8 +166,7 @@ class VLLMEngine(UpdatableEngine):
 
     def finish_update(self, version: int, num_tensors: int) -> int:
         """Serve with the new weights, under `version`, which it returns. `num_tensors` were sent in all."""
-        self._version = self._thread.call(lambda core: core.finish_update(version, num_tensors))
-        return self._version
+        return self._thread.call(lambda core: core.finish_update(version, num_tensors))
 
     def sleep(self) -> None:
         """Free the device for others."""

@@ -102,17 +102,18 @@ class VLLMCore:
         return bool(self._requests) and not self._updating
 
     def add(self, request: GenerationRequest, future: Future[GenerationOutput]) -> None:
-        """`future` gets the answer, or EngineError. During a weight update the request waits for the end."""
+        """`future` gets the answer, or EngineError. During a weight update the request waits for the end; so it does for the
+        first one in an engine that takes updates in flight, which may be asked before it has weights."""
         if self._broken:
             future.set_exception(EngineDeadError(self._broken))
             return
-        if self._updating:
+        if self._updating or (self._settings.in_flight_cache is not None and self.weight_version < 0):
             self._held.append((request, future))
             return
         try:
             self._engine.add_request(
                 request.request_id,
-                {"prompt_token_ids": list(request.prompt_token_ids)},
+                self._prompt(request),
                 sampling_arguments(
                     request.sampling,
                     self._settings.stop_token_ids,
@@ -126,6 +127,13 @@ class VLLMCore:
             future.set_exception(EngineDeadError(self._broken) if self._broken else EngineError(text))
             return
         self._requests[request.request_id] = _Running(future)
+
+    def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
+        if self._settings.in_flight_cache == "keep":
+            # While requests keep their blocks the prefix cache cannot be reset; under another name nobody finds these.
+            prompt["cache_salt"] = f"version {self.weight_version}"
+        return prompt
 
     def step(self) -> None:
         """Takes what was computed next: one token for each request that runs."""
@@ -212,7 +220,8 @@ class VLLMCore:
                     raise EngineError("vLLM did not take the adapter")
                 self._has_adapter = True
             # Keys and values of older weights would be found again under the same tokens.
-            if not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
+            keeps = bool(self._requests) and self._settings.in_flight_cache == "keep"
+            if not keeps and not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
                 raise EngineError("vLLM did not reset its prefix cache")
             self._engine.set_weight_version(str(version))
             self.weight_version = int(self._engine.get_weight_version())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.inference.settings import EngineSettings, stop_token_ids
 from skyrl_train.inference.vllm_adapter import adapter_arguments
@@ -33,6 +33,8 @@ class VLLMSettings:
     """Whether the noise of a response is that of its own seed, or of the engine's (`generator.seeds`)."""
     adapter: LoraConfig | None = None
     """What is synced: an adapter beside the model's weights; None for all weights."""
+    in_flight_cache: Literal["recompute", "keep"] | None = None
+    """As of `EngineSettings`."""
 
     @property
     def separate_core(self) -> bool:
@@ -112,6 +114,7 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         core_environment={} if gpu or not enforce_eager else {"TORCHDYNAMO_DISABLE": "1"},
         seeds_by_request=settings.seeds_by_request,
         adapter=settings.adapter,
+        in_flight_cache=settings.in_flight_cache,
     )
 
 

@@ -104,7 +104,9 @@ def _gate(config: Config) -> RequestGate | None:
     """Return what keeps requests from engines whose weights change; None where nothing is asked meanwhile."""
     if not config.trainer.max_staleness:
         return None
-    return RequestGate(request_timeout_s=config.generator.request_timeout_s)
+    return RequestGate(
+        request_timeout_s=config.generator.request_timeout_s, stays_open=config.trainer.in_flight_updates
+    )
 
 
 def sync_within_process(

@@ -97,7 +97,8 @@ class WeightSync:
 
     @property
     def version(self) -> int:
-        """Version of the last sync that all engines confirmed; -1 before the first."""
+        """Newest version that an engine may answer with, and oldest for what it is asked from now on: that of the last sync,
+        or of one that engines are about to confirm; -1 before the first."""
         return self._version
 
     def sync(self, weights: ModelWeights, version: int) -> None:
@@ -109,7 +110,6 @@ class WeightSync:
             engines = self._engines()
             buckets = self._update(weights, engines, self._transport, version)
             self._last = weights
-            self._version = version
         num_bytes = sum(bucket.num_bytes for bucket in buckets)
         self._records.add(weights, version, started=started, num_bytes=num_bytes, num_engines=len(engines.members))
 
@@ -135,6 +135,8 @@ class WeightSync:
         engines.call(UpdatableEngine.begin_update, "sync")
         transport(route, buckets)
         num_tensors = sum(len(bucket.names) for bucket in buckets)
+        # All wait now. The first to go on may answer with the new weights before the last has confirmed them.
+        self._version = version
         versions = engines.call(UpdatableEngine.finish_update, "sync", version, num_tensors)
         for name, found in zip(engines.names, versions):
             if found != version:
