@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from skyrl_train.model.causal_lm import resolve_model_path
+from skyrl_train.telemetry.rollout_log import read_rollouts
 from tests.command_runs import records, run_command, start_command, unaccounted_share, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -124,6 +125,23 @@ def test_a_run_learns_by_a_server_that_gets_its_weights_as_files(server: Server,
     assert difference < 1e-3, "the third step was generated with the weights of the second"
     assert unaccounted_share(steps) < 0.05
     assert not (tmp_path / "run" / "weights").exists(), "what a sync wrote is removed"
+
+
+def test_a_server_answers_while_the_learner_updates_but_for_the_moment_in_which_it_takes_weights(
+    server: Server, tmp_path: Path
+) -> None:
+    stream = ("trainer.max_staleness=1", "trainer.total_steps=3")
+    run_command(tmp_path / "run", *SIZES, f"generator.http.url={server.url}", *stream)
+    found = records(tmp_path / "run")
+    assert found[0]["off_policy/age/max"] == 0.0
+    assert max(record["off_policy/age/max"] for record in found) == 1.0
+    assert found[0]["off_policy/numerics_abs_max"] < 1e-3
+    assert all(record["timing/wait/sync"] > 0 for record in found)
+    for number in (1, 2, 3):
+        (batch,) = read_rollouts(tmp_path / "run" / "rollouts" / f"train_step_{number:06d}.jsonl").values()
+        runs = [run for trajectory in batch.trajectories for turn in trajectory.turns for run in turn.weight_versions]
+        assert {run.start for run in runs} == {0}, "each answer is of one version"
+        assert {run.version for run in runs} <= {number - 2, number - 1}
 
 
 def test_a_server_that_is_killed_ends_the_run_with_its_address(server: Server, tmp_path: Path) -> None:
