@@ -212,13 +212,13 @@ class GroupEngine:
             sharing: Who has the devices when.
             updates: Brings weights to them.
             silence_timeout_s: An engine that gives no sign of life for so long while it owes answers is taken for dead.
-            gate: What `quiet` shuts; one of its own unless given.
+            gate: What `quiet` shuts; None where nothing is asked while the policy trains, so that no sync comes meanwhile.
             room: Requests that one engine computes together; None where it is not known.
         """
         self.group = group
         self._sharing, self._updates = sharing, updates
         self._silence_timeout_s = silence_timeout_s
-        self._gate = gate or RequestGate()
+        self._gate, self._may_sync = gate or RequestGate(), gate is not None
         self._router = PrefixRouter(max_lead=_MAX_LEAD, room=room)
         self._routed_version = -1
         self._in_flight: list[set[asyncio.Future[Any]]] = [set() for _ in group.actors]
@@ -291,7 +291,7 @@ class GroupEngine:
         """Wait a moment for an engine that is being started again. Raises ActorLostError where none is."""
         if self._revivals:  # each of them has the deadlines of a start
             await asyncio.wait(set(self._revivals), timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-        elif self.group.has_late:  # it is given the weights of the next sync
+        elif self.group.has_late and self._may_sync:  # it is given the weights of the next sync
             await asyncio.sleep(_LOOK_EVERY_S)
         elif not any(self.group.alive):
             raise ActorLostError(

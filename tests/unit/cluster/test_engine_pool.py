@@ -18,6 +18,7 @@ from skyrl_train.cluster.engine_group import GroupEngine
 from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.config.schema import PlacementConfig
 from skyrl_train.errors import ActorLostError, EngineDeadError, EngineError, SkyrlTrainError
+from skyrl_train.inference.request_gate import RequestGate
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 
@@ -104,9 +105,9 @@ class Updates:
         """At once."""
 
 
-def make_engine(group: Group, folder: Path) -> GroupEngine:
+def make_engine(group: Group, folder: Path, gate: RequestGate | None = None) -> GroupEngine:
     sharing = DeviceSharing(None, shared=False, record_file=folder / "turns.jsonl")
-    return GroupEngine(group, sharing, Updates(), silence_timeout_s=30.0)  # type: ignore[arg-type]
+    return GroupEngine(group, sharing, Updates(), silence_timeout_s=5.0, gate=gate)  # type: ignore[arg-type]
 
 
 def test_a_dead_core_under_a_living_actor_costs_its_request_nothing(tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_a_request_that_an_engine_refuses_is_not_its_death(tmp_path: Path) -> No
 def test_a_request_waits_for_an_engine_that_is_given_its_weights_by_the_next_sync(tmp_path: Path) -> None:
     group = Group(DEAD)
     group.is_catching_up = False
-    engine = make_engine(group, tmp_path)
+    engine = make_engine(group, tmp_path, RequestGate())
 
     async def ask() -> GenerationOutput:
         asked = asyncio.ensure_future(engine.generate(REQUEST))
@@ -145,6 +146,13 @@ def test_a_request_waits_for_an_engine_that_is_given_its_weights_by_the_next_syn
     metrics = engine.take_metrics()
     assert metrics["engines/requests_moved"] == 1.0
     assert metrics["engines/serving"] == 1.0
+
+
+def test_nobody_waits_for_the_next_sync_where_none_comes_meanwhile(tmp_path: Path) -> None:
+    group = Group(DEAD)
+    group.is_catching_up = False
+    with pytest.raises(ActorLostError, match="no inference engine is left"):
+        asyncio.run(make_engine(group, tmp_path).generate(REQUEST))
 
 
 def test_a_sync_finds_no_engine_where_the_last_one_died_for_good(tmp_path: Path) -> None:
@@ -180,7 +188,7 @@ def test_a_request_is_moved_from_an_engine_that_is_far_slower_than_another(
         slow = asyncio.ensure_future(engine.generate(replace(once, request_id="slow")))
         await asyncio.sleep(0.02)
         group.alive[0] = True
-        assert await asyncio.wait_for(slow, 5.0) == OUTPUT
+        assert await asyncio.wait_for(slow, 10.0) == OUTPUT
         assert await engine.generate(replace(once, request_id="later")) == OUTPUT
 
     asyncio.run(ask())
