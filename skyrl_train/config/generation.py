@@ -122,7 +122,8 @@ class GeneratorConfig:
     n_samples_per_prompt: Forks[BatchSize] = 8
     """Trajectories per training prompt: the group over which GRPO compares."""
     agent_loop: Forks[Annotated[PartSpec, AGENT_LOOPS]] = "multi_turn"
-    """What makes one trajectory. multi_turn: the engine and the environment alternate until either has had enough."""
+    """What makes one trajectory. multi_turn: the engine and the environment alternate until either has had enough. agent: a
+    program that asks for answers by itself (`docs/agents.md`)."""
     max_turns: Forks[PositiveInt] = 2
     """Generations per trajectory."""
     max_context_length: Forks[PositiveInt] = 512

@@ -128,6 +128,7 @@ ENVIRONMENTS = Seam(
     {
         "word_problems": Builtin("skyrl_train.rollout.envs.word_problems:WordProblemsEnv"),
         "single_turn": Builtin("skyrl_train.rollout.reward_functions:SingleTurn"),
+        "reported": Builtin("skyrl_train.rollout.reward_functions:Reported"),
     },
     names_elsewhere=True,
 )
@@ -305,7 +306,10 @@ PROMPT_ORDERS = Seam(
 
 AGENT_LOOPS = Seam(
     "generator.agent_loop",
-    {"multi_turn": Builtin("skyrl_train.rollout.agent_loop:multi_turn")},
+    {
+        "multi_turn": Builtin("skyrl_train.rollout.agent_loop:multi_turn"),
+        "agent": Builtin("skyrl_train.rollout.agents.loop:agent", free=frozenset({"url", "host", "time_limit_s"})),
+    },
     given=("episode",),
 )
 """`async (Episode) -> Trajectory`; see `rollout/agent_loop.py`."""

@@ -9,6 +9,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.config.agents import AGENT_RULES
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig
@@ -222,6 +223,7 @@ def _http(generator: GeneratorConfig) -> Iterator[Violation]:
 
 
 ENGINE_RULES: tuple[Rule, ...] = (
+    *AGENT_RULES,
     _vllm,
     _http,
     *(partial(_temperature, name=name) for name in ("sampling", "eval_sampling")),

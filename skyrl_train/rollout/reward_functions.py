@@ -61,6 +61,14 @@ class SingleTurn:
         return {}
 
 
+class Reported(SingleTurn):
+    """The environment of programs that report their rewards (`generator.agent_loop=agent`)."""
+
+    def step(self, _action: str) -> dict[str, Any]:
+        """Raises ValueError: what was not reported is no reward of 0."""
+        raise ValueError("the agent reported no reward, and nothing else gives one; environment.reward would score it")
+
+
 def reward_function(spec: PartSpec) -> Callable[..., Any]:
     """Return what `spec` names, made once in a process: a function with its arguments bound, or an object of a class.
 

@@ -154,6 +154,13 @@ EXCEPTIONS: Exceptions = {
         "connection.wait",
     ): "a daemon thread waits for deaths, for as long as the run",
     ("skyrl_train/inference/vllm_worker.py", "self.shutdown"): "vLLM's own method of a worker, which waits for nobody",
+    ("skyrl_train/rollout/agents/endpoint.py", "self.port.exception"): _IS_DONE,
+    ("skyrl_train/rollout/agents/harness.py", "httpx.AsyncClient"): "`client_arguments` has the timeouts",
+    (
+        "skyrl_train/rollout/agents/harness.py",
+        "process.wait",
+    ): "awaited, within the program's `time_limit_s` or `wait_for`",
+    ("skyrl_train/rollout/agents/session.py", "task.exception"): _IS_DONE,
     ("skyrl_train/rollout/env_connection.py", "self._connection.recv"): _READABLE,
     ("skyrl_train/rollout/env_hosted.py", "task.result"): _IS_DONE,
     ("skyrl_train/rollout/env_local.py", "self._control.recv"): _READABLE,

@@ -16,23 +16,19 @@ import asyncio
 import contextlib
 import json
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from skyrl_train.rollout.agents.chat_wire import Answered, call_of, chat_completion, chat_events, read_chat
+from skyrl_train.rollout.agents.http_server import HttpAnswer, HttpRequest, HttpServer, RequestError
 from skyrl_train.types import ChatMessage
 
 T = TypeVar("T")
 NO_DEADLINE_S = 86400.0
 """Of waits within a call of an environment, whose deadline is `environment.step_timeout_s`."""
 _CLOSES_WITHIN_S = 30.0
-_JSON = "application/json"
-_MAX_REQUEST_BYTES = 64 << 20
-_FULL = {
-    "error": {"message": "the context is full", "type": "invalid_request_error", "code": "context_length_exceeded"}
-}
 
 
 class ProgramError(Exception):
@@ -88,7 +84,7 @@ class Inversion(Generic[T]):
         does not continue the conversation.
         """
         message = {"role": "assistant", "content": text}
-        self._conversation.append({**message, "tool_calls": [_call(each) for each in calls]} if calls else message)
+        self._conversation.append({**message, "tool_calls": [call_of(each) for each in calls]} if calls else message)
         return await self._resume(self._conversation[-1])
 
     async def refuse(self) -> Asked | Ended[T]:
@@ -123,9 +119,11 @@ class Inversion(Generic[T]):
 
     def _continued(self, request: Mapping[str, Any]) -> Asked:
         """Return what a request adds to the conversation."""
-        messages, tools = [_message(each) for each in request["messages"]], list(request.get("tools") or ())
-        if request.get("n", 1) not in (1, None):
-            raise ProgramError(f"a request asks for {request['n']} answers at once; a trajectory has one")
+        try:
+            asked = read_chat(request)
+        except RequestError as error:
+            raise ProgramError(str(error)) from None
+        messages, tools = list(asked.messages), [dict(tool) for tool in asked.tools]
         if self._tools is not None and tools != self._tools:
             raise ProgramError("the tools that the model may call changed within the conversation")
         held = self._conversation
@@ -154,29 +152,6 @@ class Inversion(Generic[T]):
         return await reply
 
 
-def _message(wire: Mapping[str, Any]) -> ChatMessage:
-    """Return a message as chat templates take it. Raises ProgramError for one that is more than text."""
-    content = wire.get("content")
-    if isinstance(content, list):
-        if any(part.get("type") != "text" for part in content):
-            raise ProgramError(f"a message has a part that is no text: {content!r:.100}")
-        content = "".join(part["text"] for part in content)
-    message = {"role": str(wire["role"]), "content": content or ""}
-    calls = [_call({"id": each.get("id"), **each["function"]}) for each in wire.get("tool_calls") or ()]
-    said = {"tool_calls": calls} if calls else {}
-    return {**message, **said, **{name: wire[name] for name in ("tool_call_id", "name") if wire.get(name)}}
-
-
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a call as chat templates take it: arguments that are the text of a mapping are a mapping."""
-    arguments = call["arguments"]
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
-            read = json.loads(arguments)
-            arguments = read if isinstance(read, dict) else arguments
-    return {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": arguments}}
-
-
 def _compared(message: ChatMessage) -> ChatMessage:
     """Return what two copies of a message must agree in: programs may leave the name of a tool out."""
     return {name: value for name, value in message.items() if name != "name"}
@@ -192,85 +167,33 @@ Take = Callable[[Mapping[str, Any]], Coroutine[Any, Any, "ChatMessage | None"]]
 async def _serve() -> AsyncIterator[tuple[dict[str, Take], str]]:
     """Yield the conversations by `model`, to be filled, and the URL that they are asked for."""
     conversations: dict[str, Take] = {}
-
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, ValueError):
-            while (body := await _request(reader)) is not None:
-                status, kind, text = await _reply(json.loads(body), conversations)
-                data = text.encode()
-                head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(data)}\r\n\r\n"
-                writer.write(head.encode() + data)
-                await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    server = HttpServer(lambda request: _reply(request, conversations))
     try:
-        yield conversations, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        yield conversations, f"http://127.0.0.1:{await server.start('127.0.0.1')}/v1"
     finally:
         server.close()
 
 
-async def _request(reader: asyncio.StreamReader) -> bytes | None:
-    """Return the body of the next request of a connection; None at its end. Raises ValueError for one that is too long."""
-    if not await reader.readline():
-        return None
-    length = 0
-    while line := (await reader.readline()).strip():
-        name, _, value = line.decode("latin-1").partition(":")
-        length = int(value) if name.lower() == "content-length" else length
-    if length > _MAX_REQUEST_BYTES:
-        raise ValueError(f"a request of {length} bytes")
-    return await reader.readexactly(length)
-
-
-async def _reply(body: Mapping[str, Any], conversations: Mapping[str, Take]) -> tuple[str, str, str]:
-    """Return status, type and text of the answer to a request."""
-    take = conversations.get(str(body.get("model")))
+async def _reply(request: HttpRequest, conversations: Mapping[str, Take]) -> HttpAnswer:
+    """Return the answer to a request. Raises RequestError."""
+    try:
+        body = json.loads(request.body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}") from None
+    take = conversations.get(str(body.get("model"))) if isinstance(body, dict) else None
     if take is None:
-        return "404 Not Found", _JSON, json.dumps({"error": {"message": "no such model"}})
+        raise RequestError("no such model", status=404)
     try:
         message = await take(body)
     except ProgramError as error:
-        return "409 Conflict", _JSON, json.dumps({"error": {"message": str(error)}})
+        raise RequestError(str(error), status=409) from None
     if message is None:
-        return "400 Bad Request", _JSON, json.dumps(_FULL)
+        raise RequestError("the context is full", code="context_length_exceeded")
+    finish = "tool_calls" if message.get("tool_calls") else "stop"
+    answered = Answered(number=0, message=message, finish=finish)  # tokens are counted by the trainer
     if body.get("stream"):
-        return "200 OK", "text/event-stream", _streamed(message, body["model"])
-    return "200 OK", _JSON, json.dumps(_completion(message, body["model"], "chat.completion", "message"))
-
-
-def _completion(message: ChatMessage, model: str, kind: str, field: str) -> dict[str, Any]:
-    """Return an answer as OpenAI's API words it, or as the one piece of a stream. There is no usage: tokens are counted by
-    the trainer."""
-    calls = [
-        {
-            **({"index": index} if field == "delta" else {}),
-            **call,
-            "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])},
-        }
-        for index, call in enumerate(message.get("tool_calls") or ())
-    ]
-    choice = {
-        "index": 0,
-        field: {**message, "tool_calls": calls} if calls else message,
-        "finish_reason": "tool_calls" if calls else "stop",
-    }
-    return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": model,
-        "choices": [choice],
-    }
-
-
-def _as_text(arguments: object) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def _streamed(message: ChatMessage, model: str) -> str:
-    piece = json.dumps(_completion(message, model, "chat.completion.chunk", "delta"))
-    return f"data: {piece}\n\ndata: [DONE]\n\n"
+        return HttpAnswer(content_type="text/event-stream", body=chat_events(answered, body))
+    return HttpAnswer(body=json.dumps(chat_completion(answered, body)))
 
 
 # What stays open as long as an event loop

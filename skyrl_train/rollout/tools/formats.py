@@ -135,6 +135,12 @@ def call_messages(calls: Calls, *, turn_index: int) -> list[dict[str, Any]]:
     ]
 
 
+def text_before_calls(text: str) -> str:
+    """Return what a response that calls tools says before its first call; no text where its format is not known."""
+    begin = _CALLS_BEGIN.search(text)
+    return text[: begin.start()] if begin else ""
+
+
 FORMATS: Mapping[str, Callable[[str], Iterator[ToolCall]]] = {
     "hermes": hermes,
     "llama3_json": llama3_json,
@@ -155,6 +161,9 @@ _MARKS = {
     '"parameters": ': "llama3_json",
 }
 """What a chat template writes around calls, and the format; None is one that vLLM's parsers read."""
+
+
+_CALLS_BEGIN = re.compile("|".join([*map(re.escape, (mark for mark in _MARKS if mark[0] != '"')), r"^\s*\{"]))
 
 
 def format_of(tokenizer: Tokenizer) -> str | None:

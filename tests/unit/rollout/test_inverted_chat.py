@@ -140,10 +140,10 @@ def test_a_call_that_cannot_be_read_is_sent_as_it_is() -> None:
 def test_an_answer_is_streamed_to_who_asks_for_that() -> None:
     async def program(base_url: str, model: str) -> object:
         text = (await Line(base_url, model).post(messages=[QUESTION], tools=[ADD], stream=True)).text
-        piece, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        *pieces, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
         assert end == "[DONE]"
-        choice = json.loads(piece)["choices"][0]
-        return choice["delta"]["content"], choice["delta"]["tool_calls"][0]["index"], choice["finish_reason"]
+        said, called, last = [json.loads(piece)["choices"][0] for piece in pieces]
+        return said["delta"]["content"], called["delta"]["tool_calls"][0]["index"], last["finish_reason"]
 
     assert played(program, ("I add", CALL))[-1] == Ended(value=("I add", 0, "tool_calls"))
 
@@ -180,7 +180,7 @@ def follow_up(change: Callable[[list[dict[str, Any]]], dict[str, Any]]) -> Progr
         (lambda said: {"messages": said[:3]}, "adds no message"),
         (lambda said: {"messages": [*said, said[2]]}, "an answer that the model did not give"),
         (lambda said: {"tools": []}, "the tools that the model may call changed"),
-        (lambda said: {"n": 2}, "asks for 2 answers at once"),
+        (lambda said: {"n": 2}, "n: must be 1"),
         (
             lambda said: {"messages": [*said, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "a part that is no text",

@@ -1,0 +1,64 @@
+"""`generator.agent_loop={_target_: agent, ...}`: which program plays, and the rules on what is said of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from skyrl_train.config.data import EnvironmentConfig
+from skyrl_train.config.fields import Rule
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.parts import AGENT_LOOPS
+from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.registry import import_attr, split_spec
+
+RUN_SETTING = f"{AGENT_LOOPS.setting}.run"
+PROGRAMS = ("run", "command", "url")
+PLACEHOLDERS = ("base_url", "api_key", "model", "task_file", "report_file", "folder", "time_limit_s")
+_EXAMPLE = f"write {AGENT_LOOPS.setting}={{_target_: agent, run: my_code:play}}"
+
+
+def _program(generator: GeneratorConfig) -> Iterator[Violation]:
+    if AGENT_LOOPS.name_of(generator.agent_loop) != "agent":
+        return
+    _, arguments = split_spec(generator.agent_loop)
+    setting = AGENT_LOOPS.setting
+    given = [name for name in PROGRAMS if arguments.get(name)]
+    if len(given) != 1:
+        rule = "needs one of run (a function), command (a list of words) and url (a service)"
+        yield Violation.of(setting, ", ".join(given) or "none", rule, _EXAMPLE)
+        return
+    limit = arguments.get("time_limit_s", 1.0)
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not (0 < limit < math.inf):
+        yield Violation.of(f"{setting}.time_limit_s", limit, "must be seconds above 0", "write time_limit_s: 600")
+    if "run" in given:
+        try:
+            function = import_attr(split_spec(arguments["run"])[0], field=RUN_SETTING)
+            if not callable(function):
+                yield Violation.of(RUN_SETTING, arguments["run"], "must name a function", _EXAMPLE)
+        except ConfigError as error:
+            yield from error.violations
+    command = arguments.get("command", [])
+    if not isinstance(command, (list, tuple)) or not all(isinstance(word, str) for word in command):
+        rule = "must be a list of words, as no shell reads it"
+        yield Violation.of(f"{setting}.command", command, rule, "write command: [python, agent.py, '{task_file}']")
+        return
+    for name in (name for word in command for name in re.findall(r"\{([a-z_]+)\}", word)):
+        if name not in PLACEHOLDERS:
+            rule = f"has a placeholder that there is not; there are {', '.join(PLACEHOLDERS)}"
+            yield Violation.of(f"{setting}.command", f"{{{name}}}", rule, "correct its name")
+    url = arguments.get("url", "")
+    if not isinstance(url, str) or (url and not re.fullmatch(r"https?://\S+", url)):
+        rule = "must be the address that a task is posted to"
+        yield Violation.of(f"{setting}.url", url, rule, "write url: http://127.0.0.1:9000/play")
+
+
+def _reported(generator: GeneratorConfig, environment: EnvironmentConfig) -> Iterator[Violation]:
+    is_reported = environment.env_class is not None and split_spec(environment.env_class)[0] == "reported"
+    if is_reported and AGENT_LOOPS.name_of(generator.agent_loop) != "agent":
+        rule = "is for generator.agent_loop={_target_: agent, ...} alone, whose programs report rewards"
+        yield Violation.of("environment.env_class", "reported", rule, _EXAMPLE)
+
+
+AGENT_RULES: tuple[Rule, ...] = (_program, _reported)

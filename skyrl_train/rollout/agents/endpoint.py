@@ -1,0 +1,153 @@
+"""The endpoint of an event loop: what programs of all its sessions ask, told from each other by a random key.
+
+    POST /v1/chat/completions                 read, Session.ask, told: whole, or as events
+    GET  /v1/models                           one model, whatever name requests give it
+
+It listens on loopback unless told otherwise, from the first session that is opened until the last one closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_train.rollout.agents.chat_wire import Answered, Asked, chat_completion, chat_events, read_chat
+from skyrl_train.rollout.agents.http_server import HttpAnswer, HttpRequest, HttpServer, RequestError
+from skyrl_train.rollout.agents.session import Origin, Session
+from skyrl_train.telemetry.json_text import parse_json
+
+LOOPBACK = "127.0.0.1"
+MODEL = "policy"
+"""The name that the endpoint gives its model."""
+_NO_KEY = "the key must be the session's: Authorization: Bearer KEY, or x-api-key: KEY"
+
+
+@dataclass(frozen=True)
+class _Api:
+    """How one kind of request is read and answered."""
+
+    read: Callable[[Mapping[str, Any]], Asked]
+    whole: Callable[[Answered, Mapping[str, Any]], Mapping[str, Any]]
+    events: Callable[[Answered, Mapping[str, Any]], str]
+
+
+_APIS: Mapping[str, _Api] = {
+    "/v1/chat/completions": _Api(read_chat, chat_completion, chat_events),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a program finds its model."""
+
+    base_url: str
+    """As SDKs of OpenAI take it: it ends with /v1."""
+    api_key: str
+    model: str = MODEL
+
+
+class _Endpoint:
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.server = HttpServer(self.handle)
+        self.port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.is_up = False
+
+    async def start(self, host: str) -> None:
+        """Listen. Raises OSError, to all who wait for the port."""
+        try:
+            self.port.set_result(await self.server.start(host))
+            self.is_up = True
+        except BaseException as error:
+            self.port.set_exception(OSError(f"cannot listen on {host}: {type(error).__name__}: {error}"))
+            self.port.exception()  # nobody else may be waiting for it
+            raise
+
+    async def handle(self, request: HttpRequest) -> HttpAnswer:
+        """Raises RequestError."""
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        session = self.sessions.get(key)
+        if session is None:
+            raise RequestError(_NO_KEY, status=401, code="invalid_api_key")
+        if request.path in ("/v1/models", f"/v1/models/{MODEL}"):
+            _check_method(request, "GET")
+            model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "skyrl_train"}
+            return HttpAnswer(body=json.dumps(model if request.path.endswith(MODEL) else _list_of(model)))
+        api = _APIS.get(request.path)
+        if api is None:
+            known = ", ".join(["/v1/models", *_APIS])
+            raise RequestError(f"there is nothing at this path; there are {known}", status=404)
+        _check_method(request, "POST")
+        body = _body_of(request)
+        origin = Origin(
+            body=hashlib.blake2b(f"{request.path}\n".encode() + request.body, digest_size=16).digest(),
+            key=request.headers.get("idempotency-key", ""),
+            attempt=_attempt_of(request),
+        )
+        answered = await session.ask(api.read(body), origin)
+        streams = body.get("stream") is True
+        return HttpAnswer(
+            body=api.events(answered, body) if streams else json.dumps(api.whole(answered, body)),
+            content_type="text/event-stream" if streams else "application/json",
+            on_sent=lambda: session.deliver(answered),
+        )
+
+
+_OPEN: dict[tuple[asyncio.AbstractEventLoop, str], _Endpoint] = {}
+
+
+@contextlib.asynccontextmanager
+async def opened(session: Session, host: str = LOOPBACK) -> AsyncIterator[Address]:
+    """Yield where the session's program asks. Afterwards its key is worth nothing, and what it asked is cancelled. Raises
+    OSError where this process cannot listen on `host`."""
+    place = (asyncio.get_running_loop(), host)
+    key = secrets.token_urlsafe(24)
+    endpoint = _OPEN.get(place)
+    is_first = endpoint is None
+    endpoint = _OPEN.setdefault(place, endpoint or _Endpoint())
+    endpoint.sessions[key] = session
+    try:
+        if is_first:
+            await endpoint.start(host)
+        port = await asyncio.shield(endpoint.port)
+        yield Address(base_url=f"http://{f'[{host}]' if ':' in host else host}:{port}/v1", api_key=key)
+    finally:
+        del endpoint.sessions[key]
+        session.close()
+        if not endpoint.sessions or not endpoint.is_up:
+            endpoint.server.close()
+            if _OPEN.get(place) is endpoint:
+                del _OPEN[place]
+
+
+def _check_method(request: HttpRequest, method: str) -> None:
+    if request.method != method:
+        raise RequestError(f"{request.path} is asked with {method}", status=405)
+
+
+def _body_of(request: HttpRequest) -> Mapping[str, Any]:
+    try:
+        body = parse_json(request.body)
+    except ValueError as error:
+        raise RequestError(f"the body is {error}") from None
+    if not isinstance(body, dict):
+        raise RequestError("the body must be a JSON object")
+    if not isinstance(body.get("model", ""), str):
+        raise RequestError("model: must be a text; any will do", param="model")
+    return body
+
+
+def _attempt_of(request: HttpRequest) -> int | None:
+    count = request.headers.get("x-stainless-retry-count", "")
+    return int(count) if count.isascii() and count.isdigit() and len(count) < 10 else None
+
+
+def _list_of(model: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"object": "list", "data": [model]}

@@ -1,0 +1,254 @@
+"""Programs that use the model: a Python callable, a command, or an HTTP service. Each is given a task and an address, and
+reports a reward, or none.
+
+    run      function(task, address)               returns the reward; a coroutine function runs on a loop of its own
+    command  NAME {base_url} {task_file} ...       writes the reward to {report_file}, as JSON
+    url      POST {task, base_url, api_key, ...}   answers {"reward": ...}
+
+A reward is a number, a mapping of names to numbers, whose sum it is, or nothing: then others score the trajectory. Whatever
+else comes, or nothing within the time limit, is a failure with its reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import os
+import signal
+import tempfile
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from skyrl_train.config.agents import RUN_SETTING
+from skyrl_train.errors import EngineError
+from skyrl_train.registry import PartSpec, import_attr, split_spec
+from skyrl_train.rollout.agents.endpoint import Address
+from skyrl_train.rollout.env_boundary import Broken, check_components, check_reward, describe
+from skyrl_train.rollout.http_reply import UnreadableReply, client_arguments, send
+from skyrl_train.telemetry.json_text import json_line, parse_json
+from skyrl_train.threads import WorkerThread
+from skyrl_train.types import FailureKind
+
+_ENDS_WITHIN_S = 5.0
+"""Between the signals that ask a command to end and that end it."""
+_MAX_REPORT_BYTES = 1 << 20
+_LAST_WORDS = 600
+_SOURCE = "the agent"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a program says of its trajectory."""
+
+    reward: float | None
+    """None where it says nothing."""
+    components: Mapping[str, float] = field(default_factory=dict)
+    """What the reward is the sum of, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harness:
+    """How programs are run; one of the first three is given."""
+
+    run: PartSpec | None = None
+    command: Sequence[str] = ()
+    url: str = ""
+    time_limit_s: float
+
+    async def play(self, task: Mapping[str, Any], address: Address) -> Report:
+        """Return what the program reports. Raises Broken: environment_error where it failed, environment_timeout where it
+        did not end in time, invalid_reward."""
+        try:
+            return _report_of(await asyncio.wait_for(self._value(task, address), self.time_limit_s))
+        except asyncio.TimeoutError:
+            message = f"{_SOURCE} did not end within its time_limit_s={self.time_limit_s:g}"
+            raise Broken(FailureKind.ENVIRONMENT_TIMEOUT, message) from None
+
+    async def _value(self, task: Mapping[str, Any], address: Address) -> object:
+        if self.run is not None:
+            return await _call(self.run, task, address)
+        if self.command:
+            return await _execute(self.command, task, address, self.time_limit_s)
+        return await _ask_service(self.url, task, address, self.time_limit_s)
+
+
+def _report_of(value: object) -> Report:
+    if value is None:
+        return Report(reward=None)
+    components = check_components(value, source=_SOURCE)
+    return Report(
+        reward=check_reward(sum(components.values()) if components else value, source=_SOURCE), components=components
+    )
+
+
+def _failed(reason: str) -> Broken:
+    return Broken(FailureKind.ENVIRONMENT_ERROR, f"{_SOURCE}: {reason}")
+
+
+async def _call(spec: PartSpec, task: Mapping[str, Any], address: Address) -> object:
+    """Call a function on a thread of its own, which a call that hangs keeps until the process ends."""
+    target, arguments = split_spec(spec)
+    function: Any = functools.partial(_imported(target), **arguments)
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def awaited(result: Awaitable[object]) -> object:
+        current = asyncio.current_task()
+        assert current is not None
+        running.append((asyncio.get_running_loop(), current))
+        return await result
+
+    def call() -> tuple[object, str]:
+        try:
+            result = function(dict(task), address)
+            return (asyncio.run(awaited(result)) if inspect.isawaitable(result) else result), ""
+        except BaseException as error:  # whatever it is, it ends this trajectory and nothing else
+            return None, describe(error)
+
+    thread = WorkerThread("agent")
+    called = thread.submit(call)
+    try:
+        value, reason = await asyncio.wrap_future(called)
+    except asyncio.CancelledError:
+        for loop, current in running:
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                loop.call_soon_threadsafe(current.cancel)
+        raise
+    finally:
+        thread.close(0.0)
+    if reason:
+        raise _failed(reason)
+    return value
+
+
+@functools.cache
+def _imported(target: str) -> Callable[..., object]:
+    """Raises ConfigError."""
+    function: Any = import_attr(target, field=RUN_SETTING)
+    return function  # type: ignore[no-any-return]
+
+
+async def _execute(command: Sequence[str], task: Mapping[str, Any], address: Address, time_limit_s: float) -> object:
+    """Run a command, in a session of its own, and end all of it."""
+    with tempfile.TemporaryDirectory(prefix="agent_", ignore_cleanup_errors=True) as folder:
+        task_file, report_file, log = (Path(folder) / name for name in ("task.json", "report.json", "output.log"))
+        task_file.write_bytes(json_line(task))
+        values = {
+            "base_url": address.base_url,
+            "api_key": address.api_key,
+            "model": address.model,
+            "task_file": str(task_file),
+            "report_file": str(report_file),
+            "folder": folder,
+            "time_limit_s": f"{time_limit_s:g}",
+        }
+        with open(log, "wb") as output:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(_filled(word, values) for word in command),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    env={**os.environ, **_variables(address, values)},
+                )
+            except OSError as error:
+                raise _failed(f"the command could not be started ({describe(error)})") from error
+        async with _ended(process):
+            status = await process.wait()
+        if status != 0:
+            manner = f"ended with exit status {status}" if status > 0 else f"was ended by signal {-status}"
+            raise _failed(f"the command {manner}: {_last_words(log)}")
+        return _read_report(report_file)
+
+
+def _filled(word: str, values: Mapping[str, str]) -> str:
+    """Return a word of a command with its placeholders filled; other braces stay."""
+    for name, value in values.items():
+        word = word.replace(f"{{{name}}}", value)
+    return word
+
+
+def _variables(address: Address, values: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that SDKs read by themselves, so that an unmodified program finds its model."""
+    return {
+        "OPENAI_BASE_URL": address.base_url,
+        "OPENAI_API_KEY": address.api_key,
+        "ANTHROPIC_BASE_URL": address.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": address.api_key,
+        "AGENT_TASK_FILE": values["task_file"],
+        "AGENT_REPORT_FILE": values["report_file"],
+    }
+
+
+@contextlib.asynccontextmanager
+async def _ended(process: asyncio.subprocess.Process) -> Any:
+    """Wait for a command within this; what it leaves behind, or all of it where it is given up, ends at the end."""
+    try:
+        yield
+    finally:
+        if process.returncode is None:
+            _signal(process, signal.SIGTERM)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(process.wait(), _ENDS_WITHIN_S)
+        _signal(process, signal.SIGKILL)
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), _ENDS_WITHIN_S)
+
+
+def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, number)
+
+
+def _last_words(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS))
+        return " ".join(file.read(_LAST_WORDS).decode(errors="replace").split()) or "it wrote nothing"
+
+
+def _read_report(path: Path) -> object:
+    """Return the reward that a file holds; None where there is no file."""
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        text = file.read(_MAX_REPORT_BYTES + 1)
+    try:
+        if len(text) > _MAX_REPORT_BYTES:
+            raise ValueError(f"more than {_MAX_REPORT_BYTES} bytes")
+        return _reward_in(parse_json(text))
+    except ValueError as error:
+        raise Broken(FailureKind.INVALID_REWARD, f"{_SOURCE}: its report is {error}") from error
+
+
+def _reward_in(value: object) -> object:
+    return value["reward"] if isinstance(value, dict) and "reward" in value else value
+
+
+async def _ask_service(url: str, task: Mapping[str, Any], address: Address, time_limit_s: float) -> object:
+    """Return the reward that a service answers."""
+    told = {
+        "task": parse_json(json_line(task)),
+        "base_url": address.base_url,
+        "api_key": address.api_key,
+        "model": address.model,
+        "time_limit_s": time_limit_s,
+    }
+    try:
+        async with httpx.AsyncClient(**client_arguments(url, "", time_limit_s)) as client:
+            reply = await send(client, "POST", url, told, timeout_s=time_limit_s, most=_MAX_REPORT_BYTES)
+        if reply.status != 200:
+            raise _failed(f"the service answered with status {reply.status}: {reply.beginning}")
+        answer = reply.json()
+    except httpx.TimeoutException as error:
+        raise asyncio.TimeoutError from error
+    except (httpx.HTTPError, EngineError, UnreadableReply) as error:
+        raise _failed(f"the service failed ({describe(error)})") from error
+    if not isinstance(answer, dict) or "reward" not in answer:
+        raise _failed(f"the service answered {reply.beginning!r:.100}, which has no 'reward'; null is none")
+    return _reward_in(answer)

@@ -1,0 +1,240 @@
+"""A small HTTP/1.1 server for programs that ask this process, of the standard library alone.
+
+Each connection is a task: it reads a request, has it answered, writes the answer, and reads the next. Whatever comes is
+read as if it came from anybody: sizes are bounded, reads and writes have deadlines, and what is no request is told so. The
+request of a client that hangs up while it waits is cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 64 << 20
+_MAX_HEAD_BYTES = 64 << 10
+_IDLE_S = 3600.0
+"""Between two requests of a connection."""
+_HEAD_WITHIN_S = 30.0
+_BODY_WITHIN_S = 120.0
+_WRITE_WITHIN_S = 120.0
+_ANSWER_WITHIN_S = 86400.0
+"""Of an answer, whose parts have deadlines of their own."""
+_BACKLOG = 1024
+_JSON = "application/json"
+_FIRST_LINE = re.compile(r"([A-Z]{1,20}) (/\S{0,2000}) HTTP/1\.([01])")
+
+
+class RequestError(Exception):
+    """A request that is refused: status, reason and code are told to whoever asked, in the shape of OpenAI's errors, which
+    is that of Anthropic's as well."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"message": message, "type": _error_type(status), "code": code, "param": param}
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpRequest:
+    method: str
+    path: str
+    """Without a query."""
+    headers: Mapping[str, str]
+    """By names in lower case."""
+    body: bytes
+    is_last: bool
+    """Whether the connection ends with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HttpAnswer:
+    body: str
+    status: int = 200
+    content_type: str = _JSON
+    headers: Mapping[str, str] = field(default_factory=dict)
+    on_sent: Callable[[], None] = lambda: None
+    """Called when the answer goes to whoever asked, who has not hung up."""
+
+    @staticmethod
+    def of(error: RequestError) -> HttpAnswer:
+        """Return the answer that tells an error. SDKs that read its header do not ask again where it would not help."""
+        told = json.dumps({"type": "error", "error": error.body})
+        return HttpAnswer(status=error.status, body=told, headers={"x-should-retry": "false"})
+
+
+Handler = Callable[[HttpRequest], Coroutine[Any, Any, HttpAnswer]]
+
+
+class HttpServer:
+    """Answers requests by a function, until it is closed. Used from one event loop."""
+
+    def __init__(self, handle: Handler) -> None:
+        """`handle` may raise RequestError; anything else that it raises is logged, and told as an error of the server."""
+        self._handle = handle
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def start(self, host: str) -> int:
+        """Listen on a free port of `host`, and return it. Raises OSError."""
+        self._server = await asyncio.start_server(
+            self._connected, host, 0, limit=_MAX_HEAD_BYTES, backlog=_BACKLOG, reuse_address=True
+        )
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    def close(self) -> None:
+        """Stop listening, and hang up. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+        for writer in tuple(self._open):
+            writer.transport.abort()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        incoming = _Incoming(reader, writer)
+        try:
+            while await self._exchange(incoming, writer):
+                pass
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.TimeoutError, asyncio.CancelledError):
+            writer.transport.abort()  # what was not read yet is not kept; nobody waits for a connection's task
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+    async def _exchange(self, incoming: _Incoming, writer: asyncio.StreamWriter) -> bool:
+        """Answer the next request of a connection; whether there may be another."""
+        try:
+            request = await incoming.request()
+        except RequestError as error:  # where the next request would begin is not known
+            await _write(writer, HttpAnswer.of(error), is_last=True)
+            return False
+        if request is None:
+            return False
+        answer = await self._answer(request, incoming)
+        if answer is None:
+            return False
+        if not incoming.is_over():
+            answer.on_sent()
+        await _write(writer, answer, is_last=request.is_last)
+        return not request.is_last
+
+    async def _answer(self, request: HttpRequest, incoming: _Incoming) -> HttpAnswer | None:
+        """Return the answer to a request; None where whoever asked has gone, or no answer came."""
+        answering = asyncio.ensure_future(self._handle(request))
+        watching = asyncio.ensure_future(incoming.look_ahead())
+        try:
+            await asyncio.wait({answering, watching}, timeout=_ANSWER_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done() and incoming.is_over():
+                return None
+            await asyncio.wait({answering}, timeout=_ANSWER_WITHIN_S)
+            return await answering if answering.done() else None
+        except RequestError as error:
+            return HttpAnswer.of(error)
+        except Exception:
+            logger.exception("the answer to %s %s broke", request.method, request.path)
+            return HttpAnswer.of(RequestError("the server broke over this request; its log says why", status=500))
+        finally:
+            answering.cancel()
+            watching.cancel()
+            await asyncio.gather(answering, watching, return_exceptions=True)
+
+
+class _Incoming:
+    """Requests as they come over one connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._ahead = b""
+        """The first byte of the next request, if it was read while the one before was answered."""
+        self._has_ended = False
+
+    def is_over(self) -> bool:
+        """Whether the other side has hung up, as far as is known."""
+        return self._has_ended or self._reader.at_eof() or self._writer.transport.is_closing()
+
+    async def look_ahead(self) -> None:
+        """Return when the next request begins, or the other side hangs up."""
+        if not self._ahead:
+            try:
+                self._ahead = await self._reader.read(1)
+            except ConnectionError:
+                self._ahead = b""
+            self._has_ended = not self._ahead
+
+    async def request(self) -> HttpRequest | None:
+        """Return the next request; None at the end of the connection. Raises RequestError for what is none."""
+        await asyncio.wait_for(self.look_ahead(), _IDLE_S)
+        if self._has_ended:
+            return None
+        first, self._ahead = self._ahead, b""
+        try:
+            head = await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), _HEAD_WITHIN_S)
+        except asyncio.LimitOverrunError:
+            raise RequestError(f"the head has more than {_MAX_HEAD_BYTES} bytes", status=431) from None
+        method, path, is_last, headers = _parse_head(first + head)
+        length = _length_of(headers)
+        if headers.get("expect", "").lower() == "100-continue":
+            self._writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        try:
+            body = await asyncio.wait_for(self._reader.readexactly(length), _BODY_WITHIN_S)
+        except asyncio.TimeoutError:
+            raise RequestError(f"the body did not come within {_BODY_WITHIN_S:g} s", status=408) from None
+        return HttpRequest(method=method, path=path, headers=headers, body=body, is_last=is_last)
+
+
+def _parse_head(head: bytes) -> tuple[str, str, bool, dict[str, str]]:
+    """Return method, path, whether the connection ends, and headers. Raises RequestError."""
+    lines = head[:-4].decode("latin-1").split("\r\n")
+    first = _FIRST_LINE.fullmatch(lines[0])
+    if first is None:
+        raise RequestError("the first line is no HTTP/1.1 request")
+    headers: dict[str, str] = {}
+    for line in lines[1:]:
+        name, colon, value = line.partition(":")
+        name = name.lower()
+        if not colon or not re.fullmatch(r"[!-9;-~]+", name):
+            raise RequestError("a header is none")
+        if name == "content-length" and headers.get(name, value.strip()) != value.strip():
+            raise RequestError("there are two lengths")
+        headers[name] = value.strip()
+    is_last = first[3] == "0" or headers.get("connection", "").lower() == "close"
+    return first[1], first[2].partition("?")[0], is_last, headers
+
+
+def _length_of(headers: Mapping[str, str]) -> int:
+    """Return the bytes of the body. Raises RequestError."""
+    if "transfer-encoding" in headers:
+        raise RequestError("a body must come with its Content-Length, in one piece", status=411)
+    length = headers.get("content-length", "0")
+    if not (length.isascii() and length.isdigit() and len(length) < 16):
+        raise RequestError("Content-Length must be a number")
+    if int(length) > MAX_REQUEST_BYTES:
+        raise RequestError(f"the body may have {MAX_REQUEST_BYTES} bytes", status=413)
+    return int(length)
+
+
+async def _write(writer: asyncio.StreamWriter, answer: HttpAnswer, *, is_last: bool) -> None:
+    """Raises asyncio.TimeoutError where it is not read, ConnectionError."""
+    data = answer.body.encode(errors="replace")
+    head = [
+        f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
+        f"Content-Type: {answer.content_type}",
+        f"Content-Length: {len(data)}",
+        *(f"{name}: {value}" for name, value in answer.headers.items()),
+        *(["Connection: close"] if is_last else []),
+    ]
+    writer.write("\r\n".join(head).encode("latin-1", "replace") + b"\r\n\r\n" + data)
+    await asyncio.wait_for(writer.drain(), _WRITE_WITHIN_S)
+
+
+def _error_type(status: int) -> str:
+    known = {401: "authentication_error", 404: "not_found_error", 500: "api_error"}
+    return known.get(status, "invalid_request_error")

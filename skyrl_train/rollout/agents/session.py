@@ -1,0 +1,309 @@
+"""`Session`: one trajectory of a program that asks for each answer with the whole conversation, as messages.
+
+The longest beginning of the messages that this session has had is found again by what they say. Its tokens stay as they were
+sampled: the prompt is these, and what the chat template makes of the messages that were added. What was rewritten, compacted
+or split among sub-agents is told from it by the same rule, so that the turns form a tree:
+
+    asked                           prompt                                            turn  parent
+    u1                              [u1]                          -> a1               0     None
+    u1 a1 u2                        [u1 a1 u2], a1 as sampled     -> a2               1     0
+    u1 a1 u3                        [u1 a1 u3]                    -> a3               2     0       a fork
+    u1 A1 u2                        [u1 A1 u2], all rendered      -> a4               3     None    a1 was rewritten: a root
+
+A prompt with answers of the model whose tokens are not those that were sampled is a root, and counted. Every answer that a
+program was given is one turn, however often it asked for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.interfaces import InferenceEngine
+from skyrl_train.rollout.agent_loop import Episode
+from skyrl_train.rollout.agents.chat_wire import Answered, Asked, refused
+from skyrl_train.rollout.agents.http_server import RequestError
+from skyrl_train.rollout.agents.turn_tree import Kept, Sampled, tree_of
+from skyrl_train.rollout.env_boundary import Broken, describe
+from skyrl_train.rollout.plain_data import plain
+from skyrl_train.rollout.tools.formats import call_messages, text_before_calls
+from skyrl_train.seeding import derive_seed
+from skyrl_train.types import (
+    ChatMessage,
+    FailureKind,
+    GenerationOutput,
+    GenerationRequest,
+    Outcome,
+    StopReason,
+    TokenIds,
+)
+
+_REJOIN_WITHIN_S = 5.0
+"""After whoever asked has hung up: an SDK that gave up asks again by then, and gets the same answer."""
+_COUNTS = ("repeated", "cancelled", "unreadable_calls")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Which request an HTTP request is: SDKs send one again where no answer came."""
+
+    body: bytes
+    """A digest of its path and its body."""
+    key: str = ""
+    """Its `Idempotency-Key`, where it has one."""
+    attempt: int | None = None
+    """How often it was sent before, where the SDK says so (`x-stainless-retry-count`)."""
+
+
+@dataclass(eq=False)
+class _Completion:
+    """One answer, on its way or given."""
+
+    asked: Asked
+    origin: Origin
+    number: int
+    task: asyncio.Task[Answered] | None = None
+    num_waiting: int = 0
+    is_delivered: bool = False
+    draw: str = ""
+    """The name of its sample of its prompt."""
+    sampled: Sampled | None = None
+
+
+class Session:
+    """Answers a program's requests by the engine, and keeps what was sampled. Used from one event loop."""
+
+    def __init__(self, episode: Episode) -> None:
+        self._job, self._chat, self._limits = episode.job, episode.chat, episode.limits
+        self._engine: InferenceEngine = episode.engine
+        self._parse_calls = episode.parse_calls
+        self._completions: list[_Completion] = []
+        """Those that were answered, or are on their way, in the order in which they were asked for."""
+        self._num_asked = 0
+        self._known: dict[bytes, Sampled] = {}
+        """By the digest of the conversation that ends with it."""
+        self._seeds: set[str] = set()
+        """Which sample of which prompt was drawn, or is being drawn."""
+        self._counts: Counter[str] = Counter()
+        self._is_closed = False
+        self.refused: Outcome | None = None
+        """Why the last request was refused, if it was for a limit of the trajectory."""
+        self.broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        """What the engine broke over, once it has: Broken, or what ends a run."""
+
+    async def ask(self, asked: Asked, origin: Origin) -> Answered:
+        """Return the answer to a request, the one that was given before where it is the same request again.
+
+        Raises RequestError for what cannot be answered.
+        """
+        completion = self._find(origin)
+        if completion is None:
+            completion = self._begin(asked, origin)
+        else:
+            self._counts["repeated"] += 1
+        assert completion.task is not None
+        completion.num_waiting += 1
+        try:
+            # It goes on where one of those that wait for it gives up.
+            return await asyncio.shield(completion.task)
+        except asyncio.CancelledError:
+            if completion.task.cancelled():
+                raise RequestError("the trajectory is over", status=409, code="session_closed") from None
+            raise
+        except Broken as broken:
+            raise RequestError("the engine failed, and with it the trajectory", status=500) from broken
+        finally:
+            completion.num_waiting -= 1
+            if not completion.num_waiting and not completion.task.done():
+                asyncio.get_running_loop().call_later(_REJOIN_WITHIN_S, self._give_up, completion)
+
+    def deliver(self, answered: Answered) -> None:
+        """The program has an answer: it is a turn of the trajectory from now on."""
+        for completion in self._completions:
+            if completion.number == answered.number:
+                completion.is_delivered = True
+
+    def close(self) -> None:
+        """Cancel what is on its way, and refuse what comes."""
+        self._is_closed = True
+        for completion in self._completions:
+            if completion.task is not None:
+                completion.task.cancel()
+
+    def kept(self) -> Kept:
+        """Return what was delivered as a tree of turns, and what was counted."""
+        answered = [each for each in self._completions if each.sampled is not None]
+        kept = tree_of([each.sampled for each in answered if each.is_delivered and each.sampled is not None])
+        undelivered = sum(not each.is_delivered for each in answered)
+        counts = {**dict.fromkeys(_COUNTS, 0), **self._counts, **kept.metrics, "undelivered": undelivered}
+        return replace(kept, metrics={f"agent/{name}": float(count) for name, count in counts.items()})
+
+    def _find(self, origin: Origin) -> _Completion | None:
+        """Return the completion that the same request began. Raises RequestError for a key that stands for another."""
+        for completion in reversed(self._completions):
+            is_same = completion.origin.body == origin.body
+            if origin.key and completion.origin.key == origin.key:
+                if not is_same:
+                    raise RequestError("this Idempotency-Key came with another body before", status=409)
+                return completion
+            if is_same and not origin.key:
+                in_flight = completion.task is not None and not completion.task.done()
+                if origin.attempt or (origin.attempt is None and in_flight):
+                    return completion
+        return None
+
+    def _begin(self, asked: Asked, origin: Origin) -> _Completion:
+        if self._is_closed:
+            raise RequestError("the trajectory is over", status=409, code="session_closed")
+        try:
+            plain([*asked.messages, *asked.tools], "messages and tools")
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        if len(self._completions) >= self._limits.max_turns:
+            self.refused = Outcome.MAX_TURNS
+            message = f"the trajectory has its generator.max_turns={self._limits.max_turns} answers"
+            raise RequestError(message, code="max_turns_exceeded")
+        completion = _Completion(asked=asked, origin=origin, number=self._num_asked)
+        self._num_asked += 1
+        self._completions.append(completion)
+        completion.task = asyncio.ensure_future(self._complete(completion))
+        completion.task.add_done_callback(lambda _: self._ended(completion))
+        return completion
+
+    def _give_up(self, completion: _Completion) -> None:
+        if not completion.num_waiting and completion.task is not None and not completion.task.done():
+            self._counts["cancelled"] += 1
+            completion.task.cancel()
+
+    def _ended(self, completion: _Completion) -> None:
+        task = completion.task
+        assert task is not None
+        error = None if task.cancelled() else task.exception()
+        if task.cancelled() or error is not None:
+            # It was never answered: the same request is drawn with the same seed when it comes again.
+            self._completions.remove(completion)
+            self._seeds.discard(completion.draw)
+        if error is not None and not isinstance(error, RequestError) and not self.broken.done():
+            self.broken.set_result(error)
+
+    async def _complete(self, completion: _Completion) -> Answered:
+        prompt = self._prompt(completion.asked)
+        output = await self._generate(prompt, completion, self._seed(prompt, completion))
+        asked, text = completion.asked, self._chat.text(output.token_ids)
+        message = self._message(completion, output, text)
+        completion.sampled = Sampled(messages=asked.messages, prompt=prompt, output=output, text=text)
+        self._known[_digests(asked.tools, [*asked.messages, message])[-1]] = completion.sampled
+        self.refused = None
+        finish = "length" if output.stop_reason is StopReason.LENGTH else "stop"
+        return Answered(
+            number=completion.number,
+            message=message,
+            finish="tool_calls" if message.get("tool_calls") else finish,
+            prompt_tokens=len(prompt),
+            completion_tokens=len(output.token_ids),
+        )
+
+    def _prompt(self, asked: Asked) -> TokenIds:
+        """Return the tokens of what is asked. Raises RequestError where there is no room, or the template refuses."""
+        digests = _digests(asked.tools, asked.messages)
+        try:
+            for count in range(len(asked.messages), 0, -1):
+                known = self._known.get(digests[count])
+                if known is not None:
+                    prompt = self._chat.next_prompt(
+                        context=known.prompt,
+                        response=known.output.token_ids,
+                        history=asked.messages[:count],
+                        observations=asked.messages[count:],
+                        tools=asked.tools,
+                    )
+                    break
+            else:
+                prompt = self._chat.first_prompt(asked.messages, asked.tools)
+        except Broken as broken:
+            raise refused("messages", broken.message) from broken
+        if len(prompt) >= self._limits.max_context_length:
+            self.refused = Outcome.CONTEXT_FULL
+            message = (
+                f"the prompt has {len(prompt)} tokens; the maximum context length, generator.max_context_length="
+                f"{self._limits.max_context_length}, leaves no room for an answer"
+            )
+            raise RequestError(message, code="context_length_exceeded", param="messages")
+        return prompt
+
+    def _seed(self, prompt: TokenIds, completion: _Completion) -> int:
+        """Return the seed of the next sample of a prompt. Requests at the same time may come in any order: a seed is that of
+        what is asked, and of how often it was."""
+        digest = hashlib.blake2b(prompt.tobytes(), digest_size=16).hexdigest()
+        ordinal = 0
+        while (draw := f"{digest}/{ordinal}") in self._seeds:
+            ordinal += 1
+        self._seeds.add(draw)
+        completion.draw = draw
+        job = self._job
+        return derive_seed(
+            job.seed, f"agent/{job.purpose}/{draw}", job.global_step, job.prompt_number, job.sample_index
+        )
+
+    async def _generate(self, prompt: TokenIds, completion: _Completion, seed: int) -> GenerationOutput:
+        sampling, asked = self._job.sampling, completion.asked
+        most = min(sampling.max_generate_length, self._limits.max_context_length - len(prompt))
+        request = GenerationRequest(
+            request_id=self._job.request_id(completion.number),
+            prompt_token_ids=tuple(prompt.tolist()),
+            sampling=replace(
+                sampling, max_generate_length=min(most, asked.max_tokens or most), stop=(*sampling.stop, *asked.stop)
+            ),
+            seed=seed,
+        )
+        timeout_s = self._limits.request_timeout_s
+        try:
+            return await asyncio.wait_for(self._engine.generate(request), timeout_s)
+        except EngineError as error:
+            broken = Broken(FailureKind.ENGINE_ERROR, describe(error))
+        except DeadlineError as error:
+            broken = Broken(FailureKind.ENGINE_TIMEOUT, describe(error))
+        except asyncio.TimeoutError:
+            message = f"the engine did not answer within generator.request_timeout_s={timeout_s:g}"
+            broken = Broken(FailureKind.ENGINE_TIMEOUT, message)
+        raise broken
+
+    def _message(self, completion: _Completion, output: GenerationOutput, text: str) -> ChatMessage:
+        """Return the answer as a message: what it says before its calls, and these; or all of it, where one of them cannot
+        be read. Stop strings that the request asked for, and what follows, are left out, as servers do."""
+        asked = completion.asked
+        if asked.tools and self._parse_calls is not None:
+            whole = self._chat.text_with_calls(output.token_ids)
+            try:
+                calls = self._parse_calls(whole, asked.tools)
+            except Exception:  # of any kind: parsers are code of others, or recurse as deep as the model nests
+                calls, self._counts["unreadable_calls"] = (), self._counts["unreadable_calls"] + 1
+            if any(call.error for call in calls):
+                self._counts["unreadable_calls"] += 1
+            elif calls:
+                said = call_messages(calls, turn_index=completion.number)
+                return {"role": "assistant", "content": text_before_calls(whole), "tool_calls": said}
+        for stop in asked.stop:
+            text = text.partition(stop)[0]
+        return {"role": "assistant", "content": text}
+
+
+def _digests(tools: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]) -> list[bytes]:
+    """Return a digest of the tools and the first 0, 1, 2 ... messages. Names and ids, which programs may change, and which
+    say nothing to the model, are not in it."""
+    digests = [hashlib.blake2b(_bytes_of(list(tools)), digest_size=16).digest()]
+    for message in messages:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        said = _bytes_of([message["role"], message["content"], calls])
+        digests.append(hashlib.blake2b(digests[-1] + said, digest_size=16).digest())
+    return digests
+
+
+def _bytes_of(value: object) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()

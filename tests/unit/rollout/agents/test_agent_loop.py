@@ -1,0 +1,386 @@
+"""Programs that play whole trajectories: functions, commands and services; what they report, and how they fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from skyrl_train.config.agents import AGENT_RULES
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import EnvironmentConfig
+from skyrl_train.config.validate import run_rules
+from skyrl_train.errors import EngineError
+from skyrl_train.rollout.agents import endpoint
+from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.types import FailureKind, Outcome, Prompt, RolloutBatch, SamplingParams, Trajectory
+from tests.agent_cases import letter_by_letter, scripted, tokenizer
+from tests.fakes import FAKE_ENVIRONMENT, FakeEngine, FakeEnvironment
+
+HERE = "test_agent_loop"
+Run = Callable[..., Trajectory]
+
+
+def ask(address: Any, text: str, *, path: str = "/chat/completions") -> str:
+    """One answer, by the standard library."""
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Authorization": f"Bearer {address.api_key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(address.base_url + path, body, headers)
+    with urllib.request.urlopen(request, timeout=20) as response:
+        return str(json.load(response)["choices"][0]["message"]["content"])
+
+
+def graded(task: Any, address: Any, *, right: str = "5") -> float:
+    return 1.0 if ask(address, task["prompt"][0]["content"]) == right else 0.25
+
+
+async def in_parallel(task: Any, address: Any) -> Any:
+    headers = {"Authorization": f"Bearer {address.api_key}"}
+    async with httpx.AsyncClient(base_url=address.base_url, headers=headers, timeout=20) as client:
+        messages = [{"role": "user", "content": "sub"}]
+        await asyncio.gather(*(client.post("/chat/completions", json={"messages": messages, "n": 1}) for _ in "ab"))
+    return {"right": 1.0, "short": 0.5}
+
+
+def silent(task: Any, address: Any) -> None:
+    ask(address, "2 + 3?")
+
+
+def insatiable(task: Any, address: Any) -> None:
+    while True:
+        ask(address, "2 + 3?")
+
+
+def idle(task: Any, address: Any) -> float:
+    return 1.0
+
+
+def broken(task: Any, address: Any) -> None:
+    ask(address, "2 + 3?")
+    raise SystemExit("unknown city 'Oz'")
+
+
+def wrong(task: Any, address: Any) -> Any:
+    ask(address, "2 + 3?")
+    return math.nan
+
+
+ended: list[str] = []
+
+
+async def hanging(task: Any, address: Any) -> None:
+    try:
+        await asyncio.sleep(60)
+    finally:
+        ended.append(task["uid"])
+
+
+def deaf(task: Any, address: Any) -> float:
+    """Goes on whatever the engine does."""
+    for _ in range(200):
+        try:
+            ask(address, "2 + 3?")
+        except OSError:
+            time.sleep(0.02)
+    return 1.0
+
+
+@pytest.fixture
+def roll() -> Iterator[Callable[..., RolloutBatch]]:
+    made: list[RolloutGenerator] = []
+    FakeEnvironment.reset()
+
+    def roll(
+        engine: FakeEngine, loop: dict[str, Any], *, n: int = 1, env: str = "reported", **generator: Any
+    ) -> RolloutBatch:
+        made.append(
+            RolloutGenerator(
+                engine,
+                tokenizer(),
+                GeneratorConfig(
+                    agent_loop={"_target_": "agent", **loop},
+                    **{"max_turns": 8, "max_context_length": 4096, **generator},
+                ),
+                EnvironmentConfig(env_class=env, isolation="thread", step_timeout_s=20.0, max_failed_fraction=1.0),
+                0,
+            )
+        )
+        prompt = Prompt(uid="p0", messages=({"role": "user", "content": "2 + 3?"},), extras={"answer": "5"})
+        sampling = SamplingParams(max_generate_length=512)
+        return made[-1].generate([prompt], n_samples_per_prompt=n, sampling=sampling, global_step=1, purpose="train")
+
+    yield roll
+    for generator in made:
+        generator.close()
+    assert endpoint._OPEN == {}, "an endpoint is left open"
+
+
+@pytest.fixture
+def run(roll: Any) -> Run:
+    return lambda *args, **kwargs: roll(*args, **kwargs).trajectories[0]
+
+
+def test_a_function_plays_and_reports(run: Run) -> None:
+    trajectory = run(scripted("5"), {"run": f"{HERE}:graded"})
+    assert (trajectory.outcome, trajectory.reward) == (Outcome.DONE, 1.0)
+    assert trajectory.turns[0].response_token_ids.tolist() == letter_by_letter("5")
+    assert trajectory.metrics["agent/turns"] == 1.0
+    assert trajectory.first_messages == ()
+    other = {"_target_": f"{HERE}:graded", "right": "6"}
+    assert run(scripted("5"), {"run": other}).reward == 0.25
+
+
+def test_a_coroutine_asks_in_parallel_and_reports_several_rewards(run: Run) -> None:
+    trajectory = run(FakeEngine(lambda _: letter_by_letter("x"), delay_s=0.05), {"run": f"{HERE}:in_parallel"})
+    assert trajectory.reward == 1.5
+    assert (trajectory.metrics["right"], trajectory.metrics["short"]) == (1.0, 0.5)
+    # Without the SDK's header the same body in flight is one request that came twice.
+    assert (len(trajectory.turns), trajectory.metrics["agent/repeated"]) == (1, 1.0)
+    assert trajectory.first_messages == ({"role": "user", "content": "sub"},)
+
+
+def test_samples_play_side_by_side_and_none_sees_another(roll: Any) -> None:
+    engine = FakeEngine(lambda request: letter_by_letter(f"{request.seed}"))
+    batch = roll(engine, {"run": f"{HERE}:graded"}, n=8)
+    assert len({trajectory.turns[0].response_text for trajectory in batch.trajectories}) == 8
+    assert [len(trajectory.turns) for trajectory in batch.trajectories] == [1] * 8
+
+
+def test_the_environment_scores_the_last_answer_of_who_reports_nothing(run: Run) -> None:
+    trajectory = run(scripted("5"), {"run": f"{HERE}:silent"}, env=FAKE_ENVIRONMENT)
+    assert trajectory.reward == 1.0
+    assert trajectory.metrics["steps"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("play", "kind", "message"),
+    [
+        ("silent", FailureKind.ENVIRONMENT_ERROR, "reported no reward, and nothing else gives one"),
+        ("idle", FailureKind.ENVIRONMENT_ERROR, "ended without an answer of the model"),
+        ("broken", FailureKind.ENVIRONMENT_ERROR, "SystemExit: unknown city 'Oz'"),
+        ("wrong", FailureKind.INVALID_REWARD, "returned the reward nan"),
+    ],
+)
+def test_a_program_that_fails_fails_its_trajectory_with_the_reason(
+    run: Run, play: str, kind: FailureKind, message: str
+) -> None:
+    trajectory = run(scripted("5"), {"run": f"{HERE}:{play}"})
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind is kind
+    assert message in trajectory.failure.message
+
+
+def test_a_program_that_does_not_end_is_ended_and_fails(run: Run) -> None:
+    ended.clear()
+    trajectory = run(scripted(), {"run": f"{HERE}:hanging", "time_limit_s": 0.3})
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind is FailureKind.ENVIRONMENT_TIMEOUT
+    assert "time_limit_s=0.3" in trajectory.failure.message
+    deadline = time.monotonic() + 10
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended == ["p0"]
+
+
+def test_a_limit_that_breaks_a_program_is_an_outcome_and_scored(run: Run) -> None:
+    answers = FakeEngine(lambda _: letter_by_letter("5"))
+    trajectory = run(answers, {"run": f"{HERE}:insatiable"}, env=FAKE_ENVIRONMENT, max_turns=3)
+    assert (trajectory.outcome, len(trajectory.turns), trajectory.reward) == (Outcome.MAX_TURNS, 3, 1.0)
+
+
+def test_a_prompt_that_does_not_fit_is_told_as_everywhere(run: Run) -> None:
+    failure = run(scripted(), {"run": f"{HERE}:insatiable"}, max_context_length=8).failure
+    assert failure is not None
+    assert failure.kind is FailureKind.PROMPT_TOO_LONG
+
+
+def test_an_engine_that_fails_fails_the_trajectory_at_once(run: Run) -> None:
+    begin = time.monotonic()
+    trajectory = run(FakeEngine(lambda _: EngineError("no luck")), {"run": f"{HERE}:deaf"})
+    assert trajectory.failure is not None
+    assert (trajectory.failure.kind, trajectory.failure.message) == (FailureKind.ENGINE_ERROR, "EngineError: no luck")
+    assert time.monotonic() - begin < 3
+
+
+# Commands
+
+AGENT = """
+import json, os, sys, urllib.request
+task = json.load(open(sys.argv[1]))
+body = json.dumps({"messages": task["prompt"]}).encode()
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+said = json.load(urllib.request.urlopen(request, timeout=20))["choices"][0]["message"]["content"]
+"""
+
+
+def command(tmp_path: Path, then: str) -> dict[str, Any]:
+    (tmp_path / "agent.py").write_text(AGENT + then)
+    return {"command": [sys.executable, "-S", str(tmp_path / "agent.py"), "{task_file}", "{report_file}", "{x}"]}
+
+
+def test_a_command_plays_and_reports(run: Run, tmp_path: Path) -> None:
+    then = "assert sys.argv[3] == '{x}'\njson.dump({'reward': float(said == task['answer'])}, open(sys.argv[2], 'w'))"
+    trajectory = run(scripted("5"), command(tmp_path, then))
+    assert (trajectory.failure, trajectory.reward, len(trajectory.turns)) == (None, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("then", "kind", "message"),
+    [
+        ("sys.exit('no such city')", FailureKind.ENVIRONMENT_ERROR, "exit status 1: no such city"),
+        ("os.kill(os.getpid(), 9)", FailureKind.ENVIRONMENT_ERROR, "ended by signal 9: it wrote nothing"),
+        ("open(sys.argv[2], 'w').write('much')", FailureKind.INVALID_REWARD, "its report is not valid JSON"),
+        ("json.dump('much', open(sys.argv[2], 'w'))", FailureKind.INVALID_REWARD, "the reward 'much'"),
+        ("", FailureKind.ENVIRONMENT_ERROR, "reported no reward"),
+    ],
+)
+def test_a_command_that_fails_fails_its_trajectory_with_the_reason(
+    run: Run, tmp_path: Path, then: str, kind: FailureKind, message: str
+) -> None:
+    trajectory = run(scripted("5"), command(tmp_path, then))
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind is kind
+    assert message in trajectory.failure.message
+
+
+def test_a_command_that_does_not_end_is_ended_with_what_it_started(run: Run, tmp_path: Path) -> None:
+    mark = tmp_path / "child"
+    then = f"""
+import signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+open({str(mark)!r}, "w").write(str(child.pid))
+time.sleep(60)
+"""
+    from skyrl_train.rollout.agents import harness
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "_ENDS_WITHIN_S", 0.2)
+        trajectory = run(scripted("5"), {**command(tmp_path, then), "time_limit_s": 1.5})
+    assert trajectory.failure is not None
+    assert trajectory.failure.kind is FailureKind.ENVIRONMENT_TIMEOUT
+    pid = int(mark.read_text())
+    deadline = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_command_that_cannot_be_started_says_why(run: Run) -> None:
+    failure = run(scripted(), {"command": ["/no/such/program"]}).failure
+    assert failure is not None
+    assert "could not be started (FileNotFoundError" in failure.message
+
+
+# Services
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    servers: list[HTTPServer] = []
+
+    def serve(answer: Callable[[Any], tuple[int, Any]]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                told = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                status, value = answer(told)
+                data = json.dumps(value).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        servers.append(HTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        return f"http://127.0.0.1:{servers[-1].server_port}/play"
+
+    yield serve
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+class Told:
+    def __init__(self, told: Any) -> None:
+        self.base_url, self.api_key = told["base_url"], told["api_key"]
+
+
+def test_a_service_plays_and_reports(run: Run, serve: Any) -> None:
+    def answer(told: Any) -> tuple[int, Any]:
+        return 200, {"reward": float(ask(Told(told), "2 + 3?") == told["task"]["answer"])}
+
+    assert run(scripted("5"), {"url": serve(answer)}).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("status", "value", "message"),
+    [(500, "down", "answered with status 500"), (200, [], "has no 'reward'"), (200, {"reward": None}, "no reward")],
+)
+def test_a_service_that_fails_fails_its_trajectory(run: Run, serve: Any, status: int, value: Any, message: str) -> None:
+    def answer(told: Any) -> tuple[int, Any]:
+        ask(Told(told), "2 + 3?")
+        return status, value
+
+    failure = run(scripted("5"), {"url": serve(answer)}).failure
+    assert failure is not None
+    assert message in failure.message
+
+
+# The configuration
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        ({}, "needs one of run"),
+        ({"run": f"{HERE}:graded", "url": "http://x"}, "needs one of run .* got 'run, url'"),
+        ({"run": f"{HERE}:no_such"}, "must name an importable"),
+        ({"run": f"{HERE}:HERE"}, "must name a function"),
+        ({"run": f"{HERE}:graded", "time_limit_s": 0}, "seconds above 0"),
+        ({"command": "python agent.py"}, "must be a list of words"),
+        ({"command": ["agent", "{taskfile}"]}, "a placeholder that there is not"),
+        ({"url": "127.0.0.1:9000"}, "must be the address"),
+    ],
+)
+def test_settings_that_cannot_work_are_told_before_anything_is_loaded(loop: dict[str, Any], message: str) -> None:
+    root = settings({"_target_": "agent", **loop})
+    (violation,) = run_rules(root, AGENT_RULES)
+    assert re.search(message, str(violation))
+
+
+def test_settings_that_work_are_not_refused() -> None:
+    for loop in ({"run": f"{HERE}:graded"}, {"command": ["a", "{task_file}"], "time_limit_s": 5}, {"url": "http://x/"}):
+        assert list(run_rules(settings({"_target_": "agent", **loop}), AGENT_RULES)) == []
+    (violation,) = run_rules(settings("multi_turn"), AGENT_RULES)
+    assert "whose programs report rewards" in str(violation)
+
+
+def settings(agent_loop: Any) -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(
+        generator=GeneratorConfig(agent_loop=agent_loop), environment=EnvironmentConfig(env_class="reported")
+    )
