@@ -25,6 +25,7 @@ import contextlib
 import math
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -92,6 +93,9 @@ def measure(name: str, args: argparse.Namespace, *, max_staleness: int, num_thre
             train(make_config(Path(folder), args, max_staleness=max_staleness, num_threads=num_threads))
         records = read_metrics(Path(folder) / "metrics.jsonl")[args.warm_up :]
         lines = read_timeline(Path(folder) / "timeline.jsonl")
+        if sleeps and args.timelines:
+            args.timelines.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(Path(folder) / "timeline.png", args.timelines / f"timeline_{name}.png")
     step_s = statistics.fmean(record["timing/step"] for record in records)
     waited_s = sum(idle_seconds(line) for line in lines if line.step in {record["step"] for record in records})
     return Run(
@@ -195,6 +199,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=5, help="of what is learnt; 0 leaves it out")
     parser.add_argument("--learning-steps", type=int, default=30, help="of each seed")
     parser.add_argument("--lr", type=float, default=2e-4, help="of what is learnt")
+    parser.add_argument("--timelines", type=Path, help="a folder for pictures of what ran when, with sleep")
     parser.add_argument("--check", action="store_true", help="exit with status 1 where the goals are missed")
     parser.add_argument("--learn", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)

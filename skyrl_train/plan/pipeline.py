@@ -90,26 +90,27 @@ def measured_phases(records: Sequence[Mapping[str, float]]) -> PhaseTimes:
     """
     if not records:
         raise ValueError("no records of steps")
-    engine, learner, sync, rollouts = 0.0, 0.0, 0.0, list[float]()
+    engine, learner, sync = 0.0, 0.0, 0.0
     # What an engine computes for an evaluation is not told apart.
     plain = [record for record in records if "timing/evaluate" not in record] or records
     for record in plain:
         seconds = phase_seconds(record)
         beside = {name: seconds.get(name, 0.0) for name in ("generate", "sync", "evaluate", "checkpoint")}
-        rollouts.append(rollout_seconds(record))
         engine += record.get("timing/engine/busy", beside["generate"])
         learner += record["timing/step"] - sum(beside.values())
         sync += beside["sync"]
     count = len(plain)
     return PhaseTimes(
-        rollouts_s=tuple(rollouts), engine_s=engine / count, learner_s=learner / count, sync_s=sync / count
+        rollouts_s=rollout_seconds(plain), engine_s=engine / count, learner_s=learner / count, sync_s=sync / count
     )
 
 
-def rollout_seconds(record: Mapping[str, float]) -> float:
-    """Return L of a step: its longest group where there was a stream, else the phase `generate`."""
-    name = "timing/group/max" if "timing/wait/rollouts" in record else "timing/generate"
-    return record.get(name, 0.0)
+def rollout_seconds(records: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
+    """Return L of steps: the longest group that ended in each where there was a stream, and one ended; else the phase
+    `generate`."""
+    is_stream = any("timing/wait/rollouts" in record for record in records)
+    name = "timing/group/max" if is_stream else "timing/generate"
+    return tuple(record[name] for record in records if name in record) or (0.0,)
 
 
 def pipeline_lines(times: PhaseTimes, *, takes_turns: bool) -> Iterator[str]:

@@ -153,10 +153,11 @@ def measured_rates(folder: Path) -> Rates:
     known = {"generate", "score", "update", *_EACH_TIME}
     beside = [seconds for each in map(phase_seconds, steps) for name, seconds in each.items() if name not in known]
     phases = measured_phases(steps)
-    made_s = list(map(rollout_seconds, steps))
+    made_s = rollout_seconds(steps)
+    mean_s = sum(made_s) / len(made_s)
     return Rates(
         source=f"measured in {len(steps)} steps of {folder}",
-        generated=_rate(_sum(steps, "batch/trained_tokens"), sum(made_s), ranks),
+        generated=_rate(_sum(steps, "batch/trained_tokens"), mean_s * len(steps), ranks),
         scored=_rate(scored, _sum(steps, "timing/score"), ranks),
         trained=_rate(sum(_sum(steps, name) for name in trained), _sum(steps, "timing/update"), ranks),
         layout=max(forwards, key=lambda name: forwards[name], default=prefix).removeprefix(prefix),
@@ -164,8 +165,8 @@ def measured_rates(folder: Path) -> Rates:
         sampled_share=_sum(steps, "batch/trained_tokens") / _sum(steps, "batch/tokens"),
         every_step_s=sum(beside) / len(steps),
         sync_s=phases.sync_s,
-        engine_share=min(1.0, phases.engine_s * len(phases.rollouts_s) / (sum(phases.rollouts_s) or math.inf)),
-        lengths=tuple(seconds * len(made_s) / (sum(made_s) or math.inf) for seconds in made_s),
+        engine_share=min(1.0, phases.engine_s / (mean_s or math.inf)),
+        lengths=tuple(seconds / (mean_s or math.inf) for seconds in made_s),
         each_time_s=(_mean(records, "timing/checkpoint"), _mean(records, "timing/evaluate")),
     )
 
@@ -223,7 +224,8 @@ def run_time(
         learner_s=learner_s,
         sync_s=rates.sync_s,
     )
-    wait_s = pipeline.step_s(trainer.max_staleness, takes_turns=takes_turns) - learner_s - rates.sync_s
+    step_s = pipeline.step_s(trainer.max_staleness, takes_turns=takes_turns)
+    wait_s = max(0.0, step_s - learner_s - rates.sync_s)
     return RunTime(
         source=rates.source,
         phases=tuple(PhaseTime(name=name, seconds=value) for name, value in {"generate": wait_s, **own}.items()),

@@ -192,7 +192,8 @@ def _draw_lanes(axes: Axes, lines: Sequence[Line], origin: float) -> None:
         axes.broken_barh(busy, (0.1, 0.8), facecolors=_ENGINE_COLOUR, label="engine: busy")
     for line in lines:
         axes.axvline(line.ended - origin, color="0.7", linewidth=0.6)
-        axes.text(line.ended - origin, 2.02, f"{line.step}", ha="right", va="bottom", fontsize=8, color="0.4")
+    for step, ended in {line.step: line.ended for line in reversed(lines)}.items():
+        axes.text(ended - origin, 2.02, f"{step}", ha="right", va="bottom", fontsize=8, color="0.4")
     axes.set_xlim(0.0, max(1e-3, lines[-1].ended - origin))
     axes.set_ylim(0.0, 2.0)
     axes.set_yticks([0.5, 1.5], ["engine", "learner"])
@@ -200,12 +201,14 @@ def _draw_lanes(axes: Axes, lines: Sequence[Line], origin: float) -> None:
 
 
 def _draw_shares(axes: Axes, lines: Sequence[Line]) -> None:
-    """Of each line, the seconds of the learner by kind, one above the other."""
-    steps = [line.step for line in lines]
-    bottom = [0.0] * len(lines)
+    """Of each step, the seconds of the learner by kind, one above the other; of one that was done again, of all times."""
+    below = dict.fromkeys((line.step for line in lines), 0.0)
     for kind, seconds in _seconds_by_kind(lines):
-        axes.bar(steps, seconds, bottom=bottom, color=_COLOURS[kind], width=0.9)
-        bottom = [below + own for below, own in zip(bottom, seconds)]
+        found = dict.fromkeys(below, 0.0)
+        for line, own in zip(lines, seconds):
+            found[line.step] += own
+        axes.bar(list(found), list(found.values()), bottom=list(below.values()), color=_COLOURS[kind], width=0.9)
+        below = {step: total + found[step] for step, total in below.items()}
     axes.set_ylabel("Seconds of a step")
 
 
