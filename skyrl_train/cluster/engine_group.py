@@ -274,7 +274,7 @@ class GroupEngine:
             **self._served.take(),
             "engines/serving": float(sum(self.group.alive)),
             "engines/requests_moved": float(moved),
-            "timing/wait/sync": self._gate.take_seconds(),
+            **self._gate.take_metrics(),
         }
 
     def close(self) -> None:

@@ -70,10 +70,11 @@ class RequestGate:
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._let_in)
 
-    def take_seconds(self) -> float:
-        """Return for how long it was shut since the last time."""
+    def take_metrics(self) -> dict[str, float]:
+        """Return for how long it was shut since the last time; nothing where it stays open, as whoever syncs weights then
+        knows for how long an engine was kept from answering."""
         seconds, self._shut_s = self._shut_s, 0.0
-        return seconds
+        return {} if self._stays_open else {"timing/wait/sync": seconds}
 
     def _enter(self) -> bool:
         # Without a lock: this counts and then looks, `shut` says so and then counts, so that one of them sees the other.
@@ -133,7 +134,7 @@ class GatedEngine:
 
     def take_metrics(self) -> dict[str, float]:
         """Return what was served since the last time, and for how long requests were held back."""
-        return {**self._served.take(), "timing/wait/sync": self._gate.take_seconds()}
+        return {**self._served.take(), **self._gate.take_metrics()}
 
     def close(self) -> None:
         """Close the engine."""

@@ -158,3 +158,10 @@ def test_requests_of_many_threads_of_syncs_never_overlap_with_one() -> None:
         assert engine.weight_version == 50
 
     asyncio.run(run())
+
+
+def test_a_gate_that_stays_open_says_nothing_of_weight_syncs() -> None:
+    gate = RequestGate(stays_open=True)
+    with gate.shut():
+        pass
+    assert gate.take_metrics() == {}
