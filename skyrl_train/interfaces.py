@@ -68,7 +68,8 @@ class InferenceEngine(Protocol):
 
     To take weights it also has `load_weights(weights, version)`, which is given pairs of Hugging Face name and tensor, all
     of them, before the first request (version 0 in a new run) and after each step, and from which on `weight_version` is
-    `version`; or it derives from `weight_sync/receiver.py: UpdatableEngine`.
+    `version`; or it derives from `weight_sync/receiver.py: UpdatableEngine`. What makes one that may be given them while it
+    generates is declared with `@reads(in_flight_updates=True)`, and reads `EngineSettings.in_flight_cache`.
     """
 
     @property

@@ -13,10 +13,14 @@ from test_async_runs import check_each_prompt_once, check_versions, make_config,
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.inference import hf
+from skyrl_train.inference.settings import EngineSettings
+from skyrl_train.interfaces import InferenceEngine
+from skyrl_train.registry import reads
 from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.types import Tokenizer
 
-NUM_STEPS = 4
+NUM_STEPS = 6
 
 
 @pytest.fixture
@@ -62,11 +66,28 @@ def test_responses_of_several_versions_are_trained_on_and_their_distance_is_told
     assert (max(distance or 0.0 for distance in distances) < 1e-4) == (cache == "recompute")
 
 
+def build_custom(settings: EngineSettings, tokenizer: Tokenizer) -> InferenceEngine:
+    """For `generator.backend`: an engine that says nothing of updates."""
+    return hf.build_engine(settings, tokenizer)
+
+
+@reads(in_flight_updates=True)
+def build_declared(settings: EngineSettings, tokenizer: Tokenizer) -> InferenceEngine:
+    """For `generator.backend`: one that takes them between two tokens."""
+    return hf.build_engine(settings, tokenizer)
+
+
 @pytest.mark.parametrize(
     ("changes", "backend", "field", "message"),
     [
         ({"max_staleness": 0}, "hf", "in_flight_updates", "trainer.max_staleness=0 has none"),
         ({}, "http", "in_flight_updates", "tokens; http does not"),
+        (
+            {},
+            "test_in_flight_runs:build_custom",
+            "in_flight_updates",
+            "tokens; test_in_flight_runs:build_custom does not",
+        ),
         ({"in_flight_updates": False, "in_flight_cache": "keep"}, "hf", "in_flight_cache", "is not read"),
     ],
 )
@@ -77,4 +98,7 @@ def test_what_an_update_in_flight_needs_is_asked_for_by_name(
     config = replace(config, generator=replace(config.generator, backend=backend))
     (found,) = [one for one in validate_config(config) if field in one.field]
     assert message in found.rule
-    assert not [one for one in validate_config(in_flight_config(tmp_path)) if "in_flight" in one.field]
+    for able in ("hf", "vllm", "test_in_flight_runs:build_declared"):
+        config = in_flight_config(tmp_path)
+        config = replace(config, generator=replace(config.generator, backend=able))
+        assert not [one for one in validate_config(config) if "in_flight" in one.field]

@@ -92,6 +92,22 @@ def test_a_sync_waits_for_requests_that_run_and_holds_new_ones_back() -> None:
     asyncio.run(run())
 
 
+def test_a_gate_that_stays_open_holds_nothing_back() -> None:
+    async def run() -> None:
+        engine, gate = Engine(), RequestGate(stays_open=True)
+        gated = GatedEngine(engine, gate)
+        first = asyncio.ensure_future(gated.generate(REQUEST))
+        await asyncio.sleep(0)
+        with gate.shut():
+            assert engine.num_running == 1
+            second = asyncio.ensure_future(gated.generate(REQUEST))
+            engine.may_answer.set()
+            assert versions([await first, await second]) == [0, 0]
+        assert gated.take_metrics()["timing/wait/sync"] == 0.0
+
+    asyncio.run(run())
+
+
 def test_a_request_that_is_given_up_while_it_is_held_back_is_not_inside() -> None:
     async def run() -> None:
         engine, gate = Engine(), RequestGate()

@@ -65,6 +65,26 @@ def test_a_first_sync_that_fails_its_probe_ends_the_run(tmp_path: Path) -> None:
         transport.sync(stored_weights({"weight": torch.ones(4)}), 0)
 
 
+def test_a_version_is_known_before_the_first_engine_answers_with_it(tmp_path: Path) -> None:
+    """A request may be answered with the new weights while other engines have yet to confirm them."""
+    seen: list[tuple[str, int]] = []
+
+    class Asking(FakeEngine):
+        def begin_update(self) -> None:
+            seen.append(("begin", transport.version))
+
+        def finish_update(self, version: int, num_tensors: int) -> int:
+            seen.append(("finish", transport.version))
+            return super().finish_update(version, num_tensors)
+
+    engine = LocalEndpoint[UpdatableEngine](Asking())
+    settings = RouteSettings(files=tmp_path / "weights", node_folder=tmp_path, timeout_s=5.0)
+    transport = WeightSync(lambda: engine, shared_memory, settings, DeviceSharing(), SyncRecords(None))
+    for version in range(2):
+        transport.sync(stored_weights({"weight": torch.ones(4)}), version)
+    assert seen == [("begin", -1), ("finish", 0), ("begin", 0), ("finish", 1)]
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
