@@ -1,0 +1,50 @@
+"""The examples and the benchmark of docs/agents.md run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "examples")]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_sdk_in_a_loop_trains_on_the_tokens_of_its_script(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    said = run("-m", "agent_openai_sdk", "--steps", "2", "--output", str(tmp_path))
+    assert "trained tokens are the sampled ones, rewards are the script's" in said
+
+
+def test_the_sdk_in_a_loop_trains_the_bundled_model_and_does_the_same_again(tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    for name in ("one", "two"):
+        run("-m", "agent_openai_sdk", "--engine", "hf", "--steps", "2", "--output", str(tmp_path / name))
+    rollouts = [
+        [
+            json.loads(line)
+            for path in sorted((tmp_path / name / "rl" / "rollouts").glob("train_*"))
+            for line in path.open()
+        ]
+        for name in ("one", "two")
+    ]
+    assert len(rollouts[0]) == 32
+    assert rollouts[0] == rollouts[1]
+    assert {each["outcome"] for each in rollouts[0]} == {"done"}
+
+
+def test_the_benchmark_of_the_endpoint_runs() -> None:
+    said = run("scripts/bench_agents.py", "--sessions", "8", "--turns", "2", "--tokens", "8")
+    assert "all 128 kept" in said
