@@ -3,6 +3,7 @@
     python scripts/plant_bugs.py                          # all of scripts/planted_bugs.yaml; fails where one goes unseen
     python scripts/plant_bugs.py --only clip_higher_ignored one_epoch_only
     python scripts/plant_bugs.py --jobs 2 --write docs/planted_bugs.md
+    python scripts/plant_bugs.py --only admission_off_by_one --write docs/planted_bugs.md     # the other rows stay
 
 A bug is a piece of text that stands once in a file and what it becomes. The copy is a temporary folder: nothing here is
 changed but the page that `--write` names. A test that noticed a bug before, by that page, is run first; only where it
@@ -160,22 +161,25 @@ def try_all(bugs: Sequence[Bug], recorded: Mapping[str, str], jobs: int) -> list
             return list(executor.map(one, bugs))
 
 
-def page_of(outcomes: Sequence[Outcome]) -> str:
-    """The page docs/planted_bugs.md."""
-    caught = sum(bool(outcome.test) for outcome in outcomes)
+def page_of(bugs: Sequence[Bug], outcomes: Sequence[Outcome], recorded: Mapping[str, str]) -> str:
+    """The page docs/planted_bugs.md; a bug that was not tried now is shown as `recorded`."""
+    tests = dict(recorded)
+    notes: dict[str, str] = {}
+    for outcome in outcomes:
+        tests[outcome.bug.name], notes[outcome.bug.name] = outcome.test, outcome.note
+    caught = sum(bool(tests[bug.name]) for bug in bugs)
     lines = [
         "# Planted bugs",
         "",
         "Bugs that trainers of language models have shipped, planted in a copy of this code one at a time, and the test of",
-        f"the default suite that notices each: {caught} of {len(outcomes)}. Written by",
+        f"the default suite that notices each: {caught} of {len(bugs)}. Written by",
         "`python scripts/plant_bugs.py --write docs/planted_bugs.md`; the changes are in `scripts/planted_bugs.yaml`.",
         "",
         "| bug | what goes wrong | where | first test that fails |",
         "|---|---|---|---|",
     ]
-    for outcome in outcomes:
-        bug = outcome.bug
-        test = f"`{outcome.test}`" if outcome.test else f"none: {outcome.note}"
+    for bug in bugs:
+        test = f"`{tests[bug.name]}`" if tests[bug.name] else f"none: {notes[bug.name]}"
         lines.append(f"| `{bug.name}` | {bug.story} | `{bug.file}` | {test} |")
     return "\n".join(lines) + "\n"
 
@@ -184,14 +188,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these bugs alone")
     parser.add_argument("--jobs", type=int, default=1, help="bugs that are tried at once (default: 1)")
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="where to write the table; not with --only")
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE", help="where to write the table; with --only the other rows stay"
+    )
     args = parser.parse_args(argv)
     bugs = read_bugs()
     names = {bug.name for bug in bugs}
     problems = [f"no bug is named {name!r}" for name in args.only or () if name not in names]
     problems += [problem for bug in bugs if (problem := bug.problem(ROOT))]
     if args.write and args.only:
-        problems.append("--write needs all bugs: leave out --only")
+        unknown = names - recorded_tests().keys() - set(args.only)
+        problems += [f"--write has no row of {name!r} to keep: name it with --only too" for name in sorted(unknown)]
     if args.jobs < 1:
         problems.append(f"--jobs must be at least 1; got {args.jobs}")
     if problems:
@@ -202,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     missed = [outcome.bug.name for outcome in outcomes if not outcome.test]
     print(f"{len(outcomes) - len(missed)} of {len(outcomes)} bugs were caught" + (f"; not: {missed}" if missed else ""))
     if args.write:
-        args.write.write_text(page_of(outcomes))
+        args.write.write_text(page_of(bugs, outcomes, recorded_tests()))
     return int(bool(missed))
 
 

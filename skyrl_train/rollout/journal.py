@@ -155,7 +155,6 @@ class Journal:
 
     def choose(self, position: int, uids: tuple[str, ...]) -> None:
         """Prompts were chosen. The line is on disk when the first one of their groups' own is."""
-        self.chosen[position] = uids
         self._append({"chosen": position, "uids": uids})
 
     def begin(self, ordinal: int, version: int) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from skyrl_train.errors import ConfigError, DataError, EngineError, Violation
 from skyrl_train.rollout.checked_engine import check_failures, checked_trajectory
+from skyrl_train.rollout.groups import distinct, rollouts_of
 from skyrl_train.rollout.journal import FILE, batch_places, read_group
-from skyrl_train.rollout.stream import distinct, rollouts_of
 from skyrl_train.telemetry.rollout_log import read_rollouts
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 

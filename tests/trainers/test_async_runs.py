@@ -251,7 +251,9 @@ def check_kind(kind: str, records: list[dict[str, Any]], batches: list[RolloutBa
         ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "dynamic sampling" else []) for kind in KINDS]
+)
 def test_a_stream_feeds_every_kind_of_training(tmp_path: Path, kind: str) -> None:
     config = make_config(tmp_path, total_steps=2)
     train(changed(changed(config, {"data": {"validation": ()}}), KINDS[kind]))
