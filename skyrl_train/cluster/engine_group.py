@@ -44,6 +44,7 @@ _MAX_ATTEMPTS = 4
 _CLOSE_TIMEOUT_S = 10.0
 """How long threads that start an engine again may take to see that it was ended."""
 _LOOK_EVERY_S = 0.5
+_OVERDUE = "is far slower than another engine"
 
 logger = logging.getLogger(__name__)
 
@@ -326,22 +327,23 @@ class GroupEngine:
         self._paces.begin(index, pending, request.sampling.max_generate_length)
         if self._monitor is None or self._monitor.done():
             self._monitor = asyncio.get_running_loop().create_task(self._watch_over())
+        num_tokens = 0
         try:
             answer = await pending
             if not isinstance(answer.error, EngineDeadError):
                 if answer.error is None:
                     self._served.add(index, request, answer.value)
-                    self._paces.end(index, pending, len(answer.value.token_ids))
+                    num_tokens = len(answer.value.token_ids)
                 return answer
             self._lose(index, actor, f"died: {answer.error}")
             return None
         except ray.exceptions.RayError as error:
             self._lose(index, actor, f"died: {reason_of(error)}")
             return None
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if self._serves(index, actor):
                 worker.begin_asking(EngineWorker.abort, "generate", request.request_id)
-                if not self._paces.gave_up(pending):
+                if error.args != (_OVERDUE,):
                     raise
             task = asyncio.current_task()
             if task is not None and getattr(task, "cancelling", lambda: 0)():
@@ -349,7 +351,7 @@ class GroupEngine:
             return None
         finally:
             self._in_flight[index].discard(pending)
-            self._paces.forget(pending)
+            self._paces.end(pending, num_tokens)
             if self._monitor is not None and not any(self._in_flight):
                 self._monitor.cancel()
 
@@ -380,10 +382,8 @@ class GroupEngine:
             await self._look()
             alive = [index for index, lives in enumerate(self.group.alive) if lives]
             for index, pending in self._paces.overdue(alive):
-                logger.warning(
-                    "%s is far slower than another engine: a request of it is moved", self.group.actors[index]
-                )
-                pending.cancel()
+                logger.warning("%s %s: a request of it is moved", self.group.actors[index], _OVERDUE)
+                pending.cancel(_OVERDUE)
             await asyncio.sleep(min(1.0, self._silence_timeout_s / 10))
 
     async def _look(self) -> None:

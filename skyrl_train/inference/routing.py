@@ -7,7 +7,6 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.types import GenerationOutput, GenerationRequest
@@ -58,41 +57,26 @@ class PrefixRouter:
         self._known.clear()
 
 
-@dataclass(frozen=True)
-class _Running:
-    engine: int
-    began: float
-    max_tokens: int
-
-
 class Paces:
     """Seconds that engines take for a token, by which one is found that is far slower than others. Even the longest answer
     would be there at its deadline from another one, so that long answers are not taken for slow engines."""
 
     def __init__(self, num_engines: int) -> None:
         self._seconds, self._tokens = [0.0] * num_engines, [0.0] * num_engines
-        self._running: dict[asyncio.Future[Any], _Running] = {}
+        self._running: dict[asyncio.Future[Any], tuple[int, float, int]] = {}
+        """By answer: the engine, when it was asked, and for how many tokens at most."""
         self._slow: set[int] = set()
-        self._given_up: set[asyncio.Future[Any]] = set()
 
     def begin(self, engine: int, answer: asyncio.Future[Any], max_tokens: int) -> None:
         """An engine was asked for at most so many tokens."""
-        self._running[answer] = _Running(engine, time.monotonic(), max_tokens)
+        self._running[answer] = engine, time.monotonic(), max_tokens
 
-    def end(self, engine: int, answer: asyncio.Future[Any], num_tokens: int) -> None:
-        """It answered with so many."""
-        seconds = time.monotonic() - self._running[answer].began
-        self._seconds[engine] = _MEMORY * self._seconds[engine] + seconds
-        self._tokens[engine] = _MEMORY * self._tokens[engine] + num_tokens
-
-    def forget(self, answer: asyncio.Future[Any]) -> None:
-        """Nobody waits for the answer any more."""
-        self._running.pop(answer, None)
-        self._given_up.discard(answer)
-
-    def gave_up(self, answer: asyncio.Future[Any]) -> bool:
-        """Return whether the answer was `overdue`."""
-        return answer in self._given_up
+    def end(self, answer: asyncio.Future[Any], num_tokens: int) -> None:
+        """Nobody waits for the answer any more, which has so many tokens; 0 where none came."""
+        engine, began, _ = self._running.pop(answer)
+        if num_tokens:
+            self._seconds[engine] = _MEMORY * self._seconds[engine] + time.monotonic() - began
+            self._tokens[engine] = _MEMORY * self._tokens[engine] + num_tokens
 
     def trust_all(self) -> None:
         """Whatever was slow may be asked again."""
@@ -106,19 +90,14 @@ class Paces:
         """Return engines and answers for which they take far longer than the median of the others would; those engines are
         slow from here on."""
         found = []
-        for answer, running in self._running.items():
-            others = sorted(
-                self._seconds[engine] / self._tokens[engine]
-                for engine in alive
-                if engine != running.engine and engine not in self._slow and self._tokens[engine]
-            )
-            if not others:
-                continue
-            expected_s = others[(len(others) - 1) // 2] * running.max_tokens
-            if time.monotonic() - running.began > max(_PATIENCE_S, _SLOW_FACTOR * expected_s):
-                self._slow.add(running.engine)
-                self._given_up.add(answer)
-                found.append((running.engine, answer))
+        for answer, (slow, began, max_tokens) in self._running.items():
+            fit = [engine for engine in alive if engine not in self._slow | {slow} and self._tokens[engine]]
+            paces = sorted(self._seconds[engine] / self._tokens[engine] for engine in fit)
+            if paces:
+                limit_s = _SLOW_FACTOR * max_tokens * paces[(len(paces) - 1) // 2]
+                if time.monotonic() - began > max(_PATIENCE_S, limit_s):
+                    self._slow.add(slow)
+                    found.append((slow, answer))
         return found
 
 

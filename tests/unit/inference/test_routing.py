@@ -73,8 +73,7 @@ def test_a_request_is_overdue_where_another_engine_would_have_given_its_longest_
     paces = Paces(2)
     paces.begin(1, short, 100)
     clock.now += 5.0
-    paces.end(1, short, 50)  # 0.1 s a token
-    paces.forget(short)
+    paces.end(short, 50)  # 0.1 s a token
     paces.begin(0, long, 100)  # 10 s there, at most
     paces.begin(1, other, 100)
     clock.now += 40.0
@@ -82,10 +81,10 @@ def test_a_request_is_overdue_where_another_engine_would_have_given_its_longest_
     clock.now += 1.0
     assert paces.overdue([0]) == [], "nobody is faster"
     assert paces.overdue([0, 1]) == [(0, long)], "and of an engine without an answer nothing is known"
-    assert paces.gave_up(long)
-    assert not paces.gave_up(other)
     assert paces.fit_of([0, 1]) == [1]
     assert paces.fit_of([0]) == [0]
+    paces.end(long, 0)
+    assert paces.overdue([0, 1]) == []
     paces.trust_all()
     assert paces.fit_of([0, 1]) == [0, 1]
     loop.close()
