@@ -36,7 +36,7 @@ class RequestGate:
         self._is_shut = False
         self._num_inside = 0
         self._left = threading.Event()
-        self._held: list[asyncio.Future[None]] = []
+        self._opened = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shut_s = 0.0
 
@@ -45,9 +45,8 @@ class RequestGate:
         """Wait until the gate is open, and be inside."""
         self._loop = asyncio.get_running_loop()
         while not self._enter():
-            held = self._loop.create_future()
-            self._held.append(held)
-            await held
+            self._opened.clear()  # it is set on this loop, after it was found shut here
+            await self._opened.wait()
         try:
             yield
         finally:
@@ -68,7 +67,7 @@ class RequestGate:
             self._is_shut = False
             self._shut_s += time.monotonic() - began
             if self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._let_in)
+                self._loop.call_soon_threadsafe(self._opened.set)
 
     def take_metrics(self) -> dict[str, float]:
         """Return for how long it was shut since the last time; nothing where it stays open, as whoever syncs weights then
@@ -101,12 +100,6 @@ class RequestGate:
                     "Whatever asks the engine must give up after generator.request_timeout_s, as generator.agent_loop does",
                 )
             self._left.wait(_SIGNAL_POLL_S)
-
-    def _let_in(self) -> None:
-        held, self._held = self._held, []
-        for each in held:
-            if not each.done():
-                each.set_result(None)
 
 
 class GatedEngine:

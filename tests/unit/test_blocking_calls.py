@@ -147,6 +147,10 @@ EXCEPTIONS: Exceptions = {
         "self._on_thread(name, phase, lambda: asyncio.run(getattr(self.engine, name)(*args, **kwargs))).wait",
     ): _PENDING,
     ("skyrl_train/inference/local_engine.py", "self.wait"): _PENDING,
+    (
+        "skyrl_train/inference/request_gate.py",
+        "self._opened.wait",
+    ): "for the end of a weight sync, whose calls have deadlines",
     ("skyrl_train/inference/vllm.py", "future.result"): "on a thread that `local_engine.py`, or Ray's caller, watches",
     ("skyrl_train/inference/vllm.py", "self._commands.get"): _IDLE,
     (
