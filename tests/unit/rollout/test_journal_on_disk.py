@@ -43,8 +43,8 @@ def test_what_follows_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
         written.append(path.read_bytes().count(b"\n"))
 
     path = tmp_path / "journal.jsonl"
-    monkeypatch.setattr("skyrl_train.rollout.journal.bring_to_disk", slow_disk)
     journal = Journal(path, prompts="p")
+    monkeypatch.setattr("skyrl_train.rollout.journal.bring_to_disk", slow_disk)
 
     async def run() -> bool:
         task = asyncio.ensure_future(follows(journal))
@@ -55,5 +55,5 @@ def test_what_follows_waits_for_the_disk(tmp_path: Path, monkeypatch: pytest.Mon
         return is_early
 
     assert not asyncio.run(run())
-    assert written[-1] == 2
+    assert written[-1] == 2, "the line is in the file that is brought to disk, behind the first"
     journal.close()
