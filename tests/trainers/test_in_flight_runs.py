@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_async_runs import check_each_prompt_once, check_versions, make_config, trained
+from test_async_runs import check_each_prompt_once, check_versions, exported, make_config, trained
 
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
@@ -52,18 +52,24 @@ def in_flight_config(root: Path, **trainer: Any) -> Config:
 def test_responses_of_several_versions_are_trained_on_and_their_distance_is_told(
     tmp_path: Path, slow_engine: None, cache: str
 ) -> None:
-    config = in_flight_config(tmp_path, in_flight_cache=cache)
+    root = tmp_path / "run"
+    config = in_flight_config(root, in_flight_cache=cache, export_hf=True)
     train(config)
-    check_each_prompt_once(tmp_path, config, num_steps=NUM_STEPS)
-    check_versions(tmp_path, max_staleness=1)
-    turns = [turn for batch in trained(tmp_path) for each in batch.trajectories for turn in each.turns]
+    check_each_prompt_once(root, config, num_steps=NUM_STEPS)
+    check_versions(root, max_staleness=1)
+    turns = [turn for batch in trained(root) for each in batch.trajectories for turn in each.turns]
     assert max(len(turn.weight_versions) for turn in turns) > 1
-    records = read_metrics(tmp_path / "metrics.jsonl")
+    records = read_metrics(root / "metrics.jsonl")
     shares = [record.get("off_policy/in_flight/share", 0.0) for record in records]
     distances = [record.get("off_policy/in_flight/cache_distance_max") for record in records]
     print(f"\n{cache}: shares {shares}, distances {distances}")
     assert max(shares) > 0
     assert (max(distance or 0.0 for distance in distances) < 1e-4) == (cache == "recompute")
+    serial = {"max_staleness": 0, "in_flight_updates": False, "in_flight_cache": "recompute", "export_hf": True}
+    replayed = in_flight_config(tmp_path / "replayed", **serial)
+    generator = replace(replayed.generator, backend="replay", replay_path=str(root / "rollouts"))
+    train(replace(replayed, generator=generator))
+    assert exported(tmp_path / "replayed") == exported(root)
 
 
 def build_custom(settings: EngineSettings, tokenizer: Tokenizer) -> InferenceEngine:

@@ -274,6 +274,10 @@ def test_a_thousand_requests_during_updates(cache: Cache) -> None:
     """Two turns of 500 conversations, while weights change as fast as they can be brought."""
     models = [model_of(seed) for seed in range(NUM_MODELS)]
     engine = make_engine(cache)
+    positions: list[int] = []
+    engine._model.register_forward_pre_hook(
+        lambda *given: positions.append(given[2]["input_ids"].numel()), with_kwargs=True
+    )
     asked: list[GenerationRequest] = []
     version = 0
 
@@ -314,7 +318,8 @@ def test_a_thousand_requests_during_updates(cache: Cache) -> None:
     several = sum(number > 1 for number in runs)
     print(
         f"\n{cache}: {len(runs)} requests, {version} updates, {several} requests of several versions (up to {max(runs)}), "
-        f"{num_tokens} tokens: {worst:.1e} from the reference, {distance / num_tokens:.1e} from the pure models in the mean"
+        f"{num_tokens} tokens, {sum(positions)} token positions computed: {worst:.1e} from the reference, "
+        f"{distance / num_tokens:.1e} from the pure models in the mean"
     )
     assert len(runs) == 1000
     assert several > 500
