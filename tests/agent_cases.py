@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
+
+import httpx
 
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
 from skyrl_train.rollout.agents.chat_wire import Answered, Asked
+from skyrl_train.rollout.agents.endpoint import Address, opened
 from skyrl_train.rollout.agents.session import Origin, Session
 from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.rollout.tools.formats import make_parser
-from skyrl_train.types import GenerationRequest, Prompt, SamplingParams, Trajectory, token_ids
+from skyrl_train.types import GenerationRequest, Outcome, Prompt, SamplingParams, Trajectory, token_ids
 from tests.fakes import FakeEngine
 from tests.tool_cases import TEMPLATE
 
@@ -111,8 +115,6 @@ class Programs:
 
     async def act(self) -> None:
         """One request or several, of a kind that is drawn."""
-        import asyncio
-
         kind = self.draw.choice(["begin", "go_on", "go_on", "go_on", "fork", "rewrite", "again", "parallel", "hang_up"])
         if not self.histories:
             kind = "begin"
@@ -146,8 +148,6 @@ class Programs:
     async def _ask(
         self, messages: list[dict[str, Any]], continues: list[int], *, again: bool = False, hangs_up: bool = False
     ) -> None:
-        import asyncio
-
         request = asked(*messages, tools=[ADD])
         key = f"key-{self.draw.random()}" if self.draw.random() < 0.3 else ""
         if hangs_up:
@@ -174,6 +174,21 @@ class Programs:
 
 
 def trajectory_of(session: Session) -> Trajectory:
-    from skyrl_train.types import Outcome
-
     return Trajectory(prompt_uid="p", sample_index=0, turns=session.kept().turns, outcome=Outcome.DONE)
+
+
+Play = Callable[[httpx.AsyncClient, Session], Awaitable[Any]]
+
+
+def client_of(address: Address) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {address.api_key}"}
+    return httpx.AsyncClient(base_url=address.base_url, headers=headers, timeout=20.0)
+
+
+def over_http(play: Play, engine: FakeEngine, **limits: Any) -> Any:
+    async def run() -> Any:
+        session = Session(episode(engine, **limits))
+        async with opened(session) as address, client_of(address) as client:
+            return await play(client, session)
+
+    return asyncio.run(asyncio.wait_for(run(), 600))

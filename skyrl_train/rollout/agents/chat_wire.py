@@ -1,4 +1,4 @@
-"""OpenAI's chat format, `/v1/chat/completions`: requests into what a session is asked, answers into JSON or events.
+"""OpenAI's chat format, `/v1/chat/completions`, and what the formats of other APIs share with it.
 
 A message here is one as chat templates take it: text content, and the arguments of calls as mappings. What a request says of
 sampling is not read, but for what bounds an answer: most tokens, and stop strings. How tokens are drawn is the trainer's.
@@ -68,7 +68,7 @@ def read_chat(body: Mapping[str, Any]) -> Asked:
         messages=tuple(message_of(each, f"messages[{index}]") for index, each in enumerate(messages)),
         tools=read_tools(body.get("tools"), body.get("tool_choice")),
         max_tokens=positive(body.get("max_tokens") if most is None else most, "max_tokens"),
-        stop=_stops((stop,) if isinstance(stop, str) else stop),
+        stop=stops((stop,) if isinstance(stop, str) else stop),
     )
 
 
@@ -98,7 +98,8 @@ def read_tools(value: object, choice: object = None) -> tuple[Mapping[str, Any],
     return tuple(value)
 
 
-def _stops(value: object) -> tuple[str, ...]:
+def stops(value: object) -> tuple[str, ...]:
+    """Return stop strings. Raises RequestError."""
     good = isinstance(value, (list, tuple)) and all(isinstance(each, str) and each for each in value)
     if not good or len(value) > _MAX_STOPS:  # type: ignore[arg-type]
         raise refused("stop", f"must be a text or at most {_MAX_STOPS} of them")

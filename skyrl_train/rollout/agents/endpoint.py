@@ -1,7 +1,7 @@
 """The endpoint of an event loop: what programs of all its sessions ask, told from each other by a random key.
 
-    POST /v1/chat/completions                 read, Session.ask, told: whole, or as events
-    GET  /v1/models                           one model, whatever name requests give it
+    POST /v1/chat/completions, /v1/responses, /v1/messages      read, Session.ask, told: whole, or as events
+    GET  /v1/models                                             one model, whatever name requests give it
 
 It listens on loopback unless told otherwise, from the first session that is opened until the last one closes.
 """
@@ -19,6 +19,8 @@ from typing import Any
 
 from skyrl_train.rollout.agents.chat_wire import Answered, Asked, chat_completion, chat_events, read_chat
 from skyrl_train.rollout.agents.http_server import HttpAnswer, HttpRequest, HttpServer, RequestError
+from skyrl_train.rollout.agents.messages_wire import anthropic_events, anthropic_message, read_messages
+from skyrl_train.rollout.agents.responses_wire import read_response, response, response_events
 from skyrl_train.rollout.agents.session import Origin, Session
 from skyrl_train.telemetry.json_text import parse_json
 
@@ -39,6 +41,8 @@ class _Api:
 
 _APIS: Mapping[str, _Api] = {
     "/v1/chat/completions": _Api(read_chat, chat_completion, chat_events),
+    "/v1/responses": _Api(read_response, response, response_events),
+    "/v1/messages": _Api(read_messages, anthropic_message, anthropic_events),
 }
 
 

@@ -8,7 +8,6 @@ import copy
 import json
 import random
 import re
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -18,24 +17,19 @@ from skyrl_train.rollout.agents import http_server
 from skyrl_train.rollout.agents import session as sessions
 from skyrl_train.rollout.agents.endpoint import Address, opened
 from skyrl_train.rollout.agents.session import Session
-from tests.agent_cases import ADD, CALL, drawn, episode, letter_by_letter, scripted, trajectory_of, user
+from tests.agent_cases import (
+    ADD,
+    CALL,
+    client_of,
+    drawn,
+    episode,
+    letter_by_letter,
+    over_http,
+    scripted,
+    trajectory_of,
+    user,
+)
 from tests.fakes import FakeEngine
-
-Play = Callable[[httpx.AsyncClient, Session], Awaitable[Any]]
-
-
-def client_of(address: Address) -> httpx.AsyncClient:
-    headers = {"Authorization": f"Bearer {address.api_key}"}
-    return httpx.AsyncClient(base_url=address.base_url, headers=headers, timeout=20.0)
-
-
-def over_http(play: Play, engine: FakeEngine, **limits: Any) -> Any:
-    async def run() -> Any:
-        session = Session(episode(engine, **limits))
-        async with opened(session) as address, client_of(address) as client:
-            return await play(client, session)
-
-    return asyncio.run(asyncio.wait_for(run(), 600))
 
 
 async def post(client: httpx.AsyncClient, *messages: dict[str, Any], **body: Any) -> Any:
@@ -280,8 +274,36 @@ def test_requests_of_one_connection_that_come_at_once_are_answered_in_order() ->
 # Whatever comes, it is answered or refused, and nobody else notices
 
 
-def mutated(draw: random.Random) -> bytes:
-    """The body of a request, with something changed in it: a value of another kind, a field that is gone, bytes."""
+OTHERS: list[tuple[str, Any]] = [
+    ("/responses", {
+        "instructions": "s",
+        "input": [
+            user("1"),
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a", "annotations": []}]},
+            {"type": "function_call", "call_id": "a", "name": "add", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "a", "output": "2"},
+        ],
+        "tools": [{"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object"}}],
+        "max_output_tokens": 5,
+    }),
+    ("/messages", {
+        "system": [{"type": "text", "text": "s"}],
+        "messages": [
+            user("1"),
+            {"role": "assistant", "content": [
+                {"type": "text", "text": "a"}, {"type": "tool_use", "id": "a", "name": "add", "input": {"a": 1}}
+            ]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "2"}]},
+        ],
+        "tools": [{"name": "add", "description": "Adds.", "input_schema": {"type": "object"}}],
+        "max_tokens": 5,
+        "stop_sequences": ["x"],
+    }),
+]  # fmt: skip
+
+
+def mutated(draw: random.Random) -> tuple[str, bytes]:
+    """Path and body of a request, with something changed in it: a value of another kind, a field that is gone, bytes."""
     body: Any = {
         "model": "m",
         "messages": [
@@ -298,7 +320,12 @@ def mutated(draw: random.Random) -> bytes:
         "stream": draw.random() < 0.2,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
+    path = "/chat/completions"
+    if draw.random() < 0.5:
+        path, body = copy.deepcopy(draw.choice(OTHERS))
+        body["stream"] = draw.random() < 0.2
     strange = [
+        None,
         None,
         True,
         -1,
@@ -325,14 +352,14 @@ def mutated(draw: random.Random) -> bytes:
         if draw.random() < 0.2:
             del place[key]
         else:
-            place[key] = draw.choice(strange)
+            place[key] = copy.deepcopy(draw.choice(strange))
         if not body or not isinstance(body, dict):
             break
     data = bytearray(json.dumps(body).encode())
     if draw.random() < 0.2:
         for _ in range(draw.randint(1, 4)):
             data[draw.randrange(len(data))] = draw.randrange(256)
-    return bytes(data[: draw.randrange(len(data))] if draw.random() < 0.1 else data)
+    return path, bytes(data[: draw.randrange(len(data))] if draw.random() < 0.1 else data)
 
 
 def fuzz(count: int, seed: int) -> None:
@@ -346,7 +373,8 @@ def fuzz(count: int, seed: int) -> None:
             good = 0
             for number in range(count):
                 headers = {"Idempotency-Key": draw.choice(["a", "\x01", "k" * 99])} if draw.random() < 0.1 else {}
-                response = await client.post("/chat/completions", content=mutated(draw), headers=headers)
+                path, content = mutated(draw)
+                response = await client.post(path, content=content, headers=headers)
                 assert response.status_code in (200, 400, 409), response.text
                 good += response.status_code == 200
                 if number % 50 == 0:

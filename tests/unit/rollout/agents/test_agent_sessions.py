@@ -29,7 +29,7 @@ from tests.agent_cases import (
     trajectory_of,
     user,
 )
-from tests.fakes import FakeEngine
+from tests.fakes import FakeEngine, make_output
 
 
 def in_session(
@@ -260,6 +260,12 @@ def test_seeds_do_not_depend_on_the_order_in_which_requests_come() -> None:
 
     assert seeds("1", "2", "3") == seeds("3", "1", "2")
     assert len(set(seeds("1", "2", "3").values())) == 3
+
+
+def test_an_answer_that_outlives_a_weight_update_keeps_its_versions() -> None:
+    engine = FakeEngine(lambda _: make_output([5, 6, 7], weight_version=None, weight_versions=((0, 6), (2, 7))))
+    _, trajectory, _ = in_session(lambda session: say(session, user("1")), engine)
+    assert trajectory.turns[0].weight_versions == ((0, 6), (2, 7))
 
 
 def test_limits_refuse_and_say_so() -> None:
