@@ -198,6 +198,7 @@ class RolloutStream:
 
     async def _end(self) -> None:
         tasks = list(self._tasks.values())
+        self._tasks.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -280,6 +281,8 @@ class RolloutStream:
 
     def _finish(self, ordinal: int, group: Group) -> None:
         """A group is ready for a batch, or discarded, and others begin in its place."""
+        if ordinal not in self._tasks:
+            return  # dropped, or closed: asyncio.wait_for loses a cancellation where what it waits for is done by then
         self._results[ordinal] = group
         self._clocks[ordinal].ended_s = time.monotonic()
         settings = self._settings

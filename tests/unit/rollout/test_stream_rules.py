@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -74,7 +76,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         generator = RolloutGenerator(engine, TOKENIZER, GeneratorConfig(), environment, 0)
         rules = {name: changes.pop(name) for name in ("take_groups", "oversample", "stale_groups") if name in changes}
         filters = changes.get("filters", FilterConfig())
-        curriculum = changes.pop("curriculum", None)
+        curriculum, settled = changes.pop("curriculum", None), changes.pop("settled", None) or Settled()
         settings = StreamSettings(
             admission=AdmissionSettings(
                 batch_size=BATCH,
@@ -97,7 +99,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             curriculum=curriculum,
         )
         made.append((stream, generator))
-        stream.begin(version=version, settled=Settled())
+        stream.begin(version=version, settled=settled)
         return stream, engine
 
     yield begin
@@ -251,6 +253,63 @@ def test_what_is_too_many_is_told_with_its_length(start: Start) -> None:
     assert sum(dropped.values()) == 4.0
     assert taken[1].metrics["stream/response_length/taken"] == length
     assert taken[1].metrics["stream/response_length/surplus"] == 3 * length - 2
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "filtered, with greedy samples": {"filters": FILTER, "samples_greedily": True},
+    "oversampled": {"oversample": 2.0, "stale_groups": "drop"},
+    "oversampled in order and filtered": {"oversample": 2.0, "take_groups": "in_order", "filters": FILTER},
+}
+
+
+def check_crash_at(cut: int, rules: dict[str, Any], before: list[Taken], path: Path, start: Start) -> None:
+    """A run finds a prefix of the journal and goes on from a checkpoint that it can have had."""
+    content = path.read_bytes()[:cut]
+    lines = [json.loads(line) for line in content.split(b"\n")[:-1]]
+    num_batches = sum("batch" in line for line in lines)
+    version = random.Random(cut).randint(0, num_batches)
+    path.write_bytes(content)
+    settled = before[version - 1].settled if version else Settled()
+    stream, engine = start(odd_ones_differ, version=version, settled=settled, **rules)
+    after = take_all(stream, version=version)
+    stream.close()
+    for number in range(version, num_batches):
+        again, first = after[number - version], before[number]
+        assert (again.rollouts, again.everything, again.settled) == (first.rollouts, first.everything, first.settled)
+    asked = [request.request_id for request in engine.requests]
+    assert len(set(asked)) == len(asked)
+    assert not set(asked) & {line["turn"] for line in lines if "turn" in line}, "a turn that finished is made again"
+    trained = Counter(uid for batch in (*before[:version], *after) for uid in uids(batch))
+    assert len(trained) == sum(trained.values()) == 3 * BATCH
+    dropped = [
+        f"p{ordinal}" for line in map(json.loads, path.read_bytes().splitlines()) for ordinal in line.get("dropped", {})
+    ]
+    last = after[-1].settled if after else settled
+    known = [f"p{ordinal}" for ordinal in (*range(last.frontier), *last.beyond)]
+    assert sorted([*trained, *dropped]) == sorted(known), "each prompt is trained on or dropped, once"
+
+
+def crash(rules: dict[str, Any], folder: Path, start: Start, count: int) -> None:
+    stream, _ = start(odd_ones_differ, **rules)
+    before, path = take_all(stream), folder / "journal.jsonl"
+    stream.close()
+    content = path.read_bytes()
+    for cut in random.Random(0).sample(range(len(content) + 1), count):
+        path.write_bytes(content)
+        check_crash_at(cut, rules, before, path, start)
+
+
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_what_is_discarded_is_settled_once_wherever_a_run_is_killed(
+    start: Start, tmp_path: Path, rules: dict[str, Any]
+) -> None:
+    crash(rules, tmp_path, start, 6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
+def test_100_crash_points_of_each_rule(start: Start, tmp_path: Path, rules: dict[str, Any]) -> None:
+    crash(rules, tmp_path, start, 100)
 
 
 def make_curriculum(count: int) -> Curriculum:
