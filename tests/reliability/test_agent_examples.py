@@ -45,6 +45,16 @@ def test_the_sdk_in_a_loop_trains_the_bundled_model_and_does_the_same_again(tmp_
     assert {each["outcome"] for each in rollouts[0]} == {"done"}
 
 
+def test_an_agent_of_langgraphs_trains_on_the_tokens_of_its_script(tmp_path: Path) -> None:
+    python = os.environ.get("SKYRL_TRAIN_LANGGRAPH_PYTHON")
+    if not python:
+        pytest.skip(
+            "set SKYRL_TRAIN_LANGGRAPH_PYTHON to an interpreter that has langchain, langgraph and langchain-openai"
+        )
+    said = run("-m", "agent_graph", "--python", python, "--steps", "2", "--output", str(tmp_path))
+    assert "trained tokens are the sampled ones, rewards are the script's" in said
+
+
 def test_the_benchmark_of_the_endpoint_runs() -> None:
     said = run("scripts/bench_agents.py", "--sessions", "8", "--turns", "2", "--tokens", "8")
     assert "all 128 kept" in said
