@@ -145,34 +145,36 @@ def test_a_run_that_is_stopped_goes_on_without_losing_or_repeating_a_prompt(tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kept", ["rollouts", "journal"])
 @pytest.mark.parametrize("kind", ["", "curriculum", "greedy samples", "oversampling", "dynamic sampling", "critic"])
 def test_steps_after_the_checkpoint_are_taken_again_and_replays_give_the_same_weights(
-    tmp_path: Path, kind: str
+    tmp_path: Path, kind: str, kept: str
 ) -> None:
+    """As if killed at the end of step 3: with the checkpoint of step 1, and where the journal is the only record, which
+    stays whole, without any."""
     root = tmp_path / "run"
-    config = changed(make_config(root, ckpt_interval=1, export_hf=True), KINDS.get(kind, {}))
+    config = make_config(root, ckpt_interval=1, export_hf=True, dump_rollouts=kept == "rollouts")
+    config = changed(config, KINDS.get(kind, {}))
     train(config)
     weights = exported(root)
     records = [steady(record) for record in read_metrics(root / "metrics.jsonl")]
     journal = root / "journal" / "journal.jsonl"
     content = journal.read_bytes()
-    # As if killed at the end of step 3, with the checkpoint of step 1; then without any.
-    for checkpoints in (("step_000002", "step_000003"), ("",)):
-        for name in checkpoints:
-            shutil.rmtree(root / "checkpoints" / name)
-        shutil.rmtree(root / "export")
-        (root / "complete.json").unlink()
-        train(config)
-        assert exported(root) == weights
-        assert [steady(record) for record in read_metrics(root / "metrics.jsonl")] == records
-        # Groups that the run did not need any more are run to their ends where they are surplus.
-        assert journal.read_bytes() == content or kind == "oversampling"
+    for name in ("step_000002", "step_000003") if kept == "rollouts" else ("",):
+        shutil.rmtree(root / "checkpoints" / name)
+    shutil.rmtree(root / "export")
+    (root / "complete.json").unlink()
+    train(config)
+    assert exported(root) == weights
+    assert [steady(record) for record in read_metrics(root / "metrics.jsonl")] == records
+    # Groups that the run did not need any more are run to their ends where they are surplus.
+    assert journal.read_bytes() == content or kind == "oversampling"
     if kind == "curriculum":  # it would choose among what is replayed
         return
-    serial = {"stale_groups": "wait", "oversample": 1.0}
+    serial = {"max_staleness": 0, "stale_groups": "wait", "oversample": 1.0}
     replayed = changed(make_config(tmp_path / "replayed", export_hf=True), KINDS.get(kind, {}))
-    replayed = changed(replayed, {"trainer": {"max_staleness": 0, **serial}})
-    generator = replace(replayed.generator, backend="replay", replay_path=str(root / "rollouts"))
+    replayed = changed(replayed, {"trainer": serial})
+    generator = replace(replayed.generator, backend="replay", replay_path=str(root / kept))
     train(replace(replayed, generator=generator))
     assert exported(tmp_path / "replayed") == weights
 
@@ -206,6 +208,7 @@ def test_a_fork_may_turn_waiting_on_and_off(tmp_path: Path) -> None:
 KINDS: dict[str, dict[str, Any]] = {
     "documents close a step": {"trainer": {"docs_per_step": 3, "docs_per_step_exact": True}},
     "token budget": {"trainer": {"micro_batching": "token_budget", "max_tokens_per_microbatch": 256}},
+    "sized by memory": {"trainer": {"micro_batching": "auto", "memory_budget_gb": 1.0}},
     "critic": {
         "critic": {"model": {"path": "policy"}},
         "trainer": {"algorithm": {"advantage_estimator": "gae"}},
@@ -225,6 +228,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "in order": {"trainer": {"oversample": 1.5, "take_groups": "in_order"}},
     "dynamic sampling": {"trainer": {"algorithm": {"filters": {"dynamic_sampling": "filter"}}}},
 }
+
+
+SLOW_KINDS = ("sized by memory", "dynamic sampling")
 
 
 def check_kind(kind: str, records: list[dict[str, Any]], batches: list[RolloutBatch]) -> None:
@@ -252,7 +258,7 @@ def check_kind(kind: str, records: list[dict[str, Any]], batches: list[RolloutBa
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind == "dynamic sampling" else []) for kind in KINDS]
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW_KINDS else []) for kind in KINDS]
 )
 def test_a_stream_feeds_every_kind_of_training(tmp_path: Path, kind: str) -> None:
     config = make_config(tmp_path, total_steps=2)
