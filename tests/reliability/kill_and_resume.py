@@ -2,12 +2,14 @@
 
     python -m tests.reliability.kill_and_resume --kills 20
     python -m tests.reliability.kill_and_resume --kills 20 --kind sft --kills-a-run 2 --jobs 2
+    python -m tests.reliability.kill_and_resume --kills 60 --kind stream --kills-a-run 4
     python -m tests.reliability.kill_and_resume --kills 3 --kind gpu     # where there are CUDA devices
 
 Each trial starts the real command in a folder of its own and kills its whole process group at a random moment, once or
 several times; then the same command runs until it ends by itself. `metrics.jsonl` (timings aside) and the exported weights
 are compared with those of the undisturbed run, byte for byte. On Ray what the killed run had started must be gone before
-the next one. Exit status 1 and the differences where any trial differs.
+the next one. What a `stream` trains on depends on time, so that it is judged by its journal and its replay
+(`stream_kills.py`). Exit status 1 and the differences where any trial differs.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.process_trees import Family, cpu_seconds, descendants
+from tests.reliability import stream_kills
 
 DEADLINE_S = 900.0
 LOOK_EVERY_S = 0.1
@@ -238,10 +241,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kills-a-run", type=int, default=1, help="times that one run is killed before it may end")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--kind", choices=sorted(KINDS), default="rl", help="what to train")
+    parser.add_argument("--kind", choices=[*sorted(KINDS), "stream"], default="rl", help="what to train")
     parser.add_argument("--output", type=Path, help="folder for the runs; a temporary one unless given")
     parser.add_argument("overrides", nargs="*", help="further Hydra overrides")
     args = parser.parse_args(argv)
+    if args.kind == "stream":
+        return stream_kills.main(args)
     words = [*KINDS[args.kind], *args.overrides]
     with tempfile.TemporaryDirectory(prefix="kill-and-resume-") as scratch, ThreadPoolExecutor(args.jobs) as pool:
         root = args.output or Path(scratch)

@@ -86,6 +86,11 @@ PARTS = (
         whole=f"{_KILLS} --kind ray --kills 26 --kills-a-run 2 --jobs 1 {_SMALL}",
     ),
     Part(
+        name="kills_stream",
+        fault="SIGKILL of the process group, RL with rollouts made while the learner updates",
+        whole=f"{_KILLS} --kind stream --kills 64 --jobs 2 --kills-a-run 4",
+    ),
+    Part(
         name="saves",
         fault="disks of 12 sizes, folders that vanish, resealed checkpoints, cut manifests",
         whole=f"{_TEST} {_ALL} tests/trainers/test_saving.py tests/trainers/test_resealed.py "

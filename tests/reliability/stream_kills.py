@@ -1,0 +1,198 @@
+"""kill -9 of runs whose rollouts are made while the learner updates, and what must be so of them in the end:
+
+- started again until it ends, the run has each prompt in one batch, or dropped with a reason, and no turn, group or batch is
+  in its journal twice;
+- the replay of what it recorded gives its weights, byte for byte. Every other run records no rollouts, so that its journal
+  stays whole and is replayed; in the others it is compacted behind each checkpoint.
+
+A run is killed at a random moment after its journal got another batch, or while it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.rollout.journal import journal_lines
+from skyrl_train.telemetry.rollout_log import read_rollouts
+from tests.process_trees import cpu_seconds
+from tests.reliability.forked_runs import ForkedRun, import_all
+
+BATCH, STEPS = 4, 10
+OVERRIDES = (
+    "+experiment=gsm8k_multiturn",
+    "platform=cpu",
+    "data.validation=[]",
+    f"trainer.total_steps={STEPS}",
+    f"trainer.train_batch_size={BATCH}",
+    f"trainer.policy_mini_batch_size={BATCH}",
+    f"trainer.critic_mini_batch_size={BATCH}",
+    "generator.n_samples_per_prompt=2",
+    "trainer.ckpt_interval=1",
+)
+"""Of a small run."""
+STREAM = ("trainer.max_staleness=2",)
+NO_ROLLOUTS = "trainer.dump_rollouts=false"
+"""With it the journal stays whole."""
+EXPORT = Path("export", "model.safetensors")
+DEADLINE_S = 900.0
+STEP_S = 0.4
+"""Processor time of a step, about; of a start some more."""
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of the journal."""
+    return [record for _, record in journal_lines(folder / "journal" / "journal.jsonl")]
+
+
+def problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield what is wrong with a run that has ended: a prompt that was not trained on once, anything that was made twice, a
+    journal that is not as it should be."""
+    lines = journal(folder)
+    for kind in ("start", "turn", "group", "batch"):
+        for name, count in Counter(str(line[kind]) for line in lines if kind in line).items():
+            if count > 1:
+                yield f"{kind} {name} is in the journal {count} times"
+    first, batches = lines[0]["from"], [line for line in lines if "batch" in line]
+    if [line["batch"] for line in batches] != list(range(first, STEPS)):
+        yield f"the journal begins with batch {first} and has {[line['batch'] for line in batches]}"
+    settled = [ordinal for line in batches for ordinal in (*line["groups"], *map(int, line["dropped"]))]
+    if NO_ROLLOUTS in overrides:
+        if sorted(settled) != list(range(STEPS * BATCH)):
+            yield f"batches and what they dropped are {sorted(settled)}"
+        return
+    if first != STEPS - 2:  # two checkpoints are kept, and the last is written behind the last batch
+        yield f"the journal begins at {first}"
+    files = sorted((folder / "rollouts").glob("train_step_*.jsonl"))
+    trained = Counter(prompt.uid for file in files for one in read_rollouts(file).values() for prompt in one.prompts)
+    if len(trained) != STEPS * BATCH or set(trained.values()) != {1}:
+        yield f"{len(trained)} prompts were trained on, {max(trained.values(), default=0)} times at most"
+
+
+def replay_overrides(folder: Path, overrides: Sequence[str]) -> tuple[str, ...]:
+    """What replays the run in `folder`: its journal where that is whole, else its rollouts."""
+    recording = folder / ("journal" if NO_ROLLOUTS in overrides else "rollouts")
+    others = tuple(each for each in overrides if each not in STREAM)
+    return (*others, "generator=replay", f"generator.replay_path={recording}")
+
+
+def total_counts(folder: Path) -> dict[str, float]:
+    """What became of environments in all, by the metrics of the steps."""
+    total: Counter[str] = Counter()
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        total.update(
+            {k: v for k, v in json.loads(line).items() if k.startswith(("stream/resumed", "stream/restarted"))}
+        )
+    return dict(total)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Does what `kill_and_resume` does with these arguments."""
+    with tempfile.TemporaryDirectory(prefix="stream-kills-") as scratch, ThreadPoolExecutor(args.jobs) as pool:
+        root: Path = args.output or Path(scratch)
+        root.mkdir(parents=True, exist_ok=True)
+        overrides = (*OVERRIDES, *args.overrides)
+        began = time.monotonic()
+        undisturbed, modules = root / "undisturbed", root / "modules.json"
+        run_to_the_end(ForkedRun(undisturbed, (*overrides, *STREAM), modules=modules), undisturbed)
+        import_all(modules)
+        print(f"undisturbed: {time.monotonic() - began:.1f} s", flush=True)
+        draw = random.Random(args.seed)
+        trials = []
+        for first in range(0, args.kills, args.kills_a_run):
+            moments = [draw.random() for _ in range(min(args.kills_a_run, args.kills - first))]
+            own = (NO_ROLLOUTS,) if len(trials) % 2 else ()
+            trials.append(pool.submit(one, root / f"run_{first:03d}", (*overrides, *STREAM, *own), moments))
+        ended = [trial.result() for trial in trials]
+    failed = sum(not is_right for _, is_right in ended)
+    print(f"stream: {len(ended)} runs, {len(ended) - failed} ended as they should")
+    print(f"{sum(kills for kills, _ in ended)} cases, {failed} failures")
+    return 1 if failed else 0
+
+
+def one(folder: Path, overrides: Sequence[str], moments: Sequence[float]) -> tuple[int, bool]:
+    """One run, with its line: kills that met a running process, and whether it ended as it should."""
+    reached: list[str] = []
+    replayed = folder.with_name(f"{folder.name}_replayed")
+    try:
+        for moment in moments:
+            if (met := kill(folder, overrides, moment)) is not None:
+                reached.append(met)
+        run_to_the_end(ForkedRun(folder, overrides), folder)
+        found = list(problems(folder, overrides))
+        run_to_the_end(ForkedRun(replayed, replay_overrides(folder, overrides)), replayed)
+        if (replayed / EXPORT).read_bytes() != (folder / EXPORT).read_bytes():
+            found.append("the replay gives other weights")
+        counts = ", ".join(f"{name} {count:g}" for name, count in total_counts(folder).items()) or "none brought back"
+    except (OSError, ValueError, RuntimeError, SkyrlTrainError) as error:
+        found, counts = [f"{type(error).__name__}: {error}"], "?"
+    said = "; ".join(found) or "as it should be"
+    print(f"{folder.name} killed {'; '.join(reached) or 'never'}; environments: {counts}: {said}", flush=True)
+    if not found:
+        shutil.rmtree(folder)
+        shutil.rmtree(replayed)
+    return len(reached), not found
+
+
+def kill(folder: Path, overrides: Sequence[str], moment: float) -> str | None:
+    """Starts the run and kills its process group: where `moment`, from 0 to 1, is below a tenth, while it starts, else once
+    its journal has another batch, and up to about a step later. Returns what it had reached; None where it had ended."""
+    before = num_batches(folder)
+    process = ForkedRun(folder, overrides)
+    ends, since = time.monotonic() + DEADLINE_S, 0.0 if moment < 0.1 else None
+    while process.poll() is None and time.monotonic() < ends:
+        used_s = cpu_seconds(process.pid)
+        if since is None and num_batches(folder) > before:
+            since = used_s
+        if since is not None and used_s >= since + moment * STEP_S:
+            break
+        time.sleep(0.01)
+    was_running = process.poll() is None
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    status = process.wait(timeout=60)
+    if not was_running:
+        if status != 0:
+            raise RuntimeError(log_of(folder))
+        return None
+    checkpoints = sorted(path.name for path in (folder / "checkpoints").glob("step_*"))
+    return f"with {num_batches(folder)} batches and {', '.join(checkpoints) or 'no checkpoint'}"
+
+
+def num_batches(folder: Path) -> int:
+    """How many batches the run has made, by its journal."""
+    path = folder / "journal" / "journal.jsonl"
+    found = re.findall(rb'^\{"batch": (\d+)', path.read_bytes(), re.MULTILINE) if path.exists() else []
+    return max((int(number) + 1 for number in found), default=0)
+
+
+def run_to_the_end(process: ForkedRun, folder: Path) -> None:
+    """Raises RuntimeError with what it printed where it does not end with status 0."""
+    try:
+        status = process.wait(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        status = process.wait(timeout=60)
+    if status != 0:
+        raise RuntimeError(f"exit status {status}\n{log_of(folder)}")
+
+
+def log_of(folder: Path) -> str:
+    """The end of what the run printed."""
+    log = folder.parent / f"{folder.name}.log"
+    return log.read_text(errors="replace")[-3000:] if log.exists() else "it printed nothing"
