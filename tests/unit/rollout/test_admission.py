@@ -269,6 +269,7 @@ class Simulation:
     trained_at: dict[int, int] = field(default_factory=dict)
     began_at: dict[int, int] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
+    durations: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         draw = self.random = random.Random(self.seed)
@@ -312,7 +313,8 @@ class Simulation:
                 assert ordinal not in self.trained_at, "a prompt was doubled"
                 assert ordinal not in self.dropped, "a dropped prompt came again"
                 self.began_at[ordinal] = admission.version
-                heapq.heappush(ends, (now + self.duration(), ordinal))
+                self.durations[ordinal] = self.duration()
+                heapq.heappush(ends, (now + self.durations[ordinal], ordinal))
                 self.num_events += 1
             assert len(admission._pending) <= self.window, "more is pending than the rule of admission allows"
             if update_ends is None and (closed := admission.close()) is not None:
@@ -381,6 +383,28 @@ def test_a_run_to_its_end_leaves_no_prompt_behind(seed: int) -> None:
         or "oversample" in simulation.rules
         or simulation.rules == {"stale_groups": "drop"}
     )
+
+
+@pytest.mark.parametrize(
+    ("rules", "low", "high"),
+    [
+        ({"stale_groups": "wait"}, 0.99, 1.01),
+        ({"take_groups": "in_order", "oversample": 2.0}, 0.9, 1.1),
+        ({"stale_groups": "drop", "oversample": 2.0}, 0.0, 0.8),
+    ],
+)
+def test_groups_in_order_are_as_long_as_all_and_the_first_to_finish_are_shorter(
+    rules: dict[str, Any], low: float, high: float
+) -> None:
+    simulation = Simulation(0)
+    simulation.batch_size, simulation.max_staleness, simulation.filtered_share = 4, 2, 0.0
+    simulation.rules, simulation.window = rules, round(12 * rules.get("oversample", 1.0))
+    simulation.run(max_events=8000)
+    # A straggler counts as 3 steps, which is more than most take: few of them would be the mean of all.
+    lengths = {ordinal: min(duration, 3.0) for ordinal, duration in simulation.durations.items()}
+    every = [lengths[ordinal] for ordinal in simulation.trained_at.keys() | simulation.dropped.keys()]
+    trained = [lengths[ordinal] for ordinal in simulation.trained_at]
+    assert low < (sum(trained) / len(trained)) / (sum(every) / len(every)) < high
 
 
 @pytest.mark.slow
