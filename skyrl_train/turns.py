@@ -13,6 +13,8 @@ and the fourth goes back to the first:
 
 from __future__ import annotations
 
+import base64
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -46,14 +48,15 @@ def token_ids(values: ArrayLike) -> TokenIds:
     return _column(given, np.int32)
 
 
-def _column(values: ArrayLike, dtype: type[np.generic]) -> NDArray[Any]:
-    """Return the values as a read-only array `[n]` that nothing else can write to.
+def _column(values: ArrayLike, dtype: type[np.generic], num_dims: int = 1) -> NDArray[Any]:
+    """Return the values as a read-only array, `[n]` unless it has more dimensions, that nothing else can write to.
 
     A view of a part is copied: it would keep the whole array alive. So is what might be written through another name.
     """
     given = np.asarray(values)
-    if given.ndim != 1:
-        raise ValueError(f"a column must have one dimension; got the shape {given.shape}")
+    if given.ndim != num_dims:
+        what = "one dimension" if num_dims == 1 else f"{num_dims} dimensions"
+        raise ValueError(f"a column must have {what}; got the shape {given.shape}")
     owner = given.base if isinstance(given.base, np.ndarray) else given
     if given.dtype == dtype and not (given.flags.writeable or owner.flags.writeable) and owner.size == given.size:
         return given
@@ -93,6 +96,36 @@ NO_IDS = _column((), np.int32)
 _NO_MASK = _column((), np.bool_)
 
 
+def routing_column(values: ArrayLike) -> NDArray[np.int16]:
+    """Return `[tokens, layers, k]` numbers of experts as read-only int16. Raises ValueError for others."""
+    given = np.asarray(values)
+    if given.ndim != 3 or given.dtype.kind not in "iu":
+        raise ValueError(f"experts must be whole numbers [tokens, layers, k]; got {given.dtype} {list(given.shape)}")
+    if given.size and not (given.min() >= 0 and given.max() <= np.iinfo(np.int16).max):
+        raise ValueError(f"experts must lie between 0 and 2**15 - 1; got {given.min()} to {given.max()}")
+    return _column(given, np.int16, num_dims=3)
+
+
+def encode_routing(routed: NDArray[np.int16]) -> list[Any]:
+    """Return the experts as JSON takes them: `[tokens, layers, k, numbers]`, of little-endian bytes in base64, one for each
+    number where all are below 256, else two."""
+    narrow = routed.astype("<u1" if routed.max(initial=0) < 256 else "<i2")
+    return [*routed.shape, base64.b64encode(narrow.tobytes()).decode()]
+
+
+def decode_routing(record: Any) -> NDArray[np.int16]:
+    """Return the inverse of `encode_routing`. Raises ValueError for anything else."""
+    given = record if isinstance(record, list) else []
+    if [type(each) for each in given] != [int, int, int, str] or min(given[:3]) < 0:
+        raise ValueError("routed_experts must be [tokens, layers, k, text]")
+    data = base64.b64decode(given[3], validate=True)
+    dtype = "<u1" if len(data) == math.prod(given[:3]) else "<i2"
+    return routing_column(np.frombuffer(data, dtype=dtype).reshape(given[:3]))
+
+
+NO_ROUTING = routing_column(np.zeros((0, 0, 0), np.int16))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
     """One generation and the environment's answer to it, stored as what it adds to the turn that it continues.
@@ -121,6 +154,9 @@ class Turn:
     stop_reason: StopReason
     weight_versions: tuple[VersionRun, ...]
     """Which weights sampled the response: runs in order, the first from token 0. `((0, 7),)` for version 7 alone."""
+    routed_experts: NDArray[np.int16] = field(default_factory=lambda: NO_ROUTING)
+    """`[recorded, layers, k]` int16: to which experts each layer sent the last so many tokens before the response's last,
+    which itself is not computed before the next turn. At most what is new since the parent's record."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.response_token_ids)
@@ -140,6 +176,11 @@ class Turn:
         for name, what in (("response_logprobs", "log-probabilities"), ("loss_mask", "flags of the loss mask")):
             if len(columns[name]) not in (0, num_tokens):
                 raise ValueError(f"{len(columns[name])} {what} for {num_tokens} response tokens")
+        columns["routed_experts"] = routing_column(self.routed_experts)
+        experts = columns["routed_experts"]
+        new = new_routing(experts, self.parent, columns["added_token_ids"], num_tokens)
+        if len(experts) > len(new):
+            raise ValueError(f"experts of {len(experts)} tokens, and the turn has {len(new)} new ones")
         for name, value in {**columns, "weight_versions": versions}.items():
             object.__setattr__(self, name, value)
 
@@ -148,6 +189,15 @@ class Turn:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return reduced(self)
+
+
+def new_routing(
+    routed: NDArray[np.int16], parent: int | None, added_token_ids: TokenIds, num_response_tokens: int
+) -> NDArray[np.int16]:
+    """Return the experts that a turn records, of those up to its last token but one: of its own tokens, and of its parent's
+    last one."""
+    most = max(0, len(added_token_ids) + num_response_tokens - 1) + (parent is not None)
+    return routed[max(0, len(routed) - most) :]
 
 
 def find_parent(turns: Sequence[Turn], prompt_token_ids: ArrayLike) -> tuple[int | None, TokenIds]:

@@ -13,13 +13,15 @@ from enum import Enum
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
-from skyrl_train.turns import NO_IDS, is_equal, reduced, segments
+from skyrl_train.turns import NO_IDS, NO_ROUTING, is_equal, reduced, segments
 from skyrl_train.turns import StopReason as StopReason
 from skyrl_train.turns import TokenIds as TokenIds
 from skyrl_train.turns import Turn as Turn
 from skyrl_train.turns import VersionRun as VersionRun
 from skyrl_train.turns import find_parent as find_parent
+from skyrl_train.turns import new_routing as new_routing
 from skyrl_train.turns import prompt_lengths as prompt_lengths
 from skyrl_train.turns import token_ids as token_ids
 
@@ -150,6 +152,9 @@ class GenerationOutput:
     """Which weights sampled which tokens: runs as of `Turn.weight_versions`, of versions that never fall."""
     num_cached_tokens: int | None = field(default=None, compare=False)
     """Tokens of the prompt whose keys and values the engine had from earlier requests; None where it does not say."""
+    routed_experts: NDArray[np.int16] = field(default_factory=lambda: NO_ROUTING, compare=False)
+    """`[recorded, layers, k]`: experts that each layer sent the last so many tokens of prompt and response to, but for the
+    response's last, which was not computed; 0 in layers without experts. Empty where nothing was recorded."""
     weight_version: InitVar[int | None] = None
     """What an engine may give in place of `weight_versions`: the version of the weights that sampled every token."""
 

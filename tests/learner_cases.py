@@ -89,7 +89,7 @@ def make_double(model: nn.Module) -> None:
     """Computes in float64 throughout: transformers' norms would round to float32 inside, forward and backward."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__ in ("Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm"):
+            if type(child).__name__ in ("Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3MoeRMSNorm", "LlamaRMSNorm"):
                 norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon)
                 norm.weight = child.weight
                 setattr(parent, name, norm)

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from skyrl_train.batch.boundaries import compute_prompt_end_indices, compute_prompt_mini_batch_boundaries
 from skyrl_train.batch.documents import document_steps
 from skyrl_train.batch.microbatch import training_limit
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
-from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.batch.training_batch import ROUTED, BatchMetadata, TrainingInputBatch
 from skyrl_train.config.parts import TRAJECTORY_ROWS
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError
@@ -42,6 +43,8 @@ class _Row:
     """Of `turns`: where their responses begin in the row."""
     input_ids: TokenIds
     """`[tokens]` int32: prompt and response of the last turn."""
+    routed_experts: NDArray[np.int16] | None = None
+    """`[tokens, layers * k]`, -1 where none are known; None where they are not asked for."""
 
 
 _PLACEHOLDER = token_ids([0] * DUMMY_ROW_LENGTH)
@@ -77,7 +80,7 @@ def assemble(
     """
     trainer = settings.trainer
     step_wise = TRAJECTORY_ROWS.name_of(settings.rows) != "per_trajectory"
-    made = list(_rows(rollouts, settings.rows))
+    made = list(_rows(rollouts, settings.rows, with_experts=trainer.moe_routing_replay))
     if trainer.algorithm.step_rewards == "turn_return":
         _check_turns_are_apart(rollouts, made)
     uids = tuple(rollouts.prompts[row.prompt_index].uid for row in made)
@@ -103,6 +106,7 @@ def assemble(
             for name, column in {
                 **_token_columns(made, offsets),
                 **_version_column(made, offsets, weight_version),
+                **_experts_column(made),
             }.items()
         },
         row_columns={name: torch.from_numpy(column) for name, column in row_columns.items()},
@@ -147,7 +151,7 @@ def per_turn(trajectory: Trajectory) -> list[Sequence[Turn]]:
     return [(turn,) for turn in trajectory.turns]
 
 
-def _rows(rollouts: RolloutBatch, spec: PartSpec) -> Iterator[_Row]:
+def _rows(rollouts: RolloutBatch, spec: PartSpec, *, with_experts: bool) -> Iterator[_Row]:
     rows_of: Callable[[Trajectory], Sequence[Sequence[Turn]]] = TRAJECTORY_ROWS.resolve(spec)
     for trajectory_index, trajectory in enumerate(rollouts.trajectories):
         prompt_index, _ = divmod(trajectory_index, rollouts.n_samples_per_prompt)
@@ -165,12 +169,42 @@ def _rows(rollouts: RolloutBatch, spec: PartSpec) -> Iterator[_Row]:
         rows = [tuple(row) for row in rows_of(trajectory)]
         _check_rows(trajectory, rows, spec)
         contexts, start = trajectory.contexts(), 0
+        experts = _contexts_of_experts(trajectory, prompt_lengths) if with_experts else [None] * len(contexts)
         for step_index, row in enumerate(rows):
             stop = start + len(row)
             starts = tuple(prompt_lengths[start:stop])
             is_last = step_index == len(rows) - 1
-            yield _Row(prompt_index, trajectory_index, step_index, is_last, row, starts, contexts[stop - 1])
+            yield _Row(
+                prompt_index, trajectory_index, step_index, is_last, row, starts, contexts[stop - 1], experts[stop - 1]
+            )
             start = stop
+
+
+def _contexts_of_experts(trajectory: Trajectory, prompt_lengths: Sequence[int]) -> list[NDArray[np.int16]]:
+    """Return for each turn `[prompt + response, layers * k]`: where the engine sent the tokens of its context, -1 where that
+    was not recorded.
+
+    The last token of a response is computed with the turn after it. In the row of its own turn, where nothing is read behind
+    it, it has the experts of the first turn that continues it, so that this one's row extends the other.
+    Raises BatchError for a turn without any.
+    """
+    found: list[NDArray[np.int16]] = []
+    for index, (turn, prompt_length) in enumerate(zip(trajectory.turns, prompt_lengths)):
+        recorded = turn.routed_experts
+        if not len(recorded) or recorded.shape[1:] != trajectory.turns[0].routed_experts.shape[1:]:
+            raise BatchError(
+                f"{_name(trajectory)}, turn {index}: experts {list(recorded.shape)} were recorded of it, and "
+                f"trainer.moe_routing_replay=true needs those of each turn, of the same layers. Let the engine return "
+                "GenerationOutput.routed_experts, or set trainer.moe_routing_replay=false"
+            )
+        whole = np.full((prompt_length + len(turn.response_token_ids), recorded[0].size), -1, np.int16)
+        before = whole[:0] if turn.parent is None else found[turn.parent]
+        whole[: max(0, len(before) - 1)] = before[:-1]
+        whole[len(whole) - 1 - len(recorded) : -1] = recorded.reshape(len(recorded), -1)
+        if len(before) and before[-1, 0] < 0:
+            before[-1] = whole[len(before) - 1]
+        found.append(whole)
+    return found
 
 
 def _check_rows(trajectory: Trajectory, rows: Sequence[Sequence[Turn]], spec: PartSpec) -> None:
@@ -271,6 +305,15 @@ def _token_columns(rows: list[_Row], offsets: np.ndarray) -> dict[str, np.ndarra
         **({"response_mask": sampled} if bool((sampled != trained).any()) else {}),
         **({"rollout_logprobs": logprobs} if recorded else {}),
     }
+
+
+def _experts_column(rows: list[_Row]) -> dict[str, np.ndarray]:
+    """`routed_experts` int16 `[num_tokens, layers * k]`, -1 where none are known; nothing where no row has any."""
+    known = [row.routed_experts for row in rows if row.routed_experts is not None]
+    if not known:
+        return {}
+    unknown = np.full((DUMMY_ROW_LENGTH, known[0].shape[1]), -1, np.int16)
+    return {ROUTED: np.concatenate([unknown if row.routed_experts is None else row.routed_experts for row in rows])}
 
 
 def _version_column(rows: list[_Row], offsets: np.ndarray, weight_version: int) -> dict[str, np.ndarray]:

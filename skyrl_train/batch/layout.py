@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from skyrl_train.batch.boundaries import moved, offsets_of
-from skyrl_train.batch.prefix_tree import PrefixOrder, Segment, hosts_of, prefix_order, tree_segments
+from skyrl_train.batch.prefix_tree import PrefixOrder, Segment, hosts_of, prefix_order, sharing_keys, tree_segments
 from skyrl_train.batch.scored_tokens import ScoredTokens, loss_tokens, sequence_offsets
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutName
@@ -163,7 +163,7 @@ def shared_layout(rows: TrainingInputBatch, *, merge: bool = False) -> Layout:  
     """
     # Sequences, not rows: of a row that was packed of several, each begins at the root of the tree.
     bounds = sequence_offsets(rows).tolist()
-    ids = rows["input_ids"].cpu().numpy()
+    ids = sharing_keys(rows)
     order = prefix_order([ids[start:stop] for start, stop in pairwise(bounds)])
     position_of_token, depths = _tree_positions(bounds, order)
     a_token = np.empty(len(depths), dtype=np.int64)

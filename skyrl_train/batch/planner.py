@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.batch.cost import CostModel
-from skyrl_train.batch.prefix_tree import hosts_of, least_between, prefix_order
+from skyrl_train.batch.prefix_tree import hosts_of, least_between, prefix_order, sharing_keys
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH, Rows
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.errors import BatchError
@@ -232,7 +232,7 @@ def facts_of(batch: TrainingInputBatch, *, layout: LayoutChoice, merge_turns: bo
     loss_before = np.concatenate([[0], np.cumsum(batch["loss_mask"].cpu().numpy())])
     order, shared = np.arange(batch.num_rows), np.zeros(batch.num_rows, dtype=np.int64)
     if layout in ("prefix_shared", "auto"):
-        ids = batch["input_ids"].cpu().numpy()
+        ids = sharing_keys(batch)
         found = prefix_order([ids[start:stop] for start, stop in pairwise(bounds.tolist())])
         order, shared = np.array(found.rows, dtype=np.int64), np.array(found.shared, dtype=np.int64)
     # Rows that hold several sequences each are no turns of one conversation.

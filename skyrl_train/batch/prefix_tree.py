@@ -88,6 +88,17 @@ def least_between(shared: Rows, first: Rows, last: Rows) -> Rows:
     return common
 
 
+def sharing_keys(rows: TrainingInputBatch) -> NDArray[np.int32]:
+    """`[num_tokens]`, at least 0: equal where one computation may serve both tokens, as far as they themselves go. That is
+    their id, and where the experts that tokens are sent to have been recorded, these with it."""
+    ids: NDArray[np.int32] = rows["input_ids"].cpu().numpy()
+    if "routed_experts" not in rows:
+        return ids
+    facts = np.concatenate([ids[:, None].view(np.int16), rows["routed_experts"].cpu().numpy()], axis=1)
+    numbers: dict[bytes, int] = {}
+    return np.fromiter((numbers.setdefault(fact.tobytes(), len(numbers)) for fact in facts), np.int32, len(facts))
+
+
 def hosts_of(rows: TrainingInputBatch) -> Rows:
     """`[num_rows]`: the row that each row is computed in; itself where no later turn of its trajectory extends it.
 
@@ -101,7 +112,7 @@ def hosts_of(rows: TrainingInputBatch) -> Rows:
     row, following = turn[:-1][is_next], turn[1:][is_next]
     starts, lengths = rows.row_offsets[:-1].cpu().numpy(), rows.lengths.cpu().numpy()
     sizes = np.minimum(lengths[row], lengths[following])
-    common = common_prefixes(rows["input_ids"].cpu().numpy(), starts[row], starts[following], sizes)
+    common = common_prefixes(sharing_keys(rows), starts[row], starts[following], sizes)
     extends = np.zeros(len(turn), dtype=bool)
     extends[:-1][is_next] = common == lengths[row]
     # In the order of turns, the host is the next row at which a run of extensions ends.

@@ -34,7 +34,11 @@ class ColumnSpec:
     optional: bool
     """False: every batch has it."""
     per: Literal["token", "row"]
+    is_wide: bool = False
+    """`[num_tokens, any]`, in place of one value for each token."""
 
+
+ROUTED = "routed_experts"
 
 SCHEMA: dict[str, ColumnSpec] = {
     "input_ids": ColumnSpec(torch.int32, 0, False, "token"),
@@ -54,6 +58,7 @@ SCHEMA: dict[str, ColumnSpec] = {
     "sequence_log_ratio": ColumnSpec(torch.float64, 0.0, True, "token"),
     "position_ids": ColumnSpec(torch.int32, 0, True, "token"),
     "weight_version": ColumnSpec(torch.int32, 0, True, "token"),
+    ROUTED: ColumnSpec(torch.int16, -1, True, "token", is_wide=True),
     "prompt_index": ColumnSpec(torch.int32, -1, False, "row"),
     "trajectory_index": ColumnSpec(torch.int32, -1, False, "row"),
     "step_index": ColumnSpec(torch.int32, 0, False, "row"),
@@ -69,7 +74,8 @@ or not; absent where that is `loss_mask`. `rewards`: a turn's reward sits on its
 when a mini-batch is closed; so are those of `algorithms/step_columns.py`. `position_ids`: where rows were packed of several
 sequences, the position within each; absent where a row is one sequence. `weight_version`: of the weights that sampled the
 token (outside responses that of the metadata); absent where that is the metadata's for all, so that it costs nothing where
-rollouts wait for each update. `trajectory_index`: unique in the batch; the rows of one trajectory share it. `is_padding`:
+rollouts wait for each update. `routed_experts`: `[num_tokens, layers * k]`, as the engine recorded them; -1 where it did
+not. `trajectory_index`: unique in the batch; the rows of one trajectory share it. `is_padding`:
 the row stands for a failed trajectory or fills up a shard; never counted. `greedy_rewards`: of the greedy sample of its
 prompt. Beside these there may be a row column for each of a trajectory's rewards; see `component_column`.
 """
@@ -166,6 +172,8 @@ class TrainingInputBatch:
         required = [name for name in names if not _spec(name).optional]
         if required:
             raise BatchError(f"column {required[0]!r} is not optional")
+        if not any(name in self for name in names):
+            return self
         kept = {name: column for name, column in self.token_columns.items() if name not in names}
         return replace(self, token_columns=kept)
 
@@ -230,7 +238,9 @@ class TrainingInputBatch:
             return self
         device = self.row_offsets.device
         columns = {
-            name: torch.cat([self[name], self[name].new_full((count * size,), _spec(name).pad_value)])
+            name: torch.cat(
+                [self[name], self[name].new_full((count * size, *self[name].shape[1:]), _spec(name).pad_value)]
+            )
             for names, size in ((self.token_columns, DUMMY_ROW_LENGTH), (self.row_columns, 1))
             for name in names
         }
@@ -255,9 +265,9 @@ class TrainingInputBatch:
         if rows is not None:
             column, lengths = column[token_positions(self.row_offsets, rows)], lengths[rows]
         width, positions = self.padding() if rows is None else padding_of(lengths)
-        result = column.new_full((len(lengths) * width,), _spec(name).pad_value)
+        result = column.new_full((len(lengths) * width, *column.shape[1:]), _spec(name).pad_value)
         result[positions] = column
-        return result.view(len(lengths), width)
+        return result.view(len(lengths), width, *column.shape[1:])
 
     def padding(self) -> tuple[int, Tensor]:
         """The longest row, and int64 `[num_tokens]`: where each token is in what `padded` gives, flattened."""
@@ -340,7 +350,7 @@ def _check_batch(batch: TrainingInputBatch) -> None:
             spec = _spec(name)
             _require(spec.per == per, lambda: f"column {name!r} has one value per {spec.per}, not per {per}")  # noqa: B023
             _require(
-                tuple(column.shape) == (size,),
+                tuple(column.shape) == (size, *(column.shape[1:2] if spec.is_wide else ())),
                 lambda: f"column {name!r} has shape {tuple(column.shape)} where [{size}] was expected",  # noqa: B023
             )
             _require(

@@ -53,6 +53,8 @@ class LearnerSettings:
     platform: PlatformConfig
     deterministic: bool
     seed: int
+    replays_routing: bool = False
+    """Whether tokens go to the experts that were recorded for them (`trainer.moe_routing_replay`)."""
 
     @property
     def frozen(self) -> bool:
@@ -111,6 +113,7 @@ def learner_settings(config: Config, role: Role, schedule: ScheduleLength | None
         platform=config.platform,
         deterministic=config.deterministic,
         seed=config.seed,
+        replays_routing=role == "policy" and config.trainer.moe_routing_replay,
     )
 
 

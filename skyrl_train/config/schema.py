@@ -129,6 +129,9 @@ class TrainerConfig(LoopConfig):
     """strict refuses uneven divisions over ranks and micro-batches; relaxed pads them and says what it costs."""
     batch_rules: Free[tuple[Annotated[PartSpec, BATCH_RULES], ...]] = ("sizes",)
     """What is checked of batch sizes before a run; custom rules are added (`[sizes, my_code:rule]`) or take its place."""
+    moe_routing_replay: Forks[bool] = False
+    """Mixtures of experts: true: the trained policy sends each token to the experts that the engine recorded when it sampled
+    it, in place of its own choice; their weights stay the policy's own."""
     algorithm: Forks[AlgorithmConfig] = field(default_factory=AlgorithmConfig)
     """Advantages, losses, KL."""
     policy: PolicyConfig = field(default_factory=PolicyConfig)

@@ -14,6 +14,7 @@ from skyrl_train.config.algorithm import (
 )
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.placement import PlatformConfig
 from skyrl_train.config.schema import (
     CriticConfig,
     LoraConfig,
@@ -159,6 +160,30 @@ def _critic_lora(critic: CriticConfig) -> Iterator[Violation]:
     yield from _no_targets(critic.model.lora, "critic.model.lora")
 
 
+def _routing_replay(
+    trainer: TrainerConfig, generator: GeneratorConfig, model: ModelConfig, platform: PlatformConfig
+) -> Iterator[Violation]:
+    """What returns where tokens were sent, and what can be told where to send them."""
+    engine, vllm = part_name(generator.backend), generator.backend == "vllm"
+    caching, compiled = generator.vllm.prefix_caching, model.compile
+    cases: tuple[tuple[bool, str, object, str, str], ...] = (
+        (engine == "http", "generator.backend", engine, "answers with tokens alone", "add generator=hf"),
+        (
+            vllm and not platform.on_gpu,
+            "generator.backend",
+            engine,
+            "returns experts on GPUs alone",
+            "add generator=hf",
+        ),
+        (vllm and not caching, "generator.vllm.prefix_caching", caching, "must be true", "leave it out"),
+        (compiled, "model.compile", compiled, "must be false: routers are reached into", "set it to false"),
+    )
+    for holds, field, value, rule, remedy in cases:
+        if trainer.moe_routing_replay and holds:
+            full = f"{rule}, and trainer.moe_routing_replay=true needs the experts of each token"
+            yield Violation.of(field, value, full, f"{remedy}, or set trainer.moe_routing_replay=false")
+
+
 MODEL_RULES: tuple[Rule, ...] = (
     _policy_betas,
     _critic_betas,
@@ -168,4 +193,5 @@ MODEL_RULES: tuple[Rule, ...] = (
     _reference_updates,
     _lora_dropout,
     _critic_lora,
+    _routing_replay,
 )

@@ -14,9 +14,11 @@ token (`kv_cache.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -30,6 +32,7 @@ from skyrl_train.inference.kv_cache import (
 from skyrl_train.inference.prefill import MAX_POSITIONS, prefill, right_aligned_mask
 from skyrl_train.inference.prefixes import KeptPrefixes
 from skyrl_train.inference.sampling import SamplingTable, sample_tokens
+from skyrl_train.turns import NO_ROUTING, routing_column
 from skyrl_train.types import GenerationRequest, StopReason, VersionRun
 
 _RESERVED_NEW_TOKENS = 64
@@ -47,6 +50,8 @@ class Response:
     stop_reason: StopReason
     weight_versions: tuple[VersionRun, ...]
     """As of `GenerationOutput`."""
+    routed_experts: NDArray[np.int16] = field(default_factory=lambda: NO_ROUTING, compare=False)
+    """As of `GenerationOutput`, of prompt and response."""
 
 
 class _Row:
@@ -57,6 +62,8 @@ class _Row:
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.weight_versions: list[VersionRun] = []
+        self.routed_experts: list[NDArray[np.int16]] = []
+        """As of `Response`, in parts."""
         self.stop_reason: StopReason | None = None
         # A stop string that ends with the newest token lies within so many tokens: a byte has at most one.
         self.stop_window = max((len(string.encode()) for string in request.sampling.stop), default=0) + 1
@@ -79,6 +86,7 @@ class _Row:
             logprobs=tuple(self.logprobs),
             stop_reason=self.stop_reason or StopReason.ABORT,
             weight_versions=tuple(self.weight_versions),
+            routed_experts=routing_column(np.concatenate(self.routed_experts or [NO_ROUTING])),
         )
 
 
@@ -155,6 +163,8 @@ class Decoder:
                 return [row.response() for row in rows]
             before, current = current, version()
             if current != before and not self._keeps_older_cache:
+                state.is_of_one_version = False
+                self._keep(rows, state, range(len(state.row_of)))
                 state.take(running)
                 state.begin(self._compute([rows[index] for index in state.row_of]))
                 continue
@@ -199,15 +209,19 @@ class Decoder:
                 row.stop_reason = StopReason.STOP
 
     def _keep(self, rows: Sequence[_Row], state: _DecodeState, places: Iterable[int]) -> None:
-        """Keeps what finished rows computed, for prompts that continue them."""
-        if not isinstance(state.cache, BatchCache) or not state.is_of_one_version:
+        """Keeps what finished rows computed, for prompts that continue them, and notes where the tokens of all were sent."""
+        if not isinstance(state.cache, BatchCache):
             return
         for place in places:
             row = rows[state.row_of[place]]
-            if row.stop_reason is not None:
-                token_ids = row.all_token_ids
-                columns = state.mask[place].nonzero()[: len(token_ids) - 1, 0]
+            token_ids = row.all_token_ids
+            columns = state.mask[place].nonzero()[: len(token_ids) - 1, 0]
+            if row.stop_reason is not None and state.is_of_one_version:
                 self._prefixes.keep(token_ids, state.cache.read_row(place, columns))
+            routed = state.cache.routed(place, columns)
+            if routed is not None:
+                # Those that were computed again have been sent, when they were sampled, where is noted.
+                row.routed_experts.append(routed[sum(map(len, row.routed_experts)) :].cpu().numpy())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,8 +243,6 @@ class _DecodeState:
         new_tokens = max(request.sampling.max_generate_length for request in requests)
         device = computed.logits.device
         self.row_of = list(range(len(requests)))
-        self.is_of_one_version = True
-        """Whether the weights that computed the keys and values, all of them, are those of one version."""
         self._uniforms = _uniforms(requests, new_tokens, device)
         self._table = SamplingTable.of(
             [request.sampling for request in requests], vocab_size=computed.logits.shape[-1], device=device
@@ -241,6 +253,8 @@ class _DecodeState:
     def begin(self, computed: _Computed) -> None:
         """Goes on from what is computed of the same rows, in order."""
         self.cache = computed.cache
+        self.is_of_one_version = True
+        """Whether the weights that computed the keys and values, all of them, are those of one version."""
         self.mask = right_aligned_mask(computed.lengths, int(computed.lengths.max()))
         self._logits = computed.logits
         self._positions = computed.lengths

@@ -22,10 +22,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from skyrl_train.config.schema import ModelConfig
-from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.errors import DeadlineError, EngineError, ModelError
 from skyrl_train.inference.decode import Decoder, Response
+from skyrl_train.inference.kv_cache import num_attention_layers
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model.expert_routing import record_routing
 from skyrl_train.model.numerics import weight_dtype
 from skyrl_train.telemetry.activity import TellsWhenBusy
 from skyrl_train.threads import WorkerThread
@@ -58,6 +60,7 @@ class _Waiting:
                     logprobs=response.logprobs,
                     stop_reason=response.stop_reason,
                     weight_versions=response.weight_versions,
+                    routed_experts=response.routed_experts,
                 )
             )
 
@@ -245,6 +248,13 @@ class HFEngine(TellsWhenBusy):
 def build_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
     """Raises ModelError."""
     model = load_for_engine(settings.model, settings.device)
+    if settings.records_routing:
+        if num_attention_layers(model) is None:
+            raise ModelError(
+                f"model path {settings.model.path!r}: generator=hf records routing of models with attention layers alone. "
+                "Set trainer.moe_routing_replay=false"
+            )
+        record_routing(model, name=settings.model.path)
     return HFEngine(model, tokenizer, max_batch_size=settings.max_batch_size, in_flight_cache=settings.in_flight_cache)
 
 

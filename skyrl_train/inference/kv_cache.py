@@ -31,6 +31,7 @@ class RowState:
     """Keys and values of one row's tokens; per layer `[heads, tokens, head_dim]` each."""
 
     layers: tuple[tuple[Tensor, Tensor], ...]
+    """Where experts are recorded, behind these one more pair: int16 `[layers, tokens, k]`, and nothing."""
 
     @property
     def num_tokens(self) -> int:
@@ -124,6 +125,12 @@ class ReservedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._buffers
 
 
+class _NotedCache(Cache):
+    """What a model is given, and may note in where it sent its tokens."""
+
+    routed: ReservedLayer
+
+
 class BatchCache:
     """The cache of one batch, all layers."""
 
@@ -133,11 +140,13 @@ class BatchCache:
             reserve: Tokens to make room for, those of `rows` included.
             rows: What each row starts with, right-aligned; empty where no row starts with anything.
         """
-        self._layers = [ReservedLayer(reserve) for _ in range(num_layers)]
-        if any(row is not None for row in rows):
-            for index, layer in enumerate(self._layers):
-                layer.fill([None if row is None else row.layers[index] for row in rows])
-        self._for_model = Cache(layers=list(self._layers))
+        self._all = [ReservedLayer(reserve) for _ in range(num_layers + 1)]
+        """The last has what `expert_routing.record_routing` notes; empty where nothing is recorded."""
+        given = [row for row in rows if row is not None]
+        for index in range(len(given[0].layers) if given else 0):
+            self._all[index].fill([None if row is None else row.layers[index] for row in rows])
+        self._for_model = _NotedCache(layers=list(self._all[:num_layers]))
+        self._for_model.routed = self._all[num_layers]
 
     def arguments(self, mask: Tensor, positions: Tensor) -> dict[str, Any]:
         """What the model takes beside new tokens. `mask` bool `[rows, tokens]`, the new ones included; `positions` are
@@ -150,6 +159,15 @@ class BatchCache:
 
     def read_row(self, place: int, columns: Tensor) -> RowState:
         return RowState(tuple(layer.read_row(place, columns) for layer in self._layers))
+
+    def routed(self, place: int, columns: Tensor) -> Tensor | None:
+        """int16 `[tokens, layers, k]`: experts of one row's tokens in the given columns, where they are recorded."""
+        layer = self._all[-1]
+        return layer.read_row(place, columns)[0].transpose(0, 1) if layer.is_initialized else None
+
+    @property
+    def _layers(self) -> list[ReservedLayer]:
+        return [layer for layer in self._all if layer.is_initialized]
 
 
 class OwnCache:

@@ -42,6 +42,8 @@ class EngineSettings:
     in_flight_cache: Literal["recompute", "keep"] | None = None
     """What becomes of the keys and values of responses that an update of the weights reaches (`trainer.in_flight_cache`);
     None where updates wait for running responses to end."""
+    records_routing: bool = False
+    """Whether answers of a mixture of experts say where its tokens were sent (`trainer.moe_routing_replay`)."""
     request_timeout_s: float = 600.0
     """Deadline of one request."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)

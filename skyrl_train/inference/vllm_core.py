@@ -14,10 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.vllm_adapter import with_adapter
 from skyrl_train.inference.vllm_processes import CoreClient, EngineProcesses
 from skyrl_train.inference.vllm_settings import VLLMSettings, sampling_arguments
+from skyrl_train.turns import NO_ROUTING, routing_column
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason, VersionRun
 from skyrl_train.weights import Bucket, in_file
 
@@ -37,6 +41,8 @@ class _Running:
     """As of `GenerationOutput`; empty before the first token."""
     num_cached_tokens: int | None = None
     """As of `GenerationOutput`."""
+    routed_experts: NDArray[np.int16] = field(default_factory=lambda: NO_ROUTING)
+    """As of `GenerationOutput`, of prompt (cached tokens included) and response; there once the last token is."""
 
     def take(self, completion: Any, version: int) -> None:
         """New tokens, sampled by weights of `version`."""
@@ -44,6 +50,8 @@ class _Running:
             self.weight_versions.append(VersionRun(start=len(self.token_ids), version=version))
         self.token_ids += completion.token_ids
         self.logprobs += [scores[token].logprob for scores, token in zip(completion.logprobs, completion.token_ids)]
+        if completion.routed_experts is not None:
+            self.routed_experts = routing_column(completion.routed_experts)
 
 
 class VLLMCore:
@@ -291,4 +299,5 @@ def _answer(running: _Running, finish_reason: str) -> GenerationOutput:
         stop_reason={"stop": StopReason.STOP, "length": StopReason.LENGTH}.get(finish_reason, StopReason.ABORT),
         weight_versions=tuple(running.weight_versions),
         num_cached_tokens=running.num_cached_tokens,
+        routed_experts=running.routed_experts,
     )

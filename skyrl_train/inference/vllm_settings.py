@@ -74,6 +74,8 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
     if options.kv_cache_gib or not gpu:
         num_bytes = int(options.kv_cache_gib * 2**30) or _CPU_KV_CACHE_BYTES
         arguments["kv_cache_memory_bytes"] = num_bytes
+    if settings.records_routing:
+        arguments["enable_return_routed_experts"] = True
     if options.devices_per_engine > 1:
         # Inside a placement group vLLM would take its Ray executor, which refuses a bundle of more than one GPU.
         arguments["distributed_executor_backend"] = "mp"

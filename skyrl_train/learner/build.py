@@ -21,6 +21,7 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.attention import leave_uncompiled
 from skyrl_train.model.causal_lm import empty_causal_lm, load_causal_lm, load_tokenizer
+from skyrl_train.model.expert_routing import follow_routing
 from skyrl_train.model.last_layer import decoder_layers
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.lora import add_adapter
@@ -111,6 +112,8 @@ def build_engine(
         adapt(loaded, settings)
     if model.compile:
         compile_layers(loaded, name=model.path)
+    if settings.replays_routing:
+        follow_routing(loaded, name=model.path, try_it=not (spread.rank and spread.sharded))
     batching = replace(batching, layout=spread.of_rank_0(layout))
     return ModelEngine(
         loaded,

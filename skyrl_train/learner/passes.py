@@ -21,12 +21,13 @@ from skyrl_train.batch.layout import Layout, make_layout
 from skyrl_train.batch.microbatch import MemoryAwareBatchIterator
 from skyrl_train.batch.minibatch import rows_with_loss
 from skyrl_train.batch.prefix_tree import merge_counts
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.distributed.strategy import ModelStrategy
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.memory.meter import MemoryMeter
 from skyrl_train.memory.oom_retry import ForwardSize
+from skyrl_train.model.expert_routing import replayed, replaying
 from skyrl_train.model.last_layer import reading
 from skyrl_train.model.layouts import hidden_states
 from skyrl_train.model.lora import forget_dropout_keys, set_dropout_keys
@@ -109,6 +110,7 @@ class Passes:
         Raises BatchError for a token id that the model has no embedding for.
         """
         _require_vocabulary(batch, self.model.config.get_text_config().vocab_size)
+        batch = replayed(self.model, batch)
         rows = rows_with_loss(batch)
         kept = batch.take(rows)
         parts = self.micro_batching.iterate(kept, training=training, agree=self.strategy.agree)
@@ -159,9 +161,11 @@ class Passes:
             self.forward.size = ForwardSize(
                 num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions * ranks
             )
-            rows, layout = part.batch.to(self.device), layout.to(self.device)
+            routed = replaying(self.model, part.batch, layout, self.device)
+            # What is padded for losses need not hold the experts.
+            rows, layout = part.batch.without_columns(ROUTED).to(self.device), layout.to(self.device)
             traced = nullcontext() if self.without_memory is None else self.without_memory()
-            with reading(self.model, rows, layout), traced:
+            with routed, reading(self.model, rows, layout), traced:
                 yield rows, layout
 
     def _compute(

@@ -21,7 +21,7 @@ from skyrl_train.algorithms.step_columns import missing_step_column
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.staleness import Ages, ages_in, token_ages
-from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.parts import POLICY_LOSSES
 from skyrl_train.config.schema import ModelConfig
@@ -80,9 +80,10 @@ class PolicyLearner(HoldsModel):
         )
 
     def forward_base(self, batch: TrainingInputBatch) -> Tensor:
-        """Return scores as `forward` does, with the adapter off: by the model that training started from."""
+        """Return scores as `forward` does, with the adapter off: by the model that training started from, which sends tokens
+        to the experts that it would."""
         with adapter_off(self.engine.model):
-            return self.forward(batch)
+            return self.forward(batch.without_columns(ROUTED))
 
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         """Adds the gradient of the mini-batch's loss. Raises BatchError for a missing column that the loss needs."""

@@ -27,6 +27,7 @@ from skyrl_train.types import (
     Trajectory,
     Turn,
     find_parent,
+    new_routing,
 )
 
 
@@ -297,5 +298,6 @@ class AgentLoop:
             observations=tuple(result.observations),
             stop_reason=output.stop_reason,
             weight_versions=output.weight_versions,
+            routed_experts=new_routing(output.routed_experts, parent, added, len(output.token_ids)),
         )
         self._turns.append(turn)

@@ -16,12 +16,14 @@ from itertools import starmap
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skyrl_train.errors import EngineError, SkyrlTrainError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.env_boundary import describe
 from skyrl_train.telemetry.activity import Activity
 from skyrl_train.telemetry.json_text import shown
+from skyrl_train.turns import routing_column
 from skyrl_train.types import (
     Failure,
     FailureKind,
@@ -132,9 +134,11 @@ def check_answer(
             "at most 0. It is one that is not finite or not of a probability"
         )
     runs = _version_runs(answer.weight_versions, len(token_ids), versions)
-    if token_ids is answer.token_ids and logprobs is answer.logprobs and runs is answer.weight_versions:
+    routed = _routing(answer.routed_experts, len(request.prompt_token_ids) + len(token_ids) - 1)
+    same = token_ids is answer.token_ids and logprobs is answer.logprobs and runs is answer.weight_versions
+    if same and routed is answer.routed_experts:
         return answer
-    return replace(answer, token_ids=token_ids, logprobs=logprobs, weight_versions=runs)
+    return replace(answer, token_ids=token_ids, logprobs=logprobs, weight_versions=runs, routed_experts=routed)
 
 
 def checked_trajectory(trajectory: Trajectory, *, vocabulary_size: int, max_context_length: int) -> Trajectory:
@@ -228,6 +232,17 @@ def _plain(values: object, name: str, rule: str, kinds: tuple[type, ...], make: 
         return tuple(map(make, column))
     except OverflowError:
         raise EngineError(f"the engine returned a {name} that is too large") from None
+
+
+def _routing(routed: Any, num_computed: int) -> NDArray[np.int16]:
+    """Return the experts of an answer whose tokens, with the prompt's, were `num_computed`, or raise EngineError."""
+    try:
+        column: NDArray[np.int16] = routing_column(routed)
+    except ValueError as error:
+        raise EngineError(f"the engine returned routed_experts that are none: {error}") from None
+    if len(column) > num_computed:
+        raise EngineError(f"the engine returned experts of {len(column)} tokens, and computed {num_computed}")
+    return column
 
 
 def _version_runs(runs: object, num_tokens: int, versions: tuple[int, int]) -> tuple[VersionRun, ...]:

@@ -54,6 +54,7 @@ from skyrl_train.telemetry.files import DISK_TIMEOUT_S, bring_to_disk, parse_jso
 from skyrl_train.telemetry.json_text import json_line
 from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
 from skyrl_train.threads import WorkerThread
+from skyrl_train.turns import NO_ROUTING, decode_routing, encode_routing
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, StopReason, Trajectory, VersionRun
 
 FILE = "journal.jsonl"
@@ -136,6 +137,7 @@ class Journal:
             logprobs=tuple(record["logprobs"]),
             stop_reason=StopReason(record["stop"]),
             weight_versions=tuple(VersionRun(start, version) for start, version in record["versions"]),
+            routed_experts=decode_routing(record["experts"]) if "experts" in record else NO_ROUTING,
         )
 
     def calls(self, trajectory: str) -> tuple[Call, ...]:
@@ -171,6 +173,7 @@ class Journal:
             "logprobs": list(output.logprobs),
             "stop": output.stop_reason.value,
             "versions": output.weight_versions,
+            **({"experts": encode_routing(output.routed_experts)} if len(output.routed_experts) else {}),
         }
         await self._on_disk(self._append(record))
 

@@ -69,6 +69,7 @@ def engine_settings(config: Config) -> EngineSettings:
         shares_devices=shares_devices(config.placement, config.generator, config.platform),
         adapter=config.model.lora if ships_adapter(generator) else None,
         in_flight_cache=config.trainer.in_flight_cache if config.trainer.in_flight_updates else None,
+        records_routing=config.trainer.moe_routing_replay,
         request_timeout_s=generator.request_timeout_s,
         vllm=generator.vllm,
         http=generator.http,

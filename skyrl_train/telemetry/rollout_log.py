@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from skyrl_train.errors import DataError
 from skyrl_train.telemetry.files import bring_to_disk, sync_folder
 from skyrl_train.telemetry.json_text import json_line, json_problem, parse_json, shown
+from skyrl_train.turns import NO_ROUTING, decode_routing, encode_routing
 from skyrl_train.types import (
     ChatMessage,
     Failure,
@@ -188,6 +189,8 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
         record["logprobs"] = turn.response_logprobs.tolist()
     if len(turn.loss_mask):
         record["loss_mask"] = turn.loss_mask.tolist()
+    if len(turn.routed_experts):
+        record["routed_experts"] = encode_routing(turn.routed_experts)
     return record
 
 
@@ -297,6 +300,7 @@ def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
         observations=_messages(record, "observations"),
         stop_reason=StopReason(record.get("stop_reason", StopReason.STOP.value)),
         weight_versions=_versions(record.get("weight_versions", [[0, record.get("weight_version", 0)]])),
+        routed_experts=decode_routing(record["routed_experts"]) if "routed_experts" in record else NO_ROUTING,
     )
 
 

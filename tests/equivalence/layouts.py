@@ -184,7 +184,12 @@ def scored_batch(batch_of: RolloutBatch, *, step_wise: bool) -> TrainingInputBat
     """The assembled batch, with every column that losses read. A token has the same numbers in either form."""
     size = len(batch_of.prompts)
     config = Config(
-        trainer=TrainerConfig(train_batch_size=size, policy_mini_batch_size=size, critic_mini_batch_size=size)
+        trainer=TrainerConfig(
+            train_batch_size=size,
+            policy_mini_batch_size=size,
+            critic_mini_batch_size=size,
+            moe_routing_replay=any(len(turn.routed_experts) for each in batch_of.trajectories for turn in each.turns),
+        )
     )
     batch = assemble(batch_of, assembly_settings(config, rows=ROWS[step_wise]), global_step=1, weight_version=1)
     longest = max(len(t.contexts()[-1]) for t in batch_of.trajectories)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from skyrl_train.types import ChatMessage, GenerationOutput, TokenIds, Turn, find_parent
+from skyrl_train.types import ChatMessage, GenerationOutput, TokenIds, Turn, find_parent, new_routing
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,6 +79,7 @@ def _turn(sampled: Sampled, parent: int | None, added: TokenIds) -> Turn:
         reward=0.0,
         stop_reason=output.stop_reason,
         weight_versions=output.weight_versions,
+        routed_experts=new_routing(output.routed_experts, parent, added, len(output.token_ids)),
     )
 
 

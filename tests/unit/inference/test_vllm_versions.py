@@ -3,6 +3,8 @@ from __future__ import annotations
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import numpy as np
+
 from skyrl_train.inference.vllm_core import _answer, _Running
 from skyrl_train.types import VersionRun
 
@@ -10,7 +12,9 @@ from skyrl_train.types import VersionRun
 def completion(*token_ids: int) -> SimpleNamespace:
     """What vLLM gives of one request after a step."""
     return SimpleNamespace(
-        token_ids=list(token_ids), logprobs=[{each: SimpleNamespace(logprob=-0.5)} for each in token_ids]
+        token_ids=list(token_ids),
+        logprobs=[{each: SimpleNamespace(logprob=-0.5)} for each in token_ids],
+        routed_experts=None,
     )
 
 
@@ -28,3 +32,14 @@ def test_one_version_is_one_run() -> None:
     running = _Running(Future())
     running.take(completion(11, 12), 4)
     assert _answer(running, "length").weight_versions == ((0, 4),)
+
+
+def test_experts_come_with_the_last_token() -> None:
+    running = _Running(Future())
+    running.take(completion(11), 4)
+    assert not len(_answer(running, "length").routed_experts)
+    last = completion(12)
+    last.routed_experts = np.full((5, 2, 2), 255, np.uint8)
+    running.take(last, 4)
+    found = _answer(running, "length").routed_experts
+    assert (found.shape, found.dtype, int(found.min())) == ((5, 2, 2), np.dtype(np.int16), 255)
