@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.command_runs import TIMEOUT_S
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -15,6 +17,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def test_a_killed_run_makes_nothing_twice_and_its_replay_gives_its_weights() -> None:
     words = [sys.executable, "-m", "tests.reliability.kill_and_resume", "--kind", "stream"]
     kills = ["--kills", "8", "--kills-a-run", "4"]
-    done = subprocess.run([*words, *kills], cwd=REPOSITORY, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run([*words, *kills], cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     assert " cases, 0 failures" in done.stdout

@@ -17,6 +17,7 @@ from skyrl_train.trainers.checkpoints import (
     LATEST,
     clean_leftovers,
     latest_checkpoint,
+    oldest_step,
     write_checkpoint,
 )
 from skyrl_train.trainers.manifest import MANIFEST, verify
@@ -67,6 +68,15 @@ def test_a_checkpoint_is_a_folder_with_a_manifest_and_latest_names_it(tmp_path: 
 def test_the_last_k_are_kept(root: Path) -> None:
     write_checkpoint(root, 4, writing("four"), keep=2)
     assert names(root) == ["latest", "step_000003", "step_000004"]
+
+
+def test_the_oldest_one_is_that_of_the_least_step_whole_or_not(root: Path) -> None:
+    (root / "step_000001").rename(root / ".tmp-remove-step_000001")
+    assert oldest_step(root) == 2
+    (root / "step_000002").rename(root / ".tmp-replaced-step_000002")
+    (root / "step_000003" / MANIFEST).unlink()
+    assert oldest_step(root) == 2
+    assert oldest_step(root / "nowhere") is None
 
 
 def test_a_damaged_checkpoint_does_not_count_among_those_kept(root: Path) -> None:
