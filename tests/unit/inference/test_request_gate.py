@@ -103,7 +103,7 @@ def test_a_gate_that_stays_open_holds_nothing_back() -> None:
             second = asyncio.ensure_future(gated.generate(REQUEST))
             engine.may_answer.set()
             assert versions([await first, await second]) == [0, 0]
-        assert gated.take_metrics()["timing/wait/sync"] == 0.0
+        assert gated.take_metrics() == {"engines/cache_hits": 0.25}, "whoever brings weights knows how long that takes"
 
     asyncio.run(run())
 
