@@ -45,13 +45,20 @@ def test_the_sdk_in_a_loop_trains_the_bundled_model_and_does_the_same_again(tmp_
     assert {each["outcome"] for each in rollouts[0]} == {"done"}
 
 
-def test_an_agent_of_langgraphs_trains_on_the_tokens_of_its_script(tmp_path: Path) -> None:
-    python = os.environ.get("SKYRL_TRAIN_LANGGRAPH_PYTHON")
+@pytest.mark.parametrize(
+    ("example", "variable", "packages"),
+    [
+        ("agent_graph", "SKYRL_TRAIN_LANGGRAPH_PYTHON", "langchain, langgraph and langchain-openai"),
+        ("agent_mini_swe", "SKYRL_TRAIN_MINI_SWE_PYTHON", "mini-swe-agent and mcp"),
+    ],
+)
+def test_an_agent_of_others_trains_on_the_tokens_of_its_script(
+    tmp_path: Path, example: str, variable: str, packages: str
+) -> None:
+    python = os.environ.get(variable)
     if not python:
-        pytest.skip(
-            "set SKYRL_TRAIN_LANGGRAPH_PYTHON to an interpreter that has langchain, langgraph and langchain-openai"
-        )
-    said = run("-m", "agent_graph", "--python", python, "--steps", "2", "--output", str(tmp_path))
+        pytest.skip(f"set {variable} to an interpreter that has {packages}")
+    said = run("-m", example, "--python", python, "--steps", "2", "--output", str(tmp_path))
     assert "trained tokens are the sampled ones, rewards are the script's" in said
 
 

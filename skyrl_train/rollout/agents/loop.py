@@ -78,7 +78,8 @@ async def _report(played: asyncio.Task[Report], session: Session, time_limit_s: 
         return Report(reward=None)
     finally:
         played.cancel()
-        await asyncio.wait({played}, timeout=_CLOSES_WITHIN_S)
+        ended = asyncio.gather(played, return_exceptions=True)  # what it raises is nobody's concern any more
+        await asyncio.wait({ended}, timeout=_CLOSES_WITHIN_S)
 
 
 async def _scored(episode: Episode, kept: Kept, outcome: Outcome, report: Report) -> Trajectory:
