@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from skyrl_train.cluster.endpoints import RayEndpoint
 from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
-from skyrl_train.errors import ActorLostError, EngineDeadError, EngineError
+from skyrl_train.errors import ActorLostError, DeadlineError, EngineDeadError, EngineError
 from skyrl_train.inference.request_gate import RequestGate
 from skyrl_train.inference.routing import Paces, PrefixRouter, ServedTokens
 from skyrl_train.types import GenerationOutput, GenerationRequest
@@ -264,8 +265,11 @@ class GroupEngine:
         """
         with self._gate.shut():
             if self._loop is not None and not self._loop.is_closed():
-                deadline_s = self._silence_timeout_s + 2 * self.group.start_timeout_s
-                asyncio.run_coroutine_threadsafe(self._require_engine(), self._loop).result(deadline_s)
+                limit_s = self._silence_timeout_s * len(self.group.actors) + 2 * self.group.start_timeout_s
+                asking = asyncio.run_coroutine_threadsafe(self._require_engine(), self._loop)
+                if not wait([asking], timeout=limit_s).done:
+                    raise DeadlineError("engines, asked for a sign of life before a weight sync,", limit_s)
+                asking.result()
             yield
 
     def take_metrics(self) -> dict[str, float]:
@@ -295,10 +299,8 @@ class GroupEngine:
         elif self.group.has_late and self._may_sync:  # it is given the weights of the next sync
             await asyncio.sleep(_LOOK_EVERY_S)
         elif not any(self.group.alive):
-            raise ActorLostError(
-                "no inference engine is left. Their last words are above; see generator.vllm.max_restarts",
-                phase="generate",
-            )
+            rule = "no inference engine is left. Their last words are above; see generator.vllm.max_restarts"
+            raise ActorLostError(rule, phase="generate")
 
     async def _attempt(self, request: GenerationRequest) -> Answer | None:
         """Return the answer of an engine; None where it is to be asked for again."""

@@ -102,6 +102,7 @@ EXCEPTIONS: Exceptions = {
         "skyrl_train/cluster/endpoints.py",
         "self._in_order",
     ): "held while calls are submitted, which does not wait for them",
+    ("skyrl_train/cluster/engine_group.py", "asking.result"): _IS_DONE,
     ("skyrl_train/cluster/engine_group.py", "self._starting.wait"): _PENDING,
     ("skyrl_train/cluster/engine_group.py", "starting.wait"): _PENDING,
     (
