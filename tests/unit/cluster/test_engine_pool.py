@@ -189,7 +189,10 @@ def test_a_request_is_moved_from_an_engine_that_is_far_slower_than_another(
         await asyncio.sleep(0.02)
         group.alive[0] = True
         assert await asyncio.wait_for(slow, 10.0) == OUTPUT
+        assert engine._paces.fit_of([0, 1]) == [0]
+        engine._updates.version += 1  # type: ignore[misc]
         assert await engine.generate(replace(once, request_id="later")) == OUTPUT
+        assert engine._paces.fit_of([0, 1]) == [0, 1]
 
     asyncio.run(ask())
     assert group.lost == []
