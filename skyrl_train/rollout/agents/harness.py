@@ -18,6 +18,7 @@ import inspect
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,11 +97,14 @@ async def _call(spec: PartSpec, task: Mapping[str, Any], address: Address) -> ob
     target, arguments = split_spec(spec)
     function: Any = functools.partial(_imported(target), **arguments)
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+    is_given_up = threading.Event()
 
     async def awaited(result: Awaitable[object]) -> object:
         current = asyncio.current_task()
         assert current is not None
         running.append((asyncio.get_running_loop(), current))
+        if is_given_up.is_set():  # before it began
+            raise asyncio.CancelledError
         return await result
 
     def call() -> tuple[object, str]:
@@ -115,6 +119,7 @@ async def _call(spec: PartSpec, task: Mapping[str, Any], address: Address) -> ob
     try:
         value, reason = await asyncio.wrap_future(called)
     except asyncio.CancelledError:
+        is_given_up.set()
         for loop, current in running:
             with contextlib.suppress(RuntimeError):  # it has just ended
                 loop.call_soon_threadsafe(current.cancel)

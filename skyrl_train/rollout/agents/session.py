@@ -180,17 +180,22 @@ class Session:
         if not completion.num_waiting and completion.task is not None and not completion.task.done():
             self._counts["cancelled"] += 1
             completion.task.cancel()
+            self._forget(completion)  # at once: whoever asks again must not wait for what is on its way out
 
     def _ended(self, completion: _Completion) -> None:
         task = completion.task
         assert task is not None
         error = None if task.cancelled() else task.exception()
         if task.cancelled() or error is not None:
-            # It was never answered: the same request is drawn with the same seed when it comes again.
-            self._completions.remove(completion)
-            self._seeds.discard(completion.draw)
+            self._forget(completion)
         if error is not None and not isinstance(error, RequestError) and not self.broken.done():
             self.broken.set_result(error)
+
+    def _forget(self, completion: _Completion) -> None:
+        """It was never answered: the same request is drawn with the same seed when it comes again."""
+        if completion in self._completions:
+            self._completions.remove(completion)
+            self._seeds.discard(completion.draw)
 
     async def _complete(self, completion: _Completion) -> Answered:
         prompt = self._prompt(completion.asked)

@@ -89,9 +89,9 @@ def test_the_openai_sdk_asks_and_asks_again() -> None:
     openai = pytest.importorskip("openai")
 
     async def run() -> Any:
-        session = Session(episode(FakeEngine(lambda _: letter_by_letter("hi"), delay_s=0.3)))
+        session = Session(episode(FakeEngine(lambda _: letter_by_letter("hi"), delay_s=0.6)))
         async with opened(session) as address:
-            client = openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key, timeout=0.2, max_retries=4)
+            client = openai.AsyncOpenAI(base_url=address.base_url, api_key=address.api_key, timeout=0.5, max_retries=4)
             answer = await client.chat.completions.create(model="m", messages=[user("1")])
             stream = await client.with_options(timeout=20).chat.completions.create(
                 model="m", messages=[user("2")], stream=True
@@ -230,12 +230,15 @@ def test_who_hangs_up_has_the_request_cancelled(monkeypatch: pytest.MonkeyPatch)
 
     async def play(client: httpx.AsyncClient, session: Session) -> Any:
         with pytest.raises(httpx.ReadTimeout):
-            await client.post("/chat/completions", json={"messages": [user("1")]}, timeout=0.2)
-        await asyncio.sleep(0.3)
+            await client.post("/chat/completions", json={"messages": [user("1")]}, timeout=0.3)
+        while not session.kept().metrics["agent/cancelled"]:
+            await asyncio.sleep(0.01)
+        engine._delay_s = 0.0
         await post(client, user("2"))
         return session.kept()
 
-    kept = over_http(play, FakeEngine(drawn, delay_s=0.4))
+    engine = FakeEngine(drawn, delay_s=30.0)
+    kept = over_http(play, engine)
     assert len(kept.turns) == 1
     assert kept.metrics["agent/cancelled"] == 1
 

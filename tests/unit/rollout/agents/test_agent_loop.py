@@ -89,7 +89,7 @@ async def hanging(task: Any, address: Any) -> None:
 
 def deaf(task: Any, address: Any) -> float:
     """Goes on whatever the engine does."""
-    for _ in range(200):
+    for _ in range(500):
         try:
             ask(address, "2 + 3?")
         except OSError:
@@ -143,7 +143,7 @@ def test_a_function_plays_and_reports(run: Run) -> None:
 
 
 def test_a_coroutine_asks_in_parallel_and_reports_several_rewards(run: Run) -> None:
-    trajectory = run(FakeEngine(lambda _: letter_by_letter("x"), delay_s=0.05), {"run": f"{HERE}:in_parallel"})
+    trajectory = run(FakeEngine(lambda _: letter_by_letter("x"), delay_s=0.8), {"run": f"{HERE}:in_parallel"})
     assert trajectory.reward == 1.5
     assert (trajectory.metrics["right"], trajectory.metrics["short"]) == (1.0, 0.5)
     # Without the SDK's header the same body in flight is one request that came twice.
@@ -184,10 +184,10 @@ def test_a_program_that_fails_fails_its_trajectory_with_the_reason(
 
 def test_a_program_that_does_not_end_is_ended_and_fails(run: Run) -> None:
     ended.clear()
-    trajectory = run(scripted(), {"run": f"{HERE}:hanging", "time_limit_s": 0.3})
+    trajectory = run(scripted(), {"run": f"{HERE}:hanging", "time_limit_s": 1.0})
     assert trajectory.failure is not None
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT_TIMEOUT
-    assert "time_limit_s=0.3" in trajectory.failure.message
+    assert "time_limit_s=1" in trajectory.failure.message
     deadline = time.monotonic() + 10
     while not ended and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -211,7 +211,7 @@ def test_an_engine_that_fails_fails_the_trajectory_at_once(run: Run) -> None:
     trajectory = run(FakeEngine(lambda _: EngineError("no luck")), {"run": f"{HERE}:deaf"})
     assert trajectory.failure is not None
     assert (trajectory.failure.kind, trajectory.failure.message) == (FailureKind.ENGINE_ERROR, "EngineError: no luck")
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 8
 
 
 # Commands
@@ -256,6 +256,7 @@ def test_a_command_that_fails_fails_its_trajectory_with_the_reason(
     assert message in trajectory.failure.message
 
 
+@pytest.mark.slow
 def test_a_command_that_does_not_end_is_ended_with_what_it_started(run: Run, tmp_path: Path) -> None:
     mark = tmp_path / "child"
     then = f"""
@@ -269,7 +270,7 @@ time.sleep(60)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "_ENDS_WITHIN_S", 0.2)
-        trajectory = run(scripted("5"), {**command(tmp_path, then), "time_limit_s": 1.5})
+        trajectory = run(scripted("5"), {**command(tmp_path, then), "time_limit_s": 5.0})
     assert trajectory.failure is not None
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT_TIMEOUT
     pid = int(mark.read_text())

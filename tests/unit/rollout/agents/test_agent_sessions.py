@@ -214,10 +214,12 @@ def test_what_nobody_waits_for_is_cancelled_and_drawn_again_with_the_same_seed(m
         await asyncio.sleep(0.01)
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
-        await asyncio.sleep(0.05)
+        while not session.kept().metrics["agent/cancelled"]:
+            await asyncio.sleep(0.01)
+        engine._delay_s = 0.0
         await say(session, user("1"), attempt=1)
 
-    engine = FakeEngine(drawn, delay_s=0.2)
+    engine = FakeEngine(drawn, delay_s=30.0)
     _, trajectory, counted = in_session(play, engine)
     assert len(trajectory.turns) == 1
     assert len(engine.requests) == 2
