@@ -158,7 +158,7 @@ def draw(curves: Sequence[Curve], picture: Path) -> None:
         axes.set_ylim(0.0, 1.02)
         axes.grid(visible=True, alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+    panels[-1].legend(frameon=False, fontsize=9, loc="lower right")
     panels[0].set_ylabel("Accuracy, first turn, sampled")
     picture.parent.mkdir(parents=True, exist_ok=True)
     save_figure(figure, panels[0], picture)
