@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +142,7 @@ class EngineGroup:
         `catch_up` brings them to it, and says whether there were any; if not it waits for the next update. Raises as
         `wait_ready` does.
         """
-        actor = self._restarting[index] = self._launch(index)
+        actor = self._restarting[index] = self._launch(index, awaits_weights=True)
         try:
             if self._closed.is_set():  # in between: nobody else would end it
                 kill([actor])
@@ -177,14 +178,13 @@ class EngineGroup:
     def _endpoint(self, actors: Sequence[RemoteActor]) -> RayEndpoint[UpdatableEngine]:
         return RayEndpoint(UpdatableEngine, actors, self._placement, self._in_order)
 
-    def _launch(self, index: int) -> RemoteActor:
-        variables = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1"}
-        env = self._session.runtime_env(self._num_threads, **variables)
+    def _launch(self, index: int, *, awaits_weights: bool = False) -> RemoteActor:
+        env = self._session.runtime_env(self._num_threads, VLLM_LOGGING_LEVEL="WARNING", VLLM_NO_USAGE_STATS="1")
         worker, slot = ray.remote(concurrency_groups={HEALTH: 1})(EngineWorker), self._slots[index]
         options = worker.options(max_restarts=0, runtime_env=env, **slot.options)
-        secrets = forwarded_environment(secret=True)
+        secrets, settings = forwarded_environment(secret=True), replace(self._settings, awaits_weights=awaits_weights)
         return RemoteActor(
-            handle=options.remote(self._backend, self._settings, secrets=secrets, visible_devices=slot.visible_devices),
+            handle=options.remote(self._backend, settings, secrets=secrets, visible_devices=slot.visible_devices),
             role="inference engine",
             rank=index,
             log_folder=self._session.log_folder,

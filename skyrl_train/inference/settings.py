@@ -44,6 +44,8 @@ class EngineSettings:
     None where updates wait for running responses to end."""
     records_routing: bool = False
     """Whether answers of a mixture of experts say where its tokens were sent (`trainer.moe_routing_replay`)."""
+    awaits_weights: bool = False
+    """Whether requests wait for its first weights, as it takes the place of an engine that died and may be asked before."""
     request_timeout_s: float = 600.0
     """Deadline of one request."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)

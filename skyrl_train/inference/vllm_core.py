@@ -34,6 +34,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 class _Running:
     """A request that vLLM has, and its answer so far."""
 
+    request: GenerationRequest
     future: Future[GenerationOutput]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -110,12 +111,12 @@ class VLLMCore:
         return bool(self._requests) and not self._updating
 
     def add(self, request: GenerationRequest, future: Future[GenerationOutput]) -> None:
-        """`future` gets the answer, or EngineError. During a weight update the request waits for the end; so it does for the
-        first one in an engine that takes updates in flight, which may be asked before it has weights."""
+        """`future` gets the answer, or EngineError. During a weight update the request waits for the end; in an engine that
+        awaits its weights it waits for that of the first."""
         if self._broken:
             future.set_exception(EngineDeadError(self._broken))
             return
-        if self._updating or (self._settings.in_flight_cache is not None and self.weight_version < 0):
+        if self._updating or (self._settings.awaits_weights and self.weight_version < 0):
             self._held.append((request, future))
             return
         try:
@@ -134,7 +135,7 @@ class VLLMCore:
             text = f"request {request.request_id}: {type(error).__name__}: {error}"
             future.set_exception(EngineDeadError(self._broken) if self._broken else EngineError(text))
             return
-        self._requests[request.request_id] = _Running(future)
+        self._requests[request.request_id] = _Running(request, future)
 
     def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
@@ -167,7 +168,7 @@ class VLLMCore:
         if running is not None:
             if not self._broken:
                 self._engine.abort_request([request_id])
-            running.future.set_result(_answer(_Running(running.future), "abort"))
+            running.future.set_result(_answer(_Running(running.request, running.future), "abort"))
 
     def fail_all(self, error: EngineError) -> None:
         """Give this error to what runs or waits."""
@@ -228,8 +229,9 @@ class VLLMCore:
                     raise EngineError("vLLM did not take the adapter")
                 self._has_adapter = True
             # Keys and values of older weights would be found again under the same tokens.
-            keeps = bool(self._requests) and self._settings.in_flight_cache == "keep"
-            if not keeps and not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
+            if self._requests and self._settings.in_flight_cache == "keep":
+                self._take_back_unanswered()
+            elif not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
                 raise EngineError("vLLM did not reset its prefix cache")
             self._engine.set_weight_version(str(version))
             self.weight_version = int(self._engine.get_weight_version())
@@ -242,6 +244,15 @@ class VLLMCore:
             return self.weight_version
 
         return self._guarded(finish)
+
+    def _take_back_unanswered(self) -> None:
+        """Hold requests without a token, which begin again with the new weights: they may have found blocks of older ones,
+        or would still."""
+        names = [name for name, running in self._requests.items() if not running.token_ids]
+        if names:
+            self._engine.abort_request(names)
+        taken = [self._requests.pop(name) for name in names]
+        self._held[:0] = [(running.request, running.future) for running in taken]
 
     def sleep(self) -> None:
         """Free the device for others: weights to the host, key-value cache dropped."""

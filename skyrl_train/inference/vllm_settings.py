@@ -35,6 +35,8 @@ class VLLMSettings:
     """What is synced: an adapter beside the model's weights; None for all weights."""
     in_flight_cache: Literal["recompute", "keep"] | None = None
     """As of `EngineSettings`."""
+    awaits_weights: bool = False
+    """As of `EngineSettings`."""
 
     @property
     def separate_core(self) -> bool:
@@ -117,6 +119,7 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         seeds_by_request=settings.seeds_by_request,
         adapter=settings.adapter,
         in_flight_cache=settings.in_flight_cache,
+        awaits_weights=settings.awaits_weights,
     )
 
 

@@ -37,7 +37,7 @@ def cache(request: pytest.FixtureRequest) -> Cache:
 
 @pytest.fixture(scope="module")
 def engine(cache: Cache) -> Iterator[VLLMEngine]:
-    opened = VLLMEngine(replace(settings_apart(), in_flight_cache=cache))
+    opened = VLLMEngine(replace(settings_apart(), in_flight_cache=cache, awaits_weights=True))
     yield opened
     opened.close()
 
@@ -139,6 +139,27 @@ def test_the_prefix_cache_serves_requests_of_one_version(
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 128)
 
 
+def test_a_request_that_waits_for_its_turn_is_of_the_weights_that_it_begins_with(
+    endless: None, models: list[PreTrainedModel]
+) -> None:
+    """Its prompt is that of a request whose blocks are kept, and which was there when it came."""
+    settings = settings_apart()
+    one_at_a_time = replace(settings, in_flight_cache="keep", vllm=replace(settings.vllm, max_num_seqs=1))
+    engine = VLLMEngine(one_at_a_time)
+    try:
+        sync(engine, 0, models)
+        running, waiting = engine.submit(asked("running", 0, 100)), engine.submit(asked("waiting", 1, 20))
+        while not any(each.token_ids for each in list(engine._thread.core._requests.values())):
+            time.sleep(0.005)
+        sync(engine, 1, models)
+        assert [run.version for run in running.result(60).weight_versions] == [0, 1]
+        output = waiting.result(60)
+        assert output.weight_versions == ((0, 1),)
+        assert difference(output, recomputed(models, output)) < TOLERANCE
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize("placement", ["inline", "ray"])
 def test_a_run_trains_on_responses_of_several_versions(tmp_path: Path, placement: str) -> None:
     """An engine that computes two responses at a time has some under way at each sync. Where their keys and values are
@@ -156,4 +177,3 @@ def test_a_run_trains_on_responses_of_several_versions(tmp_path: Path, placement
     print(f"\n{placement}: shares {shares}, distances {distances}", end=" ")
     assert max(shares) > 0
     assert max(distances) < TOLERANCE
-    assert max(record["timing/wait/sync"] for record in found) == 0.0
