@@ -23,11 +23,19 @@ from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.config.validate import run_rules
 from skyrl_train.errors import EngineError
+from skyrl_train.inference.hf import HFEngine
 from skyrl_train.rollout.agents import endpoint
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.types import FailureKind, Outcome, Prompt, RolloutBatch, SamplingParams, Trajectory
 from tests.agent_cases import letter_by_letter, scripted, tokenizer
-from tests.fakes import FAKE_ENVIRONMENT, FakeEngine, FakeEnvironment
+from tests.fakes import (
+    FAKE_ENVIRONMENT,
+    FakeEngine,
+    FakeEnvironment,
+    make_prompts,
+    make_tiny_model,
+    make_tokenizer,
+)
 
 HERE = "test_agent_loop"
 Run = Callable[..., Trajectory]
@@ -212,6 +220,50 @@ def test_an_engine_that_fails_fails_the_trajectory_at_once(run: Run) -> None:
     assert trajectory.failure is not None
     assert (trajectory.failure.kind, trajectory.failure.message) == (FailureKind.ENGINE_ERROR, "EngineError: no luck")
     assert time.monotonic() - begin < 8
+
+
+async def branching(task: Any, address: Any) -> float:
+    """Three answers to one question at the same time, each of which is gone on with."""
+    headers = {"Authorization": f"Bearer {address.api_key}", "x-stainless-retry-count": "0"}
+    async with httpx.AsyncClient(base_url=address.base_url, headers=headers, timeout=60) as client:
+
+        async def ask(messages: list[Any]) -> list[Any]:
+            answer = await client.post("/chat/completions", json={"messages": messages, "max_tokens": 4})
+            answer.raise_for_status()
+            return [*messages, answer.json()["choices"][0]["message"], {"role": "user", "content": "?"}]
+
+        begun = await asyncio.gather(*(ask(task["prompt"]) for _ in range(3)))
+        await asyncio.gather(*(ask(each) for each in begun))
+    return 1.0
+
+
+def test_parallel_requests_to_an_engine_that_generates_in_waves_are_the_same_again() -> None:
+    def sampled() -> list[Any]:
+        words = make_tokenizer()
+        engine = HFEngine(make_tiny_model(), words, max_batch_size=8, weight_version=0)
+        loop = {"_target_": "agent", "run": f"{HERE}:branching"}
+        generator = RolloutGenerator(
+            engine,
+            words,
+            GeneratorConfig(agent_loop=loop, max_turns=6, max_context_length=64),
+            EnvironmentConfig(env_class="reported", isolation="thread", step_timeout_s=20.0),
+            0,
+        )
+        try:
+            batch = generator.generate(
+                make_prompts(2), n_samples_per_prompt=2, sampling=SamplingParams(), global_step=1, purpose="train"
+            )
+        finally:
+            generator.close()
+            engine.close()
+        assert [len(trajectory.turns) for trajectory in batch.trajectories] == [6] * 4
+        assert all([turn.parent for turn in each.turns].count(None) == 3 for each in batch.trajectories)
+        return [
+            sorted((*each.prompt_token_ids(index), *turn.response_token_ids) for index, turn in enumerate(each.turns))
+            for each in batch.trajectories
+        ]
+
+    assert sampled() == sampled()
 
 
 # Commands
