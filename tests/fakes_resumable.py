@@ -4,6 +4,7 @@ one, and what each offers for coming back."""
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,16 @@ class Deterministic(Secret):
     def __init__(self, env_config: Any = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
         self.secret = 7
+
+
+class WithPlace(Deterministic):
+    """Its state has in it where it ran."""
+
+    def get_state(self) -> Any:
+        return {"process": os.getpid(), "turns": self.turns}
+
+    def set_state(self, state: Any) -> None:
+        self.turns = state["turns"]
 
 
 class NotSo(Secret):

@@ -24,6 +24,8 @@ from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings, violatio
 from skyrl_train.rollout.env_processes import ProcessEnvironments
 from skyrl_train.rollout.environments import uses_processes
 from skyrl_train.rollout.generator import RolloutGenerator
+from skyrl_train.rollout.journal import Journal
+from skyrl_train.rollout.journaled import JournaledEnvironment
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 from tests.environment_cases import ASYNCHRONOUS, COUNTING, SCRIPTED
 from tests.fakes import FakeEngine, done_with, go_on_with, make_prompts, make_tokenizer
@@ -64,6 +66,33 @@ def test_an_environment_whose_worker_was_ended_by_another_goes_on_where_it_was()
     said, reason, metrics = asyncio.run(two())
     assert (said, metrics["steps"]) == (["1", "2"], 2.0)
     assert reason == "Counting.step: its worker process exited with status 9"
+
+
+def test_what_a_state_says_of_its_process_does_not_keep_an_environment_from_being_made_again(tmp_path: Path) -> None:
+    async def two() -> list[str]:
+        place = "tests.fakes_resumable:WithPlace"
+        host = LocalWorkers(WorkerSettings(specs=(COUNTING, place), registry=False, memory_gb=1.0))
+        among, journal = ProcessEnvironments(host, num_workers=1, timeout_s=10.0), Journal(tmp_path / "j", prompts="p")
+        fatal = await started(among, fatal="b")
+        steady = EnvironmentSession(
+            among,
+            place,
+            {},
+            "WithPlace",
+            wrap=lambda handle: JournaledEnvironment(handle, journal, "stream-0-000000-0000"),
+        )
+        await steady.start(MESSAGES)
+        said = [(await steady.step("x")).observations[0]["content"]]
+        with pytest.raises(Broken):
+            await fatal.step("b")
+        said += [(await steady.step("y")).observations[0]["content"]]
+        await steady.close()
+        await fatal.close()
+        await among.aclose()
+        journal.close()
+        return said
+
+    assert asyncio.run(two()) == ["7 + 1", "7 + 2"]
 
 
 def asynchronous(among: ProcessEnvironments, **extras: Any) -> EnvironmentSession:
