@@ -195,6 +195,7 @@ _TORCH_RECORDS = frozenset(
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
+    ("builtins", "getattr"),  # how Python 3.11.2 names a member of an enumeration; as a record it gets nothing
 }
 
 

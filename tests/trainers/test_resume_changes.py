@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 import re
+import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
@@ -96,6 +97,8 @@ def another(annotation: Any, value: Any, draw: random.Random) -> Any:
     plain = strip(annotation)
     if get_origin(plain) is Literal:
         return draw.choice([choice for choice in get_args(plain) if choice != value])
+    if value is None and get_origin(plain) in (Union, types.UnionType):  # a part, by its name or with arguments
+        return f"other_{draw.randrange(9)}"
     if value is None:
         return True if plain is bool else another(plain, 1 if plain is int else plain(), draw)
     if isinstance(value, Mapping):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 import os
 import pickle
@@ -62,6 +63,22 @@ def test_one_rank_writes_all_of_what_is_not_sharded(tmp_path: Path) -> None:
 def test_shards_of_an_earlier_version_are_read_without_its_pickle(tmp_path: Path) -> None:
     write_with_torch(tmp_path, WHOLE, no_dist=True)
     assert is_sharded(tmp_path)
+    require_whole(read_all(tmp_path))
+
+
+class AsOlderPythons(pickle.Pickler):
+    """Names the members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        return (getattr, (type(thing), thing.name)) if isinstance(thing, enum.Enum) else NotImplemented
+
+
+def test_shards_that_an_older_python_wrote_are_read(tmp_path: Path) -> None:
+    write_with_torch(tmp_path, WHOLE, no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    with (tmp_path / ".metadata").open("wb") as file:
+        AsOlderPythons(file).dump(metadata)
+    assert b"getattr" in (tmp_path / ".metadata").read_bytes()
     require_whole(read_all(tmp_path))
 
 
