@@ -168,7 +168,8 @@ def _become_worker(connection: socket.socket, memory_bytes: int, supervisor: int
         if os.getppid() != supervisor:
             return
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGCHLD):
+        # A shell has what it starts in the background ignore SIGQUIT, and `nohup` SIGHUP: a worker would, too.
+        for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGQUIT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         faulthandler.enable(file=2)
         with contextlib.suppress(OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 
@@ -14,12 +15,9 @@ from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.env_processes import ProcessEnvironments, WorkerHost
 from skyrl_train.rollout.loop_thread import LoopThread
 from tests.process_trees import descendants
-from tests.reliability.hostile_environments import BAD, GOES_ON, HOSTILE, LATE
+from tests.reliability.hostile_environments import BAD, GOES_ON, HOSTILE
 
 TIMEOUT_S = 2.0
-"""Of deeds that hang."""
-PATIENCE_S = 60.0
-"""Of the others, which end by themselves; on a machine that is busy not within any two seconds."""
 CHEAP = [
     "a catastrophic regular expression",
     "os._exit",
@@ -50,9 +48,6 @@ class Played:
 
     def play(self, deed: str) -> str:
         """One episode; what its trajectory fails with, or its reward."""
-        expected = BAD[deed][0] if deed in BAD else GOES_ON
-        hangs = isinstance(expected, str) and LATE in expected
-        self._environments.timeout_s = TIMEOUT_S if hangs else PATIENCE_S
         return self._thread.run(self._play(deed))
 
     def close(self) -> None:
@@ -93,6 +88,18 @@ def test_a_bad_environment_fails_with_its_reason_and_harms_nobody_else(played: P
     else:
         assert re.search(expected, told), told
     assert played.play("nothing") == "reward 1.0"
+
+
+def test_signals_that_a_shell_has_its_background_ignore_end_a_worker() -> None:
+    given = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGQUIT, signal.SIGHUP)}
+    played = Played(LocalWorkers(WorkerSettings(specs=(HOSTILE,), registry=False, memory_gb=0.5)))
+    try:
+        assert "was ended by SIGQUIT" in played.play("SIGQUIT to itself")
+        assert "was ended by SIGHUP" in played.play("SIGHUP to itself")
+    finally:
+        played.close()
+        for number, handler in given.items():
+            signal.signal(number, handler)
 
 
 def test_there_are_a_hundred() -> None:
