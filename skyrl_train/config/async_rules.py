@@ -1,11 +1,10 @@
 """Rules of asynchronous reinforcement learning: what `trainer.max_staleness` above 0 cannot be combined with, and what only
-it reads. Refused is what cannot compute while the learner does, and what copies within one batch."""
+it reads. Refused is what cannot compute while the learner does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.bundles import shares_devices
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
@@ -49,18 +48,6 @@ def _placement(
         getattr(placement, name),
         "has models and engines share devices, where one of them waits while the other computes: nothing would overlap",
         f"{apart}, with devices for both: placement=gpu_8_split has them apart, placement=auto has them shared",
-    )
-
-
-def _sampling(trainer: TrainerConfig, algorithm: AlgorithmConfig) -> Iterator[Violation]:
-    chosen = algorithm.filters.dynamic_sampling
-    yield from _refused(
-        trainer,
-        chosen == "replace",
-        "trainer.algorithm.filters.dynamic_sampling",
-        chosen,
-        "must be none, or filter: there another prompt begins at once in place of one that teaches nothing,",
-        "set trainer.algorithm.filters.dynamic_sampling=filter",
     )
 
 
@@ -111,4 +98,4 @@ def _not_read(trainer: TrainerConfig) -> Iterator[Violation]:
             )
 
 
-ASYNC_RULES: tuple[Rule, ...] = (_engine, _placement, _sampling, _groups, _in_flight, _not_read)
+ASYNC_RULES: tuple[Rule, ...] = (_engine, _placement, _groups, _in_flight, _not_read)

@@ -21,10 +21,15 @@ and `max_staleness=2`, groups 0 and 1 that both began at version 0 are both due 
 batch closes only where, for each later batch, the groups that are then due fit into the batches until then (`_is_on_time`);
 the admission rule is what makes that possible at all, where nothing is oversampled. Of the groups that have finished the
 oldest are taken; with `take_groups=in_order` the oldest of all, which are waited for.
+
+With `replace_min_share` groups may finish that teach nothing. They count towards a batch all the same; when it closes,
+copies of the others stand in their places. Where too few of them teach, all groups of it are discarded, and the batch is
+made of those that are left and others.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,6 +48,8 @@ FILTERED = "filtered"
 """Reason of a group whose samples have equal rewards, where dynamic sampling leaves such groups out."""
 FAILED = "failed"
 """Reason of a group that dynamic sampling leaves out because all of its samples failed."""
+REJECTED = "rejected"
+"""Reason of a group whose rewards differ, where those of too few others of its batch did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +110,9 @@ class AdmissionSettings:
     max_discards: int | None = None
     """Groups that are discarded between two batches after which none begins: with none in flight, the batch cannot be
     made."""
+    replace_min_share: float | None = None
+    """Share of a batch's groups that must teach something, and one of them at least, for copies to stand in the places of
+    the others; None is without copies, where groups that teach nothing are discarded as they finish."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,9 +120,14 @@ class Closed:
     """A batch, and what it leaves behind."""
 
     ordinals: tuple[int, ...]
-    """`batch_size` groups, ascending."""
+    """`batch_size` groups, ascending; with `replace_min_share` one may be there again, in the place of another."""
     dropped: Mapping[int, str]
-    """Groups that were given up since the batch before, with the reason."""
+    """Groups that were given up since the batch before, or have a copy of another in their place, with the reason."""
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The groups of the batch, each once."""
+        return tuple(dict.fromkeys(self.ordinals))
 
 
 @dataclass
@@ -122,6 +137,8 @@ class _Pending:
     began_at: int
     """Version."""
     is_finished: bool = False
+    idle_reason: str = ""
+    """Why a group that finished teaches nothing; empty where it does."""
 
 
 @dataclass
@@ -173,9 +190,10 @@ class Admission:
         self._pending[ordinal] = _Pending(began_at=self.version)
         return ordinal
 
-    def finish(self, ordinal: int) -> None:
-        """A group has finished."""
-        self._pending[ordinal].is_finished = True
+    def finish(self, ordinal: int, *, idle_reason: str = "") -> None:
+        """A group has finished. `idle_reason`: why it teaches nothing; empty where it does."""
+        group = self._pending[ordinal]
+        group.is_finished, group.idle_reason = True, idle_reason
 
     def discard(self, ordinal: int, reason: str) -> None:
         """A group is given up for good, and another may begin in its place."""
@@ -186,7 +204,7 @@ class Admission:
 
     def retake(self, closed: Closed) -> None:
         """Close the next batch as a run before has closed it, none of whose groups began in this one."""
-        self.settled = self.settled.plus(*closed.ordinals, *closed.dropped)
+        self.settled = self.settled.plus(*closed.trained, *closed.dropped)
         self.discarded.update(closed.dropped.values())
         self._num_closed += 1
 
@@ -201,28 +219,39 @@ class Admission:
         self.version = version
 
     def close(self) -> Closed | None:
-        """Return the next batch, whose groups are settled by that; None where it cannot be closed yet.
+        """Return the next batch, whose groups are settled by that; None where it cannot be closed yet. Those of a batch of
+        which too few teach are discarded, so that others may begin.
 
         Raises ValueError where the batch of this version is closed already.
         """
         if self._num_closed != self.version:
             raise ValueError(f"batch {self.version} is closed, and version {self.version + 1} was not published yet")
-        chosen = self._choose()
-        left = {ordinal: group for ordinal, group in self._pending.items() if ordinal not in chosen}
-        if len(chosen) < self.settings.batch_size:
+        chosen, ordinals = self._choose(), []
+        while len(chosen) == self.settings.batch_size and not (ordinals := self._with_copies(chosen)):
+            for ordinal in chosen:
+                self.discard(ordinal, self._pending[ordinal].idle_reason or REJECTED)
+            chosen = [] if self.is_exhausted else self._choose()
+        if not ordinals:
             return None
+        left = {ordinal: group for ordinal, group in self._pending.items() if ordinal not in chosen}
         if self.settings.take_groups == "in_order" or self.settings.stale_groups == "drop":
             for ordinal, group in left.items():
                 if self._due(group) <= self.version:
                     self.discard(ordinal, SURPLUS if group.is_finished else STALE)
         elif not self._is_on_time(left):
-            return None
+            if self.num_in_flight or self.settings.max_discards is None:
+                return None
+            self._drop_youngest(left)
         for ordinal in chosen:
+            if ordinal not in ordinals:
+                self.discard(ordinal, self._pending[ordinal].idle_reason)
+        closed = Closed(ordinals=tuple(ordinals), dropped=self.dropped)
+        for ordinal in closed.trained:
             del self._pending[ordinal]
-        self.settled = self.settled.plus(*chosen)
+        self.settled = self.settled.plus(*closed.trained)
         self._num_closed += 1
-        dropped, self.dropped = self.dropped, {}
-        return Closed(ordinals=tuple(sorted(chosen)), dropped=dropped)
+        self.dropped = {}
+        return closed
 
     def _choose(self) -> list[int]:
         """Return the groups of the next batch, or fewer where it cannot be closed."""
@@ -231,6 +260,25 @@ class Admission:
         if self.settings.take_groups == "in_order":
             candidates = candidates[: self.settings.batch_size]
         return [ordinal for ordinal, group in candidates if group.is_finished][: self.settings.batch_size]
+
+    def _with_copies(self, chosen: list[int]) -> list[int]:
+        """Return the groups to train on, ascending but for copies of those that teach, in turn, in the places of the others;
+        none where too few teach."""
+        chosen, share = sorted(chosen), self.settings.replace_min_share
+        if share is None:
+            return chosen
+        sources = [ordinal for ordinal in chosen if not self._pending[ordinal].idle_reason]
+        if not sources or len(sources) < share * len(chosen):
+            return []
+        copies = itertools.cycle(sources)
+        return [next(copies) if self._pending[ordinal].idle_reason else ordinal for ordinal in chosen]
+
+    def _drop_youngest(self, left: dict[int, _Pending]) -> None:
+        """Discard groups until the others are on time. Only where a run before discarded groups that failed, or were of a
+        rejected batch, and are pending once more, beside those that began in their places."""
+        while left and not self._is_on_time(left):
+            ordinal, _ = left.popitem()
+            self.discard(ordinal, SURPLUS)
 
     def _due(self, group: _Pending) -> int:
         """Return the number of the last batch that may hold the group."""

@@ -52,7 +52,8 @@ class StreamSettings:
     max_failed_fraction: float
     """`environment.max_failed_fraction`, of a batch."""
     filters: FilterConfig = field(default_factory=FilterConfig)
-    """With `dynamic_sampling=filter` a group is discarded whose samples have equal rewards."""
+    """With `dynamic_sampling=filter` a group is discarded whose samples have equal rewards; with `replace` a batch has
+    copies of others in its place, which `admission` says as well."""
     samples_greedily: bool = False
     """Whether each prompt is sampled once more, greedily, for a baseline."""
 
@@ -180,12 +181,13 @@ class RolloutStream:
             if (known := self._journal.batches.get(version)) is not None:
                 self._rules.retake(known)
                 finished = [ordinal for ordinal, reason in known.dropped.items() if reason != STALE]
-                self._results.update({ordinal: self._recorded(ordinal) for ordinal in (*known.ordinals, *finished)})
+                self._results.update({ordinal: self._recorded(ordinal) for ordinal in (*known.trained, *finished)})
                 return self._batch(known)
             if (closed := self._rules.close()) is not None:
                 taken = self._batch(closed)
                 await self._journal.keep_batch(version, closed)
                 return taken
+            self._start_groups()  # in the places of those of a batch that was rejected
             self._check_discarded()
             if not self._tasks:
                 raise DataError(
@@ -285,17 +287,22 @@ class RolloutStream:
             return  # dropped, or closed: asyncio.wait_for loses a cancellation where what it waits for is done by then
         self._results[ordinal] = group
         self._clocks[ordinal].ended_s = time.monotonic()
+        mode, reason = self._settings.filters.dynamic_sampling, self._idle_reason(group)
+        if mode == "filter" and reason:
+            self._rules.discard(ordinal, reason)
+        else:
+            self._rules.finish(ordinal, idle_reason=reason)
+        self._start_groups()
+
+    def _idle_reason(self, group: Group) -> str:
+        """Return why dynamic sampling does not train on a group; empty where it does."""
         settings = self._settings
         if settings.filters.dynamic_sampling == "none":
-            self._rules.finish(ordinal)
-        else:
-            shaped = shape_rewards(rollouts_of([group], settings.n_samples_per_prompt), settings.filters)
-            if differing_prompts(shaped)[0]:
-                self._rules.finish(ordinal)
-            else:
-                has_failed = all(trajectory.failed for trajectory in shaped.trajectories)
-                self._rules.discard(ordinal, FAILED if has_failed else FILTERED)
-        self._start_groups()
+            return ""
+        shaped = shape_rewards(rollouts_of([group], settings.n_samples_per_prompt), settings.filters)
+        if differing_prompts(shaped)[0]:
+            return ""
+        return FAILED if all(trajectory.failed for trajectory in shaped.trajectories) else FILTERED
 
     def _check_discarded(self) -> None:
         """Raise SkyrlTrainError where too much of what was discarded since the batch before has failed, DataError where so
@@ -306,12 +313,23 @@ class RolloutStream:
         check_failures(
             gone, max(len(gone), batch_size * settings.n_samples_per_prompt), limit=settings.max_failed_fraction
         )
-        if not self._tasks and rules.is_exhausted:
+        if not rules.is_exhausted:
+            return
+        advice = (
+            "The task is too easy or too hard for the model, or generator.n_samples_per_prompt is too small; to go on "
+            "without, set trainer.algorithm.filters.dynamic_sampling=none"
+        )
+        if settings.filters.dynamic_sampling == "replace":
+            share = settings.filters.replace_min_share
+            raise DataError(
+                f"dynamic sampling: {len(rules.dropped) // batch_size} times {batch_size} prompts were sampled for a batch, "
+                f"and each time fewer than trainer.algorithm.filters.replace_min_share={share:g} of them have trajectories "
+                f"that differ in reward. {advice}"
+            )
+        if not self._tasks:
             raise DataError(
                 f"dynamic sampling: of {len(rules.dropped) + rules.num_ready} prompts that were sampled for a batch, "
-                f"{rules.num_ready} have trajectories that differ in reward, where {batch_size} are needed. The task is too "
-                "easy or too hard for the model, or generator.n_samples_per_prompt is too small; to go on without, set "
-                "trainer.algorithm.filters.dynamic_sampling=none"
+                f"{rules.num_ready} have trajectories that differ in reward, where {batch_size} are needed. {advice}"
             )
 
     def _batch(self, closed: Closed) -> Taken:
@@ -319,14 +337,14 @@ class RolloutStream:
         for ordinal in closed.dropped:
             if (task := self._tasks.pop(ordinal, None)) is not None:
                 task.cancel()
-        taken = [self._results.pop(ordinal) for ordinal in closed.ordinals]
+        trained = {ordinal: self._results.pop(ordinal) for ordinal in closed.trained}
         gone = {ordinal: self._results.pop(ordinal) for ordinal in closed.dropped if ordinal in self._results}
         n_samples = self._settings.n_samples_per_prompt
-        everything = rollouts_of([*taken, *gone.values()], n_samples)
+        everything = rollouts_of([*trained.values(), *gone.values()], n_samples)
         metrics = {
             "stream/in_flight": float(self._rules.num_in_flight),
             "stream/ready": float(self._rules.num_ready),
-            **self._dropped_metrics(closed, taken, gone),
+            **self._dropped_metrics(closed, list(trained.values()), gone),
             **self._generator.engine_metrics(),
             **self._journal.take_counts(),
         }
@@ -338,16 +356,18 @@ class RolloutStream:
         metrics["timing/wait/admission"], self._idle_s = self._idle_s, 0.0
         trajectories = everything.trajectories
         check_failures(trajectories, len(trajectories), limit=self._settings.max_failed_fraction)
-        rollouts = rollouts_of(distinct(taken), n_samples)
+        rollouts = rollouts_of(distinct([trained[ordinal] for ordinal in closed.ordinals]), n_samples)
         return Taken(rollouts=rollouts, everything=everything, settled=settled, metrics=metrics)
 
     def _dropped_metrics(self, closed: Closed, taken: Sequence[Group], gone: Mapping[int, Group]) -> dict[str, float]:
         """Return what was dropped, and whether what was dropped in favour of others is longer than what was taken."""
         now, counts = time.monotonic(), Counter(closed.dropped.values())
-        clocks = {ordinal: self._clocks.pop(ordinal, None) for ordinal in (*closed.ordinals, *closed.dropped)}
+        clocks = {ordinal: self._clocks.pop(ordinal, None) for ordinal in (*closed.trained, *closed.dropped)}
         metrics = {f"stream/dropped_{reason}": float(count) for reason, count in sorted(counts.items())}
+        if num_copies := len(closed.ordinals) - len(closed.trained):
+            metrics["stream/copies"] = float(num_copies)
         too_many = [ordinal for ordinal, reason in closed.dropped.items() if reason in (STALE, SURPLUS)]
-        for name, ordinals in (("taken", closed.ordinals), ("dropped", too_many)) if too_many else ():
+        for name, ordinals in (("taken", closed.trained), ("dropped", too_many)) if too_many else ():
             found = [clock for ordinal in ordinals if (clock := clocks[ordinal]) is not None]
             if found:  # none of a batch that the journal has
                 seconds = math.fsum((clock.ended_s or now) - clock.began_s for clock in found)

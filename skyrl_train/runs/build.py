@@ -137,6 +137,7 @@ def build_stream(
             max_discards=None
             if filters.dynamic_sampling == "none"
             else filters.dynamic_sampling_max_batches * trainer.train_batch_size,
+            replace_min_share=filters.replace_min_share if filters.dynamic_sampling == "replace" else None,
         ),
         n_samples_per_prompt=config.generator.n_samples_per_prompt,
         sampling=sampling_params(config.generator.sampling),

@@ -5,6 +5,9 @@
 - the replay of what it recorded gives its weights, byte for byte. Every other run records no rollouts, so that its journal
   stays whole and is replayed; in the others it is compacted behind each checkpoint.
 
+Runs take turns among `VARIANTS`: without more, with updates in flight and older keys and values kept, and with dynamic
+sampling that fills up batches with copies.
+
 A run is killed at a random moment after its journal got another batch, or while it starts.
 """
 
@@ -47,10 +50,29 @@ OVERRIDES = (
 )
 """Of a small run."""
 STREAM = ("trainer.max_staleness=2",)
-OF_STREAMS = tuple(f"trainer.{name}=" for name in ("max_staleness", "stale_groups", "take_groups", "oversample"))
+OF_STREAMS = tuple(
+    f"trainer.{name}"
+    for name in (
+        "max_staleness=",
+        "stale_groups=",
+        "take_groups=",
+        "oversample=",
+        "in_flight_updates=",
+        "in_flight_cache=",
+    )
+)
 """Begin overrides that a replay does not read."""
 NO_ROLLOUTS = "trainer.dump_rollouts=false"
 """With it the journal stays whole."""
+IN_FLIGHT = ("trainer.in_flight_updates=true", "trainer.in_flight_cache=keep", "generator.max_batch_size=2")
+"""An engine that computes two responses at a time is slower than the learner, so that updates find some under way."""
+REPLACE = (
+    "trainer.algorithm.filters.dynamic_sampling=replace",
+    "trainer.algorithm.filters.replace_min_share=0.5",
+    "trainer.algorithm.filters.dynamic_sampling_max_batches=90",
+)
+VARIANTS = ((), (NO_ROLLOUTS,), IN_FLIGHT, (NO_ROLLOUTS, *REPLACE))
+"""What runs have of their own, in turn."""
 EXPORT = Path("export", "model.safetensors")
 DEADLINE_S = 900.0
 STEP_S = 0.4
@@ -73,12 +95,15 @@ def problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
     first, batches = lines[0]["from"], [line for line in lines if "batch" in line]
     if [line["batch"] for line in batches] != list(range(first, STEPS)):
         yield f"the journal begins with batch {first} and has {[line['batch'] for line in batches]}"
-    settled = [ordinal for line in batches for ordinal in (*line["groups"], *map(int, line["dropped"]))]
+    if any(len(line["groups"]) != BATCH for line in batches):
+        yield f"batches have {[len(line['groups']) for line in batches]} groups"
+    settled = [ordinal for line in batches for ordinal in (*sorted({*line["groups"]}), *map(int, line["dropped"]))]
+    if len(set(settled)) != len(settled):
+        yield f"a prompt is in two batches, or dropped as well: {sorted(settled)}"
     if NO_ROLLOUTS in overrides:
         # Some that began may still have been in flight where more begin than batches have room for.
-        num_dropped = sum(len(line["dropped"]) for line in batches)
-        is_whole = num_dropped or sorted(settled) == list(range(STEPS * BATCH))
-        if len(set(settled)) != STEPS * BATCH + num_dropped or not is_whole:
+        has_dropped = any(line["dropped"] for line in batches)
+        if not has_dropped and sorted(settled) != list(range(STEPS * BATCH)):
             yield f"batches and what they dropped are {sorted(settled)}"
         return
     if first != STEPS - 2:  # two checkpoints are kept, and the last is written behind the last batch
@@ -106,6 +131,16 @@ def total_counts(folder: Path) -> dict[str, float]:
     return dict(total)
 
 
+def versions_of_turns(folder: Path) -> tuple[int, int]:
+    """How many turns are of several versions, since weights came while they were sampled, and of how many; of those that
+    were trained on, or of all in the journal where that is the record."""
+    files = sorted((folder / "rollouts").glob("train_step_*.jsonl"))
+    batches = [batch for file in files for batch in read_rollouts(file).values()]
+    found = [len(turn.weight_versions) for batch in batches for each in batch.trajectories for turn in each.turns]
+    found = found or [len(line["versions"]) for line in journal(folder) if "turn" in line]
+    return sum(count > 1 for count in found), len(found)
+
+
 def main(args: argparse.Namespace) -> int:
     """Does what `kill_and_resume` does with these arguments."""
     with tempfile.TemporaryDirectory(prefix="stream-kills-") as scratch, ThreadPoolExecutor(args.jobs) as pool:
@@ -121,7 +156,7 @@ def main(args: argparse.Namespace) -> int:
         trials = []
         for first in range(0, args.kills, args.kills_a_run):
             moments = [draw.random() for _ in range(min(args.kills_a_run, args.kills - first))]
-            own = (NO_ROLLOUTS,) if len(trials) % 2 else ()
+            own = VARIANTS[len(trials) % len(VARIANTS)]
             trials.append(pool.submit(one, root / f"run_{first:03d}", (*overrides, *STREAM, *own), moments))
         ended = [trial.result() for trial in trials]
     failed = sum(not is_right for _, is_right in ended)
@@ -144,6 +179,8 @@ def one(folder: Path, overrides: Sequence[str], moments: Sequence[float]) -> tup
         if (replayed / EXPORT).read_bytes() != (folder / EXPORT).read_bytes():
             found.append("the replay gives other weights")
         counts = ", ".join(f"{name} {count:g}" for name, count in total_counts(folder).items()) or "none brought back"
+        several, turns = versions_of_turns(folder)
+        counts += f"; {several} of {turns} turns of several versions"
     except (OSError, ValueError, RuntimeError, SkyrlTrainError) as error:
         found, counts = [f"{type(error).__name__}: {error}"], "?"
     said = "; ".join(found) or "as it should be"

@@ -146,7 +146,9 @@ def test_a_run_that_is_stopped_goes_on_without_losing_or_repeating_a_prompt(tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", ["rollouts", "journal"])
-@pytest.mark.parametrize("kind", ["", "curriculum", "greedy samples", "oversampling", "dynamic sampling", "critic"])
+@pytest.mark.parametrize(
+    "kind", ["", "curriculum", "greedy samples", "oversampling", "dynamic sampling", "copies", "critic"]
+)
 def test_steps_after_the_checkpoint_are_taken_again_and_replays_give_the_same_weights(
     tmp_path: Path, kind: str, kept: str
 ) -> None:
@@ -227,10 +229,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "oversampling": {"trainer": {"oversample": 1.5, "stale_groups": "drop"}},
     "in order": {"trainer": {"oversample": 1.5, "take_groups": "in_order"}},
     "dynamic sampling": {"trainer": {"algorithm": {"filters": {"dynamic_sampling": "filter"}}}},
+    "copies": {"trainer": {"algorithm": {"filters": {"dynamic_sampling": "replace", "replace_min_share": 0.25}}}},
 }
 
 
-SLOW_KINDS = ("sized by memory", "dynamic sampling")
+SLOW_KINDS = ("sized by memory", "dynamic sampling", "copies")
 
 
 def check_kind(kind: str, records: list[dict[str, Any]], batches: list[RolloutBatch]) -> None:
@@ -246,7 +249,7 @@ def check_kind(kind: str, records: list[dict[str, Any]], batches: list[RolloutBa
         assert [record["curriculum/tried"] for record in records] == [0.0, 4.0]
     if kind == "greedy samples":
         assert all(trajectory.greedy_reward is not None for trajectory in trajectories)
-    if kind == "dynamic sampling":
+    if kind in ("dynamic sampling", "copies"):
         assert all(all(differing_prompts(batch)) for batch in batches)
         assert records[-1]["total/prompts"] > 2 * BATCH
     if kind == "oversampling":
@@ -269,7 +272,7 @@ def test_a_stream_feeds_every_kind_of_training(tmp_path: Path, kind: str) -> Non
     records = read_metrics(tmp_path / "metrics.jsonl")
     # What the learner's own weights sampled is what the learner says of it: the engine has what was trained.
     assert all(record.get("off_policy/abs/age_0", 0.0) < 1e-4 for record in records)
-    assert any(record["off_policy/age/max"] == 1.0 for record in records) or kind == "dynamic sampling"
+    assert any(record["off_policy/age/max"] == 1.0 for record in records) or kind in ("dynamic sampling", "copies")
     check_kind(kind, records, batches)
 
 
@@ -279,7 +282,6 @@ def test_a_stream_feeds_every_kind_of_training(tmp_path: Path, kind: str) -> Non
         ({"generator": {"backend": "replay"}}, "generator.backend"),
         ({"generator": {"backend": "vllm"}, "placement": {"colocate_all": True}}, "placement.colocate_all"),
         ({"generator": {"backend": "vllm"}, "platform": {"name": "gpu"}}, "placement.backend"),
-        ({"trainer": {"algorithm": {"filters": {"dynamic_sampling": "replace"}}}}, "filters.dynamic_sampling"),
         ({"trainer": {"oversample": 1.5}}, "trainer.stale_groups"),
         ({"trainer": {"take_groups": "in_order", "stale_groups": "drop"}}, "trainer.stale_groups"),
         ({"trainer": {"max_staleness": 0, "oversample": 1.5}}, "trainer.oversample"),

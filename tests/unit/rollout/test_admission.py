@@ -193,6 +193,62 @@ def test_no_group_begins_where_too_many_were_discarded_for_one_batch() -> None:
     assert start_all(admission) == [8, 9, 10]
 
 
+def finish_all(admission: Admission, idle: dict[int, str]) -> None:
+    for ordinal in start_all(admission):
+        admission.finish(ordinal, idle_reason=idle.get(ordinal, ""))
+
+
+def test_copies_of_groups_that_teach_stand_in_turn_in_the_places_of_those_that_do_not() -> None:
+    admission = make(batch_size=5, max_staleness=1, replace_min_share=0.4)
+    finish_all(admission, {0: "filtered", 2: "failed", 4: "filtered"})
+    closed = admission.close()
+    assert closed == Closed(ordinals=(1, 1, 3, 3, 1), dropped={0: "filtered", 2: "failed", 4: "filtered"})
+    assert closed.trained == (1, 3)
+    assert admission.settled == Settled(frontier=5)
+    admission.publish(1)
+    assert start_all(admission) == [10, 11, 12, 13, 14]
+
+
+def test_a_batch_of_which_too_few_teach_is_discarded_and_others_make_it() -> None:
+    admission = make(batch_size=4, max_staleness=1, replace_min_share=0.5)
+    finish_all(admission, {0: "filtered", 1: "filtered", 2: "filtered", 5: "failed"})
+    rejected = {0: "filtered", 1: "filtered", 2: "filtered", 3: "rejected"}
+    assert admission.close() == Closed(ordinals=(4, 4, 6, 7), dropped={**rejected, 5: "failed"})
+    assert admission.discarded == {"filtered": 3, "rejected": 1, "failed": 1}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_one_group_at_least_must_teach_however_small_the_share(share: float) -> None:
+    admission = make(batch_size=4, max_staleness=1, replace_min_share=share)
+    finish_all(admission, dict.fromkeys((0, 1, 2, 3, 4, 5, 6), "filtered"))
+    closed = admission.close()
+    assert closed is not None
+    assert closed.ordinals == (7, 7, 7, 7)
+
+
+def test_no_batch_is_made_where_too_many_were_rejected() -> None:
+    admission = make(batch_size=2, max_staleness=3, replace_min_share=0.5, max_discards=4)
+    finish_all(admission, dict.fromkeys(range(4), "filtered"))
+    assert admission.close() is None
+    assert admission.is_exhausted
+    assert admission.num_ready == 4, "no third batch is tried"
+    assert start_all(admission) == []
+
+
+def test_what_a_run_before_had_rejected_is_surplus_where_it_is_of_use_now() -> None:
+    """Groups 0 and 2 were rejected, so that 4 and 5 began; then the run was killed. Now 0 and 1 make the batch, and three of
+    the four that are left are due in the next one, which has room for two."""
+    admission = make(batch_size=2, max_staleness=1, replace_min_share=1.0, max_discards=60)
+    for ordinal in range(6):
+        admission.restore(ordinal, 0)
+    idle = {2: "filtered"}
+    for ordinal in range(5):
+        admission.finish(ordinal, idle_reason=idle.get(ordinal, ""))
+    assert admission.close() is None, "the last one may yet be of use"
+    admission.finish(5)
+    assert admission.close() == Closed(ordinals=(0, 1), dropped={5: "surplus", 4: "surplus"})
+
+
 def test_a_resumed_run_begins_with_the_prompts_that_are_not_settled() -> None:
     admission = make(batch_size=2, version=3, settled=Settled(frontier=4, beyond=(6, 7)))
     assert start_all(admission) == [4, 5, 8, 9]
@@ -270,6 +326,7 @@ class Simulation:
     began_at: dict[int, int] = field(default_factory=dict)
     dropped: dict[int, str] = field(default_factory=dict)
     durations: dict[int, float] = field(default_factory=dict)
+    num_copies: int = 0
 
     def __post_init__(self) -> None:
         draw = self.random = random.Random(self.seed)
@@ -284,6 +341,8 @@ class Simulation:
                 {"take_groups": "in_order", "oversample": draw.choice([1.25, 2.0, 3.0])},
             ]
         )
+        self.copies = {"replace_min_share": draw.choice([0.1, 0.5])} if draw.random() < 0.3 else {}
+        """With them what is filtered makes batches, too."""
         self.window = round((1 + self.max_staleness) * self.batch_size * self.rules.get("oversample", 1.0))
         """Most groups that may be pending."""
         self.starved_until = 0
@@ -297,6 +356,7 @@ class Simulation:
             version=version,
             settled=settled,
             **self.rules,
+            **self.copies,
         )
 
     def duration(self) -> float:
@@ -335,9 +395,14 @@ class Simulation:
                 if self.filtered_share and self.random.random() < 0.05:
                     self.starved_until = max(self.began_at) + 3 * self.window
                 continue
+            if self.copies and admission.dropped and not ends and admission.num_ready < self.batch_size:
+                continue  # a batch was rejected
             assert ends, "deadlock: nothing is in flight and no batch can be closed"
             now, ordinal = heapq.heappop(ends)
-            if ordinal < self.starved_until or self.random.random() < self.filtered_share:
+            is_filtered = ordinal < self.starved_until or self.random.random() < self.filtered_share
+            if self.copies:
+                admission.finish(ordinal, idle_reason="filtered" if is_filtered else "")
+            elif is_filtered:
                 admission.discard(ordinal, "filtered")
                 self.dropped[ordinal] = "filtered"
             else:
@@ -346,7 +411,9 @@ class Simulation:
 
     def check(self, closed: Closed, admission: Admission) -> None:
         assert len(closed.ordinals) == self.batch_size
-        for ordinal in closed.ordinals:
+        assert closed.trained == closed.ordinals or self.copies
+        self.num_copies += len(closed.ordinals) - len(closed.trained)
+        for ordinal in closed.trained:
             assert admission.version - self.began_at[ordinal] <= self.max_staleness, "too old"
             assert ordinal not in self.trained_at, "trained twice"
             self.trained_at[ordinal] = admission.version
@@ -354,12 +421,15 @@ class Simulation:
             assert max(closed.ordinals) < min(admission._pending, default=10**9), "an older group was passed over"
         for ordinal, reason in closed.dropped.items():
             assert self.dropped.setdefault(ordinal, reason) == reason
-            assert reason == "filtered" or self.rules not in ({"stale_groups": "wait"}, {"take_groups": "in_order"})
+            assert reason in ("filtered", "rejected") or self.rules not in (
+                {"stale_groups": "wait"},
+                {"take_groups": "in_order"},
+            )
 
     def check_end(self, admission: Admission) -> None:
         """No prompt is lost: what is settled is what was trained on or dropped, and few wait behind the newest."""
         settled = {*range(admission.settled.frontier), *admission.settled.beyond}
-        assert settled == self.trained_at.keys() | self.dropped.keys()
+        assert settled == self.trained_at.keys() | self.dropped.keys() | admission.dropped.keys()
         assert not self.trained_at.keys() & self.dropped.keys()
         # Fair: within one run of the process groups begin in order, and all are in a batch by its deadline.
         assert self.began_at.keys() >= set(range(admission.settled.frontier))
@@ -377,7 +447,7 @@ def test_a_run_to_its_end_leaves_no_prompt_behind(seed: int) -> None:
     simulation = Simulation(seed)
     admission = simulation.run(max_events=10**9, total_batches=20)
     simulation.check_end(admission)
-    assert len(simulation.trained_at) == 20 * simulation.batch_size
+    assert len(simulation.trained_at) == 20 * simulation.batch_size - simulation.num_copies
     assert (
         admission.num_in_flight == admission.num_ready == 0
         or "oversample" in simulation.rules

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynamically
 from skyrl_train.config.algorithm import FilterConfig
 from skyrl_train.config.data import CurriculumConfig
 from skyrl_train.config.generation import GeneratorConfig
@@ -21,8 +22,9 @@ from skyrl_train.data.curriculum import Curriculum
 from skyrl_train.errors import DataError, EngineError
 from skyrl_train.rollout.admission import AdmissionSettings, Settled
 from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.rollout.groups import distinct
+from skyrl_train.rollout.groups import distinct, rollouts_of
 from skyrl_train.rollout.journal import Journal
+from skyrl_train.rollout.replay import ReplayGenerator
 from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken
 from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
 from tests.fakes import FakeEngine, FakeEnvironment, done_with, make_prompts, make_tokenizer
@@ -31,6 +33,7 @@ from tests.fakes_trainer import make_trajectory, make_turn
 TOKENIZER = make_tokenizer()
 BATCH, SAMPLES = 2, 2
 FILTER = FilterConfig(dynamic_sampling="filter", dynamic_sampling_max_batches=4)
+REPLACE = FilterConfig(dynamic_sampling="replace", dynamic_sampling_max_batches=4, replace_min_share=0.5)
 
 
 class GradedEnvironment(FakeEnvironment):
@@ -83,6 +86,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
                 max_staleness=1,
                 total_batches=3,
                 max_discards=filters.dynamic_sampling_max_batches * BATCH,
+                replace_min_share=filters.replace_min_share if filters.dynamic_sampling == "replace" else None,
                 **{"stale_groups": "wait", **rules},
             ),
             n_samples_per_prompt=SAMPLES,
@@ -177,6 +181,95 @@ def test_a_group_that_failed_is_told_from_one_of_equal_rewards(start: Start) -> 
     assert sum(trajectory.failed for batch in taken for trajectory in batch.everything.trajectories) == SAMPLES
 
 
+def three_differ_of_eight(request: GenerationRequest) -> list[int]:
+    """Only the samples of prompts 3, 4, 5, 11, 12, 13, ... have different rewards: with batches of two, 0 and 1 are
+    rejected, and 3 has a copy in the place of 2."""
+    ordinal, sample = place(request)
+    return says(sample if ordinal % 8 in (3, 4, 5) else 1)
+
+
+def test_copies_stand_where_the_serial_loop_has_them(start: Start) -> None:
+    """Of the same groups: batches that the serial loop rejects are rejected, and the others have the same trajectories."""
+    taken = take_all(start(three_differ_of_eight, filters=REPLACE, take_groups="in_order")[0])
+    made = {}
+    for batch in taken:
+        every = batch.everything
+        for index, prompt in enumerate(every.prompts):
+            made[int(prompt.uid[1:])] = prompt, every.trajectories[index * SAMPLES : (index + 1) * SAMPLES]
+    assert sorted(made) == list(range(12)), "each prompt once, in batches of two that were rejected or not"
+    serial, state = [], SamplingState()
+    for first in range(0, 12, BATCH):
+        generated = rollouts_of([made[ordinal] for ordinal in range(first, first + BATCH)], SAMPLES)
+        sampled = sample_dynamically(state, generated, num_prompts=BATCH, config=REPLACE)
+        state = sampled.state
+        serial += [] if sampled.rollouts is None else [sampled.rollouts]
+    assert [[one.turns for one in batch.rollouts.trajectories] for batch in taken] == [
+        [one.turns for one in batch.trajectories] for batch in serial
+    ]
+    assert [sorted(uids(batch)) for batch in taken] == [["p3", "p3#copy1"], ["p4", "p5"], ["p11", "p11#copy1"]]
+    assert [batch.metrics.get("stream/copies") for batch in taken] == [1.0, None, 1.0]
+    assert [batch.metrics.get("stream/dropped_filtered") for batch in taken] == [3.0, None, 5.0]
+    assert {trajectory.prompt_uid for trajectory in taken[0].rollouts.trajectories} == {"p3", "p3#copy1"}
+
+
+def test_where_too_few_differ_in_each_batch_the_run_ends_and_names_the_share(start: Start) -> None:
+    stream, engine = start(lambda _: says(1), filters=REPLACE)
+    with pytest.raises(
+        DataError, match=r"4 times 2 prompts were sampled .* fewer than .*replace_min_share=0\.5 of them"
+    ):
+        stream.take()
+    assert len({place(request)[0] for request in engine.requests}) <= 8 + 2
+
+
+def test_a_group_all_of_whose_samples_failed_has_a_copy_in_its_place(start: Start) -> None:
+    def answer(request: GenerationRequest) -> Any:
+        ordinal, sample = place(request)
+        return EngineError("no memory") if ordinal == 0 else says(sample)
+
+    taken = take_all(start(answer, filters=REPLACE, take_groups="in_order", max_failed_fraction=0.9)[0])
+    assert sorted(uids(taken[0])) == ["p1", "p1#copy1"]
+    assert taken[0].metrics["stream/dropped_failed"] == 1.0
+    assert not any(one.failed for one in taken[0].rollouts.trajectories)
+
+
+def test_what_was_rejected_before_a_kill_is_not_made_again(start: Start, tmp_path: Path) -> None:
+    """The journal ends before the first batch: with the groups of a batch that was rejected."""
+    path = tmp_path / "journal.jsonl"
+    stream, _ = start(three_differ_of_eight, filters=REPLACE)
+    first = take_all(stream)
+    stream.close()
+    lines = path.read_bytes().splitlines(keepends=True)
+    cut = next(number for number, line in enumerate(lines) if line.startswith(b'{"batch": 0'))
+    path.write_bytes(b"".join(lines[:cut]))
+    known = {json.loads(line)["turn"] for line in lines[:cut] if line.startswith(b'{"turn"')}
+    stream, after = start(three_differ_of_eight, filters=REPLACE)
+    again = take_all(stream)
+    assert known
+    assert not known & {request.request_id for request in after.requests}
+    for taken in (first, again):
+        everything = Counter(prompt.uid for batch in taken for prompt in batch.everything.prompts)
+        assert set(everything.values()) == {1}
+        settled = taken[-1].settled
+        assert sorted(everything) == sorted(f"p{each}" for each in (*range(settled.frontier), *settled.beyond))
+        trained = [uid for batch in taken for uid in uids(batch)]
+        assert len(set(trained)) == 3 * BATCH
+        assert {int(uid[1:].partition("#")[0]) % 8 for uid in trained} <= {3, 4, 5}
+
+
+def test_a_journal_with_copies_is_replayed_as_it_was_trained_on(start: Start, tmp_path: Path) -> None:
+    stream, _ = start(three_differ_of_eight, filters=REPLACE)
+    taken = take_all(stream)
+    stream.close()
+    recorded = ReplayGenerator(tmp_path / "journal.jsonl")
+    for step, batch in enumerate(taken, start=1):
+        prompts = recorded.prompts_for_step(step)
+        found = recorded.generate(
+            prompts, n_samples_per_prompt=SAMPLES, sampling=SamplingParams(), global_step=step, purpose="train"
+        )
+        assert [prompt.uid for prompt in prompts] == uids(batch)
+        assert found.trajectories == batch.rollouts.trajectories
+
+
 def test_what_was_discarded_is_not_made_again_and_is_told_the_same(start: Start, tmp_path: Path) -> None:
     stream, _ = start(odd_ones_differ, filters=FILTER)
     first = [stream.take()]
@@ -258,6 +351,12 @@ def test_what_is_too_many_is_told_with_its_length(start: Start) -> None:
 RULES: dict[str, dict[str, Any]] = {
     "filtered, with greedy samples": {"filters": FILTER, "samples_greedily": True},
     "oversampled": {"oversample": 2.0, "stale_groups": "drop"},
+    "replaced": {"filters": REPLACE},
+    "replaced, in order, with greedy samples": {
+        "filters": REPLACE,
+        "take_groups": "in_order",
+        "samples_greedily": True,
+    },
     "oversampled in order and filtered": {"oversample": 2.0, "take_groups": "in_order", "filters": FILTER},
 }
 
@@ -286,7 +385,9 @@ def check_crash_at(cut: int, rules: dict[str, Any], before: list[Taken], path: P
     ]
     last = after[-1].settled if after else settled
     known = [f"p{ordinal}" for ordinal in (*range(last.frontier), *last.beyond)]
-    assert sorted([*trained, *dropped]) == sorted(known), "each prompt is trained on or dropped, once"
+    assert sorted([*(uid for uid in trained if "#copy" not in uid), *dropped]) == sorted(known), (
+        "each prompt is trained on or dropped, once"
+    )
 
 
 def crash(rules: dict[str, Any], folder: Path, start: Start, count: int) -> None:
