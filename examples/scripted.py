@@ -15,6 +15,8 @@ import torch
 from transformers import AutoTokenizer
 
 from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.telemetry.rollout_log import encode_trajectory
+from skyrl_train.telemetry.rollout_store import pairs_of, read_rollouts
 from skyrl_train.types import GenerationOutput, StopReason
 
 
@@ -58,11 +60,16 @@ class Scripted:
 
 def check(folder: Path, tokenizer_path: str, steps: int, expected: Callable[[dict], tuple[list[str], float]]) -> None:
     """Compares the rollouts of a run, token by token, with the texts and the reward that are expected of each."""
+    from pyarrow.parquet import read_table
+
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
     end = tokenizer.eos_token_id
     for step in range(1, steps + 1):
-        for line in (folder / "rollouts" / f"train_step_{step:06d}.jsonl").read_text().splitlines():
-            rollout = json.loads(line)
+        file = folder / "rollouts" / f"train_step_{step:06d}.parquet"
+        rows = read_table(file, columns=["uid", "sample", "advantages"]).to_pylist()
+        learned = {(row["uid"], row["sample"]) for row in rows if any(row["advantages"])}
+        for prompt, trajectory in pairs_of(read_rollouts(file)[step]):
+            rollout = encode_trajectory(prompt, trajectory)
             texts, reward = expected(rollout)
             assert [turn["response_token_ids"] for turn in rollout["turns"]] == [
                 [*tokenizer.encode(text), end] for text in texts
@@ -70,7 +77,7 @@ def check(folder: Path, tokenizer_path: str, steps: int, expected: Callable[[dic
             parents = [None, *range(len(texts) - 1)]
             assert [turn["parent"] for turn in rollout["turns"]] == parents, "a prompt was rewritten"
             assert rollout["reward"] == reward, "the reward is not that of the script"
-            assert any(value != 0 for turn in rollout["turns"] for value in turn["advantages"]), "no gradient"
+            assert (rollout["uid"], rollout["sample"]) in learned, "no gradient"
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     norms = [record["policy/grad_norm"] for record in metrics if "policy/grad_norm" in record]
     assert len(norms) == steps, norms

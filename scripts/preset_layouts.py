@@ -59,7 +59,7 @@ from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_tr
 from skyrl_train.model.value_model import load_value_model
 from skyrl_train.runs.rl import assembly_settings, train
 from skyrl_train.telemetry.metrics import StepMetrics
-from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.telemetry.rollout_store import read_rollouts
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch, StopReason, Trajectory
 
@@ -273,7 +273,7 @@ def record(folder: Path) -> RolloutBatch:
     and every other trajectory is told to have ended by itself.
     """
     train(config_of("self_distillation", folder, "data.max_train_prompts=3", "trainer.dump_rollouts=true"))
-    rollouts = read_rollouts(folder / "recorded" / "rollouts" / "train_step_000001.jsonl")[1]
+    rollouts = read_rollouts(folder / "recorded" / "rollouts" / "train_step_000001.parquet")[1]
     draws = random.Random(0)
 
     def rewarded(trajectory: Trajectory) -> Trajectory:

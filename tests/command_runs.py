@@ -17,6 +17,8 @@ from torch import Tensor
 
 from skyrl_train.signals import STOP_SIGNALS
 from skyrl_train.telemetry.metrics_log import phase_seconds
+from skyrl_train.telemetry.rollout_log import encode_trajectory
+from skyrl_train.telemetry.rollout_store import pairs_of, read_rollouts
 
 RAY = ("placement.backend=ray", "placement.start_timeout_s=180", "placement.call_timeout_s=120")
 TIMEOUT_S = 800.0
@@ -71,7 +73,10 @@ def run_command(folder: Path, *overrides: str, module: str = "skyrl_train.main")
 
 
 def records(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """Lines of a file of JSON lines in a run's folder."""
+    """Lines of a file of JSON lines in a run's folder; of recorded rollouts what such lines would be."""
+    if name.endswith(".parquet"):
+        pairs = [pair for batch in read_rollouts(folder / name).values() for pair in pairs_of(batch)]
+        return [encode_trajectory(prompt, trajectory) for prompt, trajectory in pairs]
     return [json.loads(line) for line in (folder / name).read_text(encoding="utf-8").splitlines()]
 
 

@@ -39,7 +39,7 @@ from skyrl_train.rollout.chat_tokens import ChatTokens, check_tools
 from skyrl_train.rollout.row_checks import checked_prompts
 from skyrl_train.rollout.tools.formats import make_parser
 from skyrl_train.rollout.tools.toolbox import tool_schemas
-from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.telemetry.rollout_store import read_rollouts
 
 CONFIG_NAME = "config"
 _UNCOUNTED = "The training prompts were not counted, for a reason below; planning with one batch of them."
@@ -213,7 +213,9 @@ def _lengths(recorded: str, *, step_wise: bool) -> RowLengths | None:
     if not recorded:
         return None
     path = Path(recorded)
-    files = sorted(path.glob("train_step_*.jsonl")) if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = sorted(file for file in path.glob("train_step_*") if file.suffix in (".parquet", ".jsonl"))
     batches = [batch for file in files for batch in read_rollouts(file).values()]
     try:
         return recorded_lengths(batches, step_wise=step_wise, source=str(path))

@@ -164,8 +164,8 @@ class GeneratorConfig:
     """Largest difference of a probe's log-probability that `verify_weight_sync` accepts; bfloat16 needs about 0.2. The
     probe of the first sync allows 0.5 where types are not float32 on a CPU."""
     replay_path: Forks[str] = ""
-    """Rollouts to train on (backend replay): a JSON-lines file, a folder of them, such as a run's `rollouts/`, or a run's
-    `journal/`."""
+    """Rollouts to train on (backend replay): a Parquet or JSON-lines file, a folder of them, such as a run's `rollouts/`,
+    or a run's `journal/`."""
 
     @property
     def has_own_devices(self) -> bool:

@@ -139,7 +139,7 @@ class TrainerConfig(LoopConfig):
     eval_batch_size: Free[BatchSize] = 256
     """Held-out prompts generated together."""
     dump_rollouts: Free[bool] = True
-    """Write every trajectory to `rollouts/` as JSON lines."""
+    """Write every trajectory to `rollouts/`, a Parquet file a step."""
     export_hf: Free[bool] = True
     """Write the final policy in Hugging Face format to `export/`."""
 
@@ -193,7 +193,7 @@ class PlanConfig:
     """`plan`: read by `python -m skyrl_train.plan` only."""
 
     lengths: str = ""
-    """Recorded rollouts (a JSON-lines file, or a run's `rollouts/`) whose lengths the plan is made for; empty guesses."""
+    """Recorded rollouts (a file of them, or a run's `rollouts/`) whose lengths the plan is made for; empty guesses."""
     num_train_prompts: NonNegativeInt = 0
     """How many training prompts there are, where the data is not on this machine; 0 counts them."""
     device_memory_gb: NonNegativeFloat = 0.0

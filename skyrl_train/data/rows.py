@@ -240,8 +240,8 @@ def read_csv(location: str) -> Iterator[Row]:
 
 def read_parquet(location: str) -> Iterator[Any]:
     """The reader `parquet`: one file, a row group at a time."""
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
+    import pyarrow
+    import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(location) as file:
@@ -253,7 +253,7 @@ def read_parquet(location: str) -> Iterator[Any]:
 def read_arrow(location: str) -> Iterator[Any]:
     """The reader `arrow`: one file, a stream (as `Dataset.save_to_disk` writes it) or with a footer (Feather)."""
     import pyarrow
-    import pyarrow.ipc  # type: ignore[import-untyped]
+    import pyarrow.ipc
 
     try:
         with pyarrow.memory_map(location) as file:

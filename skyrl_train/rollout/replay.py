@@ -15,11 +15,11 @@ from skyrl_train.errors import ConfigError, DataError, EngineError, Violation
 from skyrl_train.rollout.checked_engine import check_failures, checked_trajectory
 from skyrl_train.rollout.groups import distinct, rollouts_of
 from skyrl_train.rollout.journal import FILE, batch_places, read_group
-from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.telemetry.rollout_store import read_facts, read_rollouts
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
 _LARGEST_ID = 2**31
-_NOT_TRAINED_ON = re.compile(r"(?:eval|failed)_step_\d+\.jsonl")
+_NOT_TRAINED_ON = re.compile(r"(?:eval|failed)_step_\d+\.(?:parquet|jsonl)")
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,9 @@ class _RecordedStep:
 
 
 class ReplayGenerator:
-    """Implements `Generator` from JSON lines (see `telemetry/rollout_log.py`), or from the journal of a run whose rollouts
-    were made while the learner updated (`journal.py`), and supplies the prompts of each step.
+    """Implements `Generator` from a run's `rollouts/` (`telemetry/rollout_store.py`), from JSON lines (`rollout_log.py`), or
+    from the journal of a run whose rollouts were made while the learner updated (`journal.py`), and supplies the prompts of
+    each step.
 
     Steps are taken in the order of their recording: the first recorded one is step 1, whatever its number was.
     """
@@ -54,8 +55,8 @@ class ReplayGenerator:
     ) -> None:
         """
         Args:
-            path: A JSON-lines file, or a folder of them such as a run's `rollouts/` (those of evaluations and failed steps
-                are left out); or a run's `journal/`.
+            path: A file, Parquet or JSON lines, or a folder of them such as a run's `rollouts/` (those of evaluations and
+                failed steps are left out); or a run's `journal/`.
             vocabulary_size: Rows of the policy's embedding.
             max_context_length: Most tokens of a prompt and its response together.
             max_failed_fraction: Most trajectories of a step, as a fraction, that may be refused for one of these two, or for
@@ -63,7 +64,7 @@ class ReplayGenerator:
             shape: What is made of a journal's rewards, which are those of the environment; rollouts have it in them.
 
         Raises:
-            DataError: There is no such file, or a line in it is not a recorded trajectory.
+            DataError: There is no such file, a row in it is not a recorded trajectory, or it lacks prompts of its step.
             SkyrlTrainError: More trajectories of a step are refused.
         """
         self._limits = {"vocabulary_size": vocabulary_size, "max_context_length": max_context_length}
@@ -80,6 +81,11 @@ class ReplayGenerator:
                 self._steps.append(step)
             return
         for file in _files(path):
+            if (fraction := read_facts(file).sample_fraction) < 1:
+                raise DataError(
+                    f"generator.replay_path: {file} holds {fraction:g} of its step's prompts, and a step is replayed whole. "
+                    "Record with rollouts.sample_fraction=1."
+                )
             self._steps.extend(
                 _RecordedStep(file, step, batch.prompts, batch.n_samples_per_prompt)
                 for step, batch in self._load(file).items()
@@ -212,12 +218,14 @@ def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         raise DataError(
             f"generator.replay_path: no such file or folder: {path}. "
-            "Give a JSON-lines file, or a run's rollouts/ or journal/ folder."
+            "Give a file of rollouts, or a run's rollouts/ or journal/ folder."
         )
-    files = sorted(file for file in path.glob("*.jsonl") if not _NOT_TRAINED_ON.fullmatch(file.name))
+    # A run that an older version began has JSON lines up to where it went on.
+    files = [each for pattern in ("*.parquet", "*.jsonl") for each in path.glob(pattern)]
+    files = sorted((file for file in files if not _NOT_TRAINED_ON.fullmatch(file.name)), key=lambda file: file.stem)
     if not files:
         raise DataError(
-            f"generator.replay_path: {path} holds no training rollouts (*.jsonl). "
+            f"generator.replay_path: {path} holds no training rollouts (*.parquet, *.jsonl). "
             "Record some with trainer.dump_rollouts=true."
         )
     return files

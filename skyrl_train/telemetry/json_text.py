@@ -44,13 +44,26 @@ def json_problem(value: object) -> str:
     return "" if found is None else f"{found[0].removeprefix('.')!r} {found[1]}"
 
 
-def json_line(record: Mapping[str, Any]) -> bytes:
-    """Return a line of JSON in UTF-8, whatever the record holds: NaN and infinities become their names, half characters
+def json_text(value: object) -> str:
+    """Return JSON that UTF-8 can hold, whatever the value holds: NaN and infinities become their names, half characters
     their escapes, what cannot be shown the name of its type."""
     try:
-        return (json.dumps(record, ensure_ascii=False, allow_nan=False, default=str) + "\n").encode()
-    except Exception:  # of the record, or of an object in it that has no text
-        return (json.dumps(_writable(record, 0), ensure_ascii=False, allow_nan=False) + "\n").encode()
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
+        if is_text(text):
+            return text
+    except Exception:  # of the value, or of an object in it that has no text
+        pass
+    return json.dumps(_writable(value, 0), ensure_ascii=False, allow_nan=False)
+
+
+def json_line(record: Mapping[str, Any]) -> bytes:
+    """Return a line of JSON in UTF-8, whatever the record holds, as `json_text` does."""
+    return f"{json_text(record)}\n".encode()
+
+
+def writable_text(text: str) -> str:
+    """Return a text that UTF-8 can hold: half characters become their escapes."""
+    return text if is_text(text) else text.encode(errors="backslashreplace").decode()
 
 
 def _problem(value: object, depth: int) -> tuple[str, str] | None:
@@ -97,8 +110,7 @@ def _writable(value: object, depth: int) -> Any:
 
 def _name(value: object) -> str:
     text = _text_of(value)
-    shown = f"<{type(value).__name__}>" if text is None else text
-    return shown.encode(errors="backslashreplace").decode()
+    return writable_text(f"<{type(value).__name__}>" if text is None else text)
 
 
 def shown(value: object) -> str:

@@ -1,4 +1,5 @@
-"""Trajectories as JSON lines: one file a step, one line a trajectory, exact floats; written and read back.
+"""Trajectories as JSON, one line a trajectory, exact floats: in the journal of a stream, and in files made elsewhere or by
+versions that wrote lines where `rollout_store.py` writes Parquet. Advantages, where a line has any, are not read.
 
 A line, shortened:
 
@@ -6,7 +7,7 @@ A line, shortened:
      "prompt": [{"role": "user", "content": "2+2?"}], "env_class": "gsm8k", "extras": {...}, "metrics": {"solved": 1.0},
      "turns": [{"parent": null, "added_token_ids": [5, 9], "response_token_ids": [7, 2], "reward": 1.0, "text": "4",
                 "logprobs": [-0.5, -0.25], "stop_reason": "stop", "weight_versions": [[0, 0]],
-                "observations": [], "advantages": [0.7, 0.7]}]}
+                "observations": []}]}
 
 A turn is stored as what it adds to its parent, an earlier turn of the line (see `types.Turn`), so that a conversation's
 tokens are in the file once. To read one back only `uid` and, for each turn, `response_token_ids`, `reward` and one of
@@ -18,7 +19,6 @@ be trained on. `logprobs` absent means that none were recorded.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.errors import DataError
-from skyrl_train.telemetry.files import bring_to_disk, sync_folder
-from skyrl_train.telemetry.json_text import json_line, json_problem, parse_json, shown
+from skyrl_train.telemetry.json_text import json_problem, parse_json, shown
 from skyrl_train.turns import NO_ROUTING, decode_routing, encode_routing
 from skyrl_train.types import (
     ChatMessage,
@@ -50,93 +49,12 @@ from skyrl_train.types import (
 
 _JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text", NoneType: "null"}
 _LARGEST_COUNT = 2**53
-FAILED = "failed"
-"""Purpose of the rollouts of a step that ended by an error."""
-TurnAdvantages = Sequence[Sequence[float]]
-"""Per turn, the advantage of each response token."""
+UNNUMBERED = -1
+"""Sample of a trajectory whose record does not say which it is."""
 
 
-def rollout_file(folder: Path, *, purpose: str, global_step: int) -> Path:
-    """Return the file of a step, e.g. `rollouts/train_step_000001.jsonl`."""
-    return folder / f"{purpose}_step_{global_step:06d}.jsonl"
-
-
-def write_rollouts(
-    folder: Path,
-    rollouts: RolloutBatch,
-    *,
-    purpose: str,
-    global_step: int,
-    advantages: Sequence[TurnAdvantages | None] | None = None,
-) -> Path:
-    """Write one step's trajectories; the file appears complete or not at all.
-
-    Args:
-        advantages: Per trajectory, in the batch's order; None where there are none (a failed trajectory, say).
-
-    Raises:
-        ValueError: Advantages do not match the turns.
-        OSError: The disk does not take it.
-    """
-    head = {"global_step": global_step, "purpose": purpose}
-    records = (
-        head
-        | encode_trajectory(
-            rollouts.prompts[index // rollouts.n_samples_per_prompt],
-            trajectory,
-            advantages[index] if advantages is not None else None,
-        )
-        for index, trajectory in enumerate(rollouts.trajectories)
-    )
-    return _write_lines(rollout_file(folder, purpose=purpose, global_step=global_step), records)
-
-
-def write_failed_rollouts(
-    folder: Path, rollouts: Sequence[tuple[Prompt, Trajectory]], *, global_step: int, error: str
-) -> Path:
-    """Write the trajectories of a step that ended by `error`, which stands in each line, as `failed_step_000003.jsonl`. It
-    takes the place of the step's own file: nothing was learned from them. Numbers that are not finite become null."""
-    head = {"global_step": global_step, "purpose": FAILED, "error": error}
-    records = (_finite_numbers(head | encode_trajectory(prompt, trajectory)) for prompt, trajectory in rollouts)
-    path = _write_lines(rollout_file(folder, purpose=FAILED, global_step=global_step), records)
-    rollout_file(folder, purpose="train", global_step=global_step).unlink(missing_ok=True)
-    return path
-
-
-def _finite_numbers(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite_numbers(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite_numbers(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
-    """Write a file of JSON lines, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            for record in records:
-                file.write(json_line(record))
-            file.flush()
-            bring_to_disk(file.fileno(), path)
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-    return path
-
-
-def encode_trajectory(
-    prompt: Prompt, trajectory: Trajectory, advantages: TurnAdvantages | None = None
-) -> dict[str, Any]:
-    """Return the fields of a line. Raises ValueError where `advantages` do not match the turns."""
-    if advantages is not None and [len(turn) for turn in advantages] != [
-        len(turn.response_token_ids) for turn in trajectory.turns
-    ]:
-        raise ValueError(f"advantages of {prompt.uid}/{trajectory.sample_index} do not match its response tokens")
+def encode_trajectory(prompt: Prompt, trajectory: Trajectory) -> dict[str, Any]:
+    """Return the fields of a line."""
     record: dict[str, Any] = {
         "uid": trajectory.prompt_uid,
         "sample": trajectory.sample_index,
@@ -168,9 +86,6 @@ def encode_trajectory(
         record["rewards"] = dict(trajectory.rewards)
     if trajectory.greedy_reward is not None:
         record["greedy_reward"] = trajectory.greedy_reward
-    if advantages is not None:
-        for turn_record, values in zip(record["turns"], advantages):
-            turn_record["advantages"] = list(values)
     return record
 
 
@@ -194,15 +109,31 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
     return record
 
 
-def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
-    """Return the batches of one file, by global step in the order of the file.
+def read_json_lines(path: Path) -> dict[int, RolloutBatch]:
+    """Return the batches of one file of JSON lines, by global step in the order of the file.
 
     Lines without `global_step` belong to step 0. Groups are recognised by `uid` and must have equal numbers of samples.
 
     Raises:
         DataError: Names the file, the line and what is wrong with it.
     """
+    return in_batches(path, _recorded(path))
+
+
+def in_batches(path: Path, recorded: Iterable[tuple[int, Prompt, Trajectory]]) -> dict[int, RolloutBatch]:
+    """Return what a file holds, trajectories with their steps, as batches. Raises DataError where groups differ in size."""
     steps: dict[int, dict[str, list[tuple[Prompt, Trajectory]]]] = {}
+    for step, prompt, trajectory in recorded:
+        group = steps.setdefault(step, {}).setdefault(prompt.uid, [])
+        if trajectory.sample_index == UNNUMBERED:
+            trajectory = replace(trajectory, sample_index=len(group))
+        group.append((prompt, trajectory))
+    if not steps:
+        raise DataError(f"{path}: no trajectories in it.")
+    return {step: _batch(groups, f"{path}, step {step}") for step, groups in steps.items()}
+
+
+def _recorded(path: Path) -> Iterator[tuple[int, Prompt, Trajectory]]:
     for number, record in _records(path):
         place = f"{path}, line {number}"
         try:
@@ -214,18 +145,25 @@ def read_rollouts(path: Path) -> dict[int, RolloutBatch]:
                 f"{place}: not a recorded trajectory ({what}). It needs uid and, for each of its turns, "
                 "added_token_ids or prompt_token_ids, response_token_ids and reward."
             ) from error
-        group = steps.setdefault(step, {}).setdefault(prompt.uid, [])
         if "sample" not in record:
-            trajectory = replace(trajectory, sample_index=len(group))
-        group.append((prompt, trajectory))
-    if not steps:
-        raise DataError(f"{path}: no trajectories in it.")
-    return {step: _batch(groups, f"{path}, step {step}") for step, groups in steps.items()}
+            trajectory = replace(trajectory, sample_index=UNNUMBERED)
+        yield step, prompt, trajectory
 
 
 def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
-    """Return the inverse of `encode_trajectory` (advantages aside). Raises KeyError for a missing field, ValueError for one
-    of the wrong type, with its name."""
+    """Return the inverse of `encode_trajectory`. Raises KeyError for a missing field, ValueError for one of the wrong type,
+    with its name."""
+    turns: list[Turn] = []
+    for index, turn_record in enumerate(_of_type(record["turns"], list, "turns")):
+        try:
+            turns.append(_decode_turn(_of_type(turn_record, dict, "a turn"), turns))
+        except ValueError as error:
+            raise ValueError(f"turn {index}: {error}") from None
+    return decode_with_turns(record, turns)
+
+
+def decode_with_turns(record: Mapping[str, Any], turns: Sequence[Turn]) -> tuple[Prompt, Trajectory]:
+    """Return what a record holds whose turns are decoded. Raises as `decode_trajectory` does."""
     if problem := json_problem(
         {name: record.get(name) for name in ("uid", "prompt", "env_class", "extras", "tools", "failure")}
     ):
@@ -242,12 +180,6 @@ def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
         dataset=_of_type(record.get("dataset", ""), str, "dataset"),
     )
     failure = _of_type(record.get("failure"), (dict, NoneType), "failure")
-    turns: list[Turn] = []
-    for index, turn_record in enumerate(_of_type(record["turns"], list, "turns")):
-        try:
-            turns.append(_decode_turn(_of_type(turn_record, dict, "a turn"), turns))
-        except ValueError as error:
-            raise ValueError(f"turn {index}: {error}") from None
     if failure is None and not turns:
         raise ValueError("it has no turn and did not fail")
     trajectory = Trajectory(
@@ -266,7 +198,7 @@ def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
         rewards=_numbers(record, "rewards", "reward"),
         first_messages=_messages(record, "first_messages"),
         teacher_prompt_token_ids=_token_ids(record.get("teacher_prompt_token_ids", []), "teacher_prompt_token_ids"),
-        greedy_reward=_finite(record["greedy_reward"], "greedy_reward") if "greedy_reward" in record else None,
+        greedy_reward=finite(record["greedy_reward"], "greedy_reward") if "greedy_reward" in record else None,
     )
     return prompt, trajectory
 
@@ -274,7 +206,7 @@ def decode_trajectory(record: Mapping[str, Any]) -> tuple[Prompt, Trajectory]:
 def _numbers(record: Mapping[str, Any], field: str, what: str) -> dict[str, float]:
     """Return the numbers by name in a field; none where it is not there."""
     values = _of_type(record.get(field, {}), dict, field)
-    return {name: _finite(value, f"the {what} {name}") for name, value in values.items()}
+    return {name: finite(value, f"the {what} {name}") for name, value in values.items()}
 
 
 def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
@@ -296,7 +228,7 @@ def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
         response_logprobs=_logprobs(_of_type(record.get("logprobs") or [], list, "logprobs"), len(response)),
         loss_mask=np.array(_flags(_of_type(record.get("loss_mask") or [], list, "loss_mask")), dtype=np.bool_),
         response_text=_of_type(record.get("text", ""), str, "text"),
-        reward=_finite(record["reward"], "reward"),
+        reward=finite(record["reward"], "reward"),
         observations=_messages(record, "observations"),
         stop_reason=StopReason(record.get("stop_reason", StopReason.STOP.value)),
         weight_versions=_versions(record.get("weight_versions", [[0, record.get("weight_version", 0)]])),
@@ -305,17 +237,22 @@ def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
 
 
 def _messages(record: Mapping[str, Any], name: str) -> tuple[ChatMessage, ...]:
-    messages = _of_type(record.get(name, []), list, name)
-    if problem := json_problem({name: messages}):
+    return messages(record.get(name, []), name)
+
+
+def messages(value: object, name: str) -> tuple[ChatMessage, ...]:
+    """Return a list of chat messages. Raises ValueError, with the field's name, for anything else."""
+    found = _of_type(value, list, name)
+    if problem := json_problem({name: found}):
         raise ValueError(problem)
-    return tuple(_of_type(each, dict, name) for each in messages)
+    return tuple(_of_type(each, dict, name) for each in found)
 
 
 def _logprobs(values: Sequence[object], num_tokens: int) -> NDArray[np.float32]:
     if values and len(values) != num_tokens:
         raise ValueError(f"{len(values)} logprobs for {num_tokens} response tokens")
     with np.errstate(over="ignore"):
-        column = np.array([_finite(value, "a log-probability") for value in values], dtype=np.float32)
+        column = np.array([finite(value, "a log-probability") for value in values], dtype=np.float32)
     if not np.isfinite(column).all():
         raise ValueError("a log-probability must be finite in float32")
     return column
@@ -357,7 +294,8 @@ def _token_ids(value: object, name: str) -> TokenIds:
         raise ValueError(f"{name} must be a list of token ids: {error}") from None
 
 
-def _finite(value: object, name: str) -> float:
+def finite(value: object, name: str) -> float:
+    """Return a finite number. Raises ValueError, with its name, for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} must be a finite number; got {shown(value)}")
     return float(value)

@@ -8,7 +8,7 @@ OUTPUT_DIR/
   metrics.jsonl        one record a step
   restarts.jsonl       on Ray: each time that the run went on by itself after a worker was lost, and why
   run.log              all that the console showed, Python's logging, each error with its traceback
-  rollouts/            every trajectory, JSON lines; `failed_step_N.jsonl` of a step that ended by an error
+  rollouts/            every trajectory, Parquet, a file a step; `failed_step_N.parquet` of a step that ended by an error
   journal/             `trainer.max_staleness`: each turn, group and batch of the stream, before it is used
   samples/             supervised: answers at each evaluation, JSON lines
   evaluation.json      each evaluation on the held-out prompts

@@ -19,7 +19,7 @@ import numpy as np
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import DeadlineError, SaveError, SkyrlTrainError, StopRequested
 from skyrl_train.telemetry.redaction import redact_text
-from skyrl_train.telemetry.rollout_log import write_failed_rollouts, write_rollouts
+from skyrl_train.telemetry.rollout_store import TurnValues, pairs_of, write_failed_rollouts, write_rollouts
 from skyrl_train.threads import WorkerThread
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
 
@@ -27,11 +27,14 @@ logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 1800.0
 CLOSE_TIMEOUT_S = 30.0
-_FILE = re.compile(r"\.?[a-z]+_step_(\d+)\.jsonl(?:\.tmp)?")
+_FILE = re.compile(r"\.?[a-z]+_step_(\d+)\.(?:parquet|jsonl)(?:\.tmp)?")
+"""Versions before wrote JSON lines."""
+_COLUMNS = {"advantages": "advantages", "policy_logprobs": "old_logprobs", "reference_logprobs": "ref_logprobs"}
+"""What is written of each token beside the rollouts themselves, and the batch's names for it."""
 
 
 class RolloutLog:
-    """Writes JSON lines under `folder`, one file a step and purpose, in the background."""
+    """Writes Parquet files under `folder`, one file a step and purpose, in the background."""
 
     def __init__(
         self, folder: Path, *, flush_timeout_s: float = FLUSH_TIMEOUT_S, close_timeout_s: float = CLOSE_TIMEOUT_S
@@ -42,12 +45,12 @@ class RolloutLog:
         self._pending: list[Future[None]] = []
 
     def write(self, rollouts: RolloutBatch, batch: TrainingInputBatch, *, step: int) -> None:
-        """Training rollouts with the advantages that `batch` holds for them."""
+        """Training rollouts with what `batch` holds of their tokens."""
         self._pending.append(self._thread.submit(self._write_train, rollouts, batch, step))
 
     def write_evaluation(self, step: int, rollouts: RolloutBatch) -> None:
         """Rollouts of an evaluation after `step` steps."""
-        self._pending.append(self._thread.submit(self._write, rollouts, "eval", step, None))
+        self._pending.append(self._thread.submit(self._write_evaluation, rollouts, step))
 
     def flush(self) -> None:
         """Waits until everything is on disk. Raises SaveError where writing failed, DeadlineError where it does
@@ -77,7 +80,7 @@ class RolloutLog:
             raise
         except Exception as error:
             ended = error.trajectories if isinstance(error, SkyrlTrainError) else ()
-            rollouts = ended or [pair for batch in seen for pair in _pairs(batch)]
+            rollouts = ended or [pair for batch in seen for pair in pairs_of(batch)]
             if rollouts:
                 self._write_failed(step, rollouts, redact_text(f"{type(error).__name__}: {error}"))
             raise
@@ -99,17 +102,11 @@ class RolloutLog:
             raise DeadlineError(f"writing rollouts to {self._folder}", self._close_timeout_s, "Is the disk reachable?")
 
     def _write_train(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
-        self._write(rollouts, "train", step, advantages_by_turn(rollouts, batch))
+        columns = columns_by_turn(rollouts, batch)
+        write_rollouts(self._folder, rollouts, purpose="train", global_step=step, columns=columns)
 
-    def _write(
-        self, rollouts: RolloutBatch, purpose: str, step: int, advantages: list[list[list[float]] | None] | None
-    ) -> None:
-        write_rollouts(self._folder, rollouts, purpose=purpose, global_step=step, advantages=advantages)
-
-
-def _pairs(rollouts: RolloutBatch) -> Iterator[tuple[Prompt, Trajectory]]:
-    for index, trajectory in enumerate(rollouts.trajectories):
-        yield rollouts.prompts[index // rollouts.n_samples_per_prompt], trajectory
+    def _write_evaluation(self, rollouts: RolloutBatch, step: int) -> None:
+        write_rollouts(self._folder, rollouts, purpose="eval", global_step=step)
 
 
 def cut_rollouts_after(folder: Path, step: int) -> None:
@@ -120,19 +117,33 @@ def cut_rollouts_after(folder: Path, step: int) -> None:
             path.unlink()
 
 
-def advantages_by_turn(rollouts: RolloutBatch, batch: TrainingInputBatch) -> list[list[list[float]] | None]:
-    """Return, for each trajectory and turn, the advantage of each response token; None for a trajectory without rows.
+def columns_by_turn(rollouts: RolloutBatch, batch: TrainingInputBatch) -> dict[str, list[TurnValues | None]]:
+    """Return, by name, what `batch` holds of each response token, per trajectory and turn; None for a trajectory without
+    rows."""
+    spans = _spans(rollouts, batch)
+    found: dict[str, list[TurnValues | None]] = {}
+    for name, column in _COLUMNS.items():
+        if column in batch:
+            values: np.ndarray = batch[column].numpy()
+            found[name] = [
+                None if each is None else [values[start:stop].astype(np.float32) for start, stop in each]
+                for each in spans
+            ]
+    return found
+
+
+def _spans(rollouts: RolloutBatch, batch: TrainingInputBatch) -> list[list[tuple[int, int]] | None]:
+    """Return, for each trajectory and turn, where in the batch's flat columns its response tokens are.
 
     The rows of a trajectory hold its turns in order, one or several each.
     """
-    advantages: np.ndarray = batch["advantages"].numpy()
     offsets: list[int] = batch.row_offsets.tolist()
     rows_of: dict[int, list[tuple[int, int, int]]] = {}
     columns = zip(batch["trajectory_index"].tolist(), batch["step_index"].tolist(), batch["is_padding"].tolist())
     for row, (trajectory_index, step_index, is_padding) in enumerate(columns):
         if not is_padding:
             rows_of.setdefault(trajectory_index, []).append((step_index, offsets[row], offsets[row + 1]))
-    result: list[list[list[float]] | None] = []
+    result: list[list[tuple[int, int]] | None] = []
     for trajectory_index, trajectory in enumerate(rollouts.trajectories):
         rows = sorted(rows_of.get(trajectory_index, ()))
         if not rows:
@@ -146,5 +157,5 @@ def advantages_by_turn(rollouts: RolloutBatch, batch: TrainingInputBatch) -> lis
                 _, start, end = rows.pop(0)
             first = start + prompt_length
             spans.append((first, first + len(turn.response_token_ids)))
-        result.append([advantages[first:stop].tolist() for first, stop in spans])
+        result.append(spans)
     return result

@@ -136,9 +136,10 @@ def equal_groups(rollouts: RolloutBatch, algorithm: AlgorithmConfig, *, step: in
     return (
         f"step {step}: the samples of a prompt all have the same reward in {len(equal)} of {len(groups)} groups{each}: with "
         f"advantage_estimator={part_name(algorithm.advantage_estimator)} such groups have no gradient. Read "
-        f"rollouts/train_step_{step}.jsonl: is the reward the same for right and wrong answers, or the task too hard or too "
-        "easy? A reward with steps between, more generator.n_samples_per_prompt, a higher generator.sampling.temperature or "
-        "data.curriculum.enabled=true help. (group/zero_variance has the share of each step; this is said once.)"
+        f"rollouts/train_step_{step:06d}.parquet: is the reward the same for right and wrong answers, or the task too hard "
+        "or too easy? A reward with steps between, more generator.n_samples_per_prompt, a higher "
+        "generator.sampling.temperature or data.curriculum.enabled=true help. "
+        "(group/zero_variance has the share of each step; this is said once.)"
     )
 
 

@@ -101,7 +101,7 @@ def test_a_reward_function_scores_on_ray_what_it_scores_here(tmp_path: Path, mon
     found = {}
     for name, layout in (("here", ()), ("ray", ("placement=ray", "environment.placement=ray"))):
         run_command(tmp_path / name, *small, *layout)
-        rollouts = records(tmp_path / name, "rollouts/train_step_000001.jsonl")
+        rollouts = records(tmp_path / name, "rollouts/train_step_000001.parquet")
         found[name] = [(each["turns"], each["reward"]) for each in rollouts]
     assert len({reward for _, reward in found["here"]}) > 1
     assert found["ray"] == found["here"]

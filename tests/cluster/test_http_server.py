@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from skyrl_train.model.causal_lm import resolve_model_path
-from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.telemetry.rollout_store import read_rollouts
 from tests.command_runs import records, run_command, start_command, unaccounted_share, wait_for
 
 pytestmark = pytest.mark.cluster
@@ -138,7 +138,7 @@ def test_a_server_answers_while_the_learner_updates_but_for_the_moment_in_which_
     assert found[0]["off_policy/numerics_abs_max"] < 1e-3
     assert all(record["timing/wait/sync"] > 0 for record in found)
     for number in (1, 2, 3):
-        (batch,) = read_rollouts(tmp_path / "run" / "rollouts" / f"train_step_{number:06d}.jsonl").values()
+        (batch,) = read_rollouts(tmp_path / "run" / "rollouts" / f"train_step_{number:06d}.parquet").values()
         runs = [run for trajectory in batch.trajectories for turn in trajectory.turns for run in turn.weight_versions]
         assert {run.start for run in runs} == {0}, "each answer is of one version"
         assert {run.version for run in runs} <= {number - 2, number - 1}

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.telemetry.rollout_store import read_rollouts
 from skyrl_train.trainers.observers import RunEvent
 from skyrl_train.types import RolloutBatch
 from tests.command_runs import (
@@ -61,7 +61,7 @@ def wait_for_the_engine(event: RunEvent) -> None:
 
 def steps_of(folder: Path, kind: str) -> dict[int, RolloutBatch]:
     """The recorded rollouts of `train` or `eval`, by step."""
-    files = sorted((folder / "rollouts").glob(f"{kind}_step_*.jsonl"))
+    files = sorted((folder / "rollouts").glob(f"{kind}_step_*.parquet"))
     return {step: batch for file in files for step, batch in read_rollouts(file).items()}
 
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.rollout.journal import journal_lines
-from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.telemetry.rollout_store import read_rollouts
 from tests.process_trees import cpu_seconds
 from tests.reliability.forked_runs import ForkedRun, import_all
 
@@ -108,7 +108,7 @@ def problems(folder: Path, overrides: Sequence[str]) -> Iterator[str]:
         return
     if first != STEPS - 2:  # two checkpoints are kept, and the last is written behind the last batch
         yield f"the journal begins at {first}"
-    files = sorted((folder / "rollouts").glob("train_step_*.jsonl"))
+    files = sorted((folder / "rollouts").glob("train_step_*.parquet"))
     trained = Counter(prompt.uid for file in files for one in read_rollouts(file).values() for prompt in one.prompts)
     if len(trained) != STEPS * BATCH or set(trained.values()) != {1}:
         yield f"{len(trained)} prompts were trained on, {max(trained.values(), default=0)} times at most"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.command_runs import records
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -34,9 +35,9 @@ def test_the_sdk_in_a_loop_trains_the_bundled_model_and_does_the_same_again(tmp_
         run("-m", "agent_openai_sdk", "--engine", "hf", "--steps", "2", "--output", str(tmp_path / name))
     rollouts = [
         [
-            json.loads(line)
+            record
             for path in sorted((tmp_path / name / "rl" / "rollouts").glob("train_*"))
-            for line in path.open()
+            for record in records(path.parent, path.name)
         ]
         for name in ("one", "two")
     ]

@@ -13,7 +13,7 @@ import pytest
 
 from skyrl_train.config.fields import parts_of
 from skyrl_train.config.schema import Config
-from tests.command_runs import RAY
+from tests.command_runs import RAY, records
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = ROOT / "examples" / "plugins"
@@ -38,7 +38,7 @@ def run(output: Path, *arguments: str, command: str = "main") -> list[dict[str, 
 
 
 def rollouts(output: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (output / "rollouts/train_step_000001.jsonl").read_text().splitlines()]
+    return records(output, "rollouts/train_step_000001.parquet")
 
 
 def test_the_guide_shows_the_example_package_as_it_stands() -> None:

@@ -34,7 +34,7 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubJudge]:
 
 
 def trajectories(folder: Path, step: int) -> list[dict[str, Any]]:
-    return records(folder, f"rollouts/train_step_{step:06d}.jsonl")
+    return records(folder, f"rollouts/train_step_{step:06d}.parquet")
 
 
 def comparable(folder: Path) -> list[dict[str, Any]]:

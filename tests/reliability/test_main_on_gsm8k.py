@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from skyrl_gym.envs.gsm8k.utils import compute_score
+
+from tests.command_runs import records
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = Path(os.environ.get("SKYRL_TRAIN_GSM8K_DIR", ROOT.parent / "shared" / "data" / "gsm8k"))
@@ -30,10 +30,6 @@ def run(*arguments: str, folder: Path) -> str:
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_two_steps_lose_no_row_and_carry_the_environments_rewards(tmp_path: Path) -> None:
@@ -60,7 +56,7 @@ def test_two_steps_lose_no_row_and_carry_the_environments_rewards(tmp_path: Path
     )
     assert "7473 training prompts" in output
     for step in (1, 2):
-        trajectories = records(tmp_path / "run" / "rollouts" / f"train_step_{step:06d}.jsonl")
+        trajectories = records(tmp_path / "run", f"rollouts/train_step_{step:06d}.parquet")
         assert len(trajectories) == 8 * 4
         for trajectory in trajectories:
             truth = trajectory["extras"]["reward_spec"]["ground_truth"]

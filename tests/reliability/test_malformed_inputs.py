@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,7 +22,9 @@ from typing import Any
 
 import httpx
 import numpy as np
+import pyarrow as pa
 import pytest
+from pyarrow.parquet import read_table, write_table
 
 from skyrl_train.config.generation import HTTPConfig
 from skyrl_train.data.conversations import RowFormat, read_content
@@ -32,9 +35,9 @@ from skyrl_train.inference.http import HTTPEngine
 from skyrl_train.rollout.checked_engine import check_answer
 from skyrl_train.rollout.replay import ReplayGenerator
 from skyrl_train.telemetry.json_text import json_line
-from skyrl_train.telemetry.rollout_log import write_rollouts
+from skyrl_train.telemetry.rollout_store import read_rollouts, write_rollouts
 from skyrl_train.trainers.state import DataFingerprint
-from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
+from skyrl_train.types import GenerationOutput, GenerationRequest, RolloutBatch, SamplingParams, StopReason
 from tests.reliability.malformed import ANSWER, ATOMS, RECORDS, ROWS, as_text, mutated
 
 SAMPLE, ALL = 80, 1500
@@ -171,19 +174,65 @@ def recorded_rollout(numbers: random.Random, folder: Path) -> str:
     except DataError as error:
         return _refused(error, str(path), one_of=PLACES)
     (batch,) = source._load(path).values()
-    for trajectory in batch.trajectories:
-        for turn, start in zip(trajectory.turns, trajectory.prompt_lengths()):
-            assert math.isfinite(np.float32(turn.reward))
-            assert start + len(turn.response_token_ids) <= MAX_CONTEXT_LENGTH
-            assert max(*turn.added_token_ids.tolist(), *turn.response_token_ids.tolist(), 0) < VOCABULARY_SIZE
-            assert (turn.response_logprobs <= 0).all()
+    _require_replayable(batch)
     again = write_rollouts(folder / "again", batch, purpose="train", global_step=1)
     (same,) = ReplayGenerator(again)._load(again).values()
     assert same == batch
     return "failed alone" if any(trajectory.failed for trajectory in batch.trajectories) else "accepted"
 
 
-CASES: list[Case] = [data_row, conversation, engine_answer, server_answer, served_models, recorded_rollout]
+@functools.cache
+def stored_rows() -> list[dict[str, Any]]:
+    """The rows of a file that a run wrote."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "mine.jsonl"
+        lines.write_bytes(b"".join(json_line(record) for record in RECORDS[1:2]))
+        (batch,) = read_rollouts(lines).values()
+        rows: list[dict[str, Any]] = read_table(
+            write_rollouts(Path(folder), batch, purpose="train", global_step=1)
+        ).to_pylist()
+        return rows
+
+
+def stored_rollout(numbers: random.Random, folder: Path) -> str:
+    """Rows of a Parquet file that is replayed, of whatever types they are, and whatever became of its bytes."""
+    path = folder / "mine.parquet"
+    try:
+        write_table(pa.Table.from_pylist(mutated(numbers, stored_rows())), path)
+    except (pa.ArrowException, OverflowError, ValueError, TypeError, AttributeError):
+        write_table(pa.Table.from_pylist(stored_rows()), path)
+    content = bytearray(path.read_bytes())
+    for _ in range(numbers.choice((0, 0, 1, 3))):
+        content[numbers.randrange(len(content))] ^= 1 << numbers.randrange(8)
+    path.write_bytes(content[: numbers.choice((len(content), len(content), numbers.randrange(len(content))))])
+    try:
+        source = ReplayGenerator(path, vocabulary_size=VOCABULARY_SIZE, max_context_length=MAX_CONTEXT_LENGTH)
+    except DataError as error:
+        return _refused(error, str(path))
+    batches = source._load(path).values()
+    for batch in batches:
+        _require_replayable(batch)
+    return "failed alone" if any(each.failed for batch in batches for each in batch.trajectories) else "accepted"
+
+
+def _require_replayable(batch: RolloutBatch) -> None:
+    for trajectory in batch.trajectories:
+        for turn, start in zip(trajectory.turns, trajectory.prompt_lengths()):
+            assert math.isfinite(np.float32(turn.reward))
+            assert start + len(turn.response_token_ids) <= MAX_CONTEXT_LENGTH
+            assert max(*turn.added_token_ids.tolist(), *turn.response_token_ids.tolist(), 0) < VOCABULARY_SIZE
+            assert (turn.response_logprobs <= 0).all()
+
+
+CASES: list[Case] = [
+    data_row,
+    conversation,
+    engine_answer,
+    server_answer,
+    served_models,
+    recorded_rollout,
+    stored_rollout,
+]
 
 
 @pytest.mark.parametrize("count", COUNTS)

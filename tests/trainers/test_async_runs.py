@@ -19,7 +19,7 @@ from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import StopRequested
 from skyrl_train.runs.rl import load_data, train
 from skyrl_train.telemetry.metrics_log import phase_seconds, read_metrics
-from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.telemetry.rollout_store import read_rollouts
 from skyrl_train.telemetry.timeline import read_timeline
 from skyrl_train.trainers.observers import RunEvent
 from skyrl_train.types import RolloutBatch
@@ -60,7 +60,7 @@ def stop_after_two_steps(event: RunEvent) -> None:
 
 def trained(root: Path) -> list[RolloutBatch]:
     """The batches of all steps."""
-    files = sorted((root / "rollouts").glob("train_step_*.jsonl"))
+    files = sorted((root / "rollouts").glob("train_step_*.parquet"))
     return [batch for file in files for batch in read_rollouts(file).values()]
 
 

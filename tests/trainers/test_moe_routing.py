@@ -14,7 +14,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.errors import ModelError
 from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.telemetry.rollout_store import read_rollouts
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import bench_moe_routing as bench
@@ -57,7 +57,7 @@ def test_a_run_is_replayed_with_its_experts_byte_for_byte(tmp_path: Path) -> Non
     run = make_config(tmp_path)
     train(run)
     rollouts = Path(run.output_dir) / "rollouts"
-    batches = [batch for file in sorted(rollouts.glob("*.jsonl")) for batch in read_rollouts(file).values()]
+    batches = [batch for file in sorted(rollouts.glob("*.parquet")) for batch in read_rollouts(file).values()]
     for turn in (turn for batch in batches for each in batch.trajectories for turn in each.turns):
         assert turn.routed_experts.shape[1:] == (2, 4)
         assert len(np.unique(turn.routed_experts)) > 4

@@ -6,7 +6,7 @@ import pytest
 
 from skyrl_train.errors import StopRequested
 from skyrl_train.telemetry.metrics_log import read_metrics
-from skyrl_train.telemetry.rollout_log import read_rollouts
+from skyrl_train.telemetry.rollout_store import read_rollouts
 from skyrl_train.trainers.state import TrainerState
 from tests.fakes_trainer import FakeLearner, fake_run, make_config, records_without_timings, send_signal_at
 
@@ -32,7 +32,7 @@ def test_dynamic_sampling_takes_as_many_prompt_batches_as_it_needs(tmp_path):
     assert max(batches) > 1
     assert records[-1]["total/prompts"] == 4 * sum(batches)
     assert TrainerState.read(tmp_path / "checkpoints" / "step_000004").data_position == sum(batches)
-    kept = read_rollouts(tmp_path / "rollouts" / "train_step_000001.jsonl")[1]
+    kept = read_rollouts(tmp_path / "rollouts" / "train_step_000001.parquet")[1]
     rewards = [trajectory.reward for trajectory in kept.trajectories]
     assert all(first != second for first, second in zip(rewards[::2], rewards[1::2]))
 
@@ -59,7 +59,7 @@ def test_shaped_rewards_are_trained_on_while_the_environments_are_reported(tmp_p
     filters = {"overlong_soft_share": 1.0, "overlong_max_length": 2, "overlong_penalty": 4.0}
     fake_run(tmp_path / "shaped", config=config_with(tmp_path / "shaped", filters=filters)).run()
     fake_run(tmp_path / "plain").run()
-    name = "rollouts/train_step_000001.jsonl"
+    name = "rollouts/train_step_000001.parquet"
     shaped = read_rollouts(tmp_path / "shaped" / name)[1].trajectories
     plain = read_rollouts(tmp_path / "plain" / name)[1].trajectories
     assert [trajectory.reward for trajectory in shaped] == [trajectory.reward - 4.0 for trajectory in plain]
@@ -131,7 +131,7 @@ def test_replacement_fills_a_batch_with_copies_and_resumes_identically(tmp_path)
     records = read_metrics(tmp_path / "alone" / "metrics.jsonl")[1:]
     assert all(record["batch/rows"] == 8 for record in records)
     kept = [
-        read_rollouts(tmp_path / "alone" / "rollouts" / f"train_step_{step:06d}.jsonl")[step] for step in (1, 2, 3, 4)
+        read_rollouts(tmp_path / "alone" / "rollouts" / f"train_step_{step:06d}.parquet")[step] for step in (1, 2, 3, 4)
     ]
     assert any("#copy" in prompt.uid for rollouts in kept for prompt in rollouts.prompts)
     with pytest.raises(StopRequested):

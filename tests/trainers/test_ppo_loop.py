@@ -7,11 +7,12 @@ import time
 from dataclasses import replace
 
 import pytest
+from pyarrow.parquet import read_table
 
 from skyrl_train.errors import ActorLostError, BatchError, NonFiniteError, StopRequested
 from skyrl_train.telemetry.learning_curve import draw_learning_curve
 from skyrl_train.telemetry.metrics_log import MetricsLog, phase_seconds, read_metrics
-from skyrl_train.telemetry.rollout_log import read_rollouts, write_rollouts
+from skyrl_train.telemetry.rollout_store import read_rollouts, write_rollouts
 from skyrl_train.telemetry.timeline import read_timeline
 from skyrl_train.trainers.state import TrainerState
 from tests.fakes_trainer import FakeGenerator, FakeLearner, fake_run, make_config
@@ -155,8 +156,8 @@ def test_the_run_folder_holds_everything(tmp_path):
         "timeline.png",
     }
     assert {path.name for path in (tmp_path / "rollouts").iterdir()} == {
-        *(f"train_step_00000{step}.jsonl" for step in (1, 2, 3, 4)),
-        *(f"eval_step_00000{step}.jsonl" for step in (0, 2, 4)),
+        *(f"train_step_00000{step}.parquet" for step in (1, 2, 3, 4)),
+        *(f"eval_step_00000{step}.parquet" for step in (0, 2, 4)),
     }
     assert json.loads((tmp_path / "export" / "model.json").read_text()) == run.learner.weight
     state = TrainerState.read(tmp_path / "checkpoints" / "step_000004")
@@ -166,13 +167,11 @@ def test_the_run_folder_holds_everything(tmp_path):
 def test_rollouts_are_logged_with_the_advantages_of_their_step(tmp_path):
     run = fake_run(tmp_path)
     run.run()
-    file = tmp_path / "rollouts" / "train_step_000001.jsonl"
+    file = tmp_path / "rollouts" / "train_step_000001.parquet"
     assert read_rollouts(file)[1].n_samples_per_prompt == 2
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
-    for line in lines:
-        for turn in line["turns"]:
-            assert len(turn["advantages"]) == len(turn["response_token_ids"])
-    assert any(value != 0 for line in lines for turn in line["turns"] for value in turn["advantages"])
+    turns = read_table(file).to_pylist()
+    assert all(len(turn["advantages"]) == len(turn["response_token_ids"]) for turn in turns)
+    assert any(value != 0 for turn in turns for value in turn["advantages"])
 
 
 def test_a_record_means_that_the_rollouts_of_its_step_are_on_disk(tmp_path, monkeypatch):
@@ -184,7 +183,7 @@ def test_a_record_means_that_the_rollouts_of_its_step_are_on_disk(tmp_path, monk
 
     class WatchingLog(MetricsLog):
         def log(self, metrics, *, step):
-            names = [f"train_step_00000{step}.jsonl"] if step else ["eval_step_000000.jsonl"]
+            names = [f"train_step_00000{step}.parquet"] if step else ["eval_step_000000.parquet"]
             missing.extend(step for name in names if not (tmp_path / "rollouts" / name).exists())
             super().log(metrics, step=step)
 
@@ -224,7 +223,7 @@ def test_failed_trajectories_are_counted_and_have_no_share_in_the_reward(tmp_pat
     assert first["batch/rows"] == 3
     rewards = [
         t.reward
-        for t in read_rollouts(tmp_path / "rollouts" / "train_step_000001.jsonl")[1].trajectories
+        for t in read_rollouts(tmp_path / "rollouts" / "train_step_000001.parquet")[1].trajectories
         if not t.failed
     ]
     assert first["reward/mean"] == pytest.approx(sum(rewards) / 3)
@@ -250,7 +249,9 @@ def test_a_non_finite_gradient_stops_the_run_and_leaves_the_checkpoint(tmp_path)
     assert "step_000002; it was not touched" in message
     assert [record["step"] for record in read_metrics(run.folder.metrics_file)] == [0, 1, 2]
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_000002"]
-    assert sorted(path.name for path in (tmp_path / "rollouts").glob("*_step_000003*")) == ["failed_step_000003.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "rollouts").glob("*_step_000003*")) == [
+        "failed_step_000003.parquet"
+    ]
     assert run.engine.versions == [0, 1, 2]
     assert not (tmp_path / "complete.json").exists()
 

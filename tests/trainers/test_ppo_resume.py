@@ -194,12 +194,12 @@ def test_evaluations_and_rollouts_after_the_checkpoint_are_cut(tmp_path):
     with pytest.raises(Killed):
         fake_run(tmp_path, config=config, on_call=killed_in(4, "train")).run()
     assert [entry.global_step for entry in read_evaluations(tmp_path / "evaluation.json")] == [0, 1, 2, 3]
-    assert (tmp_path / "rollouts" / "train_step_000003.jsonl").exists()
+    assert (tmp_path / "rollouts" / "train_step_000003.parquet").exists()
     with pytest.raises(Killed):
         fake_run(tmp_path, config=config, on_call=killed_in(3, "train")).run()
     assert [entry.global_step for entry in read_evaluations(tmp_path / "evaluation.json")] == [0, 1, 2]
-    assert (tmp_path / "rollouts" / "train_step_000002.jsonl").exists()
-    assert not (tmp_path / "rollouts" / "train_step_000003.jsonl").exists()
+    assert (tmp_path / "rollouts" / "train_step_000002.parquet").exists()
+    assert not (tmp_path / "rollouts" / "train_step_000003.parquet").exists()
 
 
 def test_resume_mode_none_keeps_the_old_run_in_previous(tmp_path):

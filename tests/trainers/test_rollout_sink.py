@@ -1,4 +1,3 @@
-import json
 import math
 import threading
 from dataclasses import replace
@@ -6,11 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from pyarrow.parquet import read_table
 
 from skyrl_train.errors import DeadlineError, SkyrlTrainError, StopRequested
 from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.telemetry.rollout_store import read_failed_rollouts, read_rollouts
 from skyrl_train.trainers import rollout_sink, steps
-from skyrl_train.trainers.rollout_sink import RolloutLog, advantages_by_turn, cut_rollouts_after
+from skyrl_train.trainers.rollout_sink import RolloutLog, columns_by_turn, cut_rollouts_after
 from skyrl_train.types import RolloutBatch
 from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
 
@@ -36,10 +37,24 @@ def numbered_batch(tmp_path, *, step_wise: bool, rows="per_trajectory", rollouts
     return batch.with_columns(advantages=torch.where(batch["loss_mask"], numbers, torch.tensor(-1.0)))
 
 
+def advantages_by_turn(rollouts, batch):
+    found = columns_by_turn(rollouts, batch)["advantages"]
+    return [turns and [values.tolist() for values in turns] for turns in found]
+
+
 @pytest.mark.parametrize("step_wise", [False, True])
 def test_advantages_go_to_the_turns_whose_tokens_have_them(tmp_path, step_wise):
     batch = numbered_batch(tmp_path, step_wise=step_wise)
     assert advantages_by_turn(ROLLOUTS, batch) == [[[1.0, 2.0], [3.0]], None, [[4.0, 5.0, 6.0]]]
+
+
+def test_what_was_scored_goes_to_the_turns_too(tmp_path):
+    batch = numbered_batch(tmp_path, step_wise=False)
+    batch = batch.with_columns(old_logprobs=-batch["advantages"], ref_logprobs=batch["advantages"] / 2)
+    columns = columns_by_turn(ROLLOUTS, batch)
+    assert list(columns) == ["advantages", "policy_logprobs", "reference_logprobs"]
+    assert [each.tolist() for each in columns["policy_logprobs"][2]] == [[-4.0, -5.0, -6.0]]
+    assert [each.tolist() for each in columns["reference_logprobs"][0]] == [[0.5, 1.0], [1.5]]
 
 
 def in_chunks(trajectory, *, sizes):
@@ -71,9 +86,9 @@ def test_what_is_flushed_is_on_disk(tmp_path):
     log.write(ROLLOUTS, numbered_batch(tmp_path, step_wise=False), step=7)
     log.write_evaluation(7, ROLLOUTS)
     log.flush()
-    lines = (tmp_path / "rollouts" / "train_step_000007.jsonl").read_text().splitlines()
-    assert [turn["advantages"] for turn in json.loads(lines[0])["turns"]] == [[1.0, 2.0], [3.0]]
-    assert (tmp_path / "rollouts" / "eval_step_000007.jsonl").exists()
+    rows = read_table(tmp_path / "rollouts" / "train_step_000007.parquet").to_pylist()
+    assert [row["advantages"] for row in rows] == [[1.0, 2.0], [3.0], None, [4.0, 5.0, 6.0]]
+    assert read_rollouts(tmp_path / "rollouts" / "eval_step_000007.parquet") == {7: ROLLOUTS}
     log.close()
 
 
@@ -124,9 +139,9 @@ def test_a_step_that_fails_leaves_its_rollouts_with_the_error_in_place_of_its_ow
     with pytest.raises(SkyrlTrainError, match="no weight was changed"):
         fail(log, 7, SkyrlTrainError("no weight was changed, api_key=abc"), ROLLOUTS)
     log.close()
-    assert [path.name for path in tmp_path.glob("*.jsonl")] == ["failed_step_000007.jsonl"]
-    lines = [json.loads(line) for line in (tmp_path / "failed_step_000007.jsonl").read_text().splitlines()]
-    assert [line["outcome"] for line in lines] == ["done", "failed", "done"]
+    assert [path.name for path in tmp_path.glob("*step*")] == ["failed_step_000007.parquet"]
+    lines = read_table(tmp_path / "failed_step_000007.parquet").to_pylist()
+    assert [line["outcome"] for line in lines] == ["done", "done", "failed", "done"]
     assert {line["error"] for line in lines} == {"SkyrlTrainError: no weight was changed, api_key=<redacted>"}
     assert {line["purpose"] for line in lines} == {"failed"}
 
@@ -138,9 +153,9 @@ def test_generating_that_fails_leaves_what_was_complete_even_where_it_is_not_fin
     with pytest.raises(SkyrlTrainError):
         fail(log, 3, error)
     log.close()
-    failed, other = map(json.loads, (tmp_path / "failed_step_000003.jsonl").read_text().splitlines())
-    assert failed["failure"]["message"] == TRAJECTORIES[1].failure.message
-    assert other["turns"][0]["reward"] is None
+    (_, failed), (_, other) = read_failed_rollouts(tmp_path / "failed_step_000003.parquet")
+    assert failed.failure == TRAJECTORIES[1].failure
+    assert other.turns[0].reward == math.inf
 
 
 def test_a_stop_is_no_failure(tmp_path):
@@ -152,12 +167,14 @@ def test_a_stop_is_no_failure(tmp_path):
 
 
 def test_later_steps_and_torn_files_are_cut(tmp_path):
-    kept = ["train_step_000002.jsonl", "eval_step_000000.jsonl", "notes.txt"]
+    kept = ["train_step_000002.parquet", "train_step_000001.jsonl", "eval_step_000000.jsonl", "notes.txt"]
     cut = [
         "train_step_000003.jsonl",
-        "failed_step_000003.jsonl",
+        "train_step_000003.parquet",
+        "failed_step_000003.parquet",
         "eval_step_000004.jsonl",
         ".train_step_000001.jsonl.tmp",
+        ".train_step_000002.parquet.tmp",
     ]
     for name in kept + cut:
         (tmp_path / name).touch()

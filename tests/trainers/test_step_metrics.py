@@ -85,7 +85,7 @@ def test_groups_without_a_gradient_are_told_where_nearly_all_are():
     told = equal_groups(equal, grpo, step=3)
     assert told.startswith(
         "step 3: the samples of a prompt all have the same reward in 9 of 10 groups, 1 in all of them: with "
-        "advantage_estimator=grpo such groups have no gradient. Read rollouts/train_step_3.jsonl"
+        "advantage_estimator=grpo such groups have no gradient. Read rollouts/train_step_000003.parquet"
     )
     assert equal_groups(equal, gae, step=3) == ""
     assert equal_groups(rollouts_of(*[ONE_TURN] * 8, ONE_TURN, TWO_TURNS), grpo, step=3) == ""

@@ -17,7 +17,7 @@ from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEnvironment, Restarted
 from skyrl_train.rollout.loop_thread import LoopThread
-from skyrl_train.telemetry.rollout_log import FAILED
+from skyrl_train.telemetry.rollout_columns import FAILED
 from skyrl_train.types import Failure, FailureKind, Outcome, Trajectory
 from tests.fakes import make_prompts
 from tests.fakes_resumable import TURNS, Secret

@@ -17,7 +17,7 @@ from skyrl_train.errors import DataError, EngineError
 from skyrl_train.rollout.checked_engine import check_answer
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
-from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory, read_rollouts
+from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory, read_json_lines
 from skyrl_train.turns import decode_routing, encode_routing, routing_column
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
 from tests.fakes import (
@@ -120,7 +120,7 @@ def test_a_line_with_other_experts_is_refused_with_its_number(tmp_path: Path, wr
     path = tmp_path / "rollouts.jsonl"
     path.write_text(json.dumps(line))
     with pytest.raises(DataError, match=r"rollouts.jsonl, line 1: .*turn 0"):
-        read_rollouts(path)
+        read_json_lines(path)
 
 
 def test_a_journal_answers_with_the_experts_that_the_engine_had_recorded(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError, ConfigError, DataError, EngineError, SkyrlTrainError
 from skyrl_train.rollout.replay import ReplayGenerator
 from skyrl_train.runs.rl import assembly_settings
-from skyrl_train.telemetry.rollout_log import write_rollouts
+from skyrl_train.telemetry.rollout_store import write_rollouts
 from skyrl_train.types import RolloutBatch, SamplingParams
 from tests.journal_cases import SAMPLES, STEPS, run
 

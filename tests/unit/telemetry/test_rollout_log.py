@@ -1,10 +1,8 @@
-"""Trajectories to JSON lines and back, exactly."""
+"""Trajectories as JSON lines: what a journal keeps, and files made elsewhere or by versions before."""
 
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.errors import DataError
-from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory, read_rollouts, write_rollouts
+from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory, read_json_lines
 from skyrl_train.types import (
     Failure,
     FailureKind,
@@ -74,9 +72,8 @@ def write_lines(path: Path, *records: Any) -> Path:
 
 
 def test_what_is_written_is_read_back_exactly(tmp_path: Path) -> None:
-    path = write_rollouts(tmp_path / "rollouts", BATCH, purpose="train", global_step=12)
-    assert path == tmp_path / "rollouts" / "train_step_000012.jsonl"
-    assert read_rollouts(path) == {12: BATCH}
+    records = [{"global_step": 12, **encode_trajectory(PROMPT, each)} for each in BATCH.trajectories]
+    assert read_json_lines(write_lines(tmp_path / "train_step_000012.jsonl", *records)) == {12: BATCH}
 
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -97,58 +94,13 @@ def test_every_finite_float_and_every_text_survives(logprobs: list[float], rewar
     assert decode_trajectory(json.loads(line)) == (PROMPT, trajectory)
 
 
-def test_a_line_holds_what_a_reader_looks_for(tmp_path: Path) -> None:
-    advantages = [[[0.5, 0.25], [-1.0]], None]
-    path = write_rollouts(tmp_path, BATCH, purpose="train", global_step=1, advantages=advantages)
-    first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    assert (first["uid"], first["sample"], first["global_step"], first["purpose"]) == ("train-17", 0, 1, "train")
+def test_a_line_holds_what_a_reader_looks_for() -> None:
+    first, second = (encode_trajectory(PROMPT, each) for each in BATCH.trajectories)
+    assert (first["uid"], first["sample"]) == ("train-17", 0)
     assert (first["outcome"], first["reward"], first["env_class"]) == ("max_turns", 0.2, "gsm8k")
     assert first["extras"]["reward_spec"] == {"ground_truth": "4"}
-    assert [turn["advantages"] for turn in first["turns"]] == [[0.5, 0.25], [-1.0]]
-    assert "✓" in path.read_text(encoding="utf-8")
     assert second["failure"] == {"kind": "invalid_reward", "message": "the reward nan", "turn_index": 1}
     assert "reward" not in second
-    assert read_rollouts(path) == {1: BATCH}
-
-
-def test_nothing_is_left_behind_but_the_file_itself(tmp_path: Path) -> None:
-    write_rollouts(tmp_path, BATCH, purpose="train", global_step=1)
-    write_rollouts(tmp_path, BATCH, purpose="train", global_step=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["train_step_000001.jsonl"]
-
-
-def test_a_write_that_fails_leaves_the_earlier_file_as_it_was(tmp_path: Path) -> None:
-    path = write_rollouts(tmp_path, BATCH, purpose="train", global_step=1)
-    with pytest.raises(ValueError, match="do not match"):
-        write_rollouts(tmp_path, BATCH, purpose="train", global_step=1, advantages=[[[0.5], [1.0]], None])
-    assert read_rollouts(path) == {1: BATCH}
-
-
-class Untold:
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
-def test_whatever_an_environment_said_can_be_written(tmp_path: Path) -> None:
-    strange = {"nan": math.nan, "half": "a\ud800", "untold": Untold(), "huge": 10**5000, 3: {(1, 2): [math.inf]}}
-    deep: list[Any] = []
-    for _ in range(5000):
-        deep = [deep]
-    prompt = replace(PROMPT, extras={**strange, "deep": deep})
-    broken = RolloutBatch(
-        prompts=(prompt,), trajectories=(make_trajectory(metrics={"x": math.nan}),), n_samples_per_prompt=1
-    )
-    path = write_rollouts(tmp_path, broken, purpose="train", global_step=1)
-    (record,) = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    assert record["metrics"] == {"x": "nan"}
-    extras = record["extras"]
-    assert (extras["nan"], extras["half"], extras["untold"]) == ("nan", "a\\ud800", "<Untold>")
-    assert (extras["3"], extras["huge"]) == ({"(1, 2)": ["inf"]}, hex(10**5000))
-
-
-def test_advantages_that_do_not_match_the_tokens_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="advantages of train-17/0 do not match"):
-        write_rollouts(tmp_path, BATCH, purpose="train", global_step=1, advantages=[[[0.5], [1.0]], None])
 
 
 # Hand-written files
@@ -158,7 +110,7 @@ MINIMAL = {"uid": "q", "turns": [{"prompt_token_ids": [1, 2], "response_token_id
 
 def test_group_tokens_and_rewards_are_enough(tmp_path: Path) -> None:
     other = {**MINIMAL, "uid": "r"}
-    batch = read_rollouts(write_lines(tmp_path / "mine.jsonl", MINIMAL, other, MINIMAL, other))[0]
+    batch = read_json_lines(write_lines(tmp_path / "mine.jsonl", MINIMAL, other, MINIMAL, other))[0]
     assert [prompt.uid for prompt in batch.prompts] == ["q", "r"]
     assert [(t.prompt_uid, t.sample_index) for t in batch.trajectories] == [("q", 0), ("q", 1), ("r", 0), ("r", 1)]
     (turn,) = batch.trajectories[0].turns
@@ -190,19 +142,19 @@ def test_what_earlier_versions_wrote_is_read(tmp_path: Path) -> None:
         "logprobs": [-0.10000000149011612, -1 / 3],
     }
     second = {**turn, "prompt_token_ids": [5, 9, 7, 2, 4], "reward": 1.0}
-    batch = read_rollouts(write_lines(tmp_path / "old.jsonl", {**MINIMAL, "turns": [turn, second]}))[0]
+    batch = read_json_lines(write_lines(tmp_path / "old.jsonl", {**MINIMAL, "turns": [turn, second]}))[0]
     (found,) = batch.trajectories
     assert [each.added_token_ids.tolist() for each in found.turns] == [[5, 9], [4]]
     assert found.turns[1].response_logprobs.tolist() == [-0.10000000149011612, -0.3333333432674408]
     assert found.turns[1].weight_versions == ((0, 3),)
-    assert read_rollouts(write_rollouts(tmp_path, batch, purpose="train", global_step=1))[1] == batch
 
 
-def test_trees_masks_and_runs_of_versions_are_kept(tmp_path: Path) -> None:
+def test_trees_masks_and_runs_of_versions_are_kept() -> None:
     root = make_turn(weight_versions=((0, 3), (1, 4)), loss_mask=(True, False))
     turns = (root, make_turn(parent=0), make_turn(parent=None, added_token_ids=(6,)), make_turn(parent=0))
-    batch = RolloutBatch(prompts=(PROMPT,), trajectories=(make_trajectory(turns=turns),), n_samples_per_prompt=1)
-    assert read_rollouts(write_rollouts(tmp_path, batch, purpose="train", global_step=1))[1] == batch
+    trajectory = make_trajectory(turns=turns)
+    record = json.loads(json.dumps(encode_trajectory(PROMPT, trajectory)))
+    assert decode_trajectory(record) == (PROMPT, trajectory)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +184,7 @@ def test_trees_masks_and_runs_of_versions_are_kept(tmp_path: Path) -> None:
 def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     path = write_lines(tmp_path / "mine.jsonl", MINIMAL, {**MINIMAL, **change})
     with pytest.raises(DataError) as caught:
-        read_rollouts(path)
+        read_json_lines(path)
     assert f"{path}, line 2: not a recorded trajectory" in str(caught.value)
     assert message in str(caught.value)
 
@@ -250,14 +202,14 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str, message: str) -> Non
     path = tmp_path / "mine.jsonl"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(DataError, match=message) as caught:
-        read_rollouts(path)
+        read_json_lines(path)
     assert str(path) in str(caught.value)
 
 
 def test_groups_must_be_equal_and_samples_numbered_once(tmp_path: Path) -> None:
     uneven = write_lines(tmp_path / "uneven.jsonl", MINIMAL, MINIMAL, {**MINIMAL, "uid": "r"})
     with pytest.raises(DataError, match="prompt r has 1 samples, others 2"):
-        read_rollouts(uneven)
+        read_json_lines(uneven)
     doubled = write_lines(tmp_path / "doubled.jsonl", {**MINIMAL, "sample": 0}, {**MINIMAL, "sample": 0})
     with pytest.raises(DataError, match="samples of prompt q must be numbered 0 to 1, each once"):
-        read_rollouts(doubled)
+        read_json_lines(doubled)
