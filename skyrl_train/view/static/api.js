@@ -1,0 +1,108 @@
+"use strict";
+// Where data come from: the server, or, in a report that was exported, the answers inside the page.
+
+let exportedReport = null; // set before the first view, where this page is a report
+const foundProblems = new Set(); // of the view that is open; app.js shows them
+
+function readReport() {
+  const element = document.getElementById("skyrl-view-data");
+  exportedReport = element ? JSON.parse(element.textContent) : null;
+}
+
+// Returns `path?a=1&b=2`, without what is empty; a list gives its name several times.
+function address(path, parameters) {
+  const pairs = Object.entries(parameters || {}).flatMap(([name, value]) => [value].flat().map((each) => [name, each]));
+  const query = pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined)
+    .map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&");
+  return query ? `${path}?${query}` : path;
+}
+
+// Returns the answer to a request. Throws an Error with the server's own words where there is none.
+async function ask(path, parameters) {
+  const answer = exportedReport ? fromReport(path, parameters) : await fromServer(address(path, parameters));
+  for (const problem of answer.problems || []) foundProblems.add(problem);
+  return answer;
+}
+
+async function fromServer(url) {
+  let response;
+  try {
+    response = await fetch(url, { cache: "no-store", signal: AbortSignal.timeout(30000) });
+  } catch {
+    throw new Error("The server does not answer. Is skyrl-view still running?");
+  }
+  const answer = await response.json().catch(() => ({ error: `${url}: the answer is no JSON (status ${response.status})` }));
+  if (!response.ok || answer.error) throw new Error(answer.error || `${url}: status ${response.status}`);
+  return answer;
+}
+
+// A report holds the first rows of each list, unfiltered: they are filtered and sorted here.
+function fromReport(path, parameters) {
+  const { answers } = exportedReport;
+  const whole = answers[address(path, parameters)];
+  if (whole) return whole;
+  const list = answers[address(path, { run: parameters.run })];
+  if (!list || !["api/trajectories", "api/groups"].includes(path)) throw new Error("This is not in the report. Open the run with skyrl-view to see it.");
+  const rows = list.rows.filter((row) => fits(row, parameters, path));
+  const { sort, order = "desc", offset = 0, limit = 50 } = parameters;
+  const key = { reward: "reward", turns: "num_turns", mean: "reward_mean", failed: "num_failed" }[sort] || sort;
+  if (key) rows.sort((a, b) => (a[key] < b[key] ? -1 : a[key] > b[key] ? 1 : 0) * (order === "asc" ? 1 : -1));
+  const isFiltered = rows.length < list.rows.length;
+  if (list.total > list.rows.length) foundProblems.add(`The report holds ${list.rows.length} of ${list.total} ${path.slice(4)} (${exportedReport.chosen}).`);
+  return { ...list, total: isFiltered ? rows.length : list.rows.length, offset, rows: rows.slice(offset, offset + limit) };
+}
+
+function fits(row, filters, path) {
+  const among = (name, value) => [filters[name] || []].flat().length === 0 || [filters[name]].flat().map(String).includes(String(value));
+  const within = (name, low, high = low) => (!filters[`${name}_min`] || (high !== null && high >= Number(filters[`${name}_min`])))
+    && (!filters[`${name}_max`] || (low !== null && low <= Number(filters[`${name}_max`])));
+  const samples = path === "api/groups" ? row.samples : [row];
+  return among("purpose", row.purpose) && among("environment", row.environment) && among("uid", row.uid) && within("step", row.step)
+    && samples.some((sample) => among("outcome", sample.outcome) && among("failure_kind", sample.failure_kind)
+      && within("reward", sample.reward) && within("tokens", sample.tokens) && within("turns", sample.num_turns))
+    && (!filters.text || samples.some((sample) => textFits(row, sample, filters)));
+}
+
+// RE2's flag `(?i)` is JavaScript's `i`.
+function textFits(row, sample, filters) {
+  const isAnyCase = filters.text.startsWith("(?i)");
+  let pattern;
+  try {
+    pattern = new RegExp(isAnyCase ? filters.text.slice(4) : filters.text, isAnyCase ? "iu" : "u");
+  } catch (error) {
+    throw new Error(`text=${filters.text} is no regular expression: ${error.message}`);
+  }
+  const full = exportedReport.answers[address("api/trajectory", { run: filters.run, purpose: row.purpose, step: row.step, uid: row.uid, sample: sample.sample })];
+  const texts = full ? [JSON.stringify(full.prompt), ...full.turns.flatMap((turn) => [turn.text, JSON.stringify(turn.observations)])] : [row.prompt_excerpt, row.text_excerpt];
+  return texts.some((text) => pattern.test(text || ""));
+}
+
+// The address of a view: `#/trajectories?run=quickstart&step_from=3`. All that a view shows follows from it, so that a link
+// brings back the same.
+
+let shownAddress = null; // of the view that is open
+
+function readState() {
+  const [path, query] = location.hash.replace(/^#\/?/, "").split("?");
+  return { view: path || "overview", ...Object.fromEntries(new URLSearchParams(query || "")) };
+}
+
+// Returns the link of a state; what is empty is left out.
+function link(state) {
+  const query = new URLSearchParams();
+  for (const [key, value] of Object.entries(state)) if (key !== "view" && value !== "" && value !== null && value !== undefined) query.set(key, value);
+  const text = query.toString();
+  return `#/${state.view}${text ? `?${text}` : ""}`;
+}
+
+function go(state) {
+  location.hash = link(state);
+}
+
+// Changes the address without a new entry in the history, as for a slider that moves.
+function replaceState(changes) {
+  const state = { ...readState(), ...changes };
+  history.replaceState(null, "", link(state));
+  shownAddress = location.hash;
+  return state;
+}
