@@ -1,0 +1,76 @@
+"""`skyrl-view RUN [RUN ...]`: what runs did and do, in the browser; `--export report.html` writes it into one file.
+
+RUN is the output_dir of a run that is going on or over, a folder of such, or what TRL and verl dump of completions. They are
+read and never written to. The page is served on 127.0.0.1 to whoever has the address that is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import sys
+import tempfile
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.telemetry.files import write_atomically
+from skyrl_train.view.answers import Answers
+from skyrl_train.view.export import write_report
+from skyrl_train.view.rollouts import RolloutIndex
+from skyrl_train.view.server import STATIC, make_app, new_token, serve
+from skyrl_train.view.sources import find_runs
+
+_NEEDED = ("duckdb", "starlette", "uvicorn")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script `skyrl-view`; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="skyrl-view", description=__doc__, allow_abbrev=False)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--export", type=Path, metavar="REPORT", help="write one self-contained HTML file, and end")
+    parser.add_argument("--limit", type=int, default=200, help="trajectories of each run in the report")
+    parser.add_argument("--port", type=int, default=0, help="0: a free one")
+    parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
+    args = parser.parse_args(argv)
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        sys.stderr.write(f"skyrl-view needs {', '.join(missing)}: pip install 'skyrl_train[view]'\n")
+        return 2
+    try:
+        with tempfile.TemporaryDirectory(prefix="skyrl-view-") as folder:
+            _view(args, Path(folder))
+    except (SkyrlTrainError, ValueError, OSError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _view(args: argparse.Namespace, folder: Path) -> None:
+    runs = find_runs(args.runs)
+    index = RolloutIndex(folder, runs)
+    answers = Answers(runs, index, version=importlib.metadata.version("skyrl_train"))
+    if args.export is not None:
+        report = write_report(answers, [("limit", str(args.limit))], STATIC)
+        write_atomically(args.export, report.encode())
+        sys.stdout.write(
+            f"{args.export}: {len(report) / 1e6:.1f} MB, {len(runs)} {'run' if len(runs) == 1 else 'runs'}\n"
+        )
+        return
+    token = new_token()
+
+    def announce(port: int) -> None:
+        address = f"http://127.0.0.1:{port}/?token={token}"
+        sys.stdout.write(f"{address}\nCtrl-C ends it.\n")
+        sys.stdout.flush()
+        if not args.no_browser:
+            webbrowser.open(address)
+
+    serve(make_app(answers, token=token), port=args.port, announce=announce)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""A request's path and arguments in, a JSON object out: docs/viewer.md has the list. Nothing here knows of HTTP."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.view import records
+from skyrl_train.view.filters import Arguments, Endpoint, NotThereError, chosen_run
+from skyrl_train.view.rollout_answers import RolloutAnswers
+from skyrl_train.view.rollouts import RolloutIndex
+from skyrl_train.view.sources import Run
+
+Json = dict[str, Any]
+
+
+class Answers:
+    """Answers for some runs. Safe to be asked by several threads."""
+
+    def __init__(self, runs: Sequence[Run], index: RolloutIndex, *, version: str) -> None:
+        self._runs = {run.id: run for run in runs}
+        self._index, self._version = index, version
+        self._metrics = {run.id: records.Tail(run.folder.metrics_file) for run in runs}
+        self._endpoints: Mapping[str, Endpoint] = {
+            "runs": self._list_runs,
+            "metrics": self._show_metrics,
+            "overview": self._overview,
+            "diff": self._diff,
+            "tail": self._tail,
+            **RolloutAnswers(self._runs, index).endpoints,
+        }
+
+    def answer(self, path: str, query: Sequence[tuple[str, str]]) -> tuple[int, Json]:
+        """Return the status and the object for `api/<name>`."""
+        problems: list[str] = []
+        endpoint = self._endpoints.get(path.removeprefix("api/"))
+        if endpoint is None:
+            return 404, {"error": f"there is no {path}", "problems": []}
+        arguments = Arguments(query)
+        try:
+            found = endpoint(arguments, problems)
+            arguments.check_all_read()
+        except NotThereError as error:
+            return 404, {"error": str(error), "problems": problems}
+        except DeadlineError as error:
+            return 503, {"error": str(error), "problems": problems}
+        except (ValueError, SkyrlTrainError) as error:
+            return 400, {"error": str(error), "problems": problems}
+        return 200, found | {"problems": problems}
+
+    def _list_runs(self, arguments: Arguments, problems: list[str]) -> Json:
+        del arguments
+        described = [run.describe() for run in self._runs.values()]
+        problems += [f"{run['path']}: nothing of a run is here yet" for run in described if run["state"] == "empty"]
+        return {"runs": described, "version": self._version}
+
+    def _lines(self, run: Run, problems: list[str]) -> list[Json]:
+        """Return the records of metrics; of other trainers' runs, what their rollouts say of each step."""
+        if run.kind != "skyrl":
+            return self._imported_metrics(run, problems)
+        tail = self._metrics[run.id]
+        tail.refresh()
+        if tail.torn:
+            problems.append(f"{tail.path}: {tail.torn} lines are no records of a step; they are left out")
+        return tail.records
+
+    def _imported_metrics(self, run: Run, problems: list[str]) -> list[Json]:
+        problems += self._index.refresh(run)
+        sql = """SELECT step, avg(reward) AS "reward/mean", stddev_pop(reward) AS "reward/std", min(reward) AS "reward/min",
+            max(reward) AS "reward/max", count(*) AS "total/trajectories" FROM trajectories WHERE run = ? GROUP BY step"""
+        return self._index.rows(f"{sql} ORDER BY step", [run.id])
+
+    def _show_metrics(self, arguments: Arguments, problems: list[str]) -> Json:
+        run = chosen_run(self._runs, arguments)
+        names = [name for name in arguments.text("names").split(",") if name]
+        most = arguments.count("max_points", 2000, most=20_000)
+        series = records.metric_series(self._lines(run, problems), names, max(2, most))
+        return {"run": run.id, **series, "offset": self._metrics[run.id].position}
+
+    def _overview(self, arguments: Arguments, problems: list[str]) -> Json:
+        run = chosen_run(self._runs, arguments)
+        lines = self._lines(run, problems)
+        steps = records.step_table(run, lines)
+        timeline = records.Tail(run.folder.timeline_file)
+        timeline.refresh()
+        plan = records.read_object(run.folder.plan_file, problems)
+        evaluations = records.read_object(run.folder.evaluation_file, problems).get("evaluations", [])
+        names = sorted({name for line in lines for name in line})
+        log = run.root / "run.log"
+        return {
+            "run": run.describe(),
+            "steps": steps,
+            "phases": _names_in(step["phases"] for step in steps),
+            "waits": _names_in(step["waits"] for step in steps),
+            "timeline": records.timeline_lines(timeline.records),
+            "memory": records.memory_facts(run, lines, problems),
+            "mismatch": [name for name in names if name.startswith("mismatch/")],
+            "off_policy": [name for name in names if name.startswith("off_policy/")],
+            "plan": records.plan_beside(plan, lines),
+            "plan_file": plan or None,
+            "config": list(map(list, records.flat_config(run, problems).items())),
+            "environment": records.environment_of(run, problems),
+            "evaluations": [
+                {"step": each.get("global_step"), "overall": each.get("overall") or {}}
+                for each in (evaluations if isinstance(evaluations, list) else [])
+                if isinstance(each, dict)
+            ],
+            "restarts": records.json_lines(run.folder.restarts_file),
+            "fork": records.read_object(run.folder.fork_file, problems) or None,
+            "offsets": {
+                "metrics": self._metrics[run.id].position,
+                "timeline": timeline.position,
+                "log": records.end_of(log),
+            },
+        }
+
+    def _diff(self, arguments: Arguments, problems: list[str]) -> Json:
+        runs = [name for name in arguments.text("runs").split(",") if name]
+        if unknown := [name for name in runs if name not in self._runs]:
+            raise ValueError(f"runs={unknown[0]} is not one of {', '.join(self._runs)}")
+        configs = [records.flat_config(self._runs[name], problems) for name in runs]
+        settings = sorted({setting for config in configs for setting in config})
+        rows: list[Json] = []
+        for name in settings:
+            values = [config.get(name) for config in configs]
+            rows.append({"name": name, "values": values, "differs": any(value != values[0] for value in values)})
+        shown = rows if arguments.text("all") == "1" else [row for row in rows if row["differs"]]
+        return {"runs": runs, "rows": shown, "num_equal": sum(not row["differs"] for row in rows)}
+
+    def _tail(self, arguments: Arguments, problems: list[str]) -> Json:
+        del problems
+        run = chosen_run(self._runs, arguments)
+        paths = {
+            "metrics": run.folder.metrics_file,
+            "timeline": run.folder.timeline_file,
+            "log": run.root / "run.log",
+        }
+        lines: dict[str, list[str]] = {}
+        offsets: dict[str, str] = {}
+        reset, is_truncated = [], False
+        for name, path in paths.items():
+            if position := arguments.text(name):
+                lines[name], offsets[name], has_more, is_other = records.new_lines(path, position)
+                is_truncated |= has_more
+                reset += [name] if is_other else []
+            else:
+                lines[name], offsets[name] = [], records.end_of(path)
+        metrics = [
+            record | {"_seconds": record.get("timing/step"), "_tokens": record.get("batch/tokens")}
+            for record in _objects(lines["metrics"])
+        ]
+        described = run.describe()
+        return {
+            "run": described,
+            "metrics": metrics,
+            "timeline": records.timeline_lines(_objects(lines["timeline"]), last=len(lines["timeline"]) or 1),
+            "log": lines["log"],
+            "offsets": offsets,
+            "rollout_files": described["num_rollout_files"],
+            "is_truncated": is_truncated,
+            "reset": reset,
+        }
+
+
+def to_json(value: object) -> str:
+    """Return JSON, with null for numbers that are not finite."""
+    try:
+        return json.dumps(value, allow_nan=False, default=str)
+    except ValueError:
+        return json.dumps(_finite(value), allow_nan=False, default=str)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _names_in(parts: Any) -> list[str]:
+    return list(dict.fromkeys(name for part in parts for name in part))
+
+
+def _objects(lines: Sequence[str]) -> list[Json]:
+    found = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            found.append(record)
+    return found

@@ -1,0 +1,395 @@
+"""What a run's folder holds beside its rollouts: metrics, timeline, plan, memory, settings, log. Everything is optional, may
+be half written, and is only read; what is wrong with a file is appended to `problems`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from skyrl_train.errors import DeadlineError
+from skyrl_train.telemetry.files import parse_json, read_json
+from skyrl_train.telemetry.metrics_log import phase_seconds
+from skyrl_train.telemetry.redaction import redact
+from skyrl_train.telemetry.timeline import kind_of
+from skyrl_train.view.sources import Run
+
+Json = dict[str, Any]
+_LAST_STEPS = 5000
+_LAST_LINES_OF_TIMELINE = 50
+_LAST_OF_LOG = 200
+_LOG_BYTES = 2**22
+"""The end of a log that is searched for warnings."""
+_TAIL_BYTES = 2**22
+"""Of a file, in one answer."""
+_TAIL_LINES = 500
+_READ_TIMEOUT_S = 60.0
+_DEFAULT_SERIES = (
+    "reward/mean",
+    "eval/accuracy",
+    "loss/policy",
+    "loss/total",
+    "loss/mean",
+    "policy/entropy",
+    "policy/grad_norm",
+    "response_length/mean",
+)
+_LEVEL = re.compile(r"^\S+ \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
+_MEASURED = {
+    "total_steps": "step",
+    "total_optimizer_steps": "total/optimizer_steps",
+    "num_samples_per_batch": "total/trajectories",
+    "num_prompts_per_batch": "total/prompts",
+}
+"""Entries of the plan, and what counted the same while the run went on; those of a batch are divided by its steps."""
+
+
+@dataclass
+class Tail:
+    """A file of lines that grows, read as far as there are whole lines."""
+
+    path: Path
+    offset: int = 0
+    inode: int = 0
+    records: list[Json] = field(default_factory=list)
+    torn: int = 0
+    """Lines that are no record."""
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def refresh(self) -> None:
+        """Read what is new; all, where the file was replaced or cut. Raises DeadlineError where a disk does not answer."""
+        if not self._lock.acquire(timeout=_READ_TIMEOUT_S):
+            raise DeadlineError(f"the disk of {self.path}", _READ_TIMEOUT_S, "Ask again.")
+        try:
+            self._read()
+        finally:
+            self._lock.release()
+
+    def _read(self) -> None:
+        try:
+            with self.path.open("rb") as file:
+                inode, size = _identity(file.fileno())
+                if inode != self.inode or size < self.offset:
+                    self.inode, self.offset, self.records, self.torn = inode, 0, [], 0
+                file.seek(self.offset)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except OSError:  # none yet, or none any more
+            self.inode, self.offset, self.records, self.torn = 0, 0, [], 0
+            return
+        self.offset += len(whole) + len(newline)
+        for line in whole.split(b"\n") if newline else ():
+            try:
+                record = parse_json(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict) and type(record.get("step")) is int:
+                self.records.append(record)
+            else:
+                self.torn += 1
+
+    @property
+    def position(self) -> str:
+        """Where the next line begins, for `new_lines`."""
+        return f"{self.inode}-{self.offset}"
+
+
+def new_lines(path: Path, position: str) -> tuple[list[str], str, bool, bool]:
+    """Return the whole lines after a position, the position after them, whether there are more, and whether the file is
+    another one than the position was taken of, so that the lines are from its start.
+
+    Raises ValueError for a position that is none.
+    """
+    old_inode, _, old_offset = position.rpartition("-")
+    inode_before, offset = int(old_inode or 0), int(old_offset)
+    try:
+        with path.open("rb") as file:
+            inode, size = _identity(file.fileno())
+            is_other = inode_before not in (0, inode) or size < offset
+            offset = 0 if is_other else offset
+            file.seek(offset)
+            content = file.read(_TAIL_BYTES)
+    except OSError:
+        return [], "0", False, inode_before != 0
+    lines = content.split(b"\n")[:-1]
+    if not lines and len(content) == _TAIL_BYTES:  # one line that is longer than an answer: it is left out
+        lines, offset = [], offset + len(content)
+    kept = lines[:_TAIL_LINES]
+    offset += sum(len(line) + 1 for line in kept)
+    has_more = len(kept) < len(lines) or len(content) == _TAIL_BYTES
+    return [line.decode(errors="replace") for line in kept], f"{inode}-{offset}", has_more, is_other
+
+
+def end_of(path: Path) -> str:
+    """Return the position after the last whole line."""
+    try:
+        with path.open("rb") as file:
+            inode, size = _identity(file.fileno())
+            file.seek(max(0, size - _TAIL_BYTES))
+            rest = file.read().rpartition(b"\n")[2]
+    except OSError:
+        return "0"
+    return f"{inode}-{size - len(rest)}"
+
+
+def metric_series(records: Sequence[Json], names: Sequence[str], max_points: int) -> Json:
+    """Return the series of a run's metrics, aligned with its steps; of a step that was done again, the last line."""
+    by_step = {record["step"]: record for record in records}
+    lines = [by_step[step] for step in sorted(by_step)]
+    tokens = _sums(lines, "batch/tokens")
+    seconds = _sums(lines, "timing/step")
+    kept = _thinned(lines, max_points)
+    found = dict.fromkeys(name for index in kept for name in lines[index] if name != "step")
+    wanted = sorted(name for name in found if not names or name in names)
+    groups: dict[str, list[str]] = {}
+    for name in wanted:
+        groups.setdefault(name.partition("/")[0], []).append(name)
+    return {
+        "steps": [lines[index]["step"] for index in kept],
+        "tokens": [tokens[index] for index in kept],
+        "seconds": [seconds[index] for index in kept],
+        "total_lines": len(lines),
+        "series": {name: [_number(lines[index].get(name)) for index in kept] for name in wanted},
+        "groups": groups,
+        "default": [name for name in _DEFAULT_SERIES if name in wanted],
+    }
+
+
+def step_table(run: Run, records: Sequence[Json]) -> list[Json]:
+    """Return what each step took and what failed in it, for the last steps; one that failed as a whole has a line, too."""
+    by_step = {record["step"]: record for record in records}
+    files = run.rollout_files()
+    failed = {file.step for file in files if file.purpose == "failed"}
+    with_rollouts = {file.step for file in files}
+    table = []
+    for step in sorted(by_step.keys() | failed)[-_LAST_STEPS:]:
+        numbers = {name: _number(value) for name, value in by_step.get(step, {}).items()}
+        record = {name: value for name, value in numbers.items() if value is not None}
+        kinds = {
+            name.removeprefix("failures/"): int(value)
+            for name, value in record.items()
+            if name.startswith("failures/") and name not in ("failures/count", "failures/fraction") and value
+        }
+        fraction, count = record.get("failures/fraction"), record.get("failures/count", 0)
+        table.append(
+            {
+                "step": step,
+                "seconds": record.get("timing/step"),
+                "phases": phase_seconds(record),
+                "waits": _under(record, "timing/wait/"),
+                "failures": kinds,
+                "num_failed": int(count),
+                "num_trajectories": round(count / fraction) if fraction else None,
+                "reward": record.get("reward/mean"),
+                "is_failed": step in failed,
+                "is_evaluated": any(name.startswith("eval/") for name in record),
+                "has_rollouts": step in with_rollouts,
+            }
+        )
+    return table
+
+
+def timeline_lines(records: Iterable[Json], last: int = _LAST_LINES_OF_TIMELINE) -> list[Json]:
+    """Return lines of the timeline, with the kind of each phase; what is not one is left out."""
+    lines = []
+    for record in deque(records, maxlen=last):
+        try:
+            phases = [
+                {"name": str(name), "kind": kind_of(str(name)), "begin": float(begin), "end": float(end)}
+                for name, begin, end in record["learner"]
+            ]
+            line = {"step": record["step"], "began": float(record["began"]), "seconds": float(record["seconds"])}
+            lines.append({**line, "learner": phases, "engine": record["engine"], "groups": record["groups"]})
+        except (KeyError, TypeError, ValueError):
+            continue
+    return lines
+
+
+def memory_facts(run: Run, records: Sequence[Json], problems: list[str]) -> Json:
+    """Return what micro-batches may take and were predicted to, and what was measured in the steps."""
+    roles: list[Json] = []
+    content = read_object(run.folder.memory_file, problems)
+    for role, entries in content.items():
+        for entry in entries if isinstance(entries, list) else []:
+            for kind in ("forward", "training"):
+                sizing = entry.get(kind) if isinstance(entry, dict) else None
+                if isinstance(sizing, dict):
+                    roles.append(
+                        {
+                            "role": role,
+                            "pass": kind,
+                            "limit_bytes": _number(sizing.get("limit_bytes")),
+                            "predicted_bytes": _predicted_bytes(sizing),
+                            "tokens": sizing.get("tokens"),
+                            "probes": sizing.get("probes") or [],
+                        }
+                    )
+    measured: dict[str, list[list[float]]] = {}
+    for record in records[-_LAST_STEPS:]:
+        for name, value in record.items():
+            if name.startswith("memory/") and (number := _number(value)) is not None:
+                measured.setdefault(name, []).append([record["step"], number])
+    return {"roles": roles, "measured": measured}
+
+
+def plan_beside(plan: Mapping[str, Any], records: Sequence[Json]) -> list[Json]:
+    """Return the numbers of the plan, and what they were in the end."""
+    last: Json = {}
+    for record in records:
+        last.update({name: value for name, value in record.items() if _number(value) is not None})
+    steps = [record["step"] for record in records if record["step"] > 0]
+    rows: list[Json] = []
+    for name, planned in plan.items():
+        if isinstance(planned, (int, float)) and not isinstance(planned, bool):
+            happened = last.get(_MEASURED.get(name, ""))
+            if happened is not None and name.endswith("_per_batch"):
+                happened = happened / max(steps) if steps else None
+            rows.append({"name": name, "planned": planned, "happened": happened})
+    return sorted(rows, key=lambda row: (row["happened"] is None, row["name"]))
+
+
+def flat_config(run: Run, problems: list[str]) -> dict[str, Any]:
+    """Return the settings by their dotted names, without secrets."""
+    path = run.folder.config_file
+    try:
+        return dict(_flat_config(path, path.stat().st_mtime_ns))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        problems.append(f"{path} cannot be read: {_first_line(error)}")
+        return {}
+
+
+@lru_cache(maxsize=64)  # the parser takes tens of milliseconds
+def _flat_config(path: Path, changed: int) -> dict[str, Any]:
+    del changed
+    flat: dict[str, Any] = {}
+    pending: list[tuple[str, Any]] = [("", redact(yaml.safe_load(path.read_text(encoding="utf-8"))))]
+    while pending:
+        name, value = pending.pop()
+        if isinstance(value, dict) and value:
+            pending += [(f"{name}.{key}" if name else str(key), each) for key, each in value.items()]
+        elif name:
+            flat[name] = value
+    return dict(sorted(flat.items()))
+
+
+def environment_of(run: Run, problems: list[str]) -> Json:
+    """Return versions and commit, where the run recorded them: in `environment.json`, or in its newest step capsule."""
+    found: Json = read_object(run.root / "environment.json", problems)
+    if not found:
+        manifests = sorted(run.root.glob("capsules/*/*.json"))
+        found = read_object(manifests[-1], problems) if manifests else {}
+    names = ("python", "platform", "versions", "git_commit", "git_dirty", "command")
+    return redact({name: found.get(name) for name in names})  # type: ignore[no-any-return]  # a mapping stays one
+
+
+def log_warnings(path: Path) -> tuple[list[Json], int]:
+    """Return the last warnings and errors of a log, tracebacks with them, and how many there are in what was searched."""
+    try:
+        with path.open("rb") as file:
+            _, size = _identity(file.fileno())
+            start = max(0, size - _LOG_BYTES)
+            before = sum(chunk.count(b"\n") for chunk in _chunks(file, start))
+            text = file.read(_LOG_BYTES).decode(errors="replace")
+    except OSError:
+        return [], 0
+    found: deque[Json] = deque(maxlen=_LAST_OF_LOG)
+    total, is_open = 0, False
+    for number, line in enumerate(text.split("\n"), start=before + 1):
+        level = _LEVEL.match(line)
+        if level is None:
+            if is_open and line and len(found[-1]["text"]) < 20_000:
+                found[-1]["text"] += f"\n{line}"
+            continue
+        if is_open := level[1] in ("WARNING", "ERROR", "CRITICAL"):
+            total += 1
+            found.append({"line": number, "level": level[1], "text": line[:20_000]})
+    return list(found), total
+
+
+def read_object(path: Path, problems: list[str]) -> Json:
+    """Return a JSON object from a file; an empty one where there is none."""
+    try:
+        content = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        problems.append(f"{path} cannot be read: {_first_line(error)}")
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def json_lines(path: Path) -> list[Json]:
+    """Return the objects of a file of JSON lines; what is none is left out."""
+    lines, _, _, _ = new_lines(path, "0")
+    records = []
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+def _identity(descriptor: int) -> tuple[int, int]:
+    status = os.fstat(descriptor)
+    return status.st_ino, status.st_size
+
+
+def _chunks(file: Any, stop: int) -> Iterable[bytes]:
+    while (left := stop - file.tell()) > 0:
+        if not (chunk := file.read(min(left, 2**20))):
+            return
+        yield chunk
+
+
+def _thinned(lines: Sequence[Json], most: int) -> list[int]:
+    """Return the indices of at most about `most` lines: evenly spread, those with an evaluation, and the last."""
+    if len(lines) <= most:
+        return list(range(len(lines)))
+    even = {round(index * (len(lines) - 1) / (most - 1)) for index in range(most)}
+    evaluated = [index for index, line in enumerate(lines) if any(name.startswith("eval/") for name in line)]
+    return sorted(even.union(evaluated[-most:]))
+
+
+def _sums(lines: Sequence[Json], name: str) -> list[float]:
+    total, sums = 0.0, []
+    for line in lines:
+        total += _number(line.get(name)) or 0.0
+        sums.append(total)
+    return sums
+
+
+def _under(record: Mapping[str, Any], prefix: str) -> dict[str, float]:
+    return {name.removeprefix(prefix): value for name, value in record.items() if name.startswith(prefix)}
+
+
+def _predicted_bytes(sizing: Mapping[str, Any]) -> float | None:
+    """What the fitted model says of a micro-batch of the size that was chosen."""
+    try:
+        model, tokens = sizing["model"], sizing["tokens"]
+        per_length = model["bytes_per_position_and_length"] * model["longest"]
+        return _number(model["base_bytes"] + (model["bytes_per_position"] + per_length) * tokens)
+    except (KeyError, TypeError):
+        return None
+
+
+def _number(value: object) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]  # it is one
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,145 @@
+"""Who may ask, and how: answers and the page's files over HTTP, on 127.0.0.1, for whoever has the token.
+
+A page of another site can send requests here, and by rebinding its name's address even read the answers. So the Host must
+be this machine's, the token comes with the first request alone and then as a cookie that other sites' requests do not
+carry, and nothing is answered that another page may embed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import mimetypes
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from skyrl_train.view.answers import Answers, to_json
+from skyrl_train.view.export import write_report
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+STATIC = Path(__file__).parent / "static"
+_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+_NO_TOKEN = "Open the address that skyrl-view printed, with its token: it is a new one each time."
+
+
+def new_token() -> str:
+    """Return a token that nobody guesses."""
+    return secrets.token_urlsafe(32)
+
+
+def make_app(answers: Answers, *, token: str, static: Path = STATIC) -> Starlette:
+    """Return the application, which asks for `token`."""
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.middleware import Middleware
+    from starlette.middleware.base import BaseHTTPMiddleware
+    from starlette.responses import PlainTextResponse, RedirectResponse, Response
+    from starlette.routing import Route
+
+    def as_json(status: int, text: str) -> Response:
+        return Response(text, status, media_type="application/json")
+
+    async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        """Let through who is on this machine and has the token."""
+        cookie = f"skyrl_view_{request.url.port or 80}"
+        if _host_of(request.headers.get("host", "")) not in _HOSTS:
+            response: Response = as_json(421, to_json({"error": "open this by 127.0.0.1 or localhost", "problems": []}))
+        elif request.method != "GET":
+            response = as_json(405, to_json({"error": "nothing can be changed here", "problems": []}))
+        elif request.url.path == "/" and _is_equal(request.query_params.get("token", ""), token):
+            response = RedirectResponse("/", 303)
+            response.set_cookie(cookie, token, httponly=True, samesite="strict")
+        elif _is_equal(request.cookies.get(cookie, ""), token):
+            response = await call_next(request)
+        elif request.url.path == "/":
+            response = PlainTextResponse(_NO_TOKEN, 403)
+        else:
+            response = as_json(403, to_json({"error": _NO_TOKEN, "problems": []}))
+        response.headers.update(_HEADERS)
+        return response
+
+    async def answer(request: Request) -> Response:
+        def made() -> tuple[int, str]:
+            status, found = answers.answer(f"api/{request.path_params['name']}", request.query_params.multi_items())
+            return status, to_json(found)
+
+        return as_json(*await run_in_threadpool(made))
+
+    async def export(request: Request) -> Response:
+        def made() -> tuple[int, str, dict[str, str]]:
+            try:
+                report = write_report(answers, request.query_params.multi_items(), static)
+            except ValueError as error:
+                return 400, to_json({"error": str(error), "problems": []}), {"Content-Type": "application/json"}
+            headers = {"Content-Type": "text/html; charset=utf-8"}
+            return 200, report, headers | {"Content-Disposition": 'attachment; filename="report.html"'}
+
+        status, text, headers = await run_in_threadpool(made)
+        return Response(text, status, headers)
+
+    async def file(request: Request) -> Response:
+        path = static_file(static, request.path_params.get("name", "index.html"))
+        if path is None:
+            return as_json(404, to_json({"error": "there is no such file", "problems": []}))
+        kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
+        return Response(path.read_bytes(), media_type="text/javascript" if path.suffix == ".js" else kind)
+
+    routes = [
+        Route("/", file),
+        Route("/api/export", export),
+        Route("/api/{name}", answer),
+        Route("/static/{name:path}", file),
+    ]
+    return Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)])
+
+
+def static_file(static: Path, name: str) -> Path | None:
+    """Return one of the page's files, None for a name that leads to no file of its folder."""
+    path = (static / name).resolve()
+    return path if path.is_relative_to(static.resolve()) and path.is_file() else None
+
+
+def serve(app: Starlette, *, port: int, announce: Callable[[int], None], hosts: Sequence[str] = ("127.0.0.1",)) -> None:
+    """Answer until the process is told to end. `announce` is told the port, a free one where `port` is 0."""
+    import uvicorn
+
+    config = uvicorn.Config(
+        app,
+        host=hosts[0],
+        port=port,
+        log_level="warning",
+        access_log=False,  # addresses have the token
+        server_header=False,
+        timeout_graceful_shutdown=3,
+    )
+    listener = config.bind_socket()
+    announce(listener.getsockname()[1])
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def _host_of(header: str) -> str:
+    try:
+        return urlsplit(f"//{header}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_equal(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(), token.encode())

@@ -1,0 +1,181 @@
+"""Which runs there are, what made them, and which files hold their rollouts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.telemetry.files import parse_json, read_json
+from skyrl_train.telemetry.run_folder import RunFolder
+
+Kind = Literal["skyrl", "trl", "verl"]
+State = Literal["running", "finished", "stopped", "empty"]
+
+_OWN_FILE = re.compile(r"(?P<purpose>train|eval|failed)_step_(?P<step>\d+)\.(parquet|jsonl)$")
+_SAMPLE_FILE = re.compile(r"step_(?P<step>\d+)\.jsonl$")
+_TRL_FILE = re.compile(r"completions_(?P<step>\d+)\.parquet$")
+_VERL_FILE = re.compile(r"(?P<step>\d+)\.jsonl$")
+_MARKS = ("metrics.jsonl", "config.yaml", "rollouts", "run.log", "samples")
+_LONGEST_LINE = 2**20
+"""Bytes of a line of metrics that are looked at."""
+_MAX_RUNS = 64
+"""Runs that are opened where a folder of runs is given."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutFile:
+    """One file of one step's rollouts."""
+
+    path: Path
+    kind: Literal["parquet", "jsonl", "samples", "trl", "verl"]
+    purpose: str
+    step: int
+    stamp: tuple[int, int, int]
+    """Its inode, size and time of change: another stamp is another content."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run that is looked at."""
+
+    id: str
+    root: Path
+    kind: Kind
+
+    @property
+    def folder(self) -> RunFolder:
+        """The names of its files."""
+        return RunFolder(self.root)
+
+    def rollout_files(self) -> list[RolloutFile]:
+        """Return the files there are now, by step. Of a step that has Parquet, its JSON lines are left out."""
+        if self.kind == "skyrl":
+            found = _files(self.folder.rollouts, _OWN_FILE, "") + _files(self.folder.samples, _SAMPLE_FILE, "sample")
+        elif self.kind == "trl":
+            found = _files(_trl_folder(self.root), _TRL_FILE, "train")
+        else:
+            found = _files(self.root, _VERL_FILE, "train")
+        by_step = {(each.purpose, each.step): each for each in sorted(found, key=lambda each: each.kind, reverse=True)}
+        kept = {**by_step, **{(each.purpose, each.step): each for each in found if each.kind == "parquet"}}
+        return sorted(kept.values(), key=lambda each: (each.step, each.purpose))
+
+    def state(self) -> State:
+        """Return whether it is going on: the process that holds the folder lives. Nothing is locked to find out."""
+        if self.kind != "skyrl":
+            return "finished" if self.rollout_files() else "empty"
+        if self.folder.complete_file.exists():
+            return "finished"
+        if not self.folder.holds_a_run() and not self.folder.config_file.exists():
+            return "empty"
+        try:
+            owner = (self.root / ".lock").read_text().strip()
+        except (OSError, ValueError):
+            owner = ""
+        return "running" if owner.isdigit() and Path(f"/proc/{owner}").exists() else "stopped"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a list of runs says of it."""
+        files = self.rollout_files()
+        times = [_changed(path) for path in (self.folder.metrics_file, self.root / "run.log")]
+        times += [each.stamp[2] / 1e9 for each in files]
+        plan = _object(self.folder.plan_file)
+        steps = [each.step for each in files if each.purpose != "failed"]
+        steps += [] if (last := _last_step(self.folder.metrics_file)) is None else [last]
+        return {
+            "id": self.id,
+            "name": self.root.name,
+            "path": str(self.root),
+            "kind": self.kind,
+            "state": self.state(),
+            "last_step": max(steps, default=None),
+            "total_steps": plan.get("total_steps"),
+            "updated": max((each for each in times if each is not None), default=None),
+            "num_rollout_files": len(files),
+        }
+
+
+def find_runs(paths: Sequence[Path]) -> list[Run]:
+    """Return the runs at these paths; of a folder that is none but has some, all those.
+
+    Raises SkyrlTrainError naming a path that is no folder, or that more runs are in it than can be opened.
+    """
+    roots: list[Path] = []
+    for path in paths:
+        if not path.is_dir():
+            raise SkyrlTrainError(f"RUN={path} is no folder. Give the output_dir of a run.")
+        root = path.resolve()
+        inside = [] if _kind_of(root) else sorted(each for each in root.iterdir() if each.is_dir() and _kind_of(each))
+        roots += inside or [root]
+    roots = list(dict.fromkeys(roots))
+    if len(roots) > _MAX_RUNS:
+        raise SkyrlTrainError(f"{len(roots)} runs are more than the {_MAX_RUNS} that can be shown at once. Name some.")
+    runs: list[Run] = []
+    for root in roots:
+        name = re.sub(r"[^\w.-]+", "-", root.name).strip("-") or "run"
+        same = sum(re.sub(r"~\d+$", "", each.id) == name for each in runs)
+        runs.append(Run(id=f"{name}~{same + 1}" if same else name, root=root, kind=_kind_of(root) or "skyrl"))
+    return runs
+
+
+def _kind_of(root: Path) -> Kind | None:
+    """Return what made the run, None for a folder that has nothing of one."""
+    if any((root / name).exists() for name in _MARKS):
+        return "skyrl"
+    if _files(_trl_folder(root), _TRL_FILE, "train"):
+        return "trl"
+    return "verl" if _files(root, _VERL_FILE, "train") else None
+
+
+def _trl_folder(root: Path) -> Path:
+    return root / "completions" if (root / "completions").is_dir() else root
+
+
+def _files(folder: Path, pattern: re.Pattern[str], purpose: str) -> list[RolloutFile]:
+    found: list[RolloutFile] = []
+    try:
+        entries = list(folder.iterdir())
+    except OSError:  # none yet, or gone
+        return found
+    kinds = {_SAMPLE_FILE: "samples", _TRL_FILE: "trl", _VERL_FILE: "verl"}
+    for path in entries:
+        match = pattern.match(path.name)
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        if match and path.is_file():
+            kind: Any = kinds.get(pattern, path.suffix[1:])
+            stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+            own = purpose or match["purpose"]
+            found.append(RolloutFile(path=path, kind=kind, purpose=own, step=int(match["step"]), stamp=stamp))
+    return found
+
+
+def _changed(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _last_step(path: Path) -> int | None:
+    """Return the step of the last whole line of `metrics.jsonl`."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LONGEST_LINE))
+            lines = file.read().split(b"\n")
+        return int(parse_json(lines[-2])["step"])
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
+        return None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,142 @@
+"""Runs of other trainers and of older versions, in the viewer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+pytest.importorskip("duckdb")
+
+from skyrl_train.view.answers import Answers
+from skyrl_train.view.rollouts import RolloutIndex
+from skyrl_train.view.sources import find_runs
+
+Json = dict[str, Any]
+
+
+def answers_of(tmp_path: Path, folder: Path) -> Answers:
+    (tmp_path / "scratch").mkdir()
+    runs = find_runs([folder])
+    return Answers(runs, RolloutIndex(tmp_path / "scratch", runs), version="1")
+
+
+def get(answers: Answers, path: str, **arguments: object) -> Json:
+    status, found = answers.answer(f"api/{path}", [(name, str(value)) for name, value in arguments.items()])
+    assert status == 200, found
+    return found
+
+
+def test_completions_of_trl_are_groups_of_their_prompts(tmp_path: Path) -> None:
+    chat = [{"role": "user", "content": "2+2?"}]
+    table = {  # as GRPOTrainer.log makes it
+        "step": [10] * 4,
+        "prompt": [chat, chat, [{"role": "user", "content": "3+3?"}], [{"role": "user", "content": "3+3?"}]],
+        "completion": [[{"role": "assistant", "content": text}] for text in ("4", "5", "six", "6")],
+        "accuracy_reward": [1.0, 0.0, float("nan"), 1.0],
+        "format_reward": [0.5, 0.0, 0.0, 0.5],
+        "source": ["a", "a", "b", "b"],
+        "advantage": [0.7, -0.7, -0.7, 0.7],
+    }
+    (tmp_path / "out/completions").mkdir(parents=True)
+    pd.DataFrame(table).to_parquet(tmp_path / "out/completions/completions_00010.parquet")
+    answers = answers_of(tmp_path, tmp_path / "out")
+    run = get(answers, "runs")["runs"][0]
+    assert (run["kind"], run["state"], run["last_step"]) == ("trl", "finished", 10)
+    groups = sorted(get(answers, "groups")["rows"], key=lambda group: str(group["prompt_excerpt"]))
+    assert [(group["prompt_excerpt"], [each["reward"] for each in group["samples"]]) for group in groups] == [
+        ("2+2?", [1.5, 0.0]),
+        ("3+3?", [0.0, 1.5]),
+    ]
+    one = get(answers, "trajectory", step=10, uid=groups[0]["uid"], sample=0)
+    assert one["turns"][0]["text"] == "4"
+    assert one["rewards"] == {"accuracy_reward": 1.0, "format_reward": 0.5}
+    assert (one["metrics"], one["extras"]) == ({"advantage": 0.7}, {"source": "a"})
+    assert (one["reexecute"], one["texts_from"], one["turns"][0]["tokens"]["ids"]) == (None, None, [])
+    assert get(answers, "metrics")["series"]["reward/mean"] == [0.75]
+    assert get(answers, "trajectories", text="^six$")["total"] == 1
+    assert get(answers, "overview")["problems"] == []
+
+
+def test_generations_of_verl_are_groups_of_their_inputs(tmp_path: Path) -> None:
+    lines = [
+        {"input": "user\n2+2?\nassistant\n", "output": "4", "gts": "4", "score": 1.0, "step": 3, "acc": True},
+        {"input": "user\n2+2?\nassistant\n", "output": "<script>", "gts": "4", "score": 0.0, "step": 3, "acc": False},
+    ]
+    (tmp_path / "dump").mkdir()
+    (tmp_path / "dump/3.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "dump/4.jsonl").write_text(json.dumps({**lines[0], "step": 4}) + '\n{"input": "torn')
+    answers = answers_of(tmp_path, tmp_path / "dump")
+    assert get(answers, "runs")["runs"][0]["kind"] == "verl"
+    found = get(answers, "groups", sort="step", order="asc")
+    assert [(group["step"], group["num_samples"], group["reward_mean"]) for group in found["rows"]] == [
+        (3, 2, 0.5),
+        (4, 1, 1.0),
+    ]
+    assert len(found["problems"]) == 1
+    assert "4.jsonl cannot be read to its end: line 2: " in found["problems"][0]
+    one = get(answers, "trajectory", step=3, uid=found["rows"][0]["uid"], sample=1)
+    assert one["turns"][0]["text"] == "<script>"
+    assert (one["rewards"], one["metrics"], one["extras"]) == ({"score": 0.0}, {"acc": 0.0}, {"gts": "4"})
+    assert [point["step"] for point in get(answers, "prompt", uid=one["uid"])["points"]] == [3, 4]
+
+
+def test_json_lines_of_older_versions_are_read_with_whole_prompts_or_what_turns_add(tmp_path: Path) -> None:
+    head = {
+        "uid": "train-17",
+        "global_step": 1,
+        "purpose": "train",
+        "outcome": "done",
+        "reward": 1.0,
+        "env_class": "gsm8k",
+    }
+    head |= {"prompt": [{"role": "user", "content": "2+2?"}], "extras": {"a": 1}, "metrics": {"solved": 1.0}}
+    first = {
+        "response_token_ids": [21],
+        "reward": 0.0,
+        "text": "5",
+        "logprobs": [-0.5],
+        "observations": [{"role": "user", "content": "No."}],
+    }
+    second = {"response_token_ids": [20], "reward": 1.0, "text": "4"}
+    whole = [first | {"prompt_token_ids": [1, 2]}, second | {"prompt_token_ids": [1, 2, 21, 7]}]
+    added = [first | {"parent": None, "added_token_ids": [1, 2]}, second | {"parent": 0, "added_token_ids": [7]}]
+    failed = {"uid": "train-18", "sample": 0, "outcome": "failed", "turns": []}
+    failed |= {"failure": {"kind": "engine_error", "message": "gone", "turn_index": 0}}
+    records = [head | {"sample": 0, "turns": whole}, head | {"sample": 1, "turns": added}, failed]
+    (tmp_path / "run/rollouts").mkdir(parents=True)
+    (tmp_path / "run/rollouts/train_step_000001.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    answers = answers_of(tmp_path, tmp_path / "run")
+    both = [get(answers, "trajectory", step=1, uid="train-17", sample=sample) for sample in (0, 1)]
+    for one in both:
+        assert [(turn["parent"], turn["added"]["ids"], turn["tokens"]["ids"]) for turn in one["turns"]] == [
+            (None, [1, 2], [21]),
+            (0, [7], [20]),
+        ]
+        assert one["turns"][1]["messages"] == [{"role": "user", "content": "No."}]
+        assert (one["reward"], one["turns"][0]["tokens"]["logprob"], one["turns"][1]["context_tokens"]) == (
+            1.0,
+            [-0.5],
+            4,
+        )
+    assert get(answers, "failures")["kinds"][0]["first"]["message"] == "gone"
+
+
+def test_answers_of_a_supervised_run_are_read(tmp_path: Path) -> None:
+    (tmp_path / "run/samples").mkdir(parents=True)
+    line = {
+        "set": "held-out",
+        "example": "3",
+        "prompt": "2+2?",
+        "answer": "4",
+        "expected": "four",
+        "stop_reason": "stop",
+    }
+    (tmp_path / "run/samples/step_000010.jsonl").write_text(json.dumps(line) + "\n")
+    rows = get(answers_of(tmp_path, tmp_path / "run"), "trajectories")["rows"]
+    assert [(row["purpose"], row["step"], row["uid"], row["text_excerpt"]) for row in rows] == [
+        ("sample", 10, "held-out/3", "4")
+    ]
