@@ -13,6 +13,15 @@ from skyrl_train.batch.reduce import require_bool, require_float, require_rows, 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.telemetry.metrics import Mean, later
 
+DECLARED_METRICS = """
+critic/value_loss | | Half the squared distance of values from returns. | with a critic | verl `critic/vf_loss`; SkyRL
+    `critic/critic_loss`
+critic/abs_error | reward | Mean distance of values from returns. | with a critic
+critic/value | reward | Mean value. | with a critic | verl `critic/vpred_mean`; SkyRL `critic/values_mean`
+critic/clip_fraction | share | Values that clipping changed. | with a critic | verl `critic/vf_clipfrac`; SkyRL
+    `critic/values_clipfrac`
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ValueLossInputs:

@@ -16,6 +16,14 @@ from skyrl_train.errors import CheckpointError, DataError
 from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
 
+DECLARED_METRICS = """
+sampling/batches | count | Batches of prompts that were sampled for the step. | with `filters.dynamic_sampling` | verl
+    `train/num_gen_batches`
+sampling/prompts_seen | count | Prompts of them. | with `filters.dynamic_sampling`
+sampling/prompts_differing_fraction | share | Of these, prompts whose samples differ in reward. | with
+    `filters.dynamic_sampling`
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingState:

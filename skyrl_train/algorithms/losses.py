@@ -23,6 +23,11 @@ from skyrl_train.config.parts import POLICY_LOSSES
 from skyrl_train.registry import Reads, part_name
 from skyrl_train.telemetry.metrics import Mean, Metric
 
+DECLARED_METRICS = """
+off_policy/negatives_left_out_fraction | share | Tokens of negative advantage left out since they moved too far. |
+    with `off_policy.negative_kl_max`
+"""
+
 __all__ = ["POLICY_LOSSES", "PolicyLoss", "PolicyLossInputs", "PolicyLossOutput", "policy_loss"]
 
 PolicyLoss = Callable[[PolicyLossInputs, AlgorithmConfig], PolicyLossOutput]

@@ -22,6 +22,11 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, reads_whole_step
 from skyrl_train.telemetry.metrics import Mean, Metric, StepMetrics
 
+DECLARED_METRICS = """
+policy/entropy_threshold | nats | Entropy from which a token is trained on. | with `entropy_quantile`
+policy/high_entropy_fraction | share | Tokens that are. | with `entropy_quantile`
+"""
+
 ScoreStep = Callable[[Literal["logprobs", "entropy"], TrainingInputBatch], Tensor]
 """`(what, rows) -> [num_tokens]` of the policy as it is now, at positions with `loss_mask`."""
 

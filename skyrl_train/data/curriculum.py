@@ -21,6 +21,13 @@ from skyrl_train.config.data import CurriculumConfig
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import Prompt, RolloutBatch
 
+DECLARED_METRICS = """
+curriculum/tried | count | Prompts whose solve rate has been measured. | with `data.curriculum`
+curriculum/resting | count | Of them, those that are left out for now. | with `data.curriculum`
+curriculum/new_fraction | share | Prompts of the batch that were never tried before. | with `data.curriculum`
+curriculum/expected_solve_rate | share | Mean solve rate that was expected of the others. | where there are others
+"""
+
 SolveRates = Mapping[str, tuple[float, int]]
 """By the prompts' uids: the estimate, 0 to 1, and the step that tried the prompt last."""
 _LEAST_WEIGHT = 1e-3

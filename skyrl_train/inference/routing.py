@@ -11,6 +11,15 @@ from typing import Any
 
 from skyrl_train.types import GenerationOutput, GenerationRequest
 
+DECLARED_METRICS = """
+engines/cache_hits | share | Tokens of prompts whose keys and values the engine had from earlier requests. | where the
+    engine says so (vLLM)
+engines/balance | share | Tokens that the least busy engine served, of those of the busiest. | with several engines
+engines/serving | count | Engines that serve. | engines on Ray
+engines/requests_moved | count | Requests that were asked for again elsewhere, since their engine died. | engines on
+    Ray
+"""
+
 _BLOCK_TOKENS = 32
 _MAX_KNOWN = 1 << 16
 _SLOW_FACTOR = 4.0

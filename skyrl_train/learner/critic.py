@@ -25,6 +25,11 @@ from skyrl_train.model.value_model import token_values
 from skyrl_train.registry import part_name
 from skyrl_train.telemetry.metrics import Mean, StepMetrics, later
 
+DECLARED_METRICS = """
+loss/value | | The critic's loss of an optimizer step. | with a critic | verl `critic/vf_loss`; SkyRL
+    `critic/critic_loss`
+"""
+
 
 class CriticLearner(HoldsModel):
     """A `Learner` for the value model."""

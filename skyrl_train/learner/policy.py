@@ -35,6 +35,17 @@ from skyrl_train.model.lora import adapter_off, adapter_tensors
 from skyrl_train.telemetry.metrics import Max, Mean, StepMetrics, later
 from skyrl_train.weights import ModelWeights
 
+DECLARED_METRICS = """
+loss/{total,policy,kl,entropy} | | The loss of an optimizer step, and its parts without their coefficients: means over
+    the step's optimizer steps. | reinforcement learning; parts where they are used | TRL `loss`; verl
+    `actor/pg_loss`, `actor/kl_loss`; SkyRL `policy/final_loss`, `policy/policy_loss`
+policy/entropy | nats | Mean entropy of the distributions that trained tokens are drawn from. | | TRL `entropy`; verl
+    `actor/entropy`; SkyRL `policy/policy_entropy`
+policy/rollout_logprob_diff{,_max} | nats | Mean and largest size of the trainer's minus the engine's log-probability,
+    as the update saw it. | where the engine gives log-probabilities | SkyRL
+    `policy/rollout_train_logprobs_abs_diff_mean`
+"""
+
 
 class PolicyLearner(HoldsModel):
     """A `Learner` for the policy, or for a reference where the engine has no optimizer."""

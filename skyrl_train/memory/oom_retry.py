@@ -29,6 +29,15 @@ from skyrl_train.telemetry.metrics import Last, Max, StepMetrics, Sum
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+DECLARED_METRICS = """
+memory/{policy,critic}_peak_gib | GiB | Most memory held in a pass. | where micro-batches size themselves | verl
+    `perf/max_memory_allocated_gb`
+memory/{policy,critic}_tokens_per_micro_batch | tokens | The budget of a micro-batch. | where micro-batches size
+    themselves
+memory/{policy,critic}_redone | count | Passes that were computed anew with less after running out of memory. | where
+    micro-batches size themselves
+"""
+
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,11 @@ from skyrl_train.types import (
     new_routing,
 )
 
+DECLARED_METRICS = """
+tools/{calls,failed,malformed} | count | Calls of tools in a trajectory, of which a tool failed, of which could not be
+    read: means. | with `environment.tools` | TRL `tools/call_frequency`, `tools/failure_frequency` (of the calls)
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:

@@ -26,6 +26,11 @@ from skyrl_train.rollout.journal import Call, Journal
 from skyrl_train.rollout.plain_data import plain_state
 from skyrl_train.types import FailureKind, GenerationOutput, GenerationRequest
 
+DECLARED_METRICS = """
+stream/resumed_{whole,state,replay} | count | Environments of a run before that came back so. | after a resumed stream
+stream/restarted_<reason> | count | Those that did not, whose trajectory began anew. | after a resumed stream
+"""
+
 _ENDS = "get_metrics"
 """The last call before the environment is closed."""
 _CHANGING = ("init", "step", "cut", "tools")

@@ -17,6 +17,16 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+DECLARED_METRICS = """
+timing/wait/environments | s | Waits of trajectories for an answer of their environment, tools or reward functions,
+    added up over trajectories. | where rollouts are made
+timing/wait/environments_alone | share | Of these seconds, those in which the engine computed nothing. | where there
+    were such waits
+timing/engine/busy | s | Time in which the engine computed. | where rollouts are made
+timing/group/max | s | From the begin of a group of samples to its end: the longest that ended, evaluations aside. |
+    where a group ended
+"""
+
 Span = tuple[float, float]
 """Begin and end, in seconds of the clock."""
 _MOST_KEPT = 20_000

@@ -16,6 +16,13 @@ from typing import Any
 from skyrl_train.errors import DataError
 from skyrl_train.telemetry.files import bring_to_disk, sync_folder, write_atomically
 
+DECLARED_METRICS = """
+step | count | Training steps that are finished; 0 is the evaluation before the first. | | TRL `step`; verl
+    `training/global_step`; SkyRL `trainer/global_step`
+metrics/non_finite | count | Values of the record that were NaN or infinite, which are null in `metrics.jsonl`. |
+    where there are any
+"""
+
 NON_FINITE = "metrics/non_finite"
 """Values of the line that were not finite and became null; absent where there were none."""
 

@@ -14,6 +14,21 @@ from dataclasses import dataclass
 from skyrl_train.interfaces import Generator
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Trajectory
 
+DECLARED_METRICS = """
+eval/accuracy | share | Right answers: mean over held-out prompts of the share of their samples. | evaluations | verl
+    `val-core/<source>/acc/mean@N`; SkyRL `eval/all/avg_score`
+eval/accuracy_first_turn | share | The same of answers that were right in the first turn. | evaluations
+eval/pass@<k> | share | Probability that one of k samples is right, without bias. | evaluations | verl
+    `val-core/<source>/acc/best@N/mean`; SkyRL `eval/all/pass_at_N`
+eval/reward_mean | reward | Mean total reward. | evaluations | TRL `eval_reward`
+eval/turns_mean | count | Mean number of turns. | evaluations | verl `val-aux/num_turns/mean`
+eval/response_length_mean | tokens | Mean number of sampled tokens. | evaluations | TRL
+    `eval_completions/mean_length`; SkyRL `eval/all/generate/avg_num_tokens`
+eval/failed | count | Trajectories that failed, which count neither as right nor as wrong. | evaluations
+eval/<part>/{accuracy,accuracy_first_turn,pass@<k>,reward_mean,turns_mean,response_length_mean,failed} | | The same of
+    one part: `dataset=NAME`, `env_class=NAME`, `data_source=NAME`. | evaluations with several parts
+"""
+
 SOLVED_REWARD = 1.0
 """Total reward from which a trajectory counts as right where its environment reports no `solved`."""
 SEED_STEP = 0

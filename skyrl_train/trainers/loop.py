@@ -34,6 +34,23 @@ from skyrl_train.trainers.saving import Saves
 from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
 from skyrl_train.trainers.stop import GivenUp, StopFlag, stop_on_signals
 
+DECLARED_METRICS = """
+timing/step | s | The whole step, from the end of the one before. | | TRL `step_time`; verl `timing_s/step`; SkyRL
+    `timing/step`
+timing/{generate,assemble,score,estimate,update,sync} | s | The phases of reinforcement learning
+    (`docs/architecture.md`). | reinforcement learning | verl `timing_s/gen`, `timing_s/old_log_prob`, `timing_s/adv`,
+    `timing_s/update_actor`; SkyRL `timing/generate`, `timing/policy_train`, `timing/sync_weights`
+timing/{collate,sample} | s | Waiting for the examples of the step; sampling answers at an evaluation. | supervised
+    training
+timing/{load,evaluate,log,record,checkpoint} | s | Loading a checkpoint, evaluation, metrics and rollouts on their way
+    to disk, the record and the checkpoint of the step before. | where the phase ran | verl `timing_s/testing`,
+    `timing_s/save_checkpoint`
+timing/other | s | What no phase covers: the phases and it add up to `timing/step`.
+timing/wait/sync | s | Time in which the engine could not answer because it was given weights. | where weights were
+    synced
+run/restarts | count | How often the run went on by itself after a worker was lost. | from the first on
+"""
+
 Figures = Mapping[str, float]
 """Metrics by name, as numbers."""
 

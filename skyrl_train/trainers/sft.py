@@ -27,6 +27,11 @@ from skyrl_train.trainers.sft_evaluate import LOSS, LossHistory, SFTEvaluator, e
 from skyrl_train.trainers.sft_samples import SampleWriter
 from skyrl_train.trainers.state import LoopState, Totals
 
+DECLARED_METRICS = """
+train/loss | nats | Mean cross-entropy of a trained token. | supervised training | TRL `loss`
+batch/examples | count | Examples of the step. | supervised training
+"""
+
 TRAIN_LOSS = "train/loss"
 """Mean negative log-probability of the step's trained tokens, before the update."""
 

@@ -18,6 +18,12 @@ from skyrl_train.data.loader import one_ahead
 from skyrl_train.data.token_store import ExampleSet
 from skyrl_train.interfaces import Learner
 
+DECLARED_METRICS = """
+eval/loss | nats | Mean cross-entropy of a held-out token. | evaluations of supervised training | TRL `eval_loss`
+eval/perplexity | | Its exponential. | evaluations of supervised training
+eval/<part>/{loss,perplexity} | | The same of one held-out data set. | where there are several
+"""
+
 LOSS = "eval/loss"
 """Over all sets, every trained token the same weight."""
 _LARGEST_EXPONENT = 700.0

@@ -30,6 +30,12 @@ from skyrl_train.telemetry.files import finite_number, read_json, whole_number, 
 from skyrl_train.telemetry.json_text import shown
 from skyrl_train.types import Prompt
 
+DECLARED_METRICS = """
+total/{prompts,trajectories,failed_trajectories,examples,optimizer_steps} | count | Since the run's first step;
+    `examples` in supervised training.
+total/tokens | tokens | Tokens of all rows since the run's first step. | | TRL `num_tokens`
+"""
+
 STATE_FILE = "trainer_state.json"
 FORMAT = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")

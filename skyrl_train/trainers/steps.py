@@ -44,6 +44,10 @@ from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry.metrics import Mean, StepMetrics, merge_metrics
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
 
+DECLARED_METRICS = """
+policy/entropy_coef | | Weight of the entropy bonus that the controller chose. | with `entropy_controller=adaptive`
+"""
+
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 

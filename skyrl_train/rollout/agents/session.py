@@ -44,6 +44,11 @@ from skyrl_train.types import (
     TokenIds,
 )
 
+DECLARED_METRICS = """
+env/agent/<name> | count | What an agent's program did in a trajectory: requests it repeated, cancelled or never read,
+    calls that could not be read; means. | with agents (`docs/agents.md`)
+"""
+
 _REJOIN_WITHIN_S = 5.0
 """After whoever asked has hung up: an SDK that gave up asks again by then, and gets the same answer."""
 _COUNTS = ("repeated", "cancelled", "unreadable_calls")

@@ -39,6 +39,15 @@ from skyrl_train.rollout.rewards.rubric import Rubric
 from skyrl_train.telemetry.redaction import learn_secrets, redact_text
 from skyrl_train.types import FailureKind
 
+DECLARED_METRICS = """
+timing/<reward>/{calls,cache_hits,failures} | count | Requests to a judge, answers that it had given before, requests
+    that failed. | with `judge` rewards
+timing/<reward>/latency_{p50,p95}_s | s | Median and 95th percentile of the time of a request. | with `judge` rewards
+timing/<reward>/<kind>_tokens | tokens | Tokens that the judge read and wrote, as its server says. | with `judge`
+    rewards
+timing/<reward>/cost | | Their price, in the unit of the reward's `price`. | where a price is stated
+"""
+
 TEMPLATE = "Task:\n{prompt}\n\nAnswer:\n{completion}\n\n{instructions}"
 _GIVEN = frozenset({"completion", "prompt", "messages", "instructions"})
 """Fields of a template that are no columns of the data."""

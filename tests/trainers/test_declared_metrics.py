@@ -1,0 +1,44 @@
+"""Real runs log nothing that is not declared (`docs/metrics.md`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_train.runs.rl import train
+from skyrl_train.telemetry.declarations import undeclared
+from skyrl_train.telemetry.metrics_log import read_metrics
+from tests.command_runs import RAY, run_command
+from tests.reliability.kill_and_resume import KINDS
+from tests.trainers.test_async_runs import make_config
+
+
+def logged(folder: Path) -> set[str]:
+    return {name for record in read_metrics(folder / "metrics.jsonl") for name in record}
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_run_and_a_stream_log_what_is_declared(max_staleness: int, tmp_path: Path) -> None:
+    config = make_config(tmp_path, max_staleness=max_staleness, total_steps=2)
+    train(replace(config, trainer=replace(config.trainer, eval_before_train=max_staleness == 0)))
+    names = logged(tmp_path)
+    assert undeclared(names) == []
+    assert {"reward/mean", "policy/grad_norm", "eval/accuracy", "timing/step"} <= names
+    assert ("stream/ready" in names) == bool(max_staleness)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rl", "sft", "ppo"])
+def test_runs_of_every_kind_log_what_is_declared(kind: str, tmp_path: Path) -> None:
+    module, *overrides = KINDS[kind]
+    run_command(tmp_path, *overrides, module=module)
+    assert undeclared(logged(tmp_path)) == []
+
+
+@pytest.mark.cluster
+def test_a_run_on_ray_logs_what_is_declared(tmp_path: Path) -> None:
+    module, *overrides = KINDS["rl"]
+    run_command(tmp_path, *overrides, *RAY, module=module)
+    assert undeclared(logged(tmp_path)) == []
