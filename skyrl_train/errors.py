@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_train.wording import counted
+
 
 class SkyrlTrainError(Exception):
     """Base of all errors below. `main` prints them without a traceback and exits with status 2."""
@@ -75,7 +77,7 @@ class ConfigError(SkyrlTrainError):
     def __init__(self, violations: Sequence[Violation]):
         self.violations = tuple(violations)
         count = len(self.violations)
-        head = f"{count} problem{'s' if count != 1 else ''} in the configuration:"
+        head = f"{counted(count, 'problem')} in the configuration:"
         super().__init__("\n".join([head, *(f"  - {violation}" for violation in self.violations)]))
 
 

@@ -26,6 +26,7 @@ from skyrl_train.data.hub import fetch_config
 from skyrl_train.errors import ConfigError, ModelError, Violation
 from skyrl_train.memory.model_sizes import ModelSizes, model_sizes
 from skyrl_train.plan.memory import plan_memory
+from skyrl_train.wording import counted
 
 ASSUMED_MEMORY_GB = 80.0
 """Memory assumed of a GPU that does not say how much it has."""
@@ -195,7 +196,7 @@ class _Choice:
         if facts is None or (problem := self._problem(placed, facts)) is None:
             return placed
         count = nodes * per_node
-        found = f"{count} GPU{'s' * (count != 1)} of {self.memory_bytes / 1e9:g} GB"
+        found = f"{counted(count, 'GPU')} of {self.memory_bytes / 1e9:g} GB"
         raise ConfigError(
             [
                 Violation(

@@ -40,6 +40,7 @@ from skyrl_train.rollout.row_checks import checked_prompts
 from skyrl_train.rollout.tools.formats import make_parser
 from skyrl_train.rollout.tools.toolbox import tool_schemas
 from skyrl_train.telemetry.rollout_store import read_rollouts
+from skyrl_train.wording import counted
 
 CONFIG_NAME = "config"
 _UNCOUNTED = "The training prompts were not counted, for a reason below; planning with one batch of them."
@@ -136,7 +137,10 @@ def count_train_prompts(
                 raise DataError(f"{source.location} is fetched from the hub when the run begins.")
     except DataError as error:
         count = assumed.train_batch_size * max(assumed.total_steps, 1)
-        return count, f"{error} Planning with {count} prompts; plan.num_train_prompts=N states how many there are."
+        return (
+            count,
+            f"{error} Planning with {counted(count, 'prompt')}; plan.num_train_prompts=N states how many there are.",
+        )
     except ConfigError:  # of the part that reads rows, which is told with all else that is wrong
         return assumed.train_batch_size, _UNCOUNTED
     try:

@@ -11,6 +11,7 @@ from typing import Literal
 
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig
+from skyrl_train.wording import counted
 
 Role = Literal["policy", "reference", "critic"]
 _SETTINGS = {"policy": "policy", "reference": "ref", "critic": "critic"}
@@ -159,7 +160,7 @@ def missing_room(layout: Layout, nodes: Sequence[Mapping[str, float]]) -> str | 
     for share in layout.nodes:
         at_least = [other for other in layout.nodes if other.gpus >= share.gpus and other.cpus >= share.cpus]
         if sum(_holds(node, share) for node in nodes) < len(at_least):
-            return f"{len(at_least)} node{'s' * (len(at_least) != 1)} with {_amount(share)} each are needed"
+            return f"{counted(len(at_least), 'node')} with {_amount(share)} each are needed"
     for resource in ("GPU", "CPU"):
         wanted = sum(bundle.resources.get(resource, 0.0) for bundles in layout.groups.values() for bundle in bundles)
         there = sum(node.get(resource, 0.0) for node in nodes)

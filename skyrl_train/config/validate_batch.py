@@ -21,6 +21,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import run_rules
 from skyrl_train.config.validate_placement import ENGINE_PLACEMENT_RULES, PLACEMENT_RULES, PROCESS_RULES
 from skyrl_train.errors import Violation
+from skyrl_train.wording import counted
 
 FIELDS = {
     "train_batch_size": "trainer.train_batch_size",
@@ -227,7 +228,9 @@ def _rule(sizes: Sizes, problem: Problem) -> str:
     """What must hold, with the numbers."""
     role, samples, ranks = problem.role, sizes.n_samples_per_prompt, problem.role.data_parallel_size
     batch = sizes.train_batch_size
-    whole = f"{batch * samples} sequences of a training batch ({batch} prompts x {samples} samples)"
+    whole = (
+        f"{batch * samples} sequences of a training batch ({counted(batch, 'prompt')} x {counted(samples, 'sample')})"
+    )
     if problem.kind == "data":
         return f"must be at most the number of training prompts, {sizes.num_train_prompts}: the data fill no batch"
     if problem.kind == "groups":
@@ -238,7 +241,9 @@ def _rule(sizes: Sizes, problem: Problem) -> str:
     prompts = sizes.prompts_per_pass(role)
     if problem.kind == "divides":
         return f"must divide trainer.train_batch_size={batch} (prompts); {batch % prompts} would be left over"
-    part = f"{prompts * samples} sequences of a mini-batch ({prompts} prompts x {samples} samples)"
+    part = (
+        f"{prompts * samples} sequences of a mini-batch ({counted(prompts, 'prompt')} x {counted(samples, 'sample')})"
+    )
     if problem.kind == "even_ranks":
         return (
             f"the {whole if role.mini_batch_size is None else part} must divide evenly over the {ranks} {role.name} "

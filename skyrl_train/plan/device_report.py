@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from skyrl_train.wording import counted
+
 
 @dataclass(frozen=True, kw_only=True)
 class BundleGroup:
@@ -46,11 +48,11 @@ def placement_lines(report: PlacementReport) -> Iterator[str]:
         yield f"{'GPUs':<10} {report.gpus_needed} needed{found}"
     yield f"{'backend':<10} {report.backend}, strategy {report.strategy}"
     for group in report.groups:
-        each = f"{group.gpus_per_bundle} GPU{'s' * (group.gpus_per_bundle != 1)}" if group.gpus_per_bundle else "1 CPU"
-        where = f" on {group.num_nodes} node{'s' * (group.num_nodes != 1)}" if group.num_nodes else ""
+        each = f"{counted(group.gpus_per_bundle, 'GPU')}" if group.gpus_per_bundle else "1 CPU"
+        where = f" on {counted(group.num_nodes, 'node')}" if group.num_nodes else ""
         slots = ", ".join(f"{count} {role}" for role, count in group.slots)
         shared = ", one at a time" if report.shares_devices else ""
-        bundles = f"{group.num_bundles} bundle{'s' * (group.num_bundles != 1)} of {each}"
+        bundles = f"{counted(group.num_bundles, 'bundle')} of {each}"
         yield f"{group.name:<10} {bundles}{where}: {slots}{shared}"
     yield f"{'rollouts':<10} {report.engines}"
     yield f"{'training':<10} {report.training}"

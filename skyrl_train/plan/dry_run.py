@@ -27,6 +27,7 @@ from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes
 from skyrl_train.plan.report import PlanReport, micro_batching_text, rate_points, storage_items
 from skyrl_train.plan.time import Rates, RunTime, disk_bytes, run_time, work_of_step
 from skyrl_train.registry import part_name
+from skyrl_train.wording import counted
 
 
 def plan_batches(config: Config, *, num_train_prompts: int) -> BatchPlan:
@@ -215,8 +216,7 @@ def _engines(config: Config) -> str:
     vllm, gpu = generator.vllm, config.platform.name == "gpu"
     count = count_engines(config.generator, config.placement)
     parts = [
-        f"{count} vLLM engine{'s' * (count != 1)}"
-        + (f" of {vllm.devices_per_engine} GPU{'s' * (vllm.devices_per_engine != 1)}" if gpu else ""),
+        f"{counted(count, 'vLLM engine')}" + (f" of {counted(vllm.devices_per_engine, 'GPU')}" if gpu else ""),
         f"CUDA graphs {'off' if vllm.enforce_eager else 'on'}" if gpu else "",
         f"prefix caching {'on' if vllm.prefix_caching else 'off'}",
         "chunked prefill on" if gpu else "",

@@ -20,6 +20,7 @@ from skyrl_train.config.schema import Config
 from skyrl_train.errors import MemoryLimitError, Violation
 from skyrl_train.memory.model_sizes import meta_model, model_sizes, of_depth, read_config
 from skyrl_train.memory.predict import DeviceShare, Effort, Phase, PredictedPasses
+from skyrl_train.wording import three_digits
 
 if TYPE_CHECKING:
     from skyrl_train.memory.probe import Probed
@@ -135,7 +136,7 @@ def memory_lines(memory: DeviceMemory) -> Iterator[str]:
 
 def gigabytes(count: int) -> str:
     """Return GB of 10^9 bytes."""
-    return f"{count / 1e9:.3g} GB"
+    return f"{three_digits(count / 1e9)} GB"
 
 
 def plan_memory(

@@ -19,6 +19,7 @@ from skyrl_train.plan.notes import PlanNote, percent
 from skyrl_train.plan.pipeline import SHOWN
 from skyrl_train.plan.time import RunTime, time_lines
 from skyrl_train.registry import part_name
+from skyrl_train.wording import byte_size, counted
 
 TOKEN_BYTES = {
     "input_ids": 4,
@@ -101,7 +102,7 @@ def render_text(report: PlanReport) -> str:
     """The report for a terminal, at most 120 columns where values allow."""
     placement = [("Placement", list(placement_lines(report.placement)))] if report.placement else []
     if report.plan is None:
-        lines = [f"{len(report.violations)} problem{'s' * (len(report.violations) != 1)}, no plan:"]
+        lines = [f"{counted(len(report.violations), 'problem')}, no plan:"]
         lines += [f"  - {violation}" for violation in report.violations]
         if report.memory is not None:
             lines += ["", _memory_title(report.memory), *(f"  {line}" for line in memory_lines(report.memory))]
@@ -115,7 +116,7 @@ def render_text(report: PlanReport) -> str:
         ("Learning rate", [f"{p.role:<10} step {p.step:>8,}  {p.rate:.3g}" for p in report.learning_rates]),
         (
             "Kept and moved",
-            [f"{item.kind:<6} {_bytes(item.num_bytes):>9}  {item.what} ({item.when})" for item in report.storage],
+            [f"{item.kind:<6} {byte_size(item.num_bytes):>9}  {item.what} ({item.when})" for item in report.storage],
         ),
         ("Time and disk", list(time_lines(report.time, report.disk))),
         *([(_memory_title(report.memory), list(memory_lines(report.memory)))] if report.memory else []),
@@ -135,7 +136,7 @@ def micro_batching_text(trainer: TrainerConfig, budgets: Mapping[str, TokenBudge
     """What bounds a micro-batch, in words. `budgets`: by role, of those that size themselves, where they are known."""
     if trainer.micro_batching == "fixed":
         rows, forward = trainer.micro_train_batch_size_per_gpu, trainer.micro_forward_batch_size_per_gpu
-        return f"fixed: {rows} rows in training, {forward} in scoring"
+        return f"fixed: {counted(rows, 'row')} in training, {forward} in scoring"
     if trainer.micro_batching == "token_budget":
         tokens, forward = trainer.max_tokens_per_microbatch, trainer.max_tokens_per_forward_microbatch
         return f"token_budget: {tokens} computed tokens in training, {forward} in scoring, layout {trainer.layout}"
@@ -152,9 +153,9 @@ def micro_batching_text(trainer: TrainerConfig, budgets: Mapping[str, TokenBudge
 
 
 def _size_lines(plan: BatchPlan, report: PlanReport) -> list[str]:
-    documents = f" (each closed at {plan.docs_per_step} documents or more)" if plan.docs_per_step else ""
+    documents = f" (each closed at {counted(plan.docs_per_step, 'document')} or more)" if plan.docs_per_step else ""
     rows = [
-        ("training prompts", f"{report.num_train_prompts:,}: {plan.batches_per_epoch:,} batches an epoch"),
+        ("training prompts", f"{report.num_train_prompts:,}: {counted(plan.batches_per_epoch, 'batch', ',')} an epoch"),
         ("training batches", f"{plan.total_steps:,} in the run"),
         ("prompts per batch", f"{plan.num_prompts_per_batch:,}"),
         ("samples per batch", f"{plan.num_samples_per_batch:,}"),
@@ -176,20 +177,25 @@ def _learner_lines(report: PlanReport) -> Iterator[str]:
     for learner in report.plan.learners if report.plan else ():
         trained = learner.role != "reference"
         count = learner.train_micro_batches if trained else learner.forward_micro_batches
-        forwards = "as many micro-batches as lengths and turns make" if count is None else f"{count:,} micro-batches"
+        forwards = (
+            "as many micro-batches as lengths and turns make" if count is None else counted(count, "micro-batch", ",")
+        )
         together, _ = divmod(learner.num_ranks, learner.data_parallel_size)
         each = "each" if together == 1 else f"for each {together} that compute together"
+        rows = counted(learner.rows_per_rank, "row", ",")
+        sequences = counted(learner.sequences_per_pass, "sequence", ",")
         yield (
-            f"{learner.role:<10} {learner.num_ranks} ranks, {learner.rows_per_rank:,} rows {each} "
-            f"({learner.sequences_per_pass:,} sequences, {learner.dummy_rows_per_pass} dummy rows), "
+            f"{learner.role:<10} {counted(learner.num_ranks, 'rank')}, {rows} {each} "
+            f"({sequences}, {counted(learner.dummy_rows_per_pass, 'dummy row')}), "
             f"{'accumulates' if trained else 'scores in'} {forwards}"
         )
 
 
 def _estimate_lines(report: PlanReport) -> Iterator[str]:
     for estimate in report.estimates:
+        rows = counted(estimate.num_rows, "row", ",")
         yield (
-            f"{estimate.role:<10} {estimate.num_rows:,} rows, {estimate.num_tokens:,} tokens, computed "
+            f"{estimate.role:<10} {rows}, {counted(estimate.num_tokens, 'token', ',')}, computed "
             f"{estimate.computed_tokens:,}: padding {percent(estimate.padding)} (fixed rows in order of arrival: "
             f"{percent(estimate.first_come_padding)})"
         )
@@ -199,12 +205,13 @@ def _estimate_lines(report: PlanReport) -> Iterator[str]:
                 f"of the tokens; {estimate.distinct_tokens:,} are distinct"
             )
         yield (
-            f"{'':<10} {estimate.micro_batches_per_rank:,} micro-batches on the fullest rank, the largest of "
+            f"{'':<10} {counted(estimate.micro_batches_per_rank, 'micro-batch', ',')} on the fullest rank, the largest of "
             f"{estimate.largest_micro_batch_tokens:,} tokens; busiest rank {estimate.load_max_over_mean:.3f} x the mean"
         )
         if steps := estimate.document_steps:
+            documents = _span(step.num_documents for step in steps)
             yield (
-                f"{'':<10} documents close {len(steps)} steps a batch, of {_span(step.num_documents for step in steps)} "
+                f"{'':<10} documents close {counted(len(steps), 'step')} a batch, of {documents} "
                 f"over {_span(step.num_rounds for step in steps)} rounds of micro-batches, up to "
                 f"{max(step.overshoot for step in steps)} beyond the target"
             )
@@ -275,12 +282,3 @@ def storage_items(
         )
         kept = trainer.max_ckpts_to_keep
         yield Storage(what="checkpoints of the policy", kind="kept", num_bytes=kept * state, when=f"{kept} on disk")
-
-
-def _bytes(count: int) -> str:
-    value, unit = float(count), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1000:
-            break
-        value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}" if unit != "B" else f"{count} B"

@@ -21,6 +21,7 @@ from skyrl_train.plan.batch_plan import BatchPlan, ceil_div
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
 from skyrl_train.plan.pipeline import PhaseTimes, measured_phases, pipeline_lines, rollout_seconds
 from skyrl_train.telemetry.metrics_log import phase_seconds
+from skyrl_train.wording import byte_size, counted, three_digits
 
 FORWARD_SHARE = 3.0
 """How much faster a position is scored than trained, where no scoring was measured: one product of three."""
@@ -156,7 +157,7 @@ def measured_rates(folder: Path) -> Rates:
     made_s = rollout_seconds(steps)
     mean_s = sum(made_s) / len(made_s)
     return Rates(
-        source=f"measured in {len(steps)} steps of {folder}",
+        source=f"measured in {counted(len(steps), 'step')} of {folder}",
         generated=_rate(_sum(steps, "batch/trained_tokens"), mean_s * len(steps), ranks),
         scored=_rate(scored, _sum(steps, "timing/score"), ranks),
         trained=_rate(sum(_sum(steps, name) for name in trained), _sum(steps, "timing/update"), ranks),
@@ -269,12 +270,12 @@ def time_lines(time: RunTime | None, disk: Mapping[str, int]) -> Iterator[str]:
         yield f"{'a step':<10} {_duration(time.step_s)}: {parts}"
         yield from pipeline_lines(time.pipeline, takes_turns=time.takes_turns)
         yield (
-            f"{'the run':<10} {_duration(time.step_s * time.total_steps)} for {time.total_steps:,} steps on "
-            f"{time.num_devices} device{'s' * (time.num_devices != 1)}: {time.device_hours:.3g} device-hours"
+            f"{'the run':<10} {_duration(time.step_s * time.total_steps)} for {counted(time.total_steps, 'step', ',')} on "
+            f"{counted(time.num_devices, 'device')}: {three_digits(time.device_hours)} device-hours"
         )
     if disk:
-        parts = ", ".join(f"{what} {count / 1e9:.3g} GB" for what, count in disk.items())
-        yield f"{'disk':<10} {sum(disk.values()) / 1e9:.3g} GB at most: {parts}"
+        parts = ", ".join(f"{what} {byte_size(count)}" for what, count in disk.items())
+        yield f"{'disk':<10} {byte_size(sum(disk.values()))} at most: {parts}"
 
 
 def _tokens_of_rollout(lengths: RowLengths) -> float:
@@ -315,4 +316,4 @@ def _mean(records: Iterable[Mapping[str, float]], name: str) -> float:
 def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{three_digits(seconds / 3600)} h"

@@ -12,6 +12,7 @@ from skyrl_train.registry import split_spec
 from skyrl_train.rollout.row_checks import checked_prompts
 from skyrl_train.runs.build import chat_tokens
 from skyrl_train.types import Prompt
+from skyrl_train.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def _measured(
     if schemas := prompts[0].tools or tools:
         bare = replace(prompts[0], tools=())
         of_tools = len(chat.data_prompt(bare, schemas)) - len(chat.data_prompt(bare))
-        of_each = f" ({of_tools} of them tell the model of its {len(schemas)} tools)"
+        of_each = f" ({of_tools} of them tell the model of its {counted(len(schemas), 'tool')})"
     result = filter_by_length(
         prompts, count_tokens, max_prompt_length=data.max_prompt_length, over_long=data.over_long, of_each=of_each
     )

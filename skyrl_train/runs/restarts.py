@@ -27,6 +27,7 @@ from skyrl_train.config.sft import SFTConfig, layout_of_run, validate_sft
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ActorLostError, ConfigError, SkyrlTrainError, StopRequested
 from skyrl_train.runs.common import OnEnd, tell_nobody
+from skyrl_train.wording import counted
 
 if TYPE_CHECKING:
     from skyrl_train.telemetry.console import RunConsole
@@ -148,10 +149,13 @@ def with_room(config: C, console: RunConsole) -> C:
         if missing_room(layout_of_run(candidate), nodes) is None:
             if candidate is not config:
                 was, now = config.placement.policy_num_workers, candidate.placement.policy_num_workers
-                console.warn(f"the {len(nodes)} nodes that are left hold {now} ranks of the policy in place of {was}")
+                console.warn(
+                    f"what is left, {counted(len(nodes), 'node')}, holds {counted(now, 'rank')} of the policy in place of "
+                    f"{was}"
+                )
             return candidate
     raise SkyrlTrainError(
-        f"the {len(nodes)} nodes that are left have no room for any number of ranks that the batch sizes allow: "
+        f"what is left, {counted(len(nodes), 'node')}, has no room for any number of ranks that the batch sizes allow: "
         f"{missing_room(layout_of_run(config), nodes)}. Wait for others with placement.wait_for_nodes_s"
     )
 

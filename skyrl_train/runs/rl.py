@@ -41,6 +41,7 @@ from skyrl_train.runs.common import (
 )
 from skyrl_train.runs.prompts import CheckedRows, measure_prompts, read_rows
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
+from skyrl_train.wording import counted, every
 
 if TYPE_CHECKING:
     from skyrl_train.batch.assemble import AssemblySettings
@@ -260,7 +261,7 @@ def describe(config: Config) -> list[str]:
     return first_lines(
         config,
         *(f"{name:<11} {rest.strip()}" for name, _, rest in (line.partition(" ") for line in placement)),
-        f"environment {environment}, " + ("1 turn" if is_single else f"up to {generator.max_turns} turns"),
+        f"environment {environment}, " + ("1 turn" if is_single else f"up to {counted(generator.max_turns, 'turn')}"),
         *(f"reward      {entry.name}, {part_name(entry.spec)}" for entry in reward_entries(config.environment)),
         f"engine      {part_name(generator.backend)}, {generator.sampling.max_generate_length} new tokens a turn",
         data=[f"{each.name} ({each.weight:g})" for each in mix] or config.data.train,
@@ -278,7 +279,7 @@ def _optimizer_steps(plan: BatchPlan) -> str:
     """Announced as a range where steps are closed by documents, whose number in a step depends on the micro-batches."""
     from skyrl_train.plan.batch_plan import span
 
-    each = f"{plan.num_prompts_per_step} prompts each"
+    each = f"{counted(plan.num_prompts_per_step, 'prompt')} each"
     if plan.docs_per_step:
         each = f"{span(plan.num_samples_per_step, plan.most_samples_per_step)} rollouts each"
     a_batch = span(plan.fewest_optimizer_steps_per_batch, plan.optimizer_steps_per_batch)
@@ -290,13 +291,15 @@ def _optimizer_steps(plan: BatchPlan) -> str:
 
 def _plan_lines(config: Config, plan: BatchPlan, data: Data) -> list[str]:
     trainer = config.trainer
-    evaluated = f"every {trainer.eval_interval} steps" if trainer.eval_interval else "before and after"
+    evaluated = every(trainer.eval_interval, "step") if trainer.eval_interval else "before and after"
+    held_out = counted(len(data.validation), "held-out prompt")
+    samples = counted(config.generator.n_samples_per_prompt, "sample")
     return [
-        f"{plan.total_steps} steps of {plan.num_prompts_per_batch} prompts x "
-        f"{config.generator.n_samples_per_prompt} samples = {plan.num_samples_per_batch} trajectories each",
+        f"{counted(plan.total_steps, 'step')} of {counted(plan.num_prompts_per_batch, 'prompt')} x "
+        f"{samples} = {counted(plan.num_samples_per_batch, 'trajectory')} each",
         f"{_optimizer_steps(plan)}; micro-batches: {part_name(trainer.micro_batching)}, layout: {trainer.layout}",
-        f"{data.num_train} training prompts, {plan.batches_per_epoch} batches an epoch; "
-        + (f"{len(data.validation)} held-out prompts, evaluated {evaluated}" if data.validation else "no evaluation"),
+        f"{counted(data.num_train, 'training prompt')}, {counted(plan.batches_per_epoch, 'batch')} an epoch; "
+        + (f"{held_out}, evaluated {evaluated}" if data.validation else "no evaluation"),
         f"algorithm {part_name(trainer.algorithm.advantage_estimator)}, loss {part_name(trainer.algorithm.policy_loss)}, "
         f"reduction {part_name(trainer.algorithm.loss_reduction)}, lr {trainer.policy.optimizer.lr:g}",
     ]

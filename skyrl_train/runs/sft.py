@@ -29,6 +29,7 @@ from skyrl_train.runs.common import (
 )
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
 from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
+from skyrl_train.wording import counted, every
 
 if TYPE_CHECKING:
     from skyrl_train.interfaces import Learner
@@ -169,15 +170,16 @@ def _say_tokenised(console: RunConsole, name: str, rows: int) -> None:
 def _plan_lines(config: SFTConfig, plan: SFTPlan, data: SFTData) -> list[str]:
     trainer = config.trainer
     ahead = "prefetched" if trainer.async_batch_collation else "made in the loop"
-    every = f"every {trainer.eval_interval} steps" if trainer.eval_interval else "before and after"
+    evaluated = every(trainer.eval_interval, "step") if trainer.eval_interval else "before and after"
+    mean_length = plan.num_tokens / max(1, plan.num_examples)
     held_out = sum(len(examples) for examples in data.validation.values())
     return [
-        f"{plan.total_steps} optimizer steps of {plan.step}; micro-batches: {part_name(trainer.micro_batching)}, "
+        f"{counted(plan.total_steps, 'optimizer step')} of {plan.step}; micro-batches: {part_name(trainer.micro_batching)}, "
         f"layout: {trainer.layout}; batches are {ahead}",
-        f"{plan.num_examples} training examples of {plan.num_tokens / max(1, plan.num_examples):.0f} tokens on average, "
+        f"{counted(plan.num_examples, 'training example')} of {mean_length:.0f} tokens on average, "
         f"{plan.num_examples_per_epoch} an epoch, loss on {config.data.loss_on} assistant messages",
-        f"{held_out} held-out examples in {len(data.validation)} sets"
-        + (f", evaluated {every}" if held_out else "")
+        f"{counted(held_out, 'held-out example')} in {counted(len(data.validation), 'set')}"
+        + (f", evaluated {evaluated}" if held_out else "")
         + f"; {part_name(trainer.optimizer.schedule)} learning rate {trainer.optimizer.lr:g}",
     ]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from skyrl_train.config.data import NO_HELD_OUT
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.config.sft import SFTDataConfig, SFTTrainerConfig
+from skyrl_train.wording import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -172,10 +173,10 @@ def plan_sft(settings: StepSettings, data: SFTData) -> SFTPlan:
 
 def _what_makes_a_step(trainer: SFTTrainerConfig) -> str:
     if trainer.docs_per_step:
-        return f"{'exactly' if trainer.docs_per_step_exact else 'at least'} {trainer.docs_per_step} examples"
+        return f"{'exactly' if trainer.docs_per_step_exact else 'at least'} {counted(trainer.docs_per_step, 'example')}"
     if trainer.tokens_per_step:
-        return f"at most {trainer.tokens_per_step} tokens"
-    return f"{trainer.batch_size} examples"
+        return f"at most {counted(trainer.tokens_per_step, 'token')}"
+    return counted(trainer.batch_size, "example")
 
 
 def build_stream(settings: StepSettings, data: SFTData) -> StepStream:

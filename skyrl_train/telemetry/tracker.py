@@ -6,13 +6,14 @@ fails later is warned about once, tried again at each step, and its losses are s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
+from skyrl_train.wording import counted
 
 
 class Tracker(Protocol):
@@ -57,7 +58,7 @@ class Trackers:
                 self._console.warn(f"tracker {name} did not close: {type(error).__name__}: {error}")
         for name, steps in self._lost.items():
             self._console.warn(
-                f"tracker {name} lost {_count(steps, 'step')} between {steps[0]} and {steps[-1]}; "
+                f"tracker {name} lost {counted(len(steps), 'step')} between {steps[0]} and {steps[-1]}; "
                 "metrics.jsonl has them all"
             )
 
@@ -111,7 +112,3 @@ class TensorboardTracker:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def _count(things: Sequence[object], name: str) -> str:
-    return f"{len(things)} {name}{'s' if len(things) != 1 else ''}"

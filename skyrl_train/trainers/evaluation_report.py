@@ -14,6 +14,7 @@ from rich.table import Table
 from skyrl_train.errors import DataError
 from skyrl_train.telemetry.files import write_json
 from skyrl_train.trainers.evaluate import EvaluationFigures, EvaluationResult
+from skyrl_train.wording import counted
 
 
 def read_evaluations(path: Path) -> list[EvaluationResult]:
@@ -84,8 +85,8 @@ def evaluation_line(result: EvaluationResult) -> str:
 
 
 def _empty_table(result: EvaluationResult) -> Table:
-    samples = f"{result.n_samples_per_prompt} sample{'s' if result.n_samples_per_prompt != 1 else ''} each"
-    title = f"Held-out evaluation ({result.overall.num_prompts} prompts, {samples})"
+    samples = f"{counted(result.n_samples_per_prompt, 'sample')} each"
+    title = f"Held-out evaluation ({counted(result.overall.num_prompts, 'prompt')}, {samples})"
     table = Table(title=title, box=box.SIMPLE_HEAD, title_style="bold", min_width=60)
     table.add_column("")
     return table

@@ -27,6 +27,7 @@ from skyrl_train.trainers.evaluation_report import cut_evaluations_after
 from skyrl_train.trainers.fork import Fork, fork_from, is_fork_of
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
 from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, library_versions
+from skyrl_train.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def find_start(
     notes += layout_changes + _version_changes(state.versions)
     if complete:
         notes = [
-            f"{folder.root}: this run is complete ({state.global_step} steps); nothing to do. "
+            f"{folder.root}: this run is complete ({counted(state.global_step, 'step')}); nothing to do. "
             "For another run choose another output_dir=..., or set trainer.resume_mode=none"
         ]
     return Start(

@@ -237,8 +237,8 @@ def test_the_report_says_everything():
         "optimizer steps in all      20",
         "fixed: 32 rows in training, 64 in scoring",
         "critic's optimizer steps    1 per batch, 10 in all",
-        "policy     1 ranks, 32 rows each (32 sequences, 0 dummy rows), accumulates 1 micro-batches",
-        "reference  1 ranks, 64 rows each (64 sequences, 0 dummy rows), scores in 1 micro-batches",
+        "policy     1 rank, 32 rows each (32 sequences, 0 dummy rows), accumulates 1 micro-batch\n",
+        "reference  1 rank, 64 rows each (64 sequences, 0 dummy rows), scores in 1 micro-batch\n",
         "One pass, with lengths of a test",
         "9 training prompts are 2 batches and 1 left over; 11 % of the prompts",
     ):

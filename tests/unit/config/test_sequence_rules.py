@@ -33,7 +33,7 @@ def test_rows_divide_over_shares_not_over_ranks() -> None:
     sizes = {"train_batch_size": 2, "policy_mini_batch_size": 1, "critic_mini_batch_size": 1}
     assert validate_config(config(workers=16, size=2, **sizes)) == []
     (violation,) = validate_config(config(workers=12, size=2, **sizes))
-    assert "8 sequences of a mini-batch (1 prompts x 8 samples) must divide evenly over the 6 policy ranks" in str(
+    assert "8 sequences of a mini-batch (1 prompt x 8 samples) must divide evenly over the 6 policy ranks" in str(
         violation
     )
     assert "placement.policy_num_workers=16, or placement.policy_num_workers=8" in violation.remedy

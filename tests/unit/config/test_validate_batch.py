@@ -110,9 +110,7 @@ def test_each_model_has_its_own_data_parallel_size():
     found = validate_batch_sizes(config(32, 16, 1, 1, critic=4, workers=16, critic_workers=3, ref_workers=5))
     assert [violation.field for violation in found] == ["trainer.critic_mini_batch_size", "placement.ref_num_workers"]
     assert "3 critic ranks" in str(found[0])
-    assert "32 sequences of a training batch (32 prompts x 1 samples) must divide evenly over the 5 ref" in str(
-        found[1]
-    )
+    assert "32 sequences of a training batch (32 prompts x 1 sample) must divide evenly over the 5 ref" in str(found[1])
     assert "placement.critic_num_workers=4 placement.ref_num_workers=4 together" in found[1].remedy
     assert found[0].remedy == found[1].remedy
 
@@ -143,18 +141,18 @@ def test_everything_wrong_is_said_at_once():
         ("trainer.train_batch_size", "must be at most the number of training prompts, 10"),
         (
             "placement.policy_num_workers",
-            "must be at most the 30 sequences of a training batch (30 prompts x 1 samples)",
+            "must be at most the 30 sequences of a training batch (30 prompts x 1 sample)",
         ),
         ("trainer.policy_mini_batch_size", "must divide trainer.train_batch_size=30 (prompts)"),
         (
             "trainer.policy_mini_batch_size",
-            "the 16 sequences of a mini-batch (16 prompts x 1 samples) must divide evenly over the 31 policy ranks",
+            "the 16 sequences of a mini-batch (16 prompts x 1 sample) must divide evenly over the 31 policy ranks",
         ),
         ("trainer.critic_mini_batch_size", "must divide trainer.train_batch_size=30 (prompts)"),
         ("trainer.micro_train_batch_size_per_gpu", "must divide the 7 sequences of a critic rank, or be no smaller"),
         (
             "placement.ref_num_workers",
-            "the 30 sequences of a training batch (30 prompts x 1 samples) must divide evenly over the 4 reference ranks",
+            "the 30 sequences of a training batch (30 prompts x 1 sample) must divide evenly over the 4 reference ranks",
         ),
     ]
 

@@ -99,5 +99,5 @@ def test_the_schemas_of_tools_are_told_where_they_make_prompts_too_long(own: str
     config = replace(config, model=ModelConfig(path=model_with_tools(tmp_path / "model")))
     load_data(config)
     config = replace(config, environment=EnvironmentConfig(tools=(ADD,), isolation="thread"))
-    with pytest.raises(DataError, match=r"=24 tokens \(\d{2,} of them tell the model of its 1 tools\)\. Raise it"):
+    with pytest.raises(DataError, match=r"=24 tokens \(\d{2,} of them tell the model of its 1 tool\)\. Raise it"):
         load_data(config)
