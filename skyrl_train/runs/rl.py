@@ -149,9 +149,12 @@ def _train(
     from skyrl_train.trainers.rollout_sink import RolloutLog
 
     host = build_host(config, stack)
-    rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
-    learners = build_learners(run_models(config, plan.schedule), stack, host)
-    _size_micro_batches(config, plan, learners, folder, console)
+    with console.phase("engine"):
+        rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
+    with console.phase("models"):
+        learners = build_learners(run_models(config, plan.schedule), stack, host)
+    with console.phase("probes"):
+        _size_micro_batches(config, plan, learners, folder, console)
     loop = build_loop(
         config,
         config.trainer,

@@ -114,19 +114,21 @@ def _train(
     from skyrl_train.trainers.sft import SFTSettings, SFTTrainer
 
     best = open_best(folder, config.trainer, start)
-    policy = build_policy(config, plan, stack)
+    with console.phase("model"):
+        policy = build_policy(config, plan, stack)
     from skyrl_train.memory.sizing import size_run
 
-    lines = size_run(
-        config.trainer,
-        [policy],
-        folder.memory_file,
-        # packed rows are filled before the budget is known
-        longest=config.trainer.max_tokens_per_microbatch
-        if config.trainer.layout == "packed"
-        else config.data.max_length,
-        max_rows=max(config.trainer.batch_size, config.trainer.eval_batch_size),
-    )
+    with console.phase("probes"):
+        lines = size_run(
+            config.trainer,
+            [policy],
+            folder.memory_file,
+            # packed rows are filled before the budget is known
+            longest=config.trainer.max_tokens_per_microbatch
+            if config.trainer.layout == "packed"
+            else config.data.max_length,
+            max_rows=max(config.trainer.batch_size, config.trainer.eval_batch_size),
+        )
     if lines:
         console.header("memory", lines)
     loop = build_loop(

@@ -246,7 +246,8 @@ class PPOTrainer:
         loop = self.loop
         global_step = max(loop.start.global_step, loop.settings.total_steps)
         if self.settings.trainer.export_hf:
-            export_whole(self.learners.policy, loop.folder.export)
+            with loop.console.phase("export"):
+                export_whole(self.learners.policy, loop.folder.export)
         loop.draw()
         evaluations = read_evaluations(loop.folder.evaluation_file)
         if evaluations:

@@ -167,7 +167,8 @@ class SFTTrainer:
             else:
                 self.policy.load(checkpoint / "policy")
                 self.loop.console.note(f"exporting the weights of {checkpoint}")
-        export_whole(self.policy, self.loop.folder.export)
+        with self.loop.console.phase("export"):
+            export_whole(self.policy, self.loop.folder.export)
 
 
 def update(policy: Learner, batch: SFTBatch) -> dict[str, float]:

@@ -195,6 +195,7 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/runs/build_ray.py", "wait"): "the start of a learner, with `start_timeout_s`",
     ("skyrl_train/telemetry/files.py", "os.fsync"): "on a thread, with DISK_TIMEOUT_S: what everything else calls",
     ("skyrl_train/telemetry/activity.py", "self._lock"): _BRIEF,
+    ("skyrl_train/telemetry/console.py", "self._lock"): _BRIEF,
     ("skyrl_train/telemetry/run_log.py", "self._lock"): _BRIEF,
     ("skyrl_train/threads.py", "self._calls.get"): _IDLE,
     ("skyrl_train/trainers/manifest.py", "os.fsync"): "on a thread of `map_in_time`, with DISK_TIMEOUT_S",

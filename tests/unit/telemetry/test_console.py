@@ -1,6 +1,7 @@
 import io
 import os
 import pty
+import time
 
 import pytest
 
@@ -9,7 +10,10 @@ from skyrl_train.telemetry.console import RunConsole, clock, step_line
 METRICS = {
     "reward/mean": 0.4123,
     "kl/reference": 0.00112,
+    "env/solved": 0.3125,
     "policy/entropy": 0.8204,
+    "policy/grad_norm": 0.2718,
+    "mismatch/logprob_diff_mean": 0.00041,
     "response_length/mean": 18.24,
     "context_length/mean": 1041.4,
     "timing/tokens_per_s": 4812.0,
@@ -27,13 +31,19 @@ class Terminal(io.StringIO):
 
 def test_a_step_in_one_line():
     assert step_line(METRICS, step=3, total_steps=40, left_s=48.0) == (
-        "step  3/40  reward 0.412  kl 0.0011  ent 0.82  len 18.2  ctx 1041  4.8k tok/s  1.3 s  0:48 left"
+        "step  3/40  reward 0.412  acc 0.31  kl 0.0011  ent 0.82  grad 0.27  diff 0.0004  len 18.2  4.8k tok/s  1.3 s  "
+        "0:48 left"
     )
 
 
 def test_a_line_of_ordinary_values_fits_a_terminal():
     metrics = {**METRICS, "timing/step": 412.31, "response_length/mean": 1480.2, "context_length/mean": 12041.0}
-    assert len(step_line(metrics, step=120, total_steps=150, left_s=3 * 3600)) <= 100
+    assert len(step_line(metrics, step=120, total_steps=150, left_s=3 * 3600)) <= 125
+
+
+def test_the_update_says_how_far_engine_and_trainer_differ_where_the_batch_was_not_scored_before():
+    metrics = {"policy/rollout_logprob_diff": 0.0123, "policy/grad_norm": 0.00314}
+    assert step_line(metrics, step=1, total_steps=1, left_s=0.0) == "step 1/1  grad 0.0031  diff 0.0123"
 
 
 def test_what_was_not_measured_is_left_out_and_failures_stand_out():
@@ -90,6 +100,24 @@ def test_on_a_terminal_a_bar_moves_during_a_phase_and_is_gone_afterwards(monkeyp
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
     console.warn("careful")
     assert "\x1b[33mwarning: careful" in output.getvalue()
+
+
+def test_a_phase_that_does_not_say_how_far_it_is_has_a_bar_once_it_takes_long(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("skyrl_train.telemetry.console._SHOWN_AFTER_S", 0.01)
+    output = Terminal()
+    console = RunConsole(file=output)
+    with console.phase("checkpoint"):
+        deadline = time.monotonic() + 10
+        while "checkpoint" not in output.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "checkpoint" in output.getvalue()
+        assert "/" not in output.getvalue().split("checkpoint")[1].split("\x1b[?25h")[0].replace("\x1b[0m", "")
+    monkeypatch.undo()
+    with console.phase("quick"):
+        pass
+    assert "quick" not in output.getvalue()
+    assert output.getvalue().rindex("\x1b[?25h") > output.getvalue().rindex("\x1b[?25l")
 
 
 def test_no_color_and_dumb_terminals_are_respected(monkeypatch):
