@@ -11,6 +11,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, Node, OmegaConf
 
+from skyrl_train.config.agents import AGENT, REPORTED
 from skyrl_train.config.data import is_own_data
 from skyrl_train.config.fields import defaults, walk
 from skyrl_train.config.load import NotStated
@@ -88,10 +89,13 @@ def _per_platform(values: Mapping[str, Any], *, _root_: DictConfig) -> Any:
 
 
 def _default_environment(name: str, *, _root_: DictConfig) -> str:
-    """`${default_environment:NAME}`: the environment of a run that chooses none: `single_turn` where rewards are given, NAME
-    for bundled data and GSM8K. Raises NotStated for other data, which NAME would score without being asked to."""
+    """`${default_environment:NAME}`: the environment of a run that chooses none: `single_turn` where rewards are given,
+    `reported` where agents play, NAME for bundled data and GSM8K. Raises NotStated for other data, which NAME would score
+    without being asked to."""
     if _root_.environment.get("reward") or _root_.environment.get("rewards"):
         return SINGLE_TURN
+    if OmegaConf.select(_root_, "generator.agent_loop._target_") == AGENT:
+        return REPORTED
     own = next((entry for entry in _unscored_entries(_root_.data) if is_own_data(entry)), None)
     if own is not None:
         raise NotStated(

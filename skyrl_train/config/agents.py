@@ -1,4 +1,5 @@
-"""`generator.agent_loop={_target_: agent, ...}`: which program plays, and the rules on what is said of it."""
+"""`generator=agent`, or `generator.agent_loop={_target_: agent, ...}`: which program plays, and the rules on what is said
+of it."""
 
 from __future__ import annotations
 
@@ -13,14 +14,19 @@ from skyrl_train.config.parts import AGENT_LOOPS
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import import_attr, split_spec
 
+AGENT = "agent"
+"""The agent loop in which a program asks for the turns."""
+REPORTED = "reported"
+"""The environment that stands for rewards which programs report."""
 RUN_SETTING = f"{AGENT_LOOPS.setting}.run"
 PROGRAMS = ("run", "command", "url")
-PLACEHOLDERS = ("base_url", "api_key", "model", "task_file", "report_file", "folder", "time_limit_s")
-_EXAMPLE = f"write {AGENT_LOOPS.setting}={{_target_: agent, run: my_code:play}}"
+PLACEHOLDERS = ("base_url", "session_url", "api_key", "model", "task_file", "report_file", "folder", "time_limit_s")
+_EXAMPLE = f"write generator={AGENT} {RUN_SETTING}=my_code:play"
+UNSUPPORTED = ("ignore", "refuse")
 
 
 def _program(generator: GeneratorConfig) -> Iterator[Violation]:
-    if AGENT_LOOPS.name_of(generator.agent_loop) != "agent":
+    if AGENT_LOOPS.name_of(generator.agent_loop) != AGENT:
         return
     _, arguments = split_spec(generator.agent_loop)
     setting = AGENT_LOOPS.setting
@@ -32,6 +38,10 @@ def _program(generator: GeneratorConfig) -> Iterator[Violation]:
     limit = arguments.get("time_limit_s", 1.0)
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not (0 < limit < math.inf):
         yield Violation.of(f"{setting}.time_limit_s", limit, "must be seconds above 0", "write time_limit_s: 600")
+    unsupported = arguments.get("unsupported", UNSUPPORTED[0])
+    if unsupported not in UNSUPPORTED:
+        rule = f"must be one of {', '.join(UNSUPPORTED)}: what becomes of a request that asks for what is not done"
+        yield Violation.of(f"{setting}.unsupported", unsupported, rule, "write unsupported: ignore")
     if "run" in given:
         try:
             function = import_attr(split_spec(arguments["run"])[0], field=RUN_SETTING)
@@ -55,10 +65,10 @@ def _program(generator: GeneratorConfig) -> Iterator[Violation]:
 
 
 def _reported(generator: GeneratorConfig, environment: EnvironmentConfig) -> Iterator[Violation]:
-    is_reported = environment.env_class is not None and split_spec(environment.env_class)[0] == "reported"
-    if is_reported and AGENT_LOOPS.name_of(generator.agent_loop) != "agent":
-        rule = "is for generator.agent_loop={_target_: agent, ...} alone, whose programs report rewards"
-        yield Violation.of("environment.env_class", "reported", rule, _EXAMPLE)
+    is_reported = environment.env_class is not None and split_spec(environment.env_class)[0] == REPORTED
+    if is_reported and AGENT_LOOPS.name_of(generator.agent_loop) != AGENT:
+        rule = "is for generator=agent alone, whose programs report rewards"
+        yield Violation.of("environment.env_class", REPORTED, rule, _EXAMPLE)
 
 
 AGENT_RULES: tuple[Rule, ...] = (_program, _reported)

@@ -1,7 +1,8 @@
 """OpenAI's chat format, `/v1/chat/completions`, and what the formats of other APIs share with it.
 
-A message here is one as chat templates take it: text content, and the arguments of calls as mappings. What a request says of
-sampling is not read, but for what bounds an answer: most tokens, and stop strings. How tokens are drawn is the trainer's.
+A message here is one as chat templates take it: text content, and the arguments of calls as mappings. Of what a request says
+of sampling, what bounds an answer is read: most tokens, and stop strings. How tokens are drawn is the trainer's
+(`unsupported.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The endpoint of an event loop: what programs of all its sessions ask, told from each other by a random key.
+"""The endpoint of an event loop: what programs of all its sessions ask, told from each other by a random key, in a header or
+in the path, `/s/KEY/v1/...`, for programs that cannot set one.
 
     POST /v1/chat/completions, /v1/responses, /v1/messages      read, Session.ask, told: whole, or as events
     GET  /v1/models                                             one model, whatever name requests give it
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +29,8 @@ from skyrl_train.telemetry.json_text import parse_json
 LOOPBACK = "127.0.0.1"
 MODEL = "policy"
 """The name that the endpoint gives its model."""
-_NO_KEY = "the key must be the session's: Authorization: Bearer KEY, or x-api-key: KEY"
+_NO_KEY = "the key must be the session's: Authorization: Bearer KEY, or x-api-key: KEY, or in the address, /s/KEY/v1"
+_IN_PATH = re.compile(r"/s/([\w-]*)(/.*)?")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,11 @@ class Address:
     api_key: str
     model: str = MODEL
 
+    @property
+    def session_url(self) -> str:
+        """The base URL for programs that cannot set a key: the key is in it, and any other is not looked at."""
+        return f"{self.base_url.removesuffix('/v1')}/s/{self.api_key}/v1"
+
 
 class _Endpoint:
     def __init__(self) -> None:
@@ -75,27 +83,27 @@ class _Endpoint:
 
     async def handle(self, request: HttpRequest) -> HttpAnswer:
         """Raises RequestError."""
-        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
-        key = bearer.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        in_path = _IN_PATH.fullmatch(request.path)
+        key, path = (in_path[1], in_path[2] or "/") if in_path else (_key_in(request.headers), request.path)
         session = self.sessions.get(key)
         if session is None:
             raise RequestError(_NO_KEY, status=401, code="invalid_api_key")
-        if request.path in ("/v1/models", f"/v1/models/{MODEL}"):
-            _check_method(request, "GET")
+        if path in ("/v1/models", f"/v1/models/{MODEL}"):
+            _check_method(request.method, path, "GET")
             model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "skyrl_train"}
-            return HttpAnswer(body=json.dumps(model if request.path.endswith(MODEL) else _list_of(model)))
-        api = _APIS.get(request.path)
+            return HttpAnswer(body=json.dumps(model if path.endswith(MODEL) else _list_of(model)))
+        api = _APIS.get(path)
         if api is None:
             known = ", ".join(["/v1/models", *_APIS])
             raise RequestError(f"there is nothing at this path; there are {known}", status=404)
-        _check_method(request, "POST")
+        _check_method(request.method, path, "POST")
         body = _body_of(request)
         origin = Origin(
-            body=hashlib.blake2b(f"{request.path}\n".encode() + request.body, digest_size=16).digest(),
+            body=hashlib.blake2b(f"{path}\n".encode() + request.body, digest_size=16).digest(),
             key=request.headers.get("idempotency-key", ""),
             attempt=_attempt_of(request),
         )
-        answered = await session.ask(api.read(body), origin)
+        answered = await session.ask(api.read(body), origin, body)
         streams = body.get("stream") is True
         return HttpAnswer(
             body=api.events(answered, body) if streams else json.dumps(api.whole(answered, body)),
@@ -131,9 +139,14 @@ async def opened(session: Session, host: str = LOOPBACK) -> AsyncIterator[Addres
                 del _OPEN[place]
 
 
-def _check_method(request: HttpRequest, method: str) -> None:
-    if request.method != method:
-        raise RequestError(f"{request.path} is asked with {method}", status=405)
+def _key_in(headers: Mapping[str, str]) -> str:
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    return bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _check_method(given: str, path: str, method: str) -> None:
+    if given != method:
+        raise RequestError(f"{path} is asked with {method}", status=405)
 
 
 def _body_of(request: HttpRequest) -> Mapping[str, Any]:

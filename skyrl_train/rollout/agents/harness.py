@@ -145,6 +145,7 @@ async def _execute(command: Sequence[str], task: Mapping[str, Any], address: Add
         task_file.write_bytes(json_line(task))
         values = {
             "base_url": address.base_url,
+            "session_url": address.session_url,
             "api_key": address.api_key,
             "model": address.model,
             "task_file": str(task_file),
@@ -186,6 +187,7 @@ def _variables(address: Address, values: Mapping[str, str]) -> dict[str, str]:
         "OPENAI_API_KEY": address.api_key,
         "ANTHROPIC_BASE_URL": address.base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": address.api_key,
+        "AGENT_SESSION_URL": address.session_url,
         "AGENT_TASK_FILE": values["task_file"],
         "AGENT_REPORT_FILE": values["report_file"],
     }
@@ -240,6 +242,7 @@ async def _ask_service(url: str, task: Mapping[str, Any], address: Address, time
     told = {
         "task": parse_json(json_line(task)),
         "base_url": address.base_url,
+        "session_url": address.session_url,
         "api_key": address.api_key,
         "model": address.model,
         "time_limit_s": time_limit_s,

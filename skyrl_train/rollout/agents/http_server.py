@@ -139,7 +139,7 @@ class HttpServer:
         except RequestError as error:
             return HttpAnswer.of(error)
         except Exception:
-            logger.exception("the answer to %s %s broke", request.method, request.path)
+            logger.exception("the answer to a %s broke", request.method)  # a path may be a secret
             return HttpAnswer.of(RequestError("the server broke over this request; its log says why", status=500))
         finally:
             answering.cancel()

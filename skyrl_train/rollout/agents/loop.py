@@ -35,18 +35,21 @@ async def agent(
     url: str = "",
     time_limit_s: float = 600.0,
     host: str = LOOPBACK,
+    unsupported: str = "ignore",
 ) -> Trajectory:
     """Return the trajectory of a program; a failed one where the program, the engine or what scores it broke.
 
     Args:
         run: A function, `package.module:function`, called with the task and the address of the model.
-        command: Words of a command; {base_url}, {api_key}, {model}, {task_file}, {report_file}, {folder} and
-            {time_limit_s} are filled in.
+        command: Words of a command; {base_url}, {session_url}, {api_key}, {model}, {task_file}, {report_file}, {folder}
+            and {time_limit_s} are filled in.
         url: Of a service that is asked to play the task.
         time_limit_s: Of one program.
         host: Where the endpoint listens. Other machines need an address of this one.
+        unsupported: Whether a request that asks for another temperature, and the like, is answered all the same (`ignore`,
+            and counted), or gets an error (`refuse`).
     """
-    session = Session(episode)
+    session = Session(episode, refuses_unsupported=unsupported == "refuse")
     harness = Harness(run=run, command=command, url=url, time_limit_s=time_limit_s)
     try:
         async with opened(session, host) as address:

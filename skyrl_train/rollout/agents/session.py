@@ -30,6 +30,7 @@ from skyrl_train.rollout.agent_loop import Episode
 from skyrl_train.rollout.agents.chat_wire import Answered, Asked, refused
 from skyrl_train.rollout.agents.http_server import RequestError
 from skyrl_train.rollout.agents.turn_tree import Kept, Sampled, tree_of
+from skyrl_train.rollout.agents.unsupported import tell_once, unsupported
 from skyrl_train.rollout.env_boundary import Broken, describe
 from skyrl_train.rollout.plain_data import plain
 from skyrl_train.rollout.tools.formats import call_messages, text_before_calls
@@ -51,6 +52,7 @@ env/agent/<name> | count | What an agent's program did in a trajectory: requests
 
 _REJOIN_WITHIN_S = 5.0
 """After whoever asked has hung up: an SDK that gave up asks again by then, and gets the same answer."""
+_NOTHING: Mapping[str, Any] = {}
 _COUNTS = ("repeated", "cancelled", "unreadable_calls")
 
 
@@ -84,7 +86,8 @@ class _Completion:
 class Session:
     """Answers a program's requests by the engine, and keeps what was sampled. Used from one event loop."""
 
-    def __init__(self, episode: Episode) -> None:
+    def __init__(self, episode: Episode, *, refuses_unsupported: bool = False) -> None:
+        """`refuses_unsupported`: whether a request that asks for what is not done is refused, rather than counted."""
         self._job, self._chat, self._limits = episode.job, episode.chat, episode.limits
         self._engine: InferenceEngine = episode.engine
         self._parse_calls = episode.parse_calls
@@ -96,19 +99,22 @@ class Session:
         self._seeds: set[str] = set()
         """Which sample of which prompt was drawn, or is being drawn."""
         self._counts: Counter[str] = Counter()
+        self._refuses_unsupported = refuses_unsupported
         self._is_closed = False
         self.refused: Outcome | None = None
         """Why the last request was refused, if it was for a limit of the trajectory."""
         self.broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         """What the engine broke over, once it has: Broken, or what ends a run."""
 
-    async def ask(self, asked: Asked, origin: Origin) -> Answered:
-        """Return the answer to a request, the one that was given before where it is the same request again.
+    async def ask(self, asked: Asked, origin: Origin, body: Mapping[str, Any] = _NOTHING) -> Answered:
+        """Return the answer to a request, the one that was given before where it is the same request again. What its `body`
+        asks for and does not get is counted, or refused.
 
         Raises RequestError for what cannot be answered.
         """
         completion = self._find(origin)
         if completion is None:
+            self._note(unsupported(body, self._job.sampling))
             completion = self._begin(asked, origin)
         else:
             self._counts["repeated"] += 1
@@ -162,6 +168,15 @@ class Session:
                 if origin.attempt or (origin.attempt is None and in_flight):
                     return completion
         return None
+
+    def _note(self, found: Mapping[str, str]) -> None:
+        """Count what a request does not get. Raises RequestError where that is refused."""
+        for name, what in found.items():
+            if self._refuses_unsupported:
+                message = f"{what}. Leave it out, or train with generator.agent_loop.unsupported=ignore"
+                raise RequestError(message, code="unsupported_parameter", param=name)
+            self._counts[f"ignored/{name}"] += 1
+        tell_once(found)
 
     def _begin(self, asked: Asked, origin: Origin) -> _Completion:
         if self._is_closed:

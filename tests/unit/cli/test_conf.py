@@ -14,6 +14,7 @@ from composing import composed
 from skyrl_train.cli import machine, resolvers
 from skyrl_train.cli.composition import load_node, plain_values
 from skyrl_train.cli.resolvers import conf_dir
+from skyrl_train.config.agents import AGENT_RULES
 from skyrl_train.config.fields import walk
 from skyrl_train.config.load import read_root
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig
@@ -35,6 +36,7 @@ ASKS_FOR_MORE = {
     "algorithm=distillation": ["reference.model.path=hub/teacher"],
     "batching=auto": ["trainer.memory_budget_gb=1"],
     "environment=text2sql": ["environment.env_class.db_path=/databases"],
+    "generator=agent": ["generator.agent_loop.run=json:dumps"],
     "generator=replay": ["generator.replay_path=."],
     "generator=vllm": ["placement=ray"],
     "strategy=ddp": ["placement=ray"],
@@ -222,6 +224,44 @@ def test_the_command_line_wins_over_platform_and_experiment(first: list[str], ar
     fields = {"model": "path", "environment": "env_class", "generator": "backend", "strategy": "name"}
     group = argument.partition("=")[0].partition(".")[0]
     assert node[group][fields.get(group, "backend")] == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        ("run=json:dumps", {"run": "json:dumps"}),
+        ('command=[python, agent.py, "{task_file}"]', {"command": ["python", "agent.py", "{task_file}"]}),
+        ("url=http://127.0.0.1:9000/play", {"url": "http://127.0.0.1:9000/play"}),
+    ],
+)
+@pytest.mark.parametrize("further", [[], ["+experiment=gsm8k_multiturn"], ["generator.backend=vllm", "placement=ray"]])
+def test_agents_play_with_any_program_experiment_and_engine(
+    program: str, expected: dict[str, Any], further: list[str]
+) -> None:
+    node = composed("platform=cpu", "generator=agent", f"generator.agent_loop.{program}", *further)
+    config = load_node(node, Config)
+    assert isinstance(config.generator.agent_loop, Mapping)
+    assert {**config.generator.agent_loop, **expected} == config.generator.agent_loop
+    assert (config.environment.env_class, config.generator.is_step_wise) == ("reported", True)
+    assert config.generator.max_turns == 20
+    assert config.generator.backend == ("vllm" if further[1:] else "hf")
+    assert validate_config(config) == []
+
+
+def test_agents_report_rewards_unless_something_else_scores_them() -> None:
+    settings = ["platform=cpu", "generator=agent", "generator.agent_loop.run=json:dumps", "data.train=rows.jsonl"]
+    for further, expected in (
+        ([], "reported"),
+        (["environment.reward=json:dumps"], "single_turn"),
+        (["environment=gsm8k"], "gsm8k"),
+    ):
+        assert load_node(composed(*settings, *further), Config).environment.env_class == expected
+    bare = {"generator.agent_loop": "{_target_: agent, run: json:dumps}"}
+    node = composed("platform=gpu", *(f"{name}={value}" for name, value in bare.items()))
+    assert load_node(node, Config).environment.env_class == "reported"
+    node = composed("platform=gpu", "generator=agent")
+    (violation,) = run_rules(load_node(node, Config), AGENT_RULES)
+    assert "write generator=agent generator.agent_loop.run=my_code:play" in violation.remedy
 
 
 def test_trackers_combine() -> None:

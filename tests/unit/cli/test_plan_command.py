@@ -37,6 +37,13 @@ def test_a_plan_for_data_that_is_elsewhere_says_what_it_assumed(capsys: pytest.C
     assert "plan.num_train_prompts=N states how many" in capsys.readouterr().out
 
 
+def test_the_plan_of_agents_has_a_row_for_each_turn(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*EXPERIMENT, "generator=agent", "generator.agent_loop.run=json:dumps")) == 0
+    assert "1 to 20 turns" in capsys.readouterr().out
+    assert main((*EXPERIMENT, "generator=agent")) == 2
+    assert "needs one of run (a function), command (a list of words) and url" in capsys.readouterr().out
+
+
 def test_tools_that_the_chat_template_ignores_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tools = (*EXPERIMENT, f"environment.tools=[{ADD}]")
     assert main(tools) == 2

@@ -10,9 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from skyrl_train.rollout.agents import unsupported
 from skyrl_train.rollout.agents.endpoint import opened
 from skyrl_train.rollout.agents.session import Session
-from tests.agent_cases import CALL, episode, over_http, scripted, user
+from tests.agent_cases import CALL, client_of, episode, over_http, scripted, user
 
 
 def test_responses_are_answered_and_go_on_as_sampled() -> None:
@@ -138,3 +139,72 @@ def test_an_answer_that_was_cut_says_so_in_each_api() -> None:
     assert chat["choices"][0]["finish_reason"] == "length"
     assert (responses["status"], responses["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert messages["stop_reason"] == "max_tokens"
+
+
+# What is asked for and not done
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        ("/chat/completions", {"messages": [user("1")], "temperature": 0, "seed": 5}, {"temperature", "seed"}),
+        ("/chat/completions", {"messages": [user("1")], "tool_choice": "required"}, {"tool_choice"}),
+        (
+            "/chat/completions",
+            {"messages": [user("1")], "response_format": {"type": "json_object"}},
+            {"response_format"},
+        ),
+        ("/responses", {"input": "1", "text": {"format": {"type": "json_schema"}}, "top_p": 0.5}, {"text", "top_p"}),
+        ("/messages", {"messages": [user("1")], "tool_choice": {"type": "any"}, "top_k": 5}, {"tool_choice", "top_k"}),
+        (
+            "/chat/completions",
+            {
+                "messages": [user("1")],
+                "temperature": 1,
+                "top_p": 1.0,
+                "top_k": -1,
+                "tool_choice": "auto",
+                "response_format": {"type": "text"},
+                "logit_bias": {},
+                "logprobs": False,
+                "seed": None,
+                "max_tokens": 9,
+                "stop": "x",
+                "user": "me",
+            },
+            set(),
+        ),
+    ],
+)
+def test_what_the_trainer_decides_is_counted_by_name_or_refused(path: str, body: Any, names: set[str]) -> None:
+    async def run(*, refuses: bool) -> tuple[httpx.Response, dict[str, float]]:
+        session = Session(episode(scripted("5")), refuses_unsupported=refuses)
+        async with opened(session) as address, client_of(address) as client:
+            response = await client.post(path, json=body)
+        counts = {name: count for name, count in session.kept().metrics.items() if "ignored" in name}
+        return response, counts
+
+    answered, counted = asyncio.run(asyncio.wait_for(run(refuses=False), 30))
+    assert (answered.status_code, counted) == (200, {f"agent/ignored/{name}": 1.0 for name in names})
+    refused, counted = asyncio.run(asyncio.wait_for(run(refuses=True), 30))
+    assert (refused.status_code, counted) == (400 if names else 200, {})
+    if names:
+        error = refused.json()["error"]
+        assert error["code"] == "unsupported_parameter"
+        assert error["param"] in names
+        assert "generator.agent_loop.unsupported=ignore" in error["message"]
+
+
+def test_what_is_not_done_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unsupported, "_TOLD", set())
+
+    async def play(client: httpx.AsyncClient, session: Session) -> None:
+        for text in "ab":
+            await client.post("/chat/completions", json={"messages": [user(text)], "temperature": 0})
+        assert session.kept().metrics["agent/ignored/temperature"] == 2
+
+    over_http(play, scripted("5", "6"))
+    (told,) = caplog.messages
+    assert told.startswith(
+        "an agent asks for temperature=0: it is 1 here, as answers are trained on as generator.sampling"
+    )

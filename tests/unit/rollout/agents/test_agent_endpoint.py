@@ -225,6 +225,47 @@ def test_a_key_opens_its_own_session_alone_and_nothing_once_that_is_over() -> No
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+def test_an_address_with_a_key_in_it_needs_no_other_and_opens_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        one, other = (Session(episode(scripted(said))) for said in ("mine", "yours"))
+        async with opened(one) as ours, opened(other) as theirs, httpx.AsyncClient(timeout=20) as client:
+            assert ours.session_url == ours.base_url.replace("/v1", f"/s/{ours.api_key}/v1")
+            headers = {"Authorization": f"Bearer {theirs.api_key}"}  # the address tells the session
+            answer = await client.post(
+                f"{ours.session_url}/chat/completions", json={"messages": [user("1")]}, headers=headers
+            )
+            assert answer.json()["choices"][0]["message"]["content"] == "mine"
+            assert (await client.get(f"{ours.session_url}/models")).status_code == 200
+            assert (await client.get(f"{ours.session_url}/none")).status_code == 404
+            wrong = await client.put(f"{ours.session_url}/models")
+            assert (wrong.status_code, ours.api_key in wrong.text) == (405, False)
+            start = theirs.base_url.removesuffix("/v1")
+            for path in ("/s/x/v1", "/s//v1", f"/s/{theirs.api_key[:-1]}/v1", "/s", f"/s/{theirs.api_key}x/v1"):
+                refused = await client.post(f"{start}{path}/chat/completions", json={"messages": [user("1")]})
+                assert refused.status_code == 401
+                assert theirs.api_key not in refused.text
+        async with opened(other) as theirs, httpx.AsyncClient(timeout=20) as client:
+            address = theirs.session_url.replace(theirs.api_key, ours.api_key)
+            assert (await client.get(f"{address}/models")).status_code == 401  # that session is over
+        assert (len(one.kept().turns), len(other.kept().turns)) == (1, 0)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    assert caplog.messages == []
+
+
+def test_a_secret_address_is_not_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        session = Session(episode(scripted()))
+        monkeypatch.setattr(session, "ask", None)
+        async with opened(session) as address, httpx.AsyncClient(timeout=20) as client:
+            answer = await client.post(f"{address.session_url}/chat/completions", json={"messages": [user("1")]})
+        assert answer.status_code == 500
+        assert "the answer to a POST broke" in caplog.text
+        assert address.api_key not in caplog.text + answer.text
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
 def test_who_hangs_up_has_the_request_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_REJOIN_WITHIN_S", 0.0)
 
@@ -355,7 +396,7 @@ def mutated(draw: random.Random) -> tuple[str, bytes]:
         if draw.random() < 0.2:
             del place[key]
         else:
-            place[key] = copy.deepcopy(draw.choice(strange))
+            place[key] = copy.deepcopy(draw.choice(strange))  # one value in two places might come to contain itself
         if not body or not isinstance(body, dict):
             break
     data = bytearray(json.dumps(body).encode())
