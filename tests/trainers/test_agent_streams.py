@@ -1,0 +1,87 @@
+"""Agents whose programs go on while weights change under the answers that they wait for."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_async_runs import check_each_prompt_once, check_versions, make_config, trained
+
+from skyrl_train.config.schema import Config
+from skyrl_train.inference import hf
+from skyrl_train.runs.rl import train
+
+told: list[tuple[str, str]] = []
+"""Prompt's uid and text of each answer that a program was given."""
+
+
+def play(task: Any, address: Any) -> float:
+    """Two questions, the second of which goes on from the first's answer; the address tells the session."""
+    messages = list(task["prompt"])
+    for _ in range(2):
+        body = json.dumps({"messages": messages}).encode()
+        request = urllib.request.Request(f"{address.session_url}/chat/completions", body)
+        with urllib.request.urlopen(request, timeout=30) as response:
+            said = json.load(response)["choices"][0]["message"]
+        told.append((task["uid"], said["content"]))
+        messages += [said, {"role": "user", "content": "And now?"}]
+    return float(len(said["content"]) % 3)
+
+
+def agent_config(root: Path, **trainer: Any) -> Config:
+    config = make_config(root, **trainer)
+    sampling = replace(config.generator.sampling, max_generate_length=12)
+    generator = replace(
+        config.generator,
+        agent_loop={"_target_": "agent", "run": "test_agent_streams:play"},
+        step_wise_trajectories=True,
+        max_turns=2,
+        max_batch_size=4,
+        sampling=sampling,
+        eval_sampling=sampling,
+    )
+    data = replace(config.data, validation=())
+    return replace(
+        config, data=data, generator=generator, environment=replace(config.environment, env_class="reported")
+    )
+
+
+@pytest.mark.parametrize("in_flight", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_program_that_outlives_a_weight_update_keeps_its_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_flight: bool
+) -> None:
+    load = hf.load_for_engine
+
+    def slowed(*given: Any) -> Any:
+        """The learner waits for the engine, so that updates find programs that play."""
+        model = load(*given)
+        model.register_forward_pre_hook(lambda *_: time.sleep(0.004))
+        return model
+
+    monkeypatch.setattr(hf, "load_for_engine", slowed)
+    told.clear()
+    config = agent_config(tmp_path, in_flight_updates=in_flight, dump_rollouts=True)
+    train(config)
+    check_each_prompt_once(tmp_path, config, num_steps=3)
+    assert check_versions(tmp_path, max_staleness=1) == {0, 1}
+    trajectories = [(prompt.uid, each) for batch in trained(tmp_path) for prompt, each in with_prompts(batch)]
+    assert all([turn.parent for turn in each.turns] == [None, 0] for _, each in trajectories)
+    # Tokens that were drawn beyond the last step's batch are trained on by nobody.
+    assert not Counter((uid, turn.response_text) for uid, each in trajectories for turn in each.turns) - Counter(told)
+    turns = [turn for _, each in trajectories for turn in each.turns]
+    runs = [[run.version for run in turn.weight_versions] for turn in turns]
+    assert all(versions == sorted(set(versions)) for versions in runs)
+    assert (max(map(len, runs)) > 1) == in_flight, "an answer is of several versions where they come in flight"
+    spans = [{run.version for turn in each.turns for run in turn.weight_versions} for _, each in trajectories]
+    assert max(map(len, spans)) > 1, "a program asks before and after an update"
+
+
+def with_prompts(batch: Any) -> Any:
+    by_uid = {prompt.uid: prompt for prompt in batch.prompts}
+    return [(by_uid[each.prompt_uid], each) for each in batch.trajectories]
