@@ -32,6 +32,7 @@ from skyrl_train.inference.kv_cache import (
 from skyrl_train.inference.prefill import MAX_POSITIONS, prefill, right_aligned_mask
 from skyrl_train.inference.prefixes import KeptPrefixes
 from skyrl_train.inference.sampling import SamplingTable, sample_tokens
+from skyrl_train.rollout.token_stream import Listener
 from skyrl_train.turns import NO_ROUTING, routing_column
 from skyrl_train.types import GenerationRequest, StopReason, VersionRun
 
@@ -57,8 +58,8 @@ class Response:
 class _Row:
     """One request while it runs."""
 
-    def __init__(self, request: GenerationRequest) -> None:
-        self.request = request
+    def __init__(self, request: GenerationRequest, listener: Listener | None = None) -> None:
+        self.request, self._listener = request, listener
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.weight_versions: list[VersionRun] = []
@@ -73,6 +74,8 @@ class _Row:
             self.weight_versions.append(VersionRun(start=len(self.token_ids), version=version))
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
+        if self._listener is not None:
+            self._listener((token_id,))
         if len(self.token_ids) >= self.request.sampling.max_generate_length:
             self.stop_reason = StopReason.LENGTH
 
@@ -133,25 +136,27 @@ class Decoder:
         *,
         wanted: Callable[[], bool] = lambda: True,
         version: Callable[[], int] = lambda: 0,
+        listeners: Sequence[Listener | None] = (),
     ) -> list[Response]:
         """Responses in the order of the requests.
 
         `wanted` is asked now and then; once it says no, what there is so far is returned with stop reason `abort`.
         `version` is asked before each step, and gives the version of the weights that the model has for it: where it is
-        another than before, `forget` has been called.
+        another than before, `forget` has been called. `listeners`, one for each request, are told tokens as they are
+        sampled.
         """
         batches = [list(range(len(requests)))] if self._num_layers is not None else _batches_of_one_length(requests)
         found: dict[int, Response] = {}
         for places in batches:
-            found |= zip(places, self._run_batch([requests[place] for place in places], wanted, version))
+            rows = [_Row(requests[place], listeners[place] if listeners else None) for place in places]
+            found |= zip(places, self._run_batch(rows, wanted, version))
         return [found[place] for place in range(len(requests))]
 
     def _run_batch(
-        self, requests: Sequence[GenerationRequest], wanted: Callable[[], bool], version: Callable[[], int]
+        self, rows: Sequence[_Row], wanted: Callable[[], bool], version: Callable[[], int]
     ) -> list[Response]:
-        rows = [_Row(request) for request in requests]
         current = version()
-        state = _DecodeState(requests, self._compute(rows))
+        state = _DecodeState([row.request for row in rows], self._compute(rows))
         while True:
             tokens, logprobs = state.sample()
             for index, token_id, logprob in zip(state.row_of, tokens.tolist(), logprobs.tolist()):

@@ -29,6 +29,7 @@ from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.expert_routing import record_routing
 from skyrl_train.model.numerics import weight_dtype
+from skyrl_train.rollout.token_stream import listener
 from skyrl_train.telemetry.activity import TellsWhenBusy
 from skyrl_train.threads import WorkerThread
 from skyrl_train.types import GenerationOutput, GenerationRequest, Tokenizer
@@ -42,6 +43,7 @@ class _Waiting:
 
     def __init__(self, request: GenerationRequest, loop: asyncio.AbstractEventLoop) -> None:
         self.request = request
+        self.listener = listener()
         self.future: asyncio.Future[GenerationOutput] = loop.create_future()
 
     @property
@@ -232,6 +234,7 @@ class HFEngine(TellsWhenBusy):
                 [waiting.request for waiting in batch],
                 wanted=lambda: not all(waiting.future.done() for waiting in batch),
                 version=self._version_between_tokens,
+                listeners=[waiting.listener for waiting in batch],
             )
         finally:
             self._weights_lock.release()

@@ -20,6 +20,7 @@ from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.inference.vllm_core import VLLMCore
 from skyrl_train.inference.vllm_processes import EngineProcesses
 from skyrl_train.inference.vllm_settings import VLLMSettings, vllm_settings
+from skyrl_train.rollout.token_stream import listener
 from skyrl_train.types import GenerationOutput, GenerationRequest
 from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
 from skyrl_train.weights import Bucket, pack_bucket, tensors_of
@@ -133,7 +134,8 @@ class VLLMEngine(UpdatableEngine):
     def submit(self, request: GenerationRequest) -> Future[GenerationOutput]:
         """Return what will have the answer. During a weight update the request waits for the end."""
         future: Future[GenerationOutput] = Future()
-        self._thread.post(lambda core: core.add(request, future))
+        heard = listener()
+        self._thread.post(lambda core: core.add(request, future, heard))
         return future
 
     def abort(self, request_id: str) -> None:

@@ -21,6 +21,7 @@ from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.vllm_adapter import with_adapter
 from skyrl_train.inference.vllm_processes import CoreClient, EngineProcesses
 from skyrl_train.inference.vllm_settings import VLLMSettings, sampling_arguments
+from skyrl_train.rollout.token_stream import Listener
 from skyrl_train.turns import NO_ROUTING, routing_column
 from skyrl_train.types import GenerationOutput, GenerationRequest, StopReason, VersionRun
 from skyrl_train.weights import Bucket, in_file
@@ -36,6 +37,7 @@ class _Running:
 
     request: GenerationRequest
     future: Future[GenerationOutput]
+    listener: Listener | None = None
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     weight_versions: list[VersionRun] = field(default_factory=list)
@@ -50,6 +52,8 @@ class _Running:
         if completion.token_ids and (not self.weight_versions or self.weight_versions[-1].version != version):
             self.weight_versions.append(VersionRun(start=len(self.token_ids), version=version))
         self.token_ids += completion.token_ids
+        if self.listener is not None and completion.token_ids:
+            self.listener(tuple(completion.token_ids))
         self.logprobs += [scores[token].logprob for scores, token in zip(completion.logprobs, completion.token_ids)]
         if completion.routed_experts is not None:
             self.routed_experts = routing_column(completion.routed_experts)
@@ -63,7 +67,7 @@ class VLLMCore:
         """Loads the model and waits for it. What vLLM starts is among `processes`. Raises EngineError with its reason."""
         self._settings = settings
         self._requests: dict[str, _Running] = {}
-        self._held: list[tuple[GenerationRequest, Future[GenerationOutput]]] = []
+        self._held: list[_Running] = []
         self._updating = False
         self._num_received = 0
         self._broken = ""
@@ -110,14 +114,16 @@ class VLLMCore:
         """Whether there is something to compute now."""
         return bool(self._requests) and not self._updating
 
-    def add(self, request: GenerationRequest, future: Future[GenerationOutput]) -> None:
-        """`future` gets the answer, or EngineError. During a weight update the request waits for the end; in an engine that
-        awaits its weights it waits for that of the first."""
+    def add(
+        self, request: GenerationRequest, future: Future[GenerationOutput], listener: Listener | None = None
+    ) -> None:
+        """`future` gets the answer, or EngineError; `listener` is told tokens as they are sampled. During a weight update
+        the request waits for the end; in an engine that awaits its weights it waits for that of the first."""
         if self._broken:
             future.set_exception(EngineDeadError(self._broken))
             return
         if self._updating or (self._settings.awaits_weights and self.weight_version < 0):
-            self._held.append((request, future))
+            self._held.append(_Running(request, future, listener))
             return
         try:
             self._engine.add_request(
@@ -135,7 +141,7 @@ class VLLMCore:
             text = f"request {request.request_id}: {type(error).__name__}: {error}"
             future.set_exception(EngineDeadError(self._broken) if self._broken else EngineError(text))
             return
-        self._requests[request.request_id] = _Running(request, future)
+        self._requests[request.request_id] = _Running(request, future, listener)
 
     def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
@@ -172,9 +178,9 @@ class VLLMCore:
 
     def fail_all(self, error: EngineError) -> None:
         """Give this error to what runs or waits."""
-        for future in [*(running.future for running in self._requests.values()), *(future for _, future in self._held)]:
-            if not future.done():
-                future.set_exception(error)
+        for waiting in [*self._requests.values(), *self._held]:
+            if not waiting.future.done():
+                waiting.future.set_exception(error)
         self._requests.clear()
         self._held.clear()
 
@@ -239,8 +245,8 @@ class VLLMCore:
                 self._client.call("resume_scheduler")
             self._updating = False
             held, self._held = self._held, []
-            for request, future in held:
-                self.add(request, future)
+            for waiting in held:
+                self.add(waiting.request, waiting.future, waiting.listener)
             return self.weight_version
 
         return self._guarded(finish)
@@ -251,8 +257,7 @@ class VLLMCore:
         names = [name for name, running in self._requests.items() if not running.token_ids]
         if names:
             self._engine.abort_request(names)
-        taken = [self._requests.pop(name) for name in names]
-        self._held[:0] = [(running.request, running.future) for running in taken]
+        self._held[:0] = [self._requests.pop(name) for name in names]
 
     def sleep(self) -> None:
         """Free the device for others: weights to the host, key-value cache dropped."""

@@ -24,6 +24,7 @@ from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.env_boundary import Broken, EnvironmentHandle, Request
 from skyrl_train.rollout.journal import Call, Journal
 from skyrl_train.rollout.plain_data import plain_state
+from skyrl_train.rollout.token_stream import listening
 from skyrl_train.types import FailureKind, GenerationOutput, GenerationRequest
 
 DECLARED_METRICS = """
@@ -63,7 +64,8 @@ class JournaledEngine:
         known = self._journal.turn(request)
         if known is not None:
             return known
-        output = await self._engine.generate(request)
+        with listening(None):  # nobody may act on tokens that the journal might lose
+            output = await self._engine.generate(request)
         await self._journal.keep_turn(request, output)
         return output
 

@@ -192,7 +192,8 @@ async def _reply(request: HttpRequest, conversations: Mapping[str, Take]) -> Htt
     finish = "tool_calls" if message.get("tool_calls") else "stop"
     answered = Answered(number=0, message=message, finish=finish)  # tokens are counted by the trainer
     if body.get("stream"):
-        return HttpAnswer(content_type="text/event-stream", body=chat_events(answered, body))
+        events = chat_events(answered.number, body)
+        return HttpAnswer(content_type="text/event-stream", body=next(events) + events.send(answered))
     return HttpAnswer(body=json.dumps(chat_completion(answered, body)))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,21 +169,37 @@ def chat_completion(answered: Answered, body: Mapping[str, Any]) -> dict[str, An
     content = answered.text if answered.text or not calls else None
     message = {"role": "assistant", "content": content, "refusal": None, **({"tool_calls": calls} if calls else {})}
     choice = {"index": 0, "message": message, "finish_reason": answered.finish, "logprobs": None}
-    return {**_head(answered, body, "chat.completion"), "choices": [choice], "usage": _usage(answered)}
+    return {**_head(answered.number, body, "chat.completion"), "choices": [choice], "usage": _usage(answered)}
 
 
-def chat_events(answered: Answered, body: Mapping[str, Any]) -> str:
-    """Return an answer as the events of a stream. An engine gives answers whole, so that there is one piece of each kind."""
-    head = _head(answered, body, "chat.completion.chunk")
-    calls = [{"index": index, **_told_call(call)} for index, call in enumerate(answered.calls)]
-    deltas: list[dict[str, Any]] = [{"role": "assistant", "content": answered.text}]
-    deltas += [{"tool_calls": [call]} for call in calls]
-    chunks = [{**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas]
-    chunks.append({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": answered.finish}]})
+def chat_events(number: int, body: Mapping[str, Any]) -> Generator[str, str | Answered, None]:
+    """Word the stream of an answer: what comes first, pieces of text, and the end, given the whole answer."""
+    head = _head(number, body, "chat.completion.chunk")
+
+    def chunk(delta: Mapping[str, Any], finish: str | None = None) -> str:
+        return _data({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+
+    said, text = (yield chunk({"role": "assistant", "content": ""})), ""
+    while isinstance(said, str):
+        text += said
+        said = yield chunk({"content": said})
+    told = [chunk({"content": rest})] if (rest := rest_of(said, text)) else []
+    told += [chunk({"tool_calls": [{"index": index, **_told_call(call)}]}) for index, call in enumerate(said.calls)]
+    told.append(chunk({}, said.finish))
     options = body.get("stream_options")
     if isinstance(options, Mapping) and options.get("include_usage"):
-        chunks.append({**head, "choices": [], "usage": _usage(answered)})
-    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+        told.append(_data({**head, "choices": [], "usage": _usage(said)}))
+    yield "".join(told) + "data: [DONE]\n\n"
+
+
+def rest_of(answered: Answered, told: str) -> str:
+    """Return the text of an answer behind what was told of it. Should that not be its beginning, as it can be with a
+    tokenizer that rewrites text, there is nothing that could mend it."""
+    return answered.text[len(told) :] if answered.text.startswith(told) else ""
+
+
+def _data(chunk: Mapping[str, Any]) -> str:
+    return f"data: {json.dumps(chunk)}\n\n"
 
 
 def _told_call(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,9 +207,9 @@ def _told_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call["id"], "type": "function", "function": function}
 
 
-def _head(answered: Answered, body: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _head(number: int, body: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{answered.number:08d}",
+        "id": f"chatcmpl-{number:08d}",
         "object": kind,
         "created": int(time.time()),
         "model": body.get("model") or "policy",

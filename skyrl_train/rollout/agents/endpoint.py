@@ -24,6 +24,7 @@ from skyrl_train.rollout.agents.http_server import HttpAnswer, HttpRequest, Http
 from skyrl_train.rollout.agents.messages_wire import anthropic_events, anthropic_message, read_messages
 from skyrl_train.rollout.agents.responses_wire import read_response, response, response_events
 from skyrl_train.rollout.agents.session import Origin, Session
+from skyrl_train.rollout.agents.streaming import Events, Progress, begun
 from skyrl_train.telemetry.json_text import parse_json
 
 LOOPBACK = "127.0.0.1"
@@ -39,13 +40,17 @@ class _Api:
 
     read: Callable[[Mapping[str, Any]], Asked]
     whole: Callable[[Answered, Mapping[str, Any]], Mapping[str, Any]]
-    events: Callable[[Answered, Mapping[str, Any]], str]
+    events: Callable[[Progress, Mapping[str, Any]], Events]
 
 
 _APIS: Mapping[str, _Api] = {
-    "/v1/chat/completions": _Api(read_chat, chat_completion, chat_events),
-    "/v1/responses": _Api(read_response, response, response_events),
-    "/v1/messages": _Api(read_messages, anthropic_message, anthropic_events),
+    "/v1/chat/completions": _Api(read_chat, chat_completion, lambda begun, body: chat_events(begun.number, body)),
+    "/v1/responses": _Api(read_response, response, lambda begun, body: response_events(begun.number, body)),
+    "/v1/messages": _Api(
+        read_messages,
+        anthropic_message,
+        lambda begun, body: anthropic_events(begun.number, body, begun.prompt_tokens),
+    ),
 }
 
 
@@ -103,13 +108,16 @@ class _Endpoint:
             key=request.headers.get("idempotency-key", ""),
             attempt=_attempt_of(request),
         )
-        answered = await session.ask(api.read(body), origin, body)
-        streams = body.get("stream") is True
-        return HttpAnswer(
-            body=api.events(answered, body) if streams else json.dumps(api.whole(answered, body)),
-            content_type="text/event-stream" if streams else "application/json",
-            on_sent=lambda: session.deliver(answered),
-        )
+        asked = api.read(body)
+        if body.get("stream") is True:
+            events = await begun(
+                lambda progress: session.ask(asked, origin, body, progress),
+                lambda progress: api.events(progress, body),
+                session.deliver,
+            )
+            return HttpAnswer(pieces=events, content_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        answered = await session.ask(asked, origin, body)
+        return HttpAnswer(body=json.dumps(api.whole(answered, body)), on_sent=lambda: session.deliver(answered))
 
 
 _OPEN: dict[tuple[asyncio.AbstractEventLoop, str], _Endpoint] = {}

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -52,11 +52,15 @@ class HttpRequest:
     body: bytes
     is_last: bool
     """Whether the connection ends with it."""
+    takes_chunks: bool = True
+    """Whether an answer may come in chunks; else its end is that of the connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpAnswer:
-    body: str
+    body: str = ""
+    pieces: AsyncGenerator[str, None] | None = None
+    """In place of a body: sent one by one as they come, and no faster than they are read."""
     status: int = 200
     content_type: str = _JSON
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -121,6 +125,8 @@ class HttpServer:
         answer = await self._answer(request, incoming)
         if answer is None:
             return False
+        if answer.pieces is not None:
+            return await _send_pieces(answer, answer.pieces, incoming, writer, request)
         if not incoming.is_over():
             answer.on_sent()
         await _write(writer, answer, is_last=request.is_last)
@@ -187,7 +193,8 @@ class _Incoming:
             body = await asyncio.wait_for(self._reader.readexactly(length), _BODY_WITHIN_S)
         except asyncio.TimeoutError:
             raise RequestError(f"the body did not come within {_BODY_WITHIN_S:g} s", status=408) from None
-        return HttpRequest(method=method, path=path, headers=headers, body=body, is_last=is_last)
+        chunks = (first + head).partition(b"\r\n")[0].endswith(b"1.1")
+        return HttpRequest(method=method, path=path, headers=headers, body=body, is_last=is_last, takes_chunks=chunks)
 
 
 def _parse_head(head: bytes) -> tuple[str, str, bool, dict[str, str]]:
@@ -224,15 +231,57 @@ def _length_of(headers: Mapping[str, str]) -> int:
 async def _write(writer: asyncio.StreamWriter, answer: HttpAnswer, *, is_last: bool) -> None:
     """Raises asyncio.TimeoutError where it is not read, ConnectionError."""
     data = answer.body.encode(errors="replace")
+    writer.write(_head_of(answer, f"Content-Length: {len(data)}", is_last=is_last) + data)
+    await asyncio.wait_for(writer.drain(), _WRITE_WITHIN_S)
+
+
+async def _send_pieces(
+    answer: HttpAnswer,
+    pieces: AsyncGenerator[str, None],
+    incoming: _Incoming,
+    writer: asyncio.StreamWriter,
+    request: HttpRequest,
+) -> bool:
+    """Send pieces as they come; whether there may be another request. Raises as `_write` does."""
+    length = "Transfer-Encoding: chunked" if request.takes_chunks else ""
+    writer.write(_head_of(answer, length, is_last=request.is_last))
+    watching = asyncio.ensure_future(incoming.look_ahead())
+    coming: asyncio.Future[str] | None = None
+    try:
+        while not incoming.is_over():
+            coming = asyncio.ensure_future(anext(pieces))
+            await asyncio.wait({coming, watching}, timeout=_ANSWER_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
+            if not coming.done() and not incoming.is_over():  # what came is the next request
+                await asyncio.wait({coming}, timeout=_ANSWER_WITHIN_S)
+            if not coming.done():
+                return False
+            try:
+                data = coming.result().encode(errors="replace")
+            except StopAsyncIteration:
+                writer.write(b"0\r\n\r\n" if request.takes_chunks else b"")
+                await asyncio.wait_for(writer.drain(), _WRITE_WITHIN_S)
+                return not request.is_last
+            writer.write(b"%x\r\n%b\r\n" % (len(data), data) if request.takes_chunks else data)
+            await asyncio.wait_for(writer.drain(), _WRITE_WITHIN_S)
+        return False
+    finally:
+        watching.cancel()
+        if coming is not None:
+            coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)
+        await asyncio.gather(watching, return_exceptions=True)
+        await pieces.aclose()
+
+
+def _head_of(answer: HttpAnswer, length: str, *, is_last: bool) -> bytes:
     head = [
         f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}",
         f"Content-Type: {answer.content_type}",
-        f"Content-Length: {len(data)}",
+        *([length] if length else []),
         *(f"{name}: {value}" for name, value in answer.headers.items()),
         *(["Connection: close"] if is_last else []),
     ]
-    writer.write("\r\n".join(head).encode("latin-1", "replace") + b"\r\n\r\n" + data)
-    await asyncio.wait_for(writer.drain(), _WRITE_WITHIN_S)
+    return "\r\n".join(head).encode("latin-1", "replace") + b"\r\n\r\n"
 
 
 def _error_type(status: int) -> str:

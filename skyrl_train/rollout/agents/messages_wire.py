@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from skyrl_train.rollout.agents.chat_wire import (
@@ -13,6 +13,7 @@ from skyrl_train.rollout.agents.chat_wire import (
     positive,
     read_tools,
     refused,
+    rest_of,
     stops,
     text_of,
 )
@@ -105,27 +106,44 @@ def anthropic_message(answered: Answered, body: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def anthropic_events(answered: Answered, body: Mapping[str, Any]) -> str:
-    """Return an answer as the events of a stream, with one piece of each block."""
-    whole = anthropic_message(answered, body)
-    begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
-    events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
+def anthropic_events(number: int, body: Mapping[str, Any], prompt_tokens: int) -> Generator[str, str | Answered, None]:
+    """Word the stream of an answer: what comes first, pieces of text, and the end, given the whole answer."""
+    begun: dict[str, Any] = {
+        "id": f"msg_{number:08d}",
+        "type": "message",
+        "role": "assistant",
+        "model": body.get("model") or "policy",
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": prompt_tokens, "output_tokens": 0},
+    }
+    opening = {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+    said, text = (yield _written([{"type": "message_start", "message": begun}])), ""
+    while isinstance(said, str):
+        events = [_delta(0, {"type": "text_delta", "text": said})]
+        events = events if text else [opening, *events]
+        text += said
+        said = yield _written(events)
+    whole = anthropic_message(said, body)
+    events = []
     for index, block in enumerate(whole["content"]):
-        is_text = block["type"] == "text"
-        empty = {**block, **({"text": ""} if is_text else {"input": {}})}
-        delta = (
-            {"type": "text_delta", "text": block["text"]}
-            if is_text
-            else {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
-        )
-        events += [
-            {"type": "content_block_start", "index": index, "content_block": empty},
-            {"type": "content_block_delta", "index": index, "delta": delta},
-            {"type": "content_block_stop", "index": index},
-        ]
+        if block["type"] == "text":
+            rest = rest_of(said, text)
+            events += [] if text else [opening]
+            events += [_delta(index, {"type": "text_delta", "text": rest})] if rest or not text else []
+        else:
+            written = json.dumps(block["input"], ensure_ascii=False)
+            events.append({"type": "content_block_start", "index": index, "content_block": {**block, "input": {}}})
+            events.append(_delta(index, {"type": "input_json_delta", "partial_json": written}))
+        events.append({"type": "content_block_stop", "index": index})
     stop = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
     events += [{"type": "message_delta", "delta": stop, "usage": whole["usage"]}, {"type": "message_stop"}]
-    return _written(events)
+    yield _written(events)
+
+
+def _delta(index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "content_block_delta", "index": index, "delta": delta}
 
 
 def _written(events: Sequence[Mapping[str, Any]]) -> str:

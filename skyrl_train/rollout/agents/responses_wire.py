@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from skyrl_train.rollout.agents.chat_wire import (
@@ -15,6 +16,7 @@ from skyrl_train.rollout.agents.chat_wire import (
     positive,
     read_tools,
     refused,
+    rest_of,
     text_of,
 )
 from skyrl_train.types import ChatMessage
@@ -105,35 +107,73 @@ def _items(answered: Answered) -> list[dict[str, Any]]:
     return [{"id": f"item_{identity}_{index}", "status": "completed", **each} for index, each in enumerate(items)]
 
 
-def response_events(answered: Answered, body: Mapping[str, Any]) -> str:
-    """Return an answer as the events of a stream, with one piece of each item."""
-    whole = response(answered, body)
-    events: list[dict[str, Any]] = [
-        {"type": "response.created", "response": {**whole, "status": "in_progress", "output": [], "usage": None}}
-    ]
+def response_events(number: int, body: Mapping[str, Any]) -> Generator[str, str | Answered, None]:
+    """Word the stream of an answer: what comes first, pieces of text, and the end, given the whole answer."""
+    numbers = itertools.count()
+
+    def written(*events: Mapping[str, Any]) -> str:
+        return "".join(
+            f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': next(numbers)})}\n\n"
+            for event in events
+        )
+
+    nothing = response(Answered(number=number, message={"role": "assistant", "content": ""}, finish="stop"), body)
+    begun = {**nothing, "status": "in_progress", "output": [], "usage": None}
+    said, text = (yield written({"type": "response.created", "response": begun})), ""
+    (empty,) = nothing["output"]
+    while isinstance(said, str):
+        events = [_text_delta(empty["id"], said)]
+        events = events if text else [*_text_opening(empty), *events]
+        text += said
+        said = yield written(*events)
+    whole = response(said, body)
+    events = []
     for index, item in enumerate(whole["output"]):
-        place = {"output_index": index, "item_id": item["id"]}
         if item["type"] == "message":
-            (part,) = item["content"]
-            begun, part_place = {**item, "content": []}, {**place, "content_index": 0}
-            pieces = [
-                {"type": "response.content_part.added", **part_place, "part": {**part, "text": ""}},
-                {"type": "response.output_text.delta", **part_place, "delta": part["text"], "logprobs": []},
-                {"type": "response.output_text.done", **part_place, "text": part["text"], "logprobs": []},
-                {"type": "response.content_part.done", **part_place, "part": part},
-            ]
+            rest = rest_of(said, text)
+            events += [] if text else _text_opening(item)
+            events += [_text_delta(item["id"], rest)] if rest or not text else []
+            events += _text_end(item)
         else:
-            begun, arguments = {**item, "arguments": ""}, item["arguments"]
-            done = {"type": "response.function_call_arguments.done", "arguments": arguments, "name": item["name"]}
-            pieces = [
-                {"type": "response.function_call_arguments.delta", **place, "delta": arguments},
-                {**done, **place},
-            ]
-        begun = {**begun, "status": "in_progress"}
-        events.append({"type": "response.output_item.added", "output_index": index, "item": begun})
-        events += [*pieces, {"type": "response.output_item.done", "output_index": index, "item": item}]
-    events.append({"type": f"response.{whole['status']}", "response": whole})
-    return "".join(
-        f"event: {event['type']}\ndata: {json.dumps({**event, 'sequence_number': number})}\n\n"
-        for number, event in enumerate(events)
-    )
+            events += _call(item, index)
+        events.append({"type": "response.output_item.done", "output_index": index, "item": item})
+    yield written(*events, {"type": f"response.{whole['status']}", "response": whole})
+
+
+def _text_opening(item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the events that begin the text, which is the first item."""
+    begun = {**item, "content": [], "status": "in_progress"}
+    part = {**item["content"][0], "text": ""}
+    return [
+        {"type": "response.output_item.added", "output_index": 0, "item": begun},
+        {"type": "response.content_part.added", **_text_place(item["id"]), "part": part},
+    ]
+
+
+def _text_delta(item_id: str, text: str) -> dict[str, Any]:
+    return {"type": "response.output_text.delta", **_text_place(item_id), "delta": text, "logprobs": []}
+
+
+def _text_end(item: Mapping[str, Any]) -> list[dict[str, Any]]:
+    (part,) = item["content"]
+    place = _text_place(item["id"])
+    return [
+        {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []},
+        {"type": "response.content_part.done", **place, "part": part},
+    ]
+
+
+def _text_place(item_id: str) -> dict[str, Any]:
+    return {"output_index": 0, "item_id": item_id, "content_index": 0}
+
+
+def _call(item: Mapping[str, Any], index: int) -> list[dict[str, Any]]:
+    """Return the events of a call, but for its end."""
+    place, arguments = {"output_index": index, "item_id": item["id"]}, item["arguments"]
+    begun = {**item, "arguments": "", "status": "in_progress"}
+    done = {"type": "response.function_call_arguments.done", "arguments": arguments, "name": item["name"]}
+    return [
+        {"type": "response.output_item.added", "output_index": index, "item": begun},
+        {"type": "response.function_call_arguments.delta", **place, "delta": arguments},
+        {**done, **place},
+    ]

@@ -17,11 +17,12 @@ program was given is one turn, however often it asked for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from skyrl_train.errors import DeadlineError, EngineError
@@ -29,10 +30,12 @@ from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.agent_loop import Episode
 from skyrl_train.rollout.agents.chat_wire import Answered, Asked, refused
 from skyrl_train.rollout.agents.http_server import RequestError
+from skyrl_train.rollout.agents.streaming import Progress
 from skyrl_train.rollout.agents.turn_tree import Kept, Sampled, tree_of
 from skyrl_train.rollout.agents.unsupported import tell_once, unsupported
 from skyrl_train.rollout.env_boundary import Broken, describe
 from skyrl_train.rollout.plain_data import plain
+from skyrl_train.rollout.token_stream import listening
 from skyrl_train.rollout.tools.formats import call_messages, text_before_calls
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import (
@@ -52,6 +55,8 @@ env/agent/<name> | count | What an agent's program did in a trajectory: requests
 
 _REJOIN_WITHIN_S = 5.0
 """After whoever asked has hung up: an SDK that gave up asks again by then, and gets the same answer."""
+_TELLS_EVERY_S = 0.05
+"""Of an answer that is streamed: how often its text is looked at."""
 _NOTHING: Mapping[str, Any] = {}
 _COUNTS = ("repeated", "cancelled", "unreadable_calls")
 
@@ -75,6 +80,10 @@ class _Completion:
     asked: Asked
     origin: Origin
     number: int
+    progress: Progress | None = None
+    """What whoever asked first is told before the end."""
+    heard: list[int] = field(default_factory=list)
+    """Tokens of an answer that is on its way, where there is a `progress`."""
     task: asyncio.Task[Answered] | None = None
     num_waiting: int = 0
     is_delivered: bool = False
@@ -106,20 +115,25 @@ class Session:
         self.broken: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         """What the engine broke over, once it has: Broken, or what ends a run."""
 
-    async def ask(self, asked: Asked, origin: Origin, body: Mapping[str, Any] = _NOTHING) -> Answered:
+    async def ask(
+        self, asked: Asked, origin: Origin, body: Mapping[str, Any] = _NOTHING, progress: Progress | None = None
+    ) -> Answered:
         """Return the answer to a request, the one that was given before where it is the same request again. What its `body`
-        asks for and does not get is counted, or refused.
+        asks for and does not get is counted, or refused. `progress` is told of the answer as it comes, where the engine says
+        what it samples.
 
         Raises RequestError for what cannot be answered.
         """
         completion = self._find(origin)
         if completion is None:
             self._note(unsupported(body, self._job.sampling))
-            completion = self._begin(asked, origin)
+            completion = self._begin(asked, origin, progress)
         else:
             self._counts["repeated"] += 1
         assert completion.task is not None
         completion.num_waiting += 1
+        if progress is not None:
+            progress.number = completion.number
         try:
             # It goes on where one of those that wait for it gives up.
             return await asyncio.shield(completion.task)
@@ -178,7 +192,7 @@ class Session:
             self._counts[f"ignored/{name}"] += 1
         tell_once(found)
 
-    def _begin(self, asked: Asked, origin: Origin) -> _Completion:
+    def _begin(self, asked: Asked, origin: Origin, progress: Progress | None) -> _Completion:
         if self._is_closed:
             raise RequestError("the trajectory is over", status=409, code="session_closed")
         try:
@@ -189,7 +203,7 @@ class Session:
             self.refused = Outcome.MAX_TURNS
             message = f"the trajectory has its generator.max_turns={self._limits.max_turns} answers"
             raise RequestError(message, code="max_turns_exceeded")
-        completion = _Completion(asked=asked, origin=origin, number=self._num_asked)
+        completion = _Completion(asked=asked, origin=origin, number=self._num_asked, progress=progress)
         self._num_asked += 1
         self._completions.append(completion)
         completion.task = asyncio.ensure_future(self._complete(completion))
@@ -219,6 +233,8 @@ class Session:
 
     async def _complete(self, completion: _Completion) -> Answered:
         prompt = self._prompt(completion.asked)
+        if completion.progress is not None:
+            completion.progress.prompt_tokens = len(prompt)
         output = await self._generate(prompt, completion, self._seed(prompt, completion))
         asked, text = completion.asked, self._chat.text(output.token_ids)
         message = self._message(completion, output, text)
@@ -288,8 +304,15 @@ class Session:
             seed=seed,
         )
         timeout_s = self._limits.request_timeout_s
+        loop = asyncio.get_running_loop()
+
+        def hear(token_ids: Sequence[int]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed, and nobody waits any more
+                loop.call_soon_threadsafe(self._hear, completion, token_ids)
+
         try:
-            return await asyncio.wait_for(self._engine.generate(request), timeout_s)
+            with listening(hear if completion.progress is not None else None):
+                return await asyncio.wait_for(self._engine.generate(request), timeout_s)
         except EngineError as error:
             broken = Broken(FailureKind.ENGINE_ERROR, describe(error))
         except DeadlineError as error:
@@ -298,6 +321,31 @@ class Session:
             message = f"the engine did not answer within generator.request_timeout_s={timeout_s:g}"
             broken = Broken(FailureKind.ENGINE_TIMEOUT, message)
         raise broken
+
+    def _hear(self, completion: _Completion, token_ids: Sequence[int]) -> None:
+        """Tokens were sampled: their text is told soon, with that of those which come until then."""
+        if not completion.heard:
+            asyncio.get_running_loop().call_later(_TELLS_EVERY_S, self._tell, completion, 0)
+        completion.heard += token_ids
+
+    def _tell(self, completion: _Completion, num_told: int) -> None:
+        if completion.progress is None or completion.task is None or completion.task.done():
+            return
+        if len(completion.heard) > num_told:
+            completion.progress.tell(self._told_so_far(completion))
+        asyncio.get_running_loop().call_later(_TELLS_EVERY_S, self._tell, completion, len(completion.heard))
+
+    def _told_so_far(self, completion: _Completion) -> str:
+        """Return the beginning of an answer's text that nothing can change which is sampled after it: no half of a
+        character, nothing that a stop string may begin with, and nothing where it may turn out to be a call."""
+        asked = completion.asked
+        if asked.tools and self._parse_calls is not None:
+            return ""
+        text = self._chat.text(completion.heard).rstrip("\ufffd")
+        for stop in asked.stop:
+            text = text.partition(stop)[0]
+        held = max((_overlap(text, stop) for stop in asked.stop), default=0)
+        return text[: len(text) - held]
 
     def _message(self, completion: _Completion, output: GenerationOutput, text: str) -> ChatMessage:
         """Return the answer as a message: what it says before its calls, and these; or all of it, where one of them cannot
@@ -317,6 +365,11 @@ class Session:
         for stop in asked.stop:
             text = text.partition(stop)[0]
         return {"role": "assistant", "content": text}
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a stop string."""
+    return next((size for size in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 def _digests(tools: Sequence[Mapping[str, Any]], messages: Sequence[ChatMessage]) -> list[bytes]:

@@ -70,8 +70,9 @@ def test_a_stream_says_the_same_in_pieces() -> None:
 
     *chunks, end = over_http(play, scripted(f"so{CALL}"))
     assert end == "[DONE]"
-    said, called, last, usage = map(json.loads, chunks)
-    assert said["choices"][0]["delta"] == {"role": "assistant", "content": "so"}
+    begun, said, called, last, usage = map(json.loads, chunks)
+    assert begun["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert said["choices"][0]["delta"] == {"content": "so"}
     assert called["choices"][0]["delta"]["tool_calls"][0]["function"]["name"] == "add"
     assert last["choices"][0]["finish_reason"] == "tool_calls"
     assert usage["usage"]["completion_tokens"] > 0
