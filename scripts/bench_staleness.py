@@ -91,14 +91,17 @@ def command(folder: Path, setting: Setting, seed: int, args: argparse.Namespace)
 
 
 def make(folder: Path, setting: Setting, seed: int, args: argparse.Namespace) -> None:
-    """Raises CalledProcessError, TimeoutExpired."""
+    """Raises RuntimeError with what a run printed last where it fails, TimeoutExpired."""
     if (folder / "complete.json").exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (folder / "printed.log").open("wb") as log:
         words = command(folder, setting, seed, args)
-        subprocess.run(words, check=True, stdout=log, stderr=log, env=environment, timeout=RUN_TIMEOUT_S)
+        done = subprocess.run(words, check=False, stdout=log, stderr=log, env=environment, timeout=RUN_TIMEOUT_S)
+    if done.returncode:
+        said = (folder / "printed.log").read_text(errors="replace")[-2000:]
+        raise RuntimeError(f"{folder} ended with status {done.returncode}:\n{said}")
 
 
 def read(root: Path, setting: Setting, seeds: Sequence[int]) -> Curve:
