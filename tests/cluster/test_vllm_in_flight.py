@@ -15,8 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
+from tests.cluster.test_stream_placements import check_each_prompt_once, check_versions, journal
 from tests.cluster.test_vllm_apart import CONFIG, endless, moved, settings_apart
-from tests.command_runs import RAY, records, run_command
+from tests.command_runs import RAY, exported, records, relative_difference, run_command
 from tests.weight_cases import in_buckets
 
 pytestmark = pytest.mark.cluster
@@ -160,20 +161,48 @@ def test_a_request_that_waits_for_its_turn_is_of_the_weights_that_it_begins_with
         engine.close()
 
 
-@pytest.mark.parametrize("placement", ["inline", "ray"])
-def test_a_run_trains_on_responses_of_several_versions(tmp_path: Path, placement: str) -> None:
-    """An engine that computes two responses at a time has some under way at each sync. Where their keys and values are
-    computed again, its log-probabilities are those of the versions that it names."""
-    settings = (
-        *("+experiment=gsm8k_multiturn", "platform=cpu", "generator=vllm", "data.validation=[]"),
-        *("trainer.train_batch_size=8", "trainer.policy_mini_batch_size=8", "trainer.critic_mini_batch_size=8"),
-        *("generator.n_samples_per_prompt=4", "trainer.policy.optimizer.lr=1e-3", "trainer.total_steps=4"),
-        *("trainer.max_staleness=1", "trainer.in_flight_updates=true", "generator.vllm.max_num_seqs=2"),
-    )
-    run_command(tmp_path, *settings, *(RAY if placement == "ray" else ("placement=inline",)))
-    found = [record for record in records(tmp_path) if record["step"]]
+RUN = (
+    *("+experiment=gsm8k_multiturn", "platform=cpu", "generator=vllm", "data.validation=[]"),
+    *("trainer.train_batch_size=8", "trainer.policy_mini_batch_size=8", "trainer.critic_mini_batch_size=8"),
+    *("generator.n_samples_per_prompt=4", "trainer.policy.optimizer.lr=1e-3"),
+)
+IN_FLIGHT = ("trainer.max_staleness=1", "trainer.in_flight_updates=true", "generator.vllm.max_num_seqs=2")
+"""An engine that computes two responses at a time has some under way at each sync."""
+
+
+def check_shares(folder: Path) -> list[float]:
+    """Some trained tokens are behind an update of their turn. Return the largest distance to the trainer, of each step."""
+    found = [record for record in records(folder) if record["step"]]
     shares = [record.get("off_policy/in_flight/share", 0.0) for record in found]
     distances = [record.get("off_policy/in_flight/cache_distance_max", 0.0) for record in found]
-    print(f"\n{placement}: shares {shares}, distances {distances}", end=" ")
+    print(f"\nshares {shares}, distances {distances}", end=" ")
     assert max(shares) > 0
-    assert max(distances) < TOLERANCE
+    return distances
+
+
+@pytest.mark.parametrize("placement", ["inline", "ray"])
+def test_a_run_trains_on_responses_of_several_versions(tmp_path: Path, placement: str) -> None:
+    """Where their keys and values are computed again, the engine's log-probabilities are those of the versions that it
+    names."""
+    where = RAY if placement == "ray" else ("placement=inline",)
+    run_command(tmp_path, *RUN, *IN_FLIGHT, "trainer.total_steps=4", *where)
+    assert max(check_shares(tmp_path)) < TOLERANCE
+
+
+@pytest.mark.parametrize("placement", ["inline", "ray"])
+def test_a_whole_run_goes_on_with_kept_keys_and_values_and_is_replayed_to_the_bit(
+    tmp_path: Path, placement: str
+) -> None:
+    folder, steps = tmp_path / "run", 6
+    where = RAY if placement == "ray" else ("placement=inline",)
+    sizes = (f"trainer.total_steps={steps}", "trainer.ckpt_interval=0")
+    run_command(folder, *RUN, *IN_FLIGHT, *sizes, "trainer.in_flight_cache=keep", *where)
+    assert max(check_shares(folder)) > TOLERANCE, "what is sampled with older keys and values is of no model alone"
+    check_each_prompt_once(folder, num_steps=steps)
+    check_versions(folder, max_staleness=1)
+    runs = [len(line["versions"]) for line in journal(folder) if "turn" in line]
+    print(f"{sum(count > 1 for count in runs)} of {len(runs)} turns of several versions", end=" ")
+    replayed = tmp_path / "replayed"
+    recording = ("generator=replay", f"generator.replay_path={folder / 'rollouts'}")
+    run_command(replayed, *RUN, *sizes, *recording)
+    assert relative_difference(exported(replayed), exported(folder)) == 0.0
