@@ -354,7 +354,7 @@ class FakeRun:
 
     def _trainer(self, start: Start, stack: ExitStack) -> PPOTrainer:
         config = self.config
-        rollout_log = RolloutLog(self.folder.rollouts)
+        rollout_log = RolloutLog(self.folder.rollouts, config.rollouts)
         stack.callback(rollout_log.close)
         evaluator = Evaluator(
             self.generator,

@@ -189,6 +189,27 @@ class TrackerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RolloutsConfig:
+    """`rollouts`: what `trainer.dump_rollouts` keeps of rollouts on disk."""
+
+    columns: tuple[Literal["advantages", "policy_logprobs", "reference_logprobs"], ...] = (
+        "advantages",
+        "policy_logprobs",
+        "reference_logprobs",
+    )
+    """What is written of each token beside its id, mask, version and the engine's log-probability, where a step has it.
+    Replay reads none of them."""
+    columns_dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: they are rounded to it, and the file says so."""
+    keep_last: NonNegativeInt = 0
+    """Training steps, and evaluations with them, whose rollouts stay; older ones are deleted. No resume reads them, but
+    neither replay nor anything else does then. Those of steps that failed stay. 0 keeps all."""
+    sample_fraction: Annotated[float, Range(0.0, 1.0, exclusive_min=True)] = 1.0
+    """Share of a training step's prompts whose rollouts are written, the same prompts whenever they come again. Below 1
+    the run cannot be replayed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """`plan`: read by `python -m skyrl_train.plan` only."""
 
@@ -255,5 +276,7 @@ class Config(RunConfig):
     """The value model."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The reference model."""
+    rollouts: Free[RolloutsConfig] = field(default_factory=RolloutsConfig)
+    """What stays of rollouts on disk."""
     plan: Free[PlanConfig] = field(default_factory=PlanConfig)
     """What a plan is made for; nothing else reads it."""

@@ -50,7 +50,7 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
         host = build_host(config, stack)
         rollouts = build_rollouts(config, data.recording, stack, on_progress=console.on_progress, host=host)
         step = _load_checkpoint_weights(config, folder, rollouts.transport)
-        rollout_log = RolloutLog(folder.rollouts) if config.trainer.dump_rollouts else None
+        rollout_log = RolloutLog(folder.rollouts, config.rollouts) if config.trainer.dump_rollouts else None
         if rollout_log is not None:
             stack.callback(rollout_log.close)
         evaluator = build_evaluator(config, data.validation, rollouts.generator, rollout_log)

@@ -174,7 +174,7 @@ def _train(
     )
     rollout_log = None
     if config.trainer.dump_rollouts:
-        rollout_log = RolloutLog(folder.rollouts)
+        rollout_log = RolloutLog(folder.rollouts, config.rollouts)
         stack.callback(rollout_log.close)
     trainer = PPOTrainer(
         loop=loop,

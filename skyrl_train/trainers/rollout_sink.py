@@ -6,20 +6,30 @@ in `metrics.jsonl` therefore means that the rollouts of its step are on disk.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import math
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.schema import RolloutsConfig
 from skyrl_train.errors import DeadlineError, SaveError, SkyrlTrainError, StopRequested
 from skyrl_train.telemetry.redaction import redact_text
-from skyrl_train.telemetry.rollout_store import TurnValues, pairs_of, write_failed_rollouts, write_rollouts
+from skyrl_train.telemetry.rollout_store import (
+    FloatColumns,
+    TurnValues,
+    pairs_of,
+    write_failed_rollouts,
+    write_rollouts,
+)
 from skyrl_train.threads import WorkerThread
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
 
@@ -27,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 FLUSH_TIMEOUT_S = 1800.0
 CLOSE_TIMEOUT_S = 30.0
-_FILE = re.compile(r"\.?[a-z]+_step_(\d+)\.(?:parquet|jsonl)(?:\.tmp)?")
+_FILE = re.compile(r"\.?(?P<kind>[a-z]+)_step_(?P<step>\d+)\.(?:parquet|jsonl)(?:\.tmp)?")
 """Versions before wrote JSON lines."""
 _COLUMNS = {"advantages": "advantages", "policy_logprobs": "old_logprobs", "reference_logprobs": "ref_logprobs"}
 """What is written of each token beside the rollouts themselves, and the batch's names for it."""
@@ -37,9 +47,14 @@ class RolloutLog:
     """Writes Parquet files under `folder`, one file a step and purpose, in the background."""
 
     def __init__(
-        self, folder: Path, *, flush_timeout_s: float = FLUSH_TIMEOUT_S, close_timeout_s: float = CLOSE_TIMEOUT_S
+        self,
+        folder: Path,
+        settings: RolloutsConfig | None = None,
+        *,
+        flush_timeout_s: float = FLUSH_TIMEOUT_S,
+        close_timeout_s: float = CLOSE_TIMEOUT_S,
     ) -> None:
-        self._folder = folder
+        self._folder, self._settings = folder, settings or RolloutsConfig()
         self._flush_timeout_s, self._close_timeout_s = flush_timeout_s, close_timeout_s
         self._thread = WorkerThread("rollout-log")
         self._pending: list[Future[None]] = []
@@ -102,8 +117,30 @@ class RolloutLog:
             raise DeadlineError(f"writing rollouts to {self._folder}", self._close_timeout_s, "Is the disk reachable?")
 
     def _write_train(self, rollouts: RolloutBatch, batch: TrainingInputBatch, step: int) -> None:
-        columns = columns_by_turn(rollouts, batch)
-        write_rollouts(self._folder, rollouts, purpose="train", global_step=step, columns=columns)
+        settings = self._settings
+        found = columns_by_turn(rollouts, batch)
+        columns: FloatColumns = {name: found[name] for name in settings.columns if name in found}
+        if settings.sample_fraction < 1:
+            rollouts, columns = sampled(rollouts, columns, settings.sample_fraction)
+        write_rollouts(
+            self._folder,
+            rollouts,
+            purpose="train",
+            global_step=step,
+            columns=columns,
+            to_bfloat16=settings.columns_dtype == "bfloat16",
+            sample_fraction=settings.sample_fraction,
+        )
+        if settings.keep_last:
+            self._delete_up_to(step - settings.keep_last)
+
+    def _delete_up_to(self, step: int) -> None:
+        """Older files that cannot be deleted stay: the step does not wait for them."""
+        for path in self._folder.glob("*"):
+            match = _FILE.fullmatch(path.name)
+            if match and match["kind"] in ("train", "eval") and int(match["step"]) <= step:
+                with suppress(OSError):
+                    path.unlink()
 
     def _write_evaluation(self, rollouts: RolloutBatch, step: int) -> None:
         write_rollouts(self._folder, rollouts, purpose="eval", global_step=step)
@@ -113,8 +150,24 @@ def cut_rollouts_after(folder: Path, step: int) -> None:
     """Deletes the files of later steps, which a resumed run writes again, and files that were cut short."""
     for path in folder.glob("*"):
         match = _FILE.fullmatch(path.name)
-        if match and (int(match[1]) > step or path.name.endswith(".tmp")):
+        if match and (int(match["step"]) > step or path.name.endswith(".tmp")):
             path.unlink()
+
+
+def sampled(rollouts: RolloutBatch, columns: FloatColumns, fraction: float) -> tuple[RolloutBatch, FloatColumns]:
+    """Return the rollouts of a share of the prompts, one at least, and their columns. Whether a prompt is among them is
+    decided by its uid, so that it is again in the next epoch."""
+    size = rollouts.n_samples_per_prompt
+    digests = [hashlib.blake2b(prompt.uid.encode(errors="replace")).digest() for prompt in rollouts.prompts]
+    count = math.ceil(fraction * len(digests))
+    kept = sorted(sorted(range(len(digests)), key=digests.__getitem__)[:count])
+    indices = [index * size + sample for index in kept for sample in range(size)]
+    part = replace(
+        rollouts,
+        prompts=tuple(rollouts.prompts[index] for index in kept),
+        trajectories=tuple(rollouts.trajectories[index] for index in indices),
+    )
+    return part, {name: [values[index] for index in indices] for name, values in columns.items()}
 
 
 def columns_by_turn(rollouts: RolloutBatch, batch: TrainingInputBatch) -> dict[str, list[TurnValues | None]]:
@@ -124,11 +177,8 @@ def columns_by_turn(rollouts: RolloutBatch, batch: TrainingInputBatch) -> dict[s
     found: dict[str, list[TurnValues | None]] = {}
     for name, column in _COLUMNS.items():
         if column in batch:
-            values: np.ndarray = batch[column].numpy()
-            found[name] = [
-                None if each is None else [values[start:stop].astype(np.float32) for start, stop in each]
-                for each in spans
-            ]
+            values = batch[column].numpy().astype(np.float32, copy=False)
+            found[name] = [None if each is None else [values[start:stop] for start, stop in each] for each in spans]
     return found
 
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 from pyarrow.parquet import read_table
 
-from skyrl_train.errors import DeadlineError, SkyrlTrainError, StopRequested
+from skyrl_train.config.schema import RolloutsConfig
+from skyrl_train.errors import DataError, DeadlineError, SkyrlTrainError, StopRequested
+from skyrl_train.rollout.replay import ReplayGenerator
 from skyrl_train.runs.rl import assembly_settings
-from skyrl_train.telemetry.rollout_store import read_failed_rollouts, read_rollouts
+from skyrl_train.telemetry.rollout_store import read_facts, read_failed_rollouts, read_rollouts
 from skyrl_train.trainers import rollout_sink, steps
 from skyrl_train.trainers.rollout_sink import RolloutLog, columns_by_turn, cut_rollouts_after
 from skyrl_train.types import RolloutBatch
@@ -25,7 +27,8 @@ ROLLOUTS = RolloutBatch(prompts=tuple(make_prompts(1)), trajectories=TRAJECTORIE
 
 def numbered_batch(tmp_path, *, step_wise: bool, rows="per_trajectory", rollouts=ROLLOUTS):
     """The advantage of each trained token is its place among the trained tokens."""
-    config = make_config(tmp_path, train_batch_size=1, policy_mini_batch_size=1)
+    size = len(rollouts.prompts)
+    config = make_config(tmp_path, train_batch_size=size, policy_mini_batch_size=size)
     generator = replace(
         config.generator,
         n_samples_per_prompt=rollouts.n_samples_per_prompt,
@@ -90,6 +93,68 @@ def test_what_is_flushed_is_on_disk(tmp_path):
     assert [row["advantages"] for row in rows] == [[1.0, 2.0], [3.0], None, [4.0, 5.0, 6.0]]
     assert read_rollouts(tmp_path / "rollouts" / "eval_step_000007.parquet") == {7: ROLLOUTS}
     log.close()
+
+
+def written(tmp_path, *, steps=(1,), rollouts=ROLLOUTS, **settings):
+    log = RolloutLog(tmp_path / "rollouts", RolloutsConfig(**settings))
+    batch = numbered_batch(tmp_path / "batch", step_wise=False, rollouts=rollouts)
+    batch = batch.with_columns(old_logprobs=-batch["advantages"] / 3)
+    for step in steps:
+        log.write(rollouts, batch, step=step)
+        log.write_evaluation(step, rollouts)
+    log.flush()
+    log.close()
+    return tmp_path / "rollouts"
+
+
+def test_columns_that_are_not_asked_for_are_not_written(tmp_path):
+    (tmp_path / "batch").mkdir()
+    asked = ("policy_logprobs", "reference_logprobs")
+    file = written(tmp_path, columns=asked, columns_dtype="bfloat16") / "train_step_000001.parquet"
+    rows = read_table(file).to_pylist()
+    assert {row["advantages"] for row in rows} == {None}
+    assert rows[0]["policy_logprobs"] == [-0.333984375, -0.66796875]
+    assert read_facts(file).float_columns == {"policy_logprobs": "bfloat16"}
+
+
+def test_older_steps_are_deleted_but_not_failed_ones(tmp_path):
+    (tmp_path / "batch").mkdir()
+    (tmp_path / "rollouts").mkdir()
+    for name in ("train_step_000001.jsonl", "eval_step_000000.parquet", "failed_step_000001.parquet", "notes.txt"):
+        (tmp_path / "rollouts" / name).touch()
+    folder = written(tmp_path, steps=(2, 3, 4), keep_last=2)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "eval_step_000003.parquet",
+        "eval_step_000004.parquet",
+        "failed_step_000001.parquet",
+        "notes.txt",
+        "train_step_000003.parquet",
+        "train_step_000004.parquet",
+    ]
+
+
+def test_a_share_of_the_prompts_is_the_same_at_each_step_and_is_not_replayed(tmp_path):
+    (tmp_path / "batch").mkdir()
+    prompts = make_prompts(10)
+    trajectories = tuple(
+        make_trajectory(make_turn((1, 2), (3, 4)), uid=prompt.uid, sample=sample)
+        for prompt in prompts
+        for sample in range(2)
+    )
+    rollouts = RolloutBatch(prompts=tuple(prompts), trajectories=trajectories, n_samples_per_prompt=2)
+    folder = written(tmp_path, steps=(1, 2), rollouts=rollouts, sample_fraction=0.25)
+    one, two = (read_rollouts(folder / f"train_step_00000{step}.parquet")[step] for step in (1, 2))
+    assert one == two
+    kept = [prompt.uid for prompt in one.prompts]
+    assert len(kept) == 3
+    assert kept == [prompt.uid for prompt in prompts if prompt.uid in kept]
+    assert [each.prompt_uid for each in one.trajectories] == [uid for uid in kept for _ in range(2)]
+    first = read_table(folder / "train_step_000001.parquet").to_pylist()[0]
+    place = trajectories.index(one.trajectories[0])
+    assert first["advantages"] == [2.0 * place + 1, 2.0 * place + 2]
+    assert read_rollouts(folder / "eval_step_000001.parquet") == {1: rollouts}
+    with pytest.raises(DataError, match=r"holds 0.25 of its step's prompts.*rollouts.sample_fraction=1"):
+        ReplayGenerator(folder)
 
 
 def test_a_full_disk_is_reported_at_the_flush(tmp_path, monkeypatch):
