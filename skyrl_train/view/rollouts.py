@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.telemetry.rollout_columns import KINDS, arrow_schema
 from skyrl_train.view.importers import Row, rows_of
 from skyrl_train.view.sources import RolloutFile, Run
 
@@ -24,36 +25,16 @@ _INDEX_TIMEOUT_S = 300.0
 """For the files of a run to be taken in, once."""
 _MEMORY_LIMIT = "2GB"
 _ROWS_AT_A_TIME = 1000
-COLUMNS: Mapping[str, str] = {
-    "global_step": "INTEGER",
-    "purpose": "VARCHAR",
-    "uid": "VARCHAR",
-    "sample": "INTEGER",
-    "turn": "INTEGER",
-    "parent": "INTEGER",
-    "num_turns": "INTEGER",
-    "outcome": "VARCHAR",
-    "failure_kind": "VARCHAR",
-    "failure_message": "VARCHAR",
-    "failure_turn": "INTEGER",
-    "error": "VARCHAR",
-    "trajectory_reward": "DOUBLE",
-    "reward": "DOUBLE",
-    **dict.fromkeys(("rewards", "metrics", "extras", "prompt", "tools", "first_messages"), "VARCHAR"),
-    "observations": "VARCHAR",
-    "tool_calls": "VARCHAR",
-    "greedy_reward": "DOUBLE",
-    "env_class": "VARCHAR",
-    "dataset": "VARCHAR",
+_SQL_TYPES = {
+    "int": "INTEGER",
+    "double": "DOUBLE",
     "text": "VARCHAR",
-    "stop_reason": "VARCHAR",
-    "versions": 'STRUCT("start" INTEGER, "version" INTEGER)[]',
-    "added_token_ids": "INTEGER[]",
-    "response_token_ids": "INTEGER[]",
-    "logprobs": "FLOAT[]",
-    "loss_mask": "BOOLEAN[]",
-    **dict.fromkeys(("advantages", "policy_logprobs", "reference_logprobs", "entropies"), "FLOAT[]"),
+    "ids": "INTEGER[]",
+    "floats": "FLOAT[]",
+    "flags": "BOOLEAN[]",
+    "runs": 'STRUCT("start" INTEGER, "version" INTEGER)[]',
 }
+COLUMNS = {name: _SQL_TYPES[kind] for name, kind in KINDS.items() if kind in _SQL_TYPES}
 """What is read of a file of rollouts; a column that a file has not is null, others are left alone."""
 _SUMMARY = """
     INSERT INTO trajectories
@@ -275,7 +256,7 @@ class RolloutIndex:
         import pyarrow.parquet as pq
 
         def write(writer: pq.ParquetWriter | None, rows: Sequence[Row]) -> pq.ParquetWriter:
-            table = pa.Table.from_pylist(list(rows), schema=_arrow_schema())
+            table = pa.Table.from_pylist(list(rows), schema=arrow_schema())
             writer = writer or pq.ParquetWriter(path, table.schema, compression="zstd")
             writer.write_table(table)
             return writer
@@ -296,23 +277,6 @@ class RolloutIndex:
         if writer is not None:
             writer.close()
         return problem
-
-
-def _arrow_schema() -> Any:
-    """`COLUMNS` in pyarrow's types."""
-    import pyarrow as pa
-
-    plain = {"INTEGER": pa.int32(), "VARCHAR": pa.string(), "DOUBLE": pa.float64(), "BOOLEAN": pa.bool_()}
-    plain |= {
-        "FLOAT": pa.float32(),
-        COLUMNS["versions"]: pa.list_(pa.struct([("start", pa.int32()), ("version", pa.int32())])),
-    }
-    return pa.schema(
-        [
-            (name, plain[kind] if kind in plain else pa.list_(plain[kind.removesuffix("[]")]))
-            for name, kind in COLUMNS.items()
-        ]
-    )
 
 
 def _quoted(text: str) -> str:
