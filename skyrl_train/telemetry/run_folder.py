@@ -3,6 +3,7 @@
 OUTPUT_DIR/
   config.yaml          the resolved configuration, secrets redacted
   plan.json            every size that was derived from it
+  environment.json     command, versions and commit that it was made with
   fork.json            a run that began at another's checkpoint: which, and every setting that changed
   memory.json          micro-batches that size themselves: probes and budgets
   metrics.jsonl        one record a step
@@ -56,6 +57,7 @@ class RunFolder:
 
     config_file = _Inside("config.yaml")
     plan_file = _Inside("plan.json")
+    environment_file = _Inside("environment.json")
     fork_file = _Inside("fork.json")
     memory_file = _Inside("memory.json")
     restarts_file = _Inside("restarts.jsonl")
@@ -105,6 +107,7 @@ class RunFolder:
             self.wandb,
             self.config_file,
             self.plan_file,
+            self.environment_file,
             self.fork_file,
             self.memory_file,
             self.restarts_file,

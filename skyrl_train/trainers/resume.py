@@ -20,6 +20,7 @@ from skyrl_train.config.rules import Resume
 from skyrl_train.errors import CheckpointError, ConfigError, SaveError, Violation
 from skyrl_train.telemetry.files import read_json, whole_number, write_json
 from skyrl_train.telemetry.metrics_log import cut_metrics_after
+from skyrl_train.telemetry.provenance import environment_of_run
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.changes import START_ANEW, Change, ResumeSettings, begin_another, changes_since
 from skyrl_train.trainers.checkpoints import HISTORY, CheckpointStore
@@ -179,6 +180,7 @@ def _prepare(
     cut_rollouts_after(folder.rollouts, start.global_step)
     write_config(folder.config_file)
     write_json(folder.plan_file, plan)
+    write_json(folder.environment_file, environment_of_run(Path(__file__).parent, library_versions()))
     return notes
 
 

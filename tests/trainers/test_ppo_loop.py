@@ -146,6 +146,7 @@ def test_the_run_folder_holds_everything(tmp_path):
         "checkpoints",
         "complete.json",
         "config.yaml",
+        "environment.json",
         "evaluation.json",
         "export",
         "learning_curve.png",
