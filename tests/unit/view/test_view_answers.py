@@ -12,12 +12,26 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("duckdb")
 
 from skyrl_train.errors import DeadlineError
+from skyrl_train.telemetry.rollout_store import write_rollouts
+from skyrl_train.types import (
+    Failure,
+    FailureKind,
+    Outcome,
+    Prompt,
+    RolloutBatch,
+    StopReason,
+    Trajectory,
+    Turn,
+    VersionRun,
+    token_ids,
+)
 from skyrl_train.view.answers import Answers, to_json
 from skyrl_train.view.rollouts import RolloutIndex
 from skyrl_train.view.sources import find_runs
@@ -373,3 +387,44 @@ def test_several_threads_ask_at_once(ask: Asked) -> None:
         thread.join(timeout=30)
     assert len(set(totals)) == 1
     assert len(totals) == 8
+
+
+def test_what_the_store_writes_is_what_is_shown(tmp_path: Path) -> None:
+    turn = Turn(
+        parent=None,
+        added_token_ids=token_ids([1, 2]),
+        response_token_ids=token_ids([3, 4]),
+        response_logprobs=np.array([-0.5, -0.25], dtype=np.float32),
+        loss_mask=np.array([True, False]),
+        response_text="four ✓",
+        reward=1.0,
+        observations=({"role": "tool", "content": "ok"},),
+        stop_reason=StopReason.STOP,
+        weight_versions=(VersionRun(0, 7), VersionRun(1, 8)),
+    )
+    failure = Failure(kind=FailureKind.ENGINE_ERROR, message="gone", turn_index=0)
+    prompt = Prompt(
+        uid="train-1", messages=({"role": "user", "content": "2+2?"},), env_class="gsm8k", extras={"a": [1]}
+    )
+    batch = RolloutBatch(
+        prompts=(prompt,),
+        trajectories=(
+            Trajectory(
+                prompt_uid="train-1", sample_index=0, turns=(turn,), outcome=Outcome.DONE, rewards={"right": 1.0}
+            ),
+            Trajectory(prompt_uid="train-1", sample_index=1, turns=(), outcome=Outcome.FAILED, failure=failure),
+        ),
+        n_samples_per_prompt=2,
+    )
+    columns = {"advantages": [[np.array([0.5, 0.5], dtype=np.float32)], None]}
+    write_rollouts(tmp_path / "run/rollouts", batch, purpose="train", global_step=9, columns=columns)
+    ask = asked(tmp_path / "scratch", tmp_path / "run")
+    listing = [(row["sample"], row["reward"], row["tokens"], row["outcome"]) for row in ask("trajectories")["rows"]]
+    assert listing == [(0, 1.0, 2, "done"), (1, None, None, "failed")]
+    one = ask("trajectory", step=9, uid="train-1", sample=0)
+    tokens = one["turns"][0]["tokens"]
+    assert (tokens["logprob"], tokens["advantage"], tokens["mask"]) == ([-0.5, -0.25], [0.5, 0.5], [True, False])
+    assert (tokens["version"], tokens["ids"], tokens["policy_logprob"]) == ([7, 8], [3, 4], None)
+    assert one["turns"][0]["observations"] == [{"role": "tool", "content": "ok"}]
+    assert (one["rewards"], one["extras"], one["environment"]) == ({"right": 1.0}, {"a": [1]}, "gsm8k")
+    assert ask("trajectory", step=9, uid="train-1", sample=1)["failure"]["message"] == "gone"
