@@ -19,7 +19,7 @@ _LISTENER: ContextVar[Listener | None] = ContextVar("token_listener", default=No
 
 def listener() -> Listener | None:
     """Return who listens to the answer that is being asked for."""
-    return _LISTENER.get()
+    return _LISTENER.get(None)
 
 
 @contextmanager

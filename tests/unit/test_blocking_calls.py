@@ -166,6 +166,7 @@ EXCEPTIONS: Exceptions = {
         "process.wait",
     ): "awaited, within the program's `time_limit_s` or `wait_for`",
     ("skyrl_train/rollout/agents/session.py", "task.exception"): _IS_DONE,
+    ("skyrl_train/rollout/agents/streaming.py", "self.changed.wait"): "awaited, within `wait_for`",
     ("skyrl_train/rollout/env_connection.py", "self._connection.recv"): _READABLE,
     ("skyrl_train/rollout/env_hosted.py", "task.result"): _IS_DONE,
     ("skyrl_train/rollout/env_local.py", "self._control.recv"): _READABLE,

@@ -256,7 +256,7 @@ async def _send_pieces(
             if not coming.done():
                 return False
             try:
-                data = coming.result().encode(errors="replace")
+                data = (await coming).encode(errors="replace")
             except StopAsyncIteration:
                 writer.write(b"0\r\n\r\n" if request.takes_chunks else b"")
                 await asyncio.wait_for(writer.drain(), _WRITE_WITHIN_S)

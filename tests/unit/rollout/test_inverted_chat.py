@@ -142,7 +142,7 @@ def test_an_answer_is_streamed_to_who_asks_for_that() -> None:
         text = (await Line(base_url, model).post(messages=[QUESTION], tools=[ADD], stream=True)).text
         *pieces, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
         assert end == "[DONE]"
-        said, called, last = [json.loads(piece)["choices"][0] for piece in pieces]
+        _, said, called, last = [json.loads(piece)["choices"][0] for piece in pieces]
         return said["delta"]["content"], called["delta"]["tool_calls"][0]["index"], last["finish_reason"]
 
     assert played(program, ("I add", CALL))[-1] == Ended(value=("I add", 0, "tool_calls"))
