@@ -118,6 +118,11 @@ class RankOutOfMemory(SkyrlTrainError):
 class NonFiniteError(SkyrlTrainError):
     """A loss or a gradient is not finite. Raised before any weight moves."""
 
+    learner: str = ""
+    """`policy` or `critic`, whose optimizer step was refused; empty where it is not known."""
+    optimizer_steps: int = 0
+    """That this learner had made in the training step before."""
+
 
 class DeadlineError(SkyrlTrainError, TimeoutError):
     """`what` did not answer within `timeout_s`."""

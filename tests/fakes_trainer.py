@@ -34,6 +34,7 @@ from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.trainers.capsule_writer import CapsuleWriter
 from skyrl_train.trainers.changes import flat_config, resume_settings
 from skyrl_train.trainers.evaluate import Evaluator
 from skyrl_train.trainers.ppo import PPOTrainer, TrainingResult, checkpointed_models
@@ -398,6 +399,13 @@ class FakeRun:
             transport=self.engine,
             evaluator=evaluator if self.held_out else None,
             rollout_log=rollout_log,
+            capsules=CapsuleWriter(
+                self.folder,
+                keep=config.trainer.capsules,
+                seed=config.seed,
+                save_state=loop.save_state,
+                console=self.console,
+            ),
         )
 
 

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from skyrl_train.config.load import MISSING, NotStated, Unresolved, load_root
-from skyrl_train.errors import Violation
+from skyrl_train.errors import DataError, Violation
 
 T = TypeVar("T")
 
@@ -188,6 +188,14 @@ def clear_text_violations(config: DictConfig) -> Iterator[Violation]:
 def load_node(node: DictConfig, schema: type[T]) -> T:
     """The validated configuration of a composed config. Raises ConfigError with all that is wrong with single settings."""
     return load_root(plain_values(node), schema)
+
+
+def read_yaml(path: Path) -> Any:
+    """Return what `write_yaml` wrote. Raises DataError."""
+    try:
+        return plain_values(OmegaConf.load(path))
+    except (OSError, OmegaConfBaseException, YAMLError) as error:
+        raise DataError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
 
 
 def write_yaml(content: Mapping[str, Any], path: Path) -> None:

@@ -140,6 +140,9 @@ class TrainerConfig(LoopConfig):
     """Held-out prompts generated together."""
     dump_rollouts: Free[bool] = True
     """Write every trajectory to `rollouts/`, a Parquet file a step."""
+    capsules: Free[NonNegativeInt] = 0
+    """Of so many of the last steps keep all that it takes to execute them again (`skyrl-capsule`): the models before and
+    after, and the batch. Each step then takes the time of a checkpoint more. A step that is refused leaves one always."""
     export_hf: Free[bool] = True
     """Write the final policy in Hugging Face format to `export/`."""
 

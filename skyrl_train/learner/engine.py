@@ -86,7 +86,8 @@ class ModelEngine:
         else:
             self._optimizer = build_optimizer(self.parameters, optimizer)
         self._has_gradient = False
-        self._non_finite_loss = ""
+        self.non_finite_loss = ""
+        """The first loss since the last step that is not finite, and where; empty where there is none."""
         passes = Passes(
             model=model,
             strategy=self.strategy,
@@ -163,7 +164,7 @@ class ModelEngine:
             batch, lambda planned: self.passes.accumulate(planned, loss_of, step=step), training=True
         )
         self._pending_documents += num_documents
-        self._non_finite_loss = self._non_finite_loss or found.non_finite
+        self.non_finite_loss = self.non_finite_loss or found.non_finite
         return merge_metrics([found.metrics, self.oom_retry.metrics()])
 
     def optim_step(self) -> StepMetrics:
@@ -203,7 +204,7 @@ class ModelEngine:
         """Forgets what was accumulated."""
         self._drop_gradients()
         self._has_gradient = False
-        self._non_finite_loss = ""
+        self.non_finite_loss = ""
         self._pending_documents = 0
 
     def _drop_gradients(self) -> None:
@@ -278,7 +279,7 @@ class ModelEngine:
 
     def _require_finite(self, grad_norm: float) -> None:
         """Raises NonFiniteError, with the gradients zeroed, naming the loss or the first parameters concerned."""
-        reason = self.strategy.first_reason(self._non_finite_loss)
+        reason = self.strategy.first_reason(self.non_finite_loss)
         if grad_norm < float("inf") and not reason:
             return
         if not reason:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -122,19 +122,27 @@ def read(
 
 
 def read_model(folder: Path) -> dict[str, Tensor]:
-    """The parameters alone, whole, in this process. Raises CheckpointError."""
-    with _reading(folder, "the model"):
+    """The parameters alone, whole, in this process. Raises CheckpointError, also where one is not finite."""
+    tensors = read_tensors(folder, "model")
+    _require_finite(folder, tensors)
+    return tensors
+
+
+def read_tensors(folder: Path, what: Literal["model", "optimizer"]) -> dict[str, Tensor]:
+    """The parameters, or the optimizer's state, whole, in this process, whatever they are. An optimizer's is empty where the
+    model has none. Raises CheckpointError."""
+    prefix, file = {"model": (_MODEL_PREFIX, MODEL_FILE), "optimizer": (_OPTIMIZER_PREFIX, OPTIMIZER_FILE)}[what]
+    with _reading(folder, f"the {what}"):
         if is_sharded(folder):
             stored = StoredShards(folder)
-            names = [name for name in stored.facts if name.startswith(_MODEL_PREFIX)]
+            names = [name for name in stored.facts if name.startswith(prefix)]
             whole = {name: torch.empty(stored.facts[name][1], dtype=stored.facts[name][0]) for name in names}
             for name, tensor in whole.items():
                 stored.fill(name, tensor)
-            tensors = {name.removeprefix(_MODEL_PREFIX): tensor for name, tensor in whole.items()}
-        else:
-            tensors = load_file(folder / MODEL_FILE)
-    _require_finite(folder, tensors)
-    return tensors
+            return {name.removeprefix(prefix): tensor for name, tensor in whole.items()}
+        if what == "optimizer" and not (folder / file).is_file():
+            return {}
+        return load_file(folder / file)
 
 
 @dataclass(frozen=True, kw_only=True)

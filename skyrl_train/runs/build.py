@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from skyrl_train.learner.critic import CriticLearner
     from skyrl_train.learner.policy import PolicyLearner
     from skyrl_train.learner.shared_device import LearnerOnSharedDevice
+    from skyrl_train.plan.batch_plan import BatchPlan
     from skyrl_train.rollout.chat_tokens import ChatTokens
     from skyrl_train.rollout.env_processes import WorkerHost
     from skyrl_train.rollout.replay import ReplayGenerator
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from skyrl_train.rollout.stream import RolloutStream
     from skyrl_train.runs.build_engines import Engines
     from skyrl_train.runs.build_ray import Cluster
+    from skyrl_train.telemetry.console import RunConsole
+    from skyrl_train.telemetry.run_folder import RunFolder
     from skyrl_train.trainers.evaluate import Evaluator
     from skyrl_train.trainers.rollout_sink import RolloutLog
     from skyrl_train.trainers.steps import Learners, PromptBatches
@@ -276,6 +279,24 @@ def _inline_learners(models: RunModels, stack: ExitStack, sharing: DeviceSharing
     policy, reference = cast("PolicyLearner", built["policy"]), cast("PolicyLearner | None", built.get("reference"))
     base = BaseOfAdapter(policy.forward_base) if models.base_is_reference else None
     return Learners(policy=policy, reference=base or reference, critic=built.get("critic"))
+
+
+def size_micro_batches(
+    config: Config, plan: BatchPlan, learners: Learners, folder: RunFolder, console: RunConsole
+) -> None:
+    """Size the micro-batches of the learners where they size themselves, as `memory.json` of the folder says or anew."""
+    turns = config.generator.max_turns if config.generator.is_step_wise else 1
+    from skyrl_train.memory.sizing import size_run
+
+    lines = size_run(
+        config.trainer,
+        [each for each in (learners.policy, learners.reference, learners.critic) if each is not None],
+        folder.memory_file,
+        longest=config.generator.max_context_length,
+        max_rows=plan.num_samples_per_batch * turns,
+    )
+    if lines:
+        console.header("memory", lines)
 
 
 def build_evaluator(

@@ -23,6 +23,7 @@ from skyrl_train.runs.build import (
     build_learners,
     build_rollouts,
     build_stream,
+    size_micro_batches,
     with_reward_weights,
 )
 from skyrl_train.runs.common import (
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from skyrl_train.trainers.ppo import TrainingResult
     from skyrl_train.trainers.resume import Start
     from skyrl_train.trainers.state import DataFingerprint
-    from skyrl_train.trainers.steps import Learners, PPOSettings, PromptBatches
+    from skyrl_train.trainers.steps import PPOSettings, PromptBatches
     from skyrl_train.types import Prompt
 
 
@@ -145,6 +146,7 @@ def _train(
     from skyrl_train.rollout.generator import RolloutGenerator
     from skyrl_train.telemetry.learning_curve import draw_learning_curve
     from skyrl_train.telemetry.timeline import draw_timeline
+    from skyrl_train.trainers.capsule_writer import CapsuleWriter
     from skyrl_train.trainers.ppo import PPOTrainer, checkpointed_models
     from skyrl_train.trainers.rollout_sink import RolloutLog
 
@@ -154,7 +156,7 @@ def _train(
     with console.phase("models"):
         learners = build_learners(run_models(config, plan.schedule), stack, host)
     with console.phase("probes"):
-        _size_micro_batches(config, plan, learners, folder, console)
+        size_micro_batches(config, plan, learners, folder, console)
     loop = build_loop(
         config,
         config.trainer,
@@ -176,6 +178,9 @@ def _train(
     if config.trainer.dump_rollouts:
         rollout_log = RolloutLog(folder.rollouts, config.rollouts)
         stack.callback(rollout_log.close)
+    capsules = CapsuleWriter(
+        folder, keep=config.trainer.capsules, seed=config.seed, save_state=loop.save_state, console=console
+    )
     trainer = PPOTrainer(
         loop=loop,
         settings=ppo_settings(config),
@@ -196,6 +201,7 @@ def _train(
             stack,
             console.on_progress,
         ),
+        capsules=capsules,
     )
     return trainer.train()
 
@@ -232,23 +238,6 @@ def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> Assemb
 def _trainer(config: Config) -> TrainerConfig:
     """Return `trainer` with the rewards whose components its algorithm compares."""
     return replace(config.trainer, algorithm=with_reward_components(config.trainer.algorithm, config.environment))
-
-
-def _size_micro_batches(
-    config: Config, plan: BatchPlan, learners: Learners, folder: RunFolder, console: RunConsole
-) -> None:
-    turns = config.generator.max_turns if config.generator.is_step_wise else 1
-    from skyrl_train.memory.sizing import size_run
-
-    lines = size_run(
-        config.trainer,
-        [each for each in (learners.policy, learners.reference, learners.critic) if each is not None],
-        folder.memory_file,
-        longest=config.generator.max_context_length,
-        max_rows=plan.num_samples_per_batch * turns,
-    )
-    if lines:
-        console.header("memory", lines)
 
 
 def describe(config: Config) -> list[str]:

@@ -16,6 +16,7 @@ OUTPUT_DIR/
   learning_curve.png   reward, accuracy and response length over steps
   timeline.jsonl       what ran when, a line a step; `timeline.png` is drawn of it at the end
   checkpoints/         the last few, verified by sums
+  capsules/            all that it takes to execute the last `trainer.capsules` steps again (docs/capsules.md)
   best/                supervised: the checkpoint with the lowest held-out loss
   export/              the final policy in Hugging Face format
   tensorboard/ wandb/  where those trackers are on
@@ -70,6 +71,7 @@ class RunFolder:
     timeline_file = _Inside("timeline.jsonl")
     timeline_image = _Inside("timeline.png")
     checkpoints = _Inside("checkpoints")
+    capsules = _Inside("capsules")
     best = _Inside("best")
     export = _Inside("export")
     origin = _Inside("origin")
@@ -93,6 +95,7 @@ class RunFolder:
         return (
             self.complete_file,
             self.checkpoints,
+            self.capsules,
             self.best,
             self.metrics_file,
             self.rollouts,

@@ -45,6 +45,7 @@ timing/{collate,sample} | s | Waiting for the examples of the step; sampling ans
 timing/{load,evaluate,log,record,checkpoint} | s | Loading a checkpoint, evaluation, metrics and rollouts on their way
     to disk, the record and the checkpoint of the step before. | where the phase ran | verl `timing_s/testing`,
     `timing_s/save_checkpoint`
+timing/capsule | s | What is kept of the step so that it can be executed again. | `trainer.capsules` above 0
 timing/other | s | What no phase covers: the phases and it add up to `timing/step`.
 timing/wait/sync | s | Time in which the engine could not answer because it was given weights. | where weights were
     synced
@@ -220,16 +221,15 @@ class TrainingLoop:
     def write_checkpoint(self, store: CheckpointStore, step: int, state: LoopState) -> Path:
         """Each model and the state of the loop, whole or not at all; returns the checkpoint's folder."""
         with self.phase("checkpoint"):
-            record = TrainerState.at(step, state, config=self.settings.config, data=self._data)
-
-            def write(folder: Path) -> None:
-                for name, learner in self._models.items():
-                    learner.save(folder / name)
-                record.write(folder)
-
-            path = store.write(step, write)
+            path = store.write(step, lambda folder: self.save_state(folder, step, state))
         self.observers.tell("checkpoint", step, path=path)
         return path
+
+    def save_state(self, folder: Path, step: int, state: LoopState) -> None:
+        """Write each model, and the state of the loop after `step` steps."""
+        for name, learner in self._models.items():
+            learner.save(folder / name)
+        TrainerState.at(step, state, config=self.settings.config, data=self._data).write(folder)
 
     def draw(self) -> None:
         """Draws the learning curve, and what ran when."""

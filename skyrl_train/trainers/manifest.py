@@ -34,7 +34,7 @@ def verify(folder: Path) -> None:
     check_sizes(folder, files)
 
     def check(name: str) -> None:
-        if _sha256(folder / name) != files[name][1]:
+        if sha256_of(folder / name) != files[name][1]:
             raise CheckpointError(
                 f"{folder}: {name} does not have the SHA-256 sum that {MANIFEST} states: one of the two was damaged"
             )
@@ -51,7 +51,7 @@ def seal(folder: Path) -> None:
 
     def record(path: Path) -> dict[str, object]:
         _fsync_file(path)
-        return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
     records = _on_threads(record, paths, folder)
     write_atomically(
@@ -106,7 +106,8 @@ def check_sizes(folder: Path, files: dict[str, tuple[int, str]]) -> None:
         raise CheckpointError(f"{folder}: {name} is not in {MANIFEST}: it was put there later")
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 sum of a file, in hexadecimal digits."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_READ_BYTES):

@@ -37,6 +37,7 @@ from skyrl_train.rollout.admission import Settled
 from skyrl_train.rollout.stream import RolloutStream
 from skyrl_train.telemetry.metrics import to_values
 from skyrl_train.trainers import steps
+from skyrl_train.trainers.capsule_writer import CapsuleWriter, StepInputs
 from skyrl_train.trainers.evaluate import EvaluationResult, Evaluator
 from skyrl_train.trainers.evaluation_report import (
     evaluation_line,
@@ -92,11 +93,13 @@ class PPOTrainer:
         evaluator: Evaluator | None,
         rollout_log: RolloutLog | None,
         stream: RolloutStream | None = None,
+        capsules: CapsuleWriter | None = None,
     ) -> None:
         """`evaluator` and `rollout_log` are None where evaluation and rollout dumps are off; a `curriculum` chooses prompts
-        in place of `prompts`; a `stream`, which reads both itself, makes rollouts while the learner updates."""
+        in place of `prompts`; a `stream`, which reads both itself, makes rollouts while the learner updates; `capsules`
+        keep steps so that they can be executed again."""
         self.loop, self.settings, self.prompts, self.generator = loop, settings, prompts, generator
-        self.curriculum, self.stream = curriculum, stream
+        self.curriculum, self.stream, self.capsules = curriculum, stream, capsules
         self.learners, self.transport, self.evaluator, self.rollout_log = learners, transport, evaluator, rollout_log
         self.state: LoopState = loop.start.state or LoopState.first(settings.trainer.algorithm)
         self._told_equal_groups = False
@@ -112,20 +115,24 @@ class PPOTrainer:
         with loop.running():
             self._begin()
             for step in loop.steps():
-                with self._failures_kept(step) as seen:
+                with self._failures_kept(step) as seen, self._refusals_kept(step) as known:
                     with loop.phase("generate", can_give_up=True):
                         generated = self._generate(step)
                     seen.append(generated.rollouts)
+                    known.rollouts = generated.rollouts
                     with loop.phase("assemble"):
                         batch = steps.assemble(
                             generated.rollouts, settings.assembly, step=step, weight_version=step - 1
                         )
+                    known.batch = batch
                     with loop.phase("score"):
                         batch = steps.score(batch, learners, settings.trainer, rollouts=generated.rollouts)
+                    known.batch = batch
                     with loop.phase("estimate"):
                         batch = steps.estimate(
                             batch, settings.trainer.algorithm, kl_coef=self.state.kl_controller.coef, seed=settings.seed
                         )
+                    known.batch = batch
                     with loop.phase("log"):
                         self._keep(generated.rollouts, batch, step)
                     with loop.phase("update"):
@@ -154,6 +161,9 @@ class PPOTrainer:
             first = self.state.data_position * self.settings.trainer.train_batch_size
             self.stream.learn(self.state.solve_rates)
             self.stream.begin(version=version, settled=self.state.settled or Settled(frontier=first))
+        if self.capsules is not None and self.capsules.keep:
+            with self.loop.phase("capsule"):
+                self.capsules.begin(version, self.state)
         self.loop.begin(self.state, self._evaluate)
 
     def _sync(self, version: int) -> None:
@@ -208,6 +218,9 @@ class PPOTrainer:
         self.loop.record(
             step, metrics, speed=lambda timings: speed_metrics(timings, batch), is_evaluated=bool(evaluation)
         )
+        if self.capsules is not None and self.capsules.keep:
+            with self.loop.phase("capsule"), self.loop.saves.attempt():
+                self.capsules.write(step, self.state, batch, metrics)
         self.loop.conclude(step, self.state)
 
     def _prompts_of(self, step: int) -> steps.PromptBatches:
@@ -274,6 +287,10 @@ class PPOTrainer:
     def _failures_kept(self, step: int) -> AbstractContextManager[list[RolloutBatch]]:
         """Wraps a step, whose rollouts stay where it fails, unless none are kept at all."""
         return nullcontext([]) if self.rollout_log is None else self.rollout_log.failures_kept(step)
+
+    def _refusals_kept(self, step: int) -> AbstractContextManager[StepInputs]:
+        """Wraps a step, of which a capsule stays where its numbers are refused."""
+        return nullcontext(StepInputs()) if self.capsules is None else self.capsules.failures_kept(step, self.state)
 
     def _flush_rollouts(self) -> None:
         if self.rollout_log is not None:

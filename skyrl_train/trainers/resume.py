@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from skyrl_train.capsules.record import cut_capsules_after
 from skyrl_train.config.rules import Resume
 from skyrl_train.errors import CheckpointError, ConfigError, SaveError, Violation
 from skyrl_train.telemetry.files import read_json, whole_number, write_json
@@ -178,6 +179,7 @@ def _prepare(
     cut_metrics_after(folder.metrics_file, start.global_step)
     cut_evaluations_after(folder.evaluation_file, start.global_step)
     cut_rollouts_after(folder.rollouts, start.global_step)
+    cut_capsules_after(folder.capsules, start.global_step)
     write_config(folder.config_file)
     write_json(folder.plan_file, plan)
     write_json(folder.environment_file, environment_of_run(Path(__file__).parent, library_versions()))

@@ -225,7 +225,7 @@ def update(
     naming the training step and the optimizer step: the update ends there.
     """
     check_staleness(batch)
-    steering = _Steering(learners.policy, trainer.algorithm, entropy)
+    steering = Steering(learners.policy, trainer.algorithm, entropy)
     parts: list[StepMetrics] = []
     policy_parts: list[StepMetrics] = []
     if learners.critic is not None:
@@ -243,7 +243,7 @@ def update(
     )
 
 
-class _Steering:
+class Steering:
     """What the policy's optimizer steps need of each other: columns over each mini-batch, the weight of the entropy."""
 
     def __init__(self, policy: Learner, algorithm: AlgorithmConfig, entropy: EntropyControllerState | None) -> None:
@@ -278,7 +278,7 @@ def update_learner(
     *,
     name: str,
     on_progress: Progress,
-    steering: _Steering | None = None,
+    steering: Steering | None = None,
 ) -> list[StepMetrics]:
     """Close, accumulate, step: once for each mini-batch of each epoch. The metrics of each optimizer step.
 
@@ -302,10 +302,12 @@ def update_learner(
                 if steering is not None:
                     steering.observe(parts[-1])
             except NonFiniteError as error:
-                raise NonFiniteError(
+                refused = NonFiniteError(
                     f"training step {batch.metadata.global_step}, {name}: optimizer step {len(parts) + 1} of {total} "
                     f"(epoch {epoch + 1}, mini-batch {number}) was refused: {error}"
-                ) from error
+                )
+                refused.learner, refused.optimizer_steps = name, len(parts)
+                raise refused from error
             on_progress(len(parts), total)
     return parts
 

@@ -1,0 +1,119 @@
+"""Halving finds the one that is bad, and says where there is no such one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from skyrl_train.capsules.search import (
+    first_bad,
+    halve,
+    in_context,
+    largest_part,
+    non_finite_column,
+    non_finite_tensors,
+    place_of,
+    with_loss_on,
+)
+from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.trainers import steps
+from skyrl_train.types import RolloutBatch
+from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 13])
+def test_halving_finds_each_item_that_is_bad_by_itself(count: int) -> None:
+    for bad in range(count):
+        tried: list[int] = []
+
+        def is_bad(part: list[int], bad: int = bad, tried: list[int] = tried) -> bool:
+            tried.append(len(part))
+            return bad in part
+
+        assert halve(range(count), is_bad) == [bad]
+        assert sum(tried) <= 2 * count
+
+
+def test_halving_stops_at_items_that_are_bad_together_alone() -> None:
+    assert halve(range(8), lambda part: {2, 3} <= set(part)) == [2, 3]
+    assert halve(range(8), lambda part: {0, 7} <= set(part)) == list(range(8))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_the_first_item_with_which_a_beginning_is_bad_is_found(count: int) -> None:
+    for bad in range(count):
+        assert first_bad(count, lambda length, bad=bad: length > bad) == bad  # type: ignore[misc]
+
+
+def test_the_largest_part_is_found_by_its_size() -> None:
+    sizes = [1.0, 2.0, 90.0, 3.0, 4.0]
+    assert largest_part(range(5), lambda part: sum(sizes[each] for each in part)) == 2
+
+
+def test_tensors_are_named_with_the_count_and_the_first_place() -> None:
+    tensors = {
+        "good": torch.ones(3),
+        "ids": torch.ones(2, dtype=torch.int32),
+        "bad": torch.tensor([[1.0, float("inf")], [float("nan"), 0.0]]),
+    }
+    assert non_finite_tensors(tensors) == {"bad": (2, 1)}
+
+
+TURNS = make_trajectory(make_turn((1, 2), (3, 4)), make_turn((1, 2, 3, 4, 9), (5,)), sample=1)
+
+
+def batch_of(folder: Path, *, step_wise: bool = False):
+    """Sample 0 failed; sample 1 has rows `1 2 3 4 9 5` with loss on 3, 4 and 5, or one row a turn; sample 2 `1 2 6`."""
+    rollouts = RolloutBatch(
+        prompts=tuple(make_prompts(1)),
+        trajectories=(failed_trajectory(), TURNS, make_trajectory(make_turn((1, 2), (6,)), sample=2)),
+        n_samples_per_prompt=3,
+    )
+    config = make_config(folder, train_batch_size=1, policy_mini_batch_size=1)
+    generator = replace(config.generator, n_samples_per_prompt=3, step_wise_trajectories=step_wise)
+    settings = assembly_settings(replace(config, generator=generator))
+    return steps.assemble(rollouts, settings, step=1, weight_version=0)
+
+
+def test_a_token_is_told_by_trajectory_turn_and_context(tmp_path: Path) -> None:
+    batch = batch_of(tmp_path)
+    place = place_of(batch, 1, 5, lambda ids: "".join(f"<{token}>" for token in ids))
+    assert (place.uid, place.sample, place.turn, place.position, place.token_id) == ("p0", 1, 1, 5, 5)
+    assert place.text == "<1><2><3><4><9>>><5><<"
+    assert [place_of(batch, 1, position, None).turn for position in range(6)] == [0, 0, 0, 0, 1, 1]
+    apart = batch_of(tmp_path, step_wise=True)
+    assert [place_of(apart, row, 2, None).turn for row in (1, 2)] == [0, 1]
+    assert place_of(apart, 3, 2, None).sample == 2
+    assert in_context([1, 2, 3], 1, None) == "[1]>>[2]<<[3]"
+
+
+@pytest.mark.parametrize("name", ["rewards", "rollout_logprobs"])
+def test_the_column_that_others_are_made_of_is_named_first(tmp_path: Path, name: str) -> None:
+    batch = batch_of(tmp_path)
+    assert non_finite_column(batch) is None
+    planted = batch[name].clone()
+    planted[int(batch.row_offsets[2]) + 2] = float("nan")
+    advantages = torch.full((batch.num_tokens,), float("nan"))
+    bad = non_finite_column(batch.with_columns(**{name: planted}, advantages=advantages))
+    assert bad is not None
+    assert (bad.name, bad.count, bad.row, bad.position) == (name, 1, 2, 2)
+
+
+def test_a_number_that_no_loss_reads_is_not_bad(tmp_path: Path) -> None:
+    batch = batch_of(tmp_path)
+    logprobs = batch["rollout_logprobs"].clone()
+    logprobs[int(batch.row_offsets[1])] = float("nan")  # of a prompt's token
+    assert non_finite_column(batch.with_columns(rollout_logprobs=logprobs)) is None
+
+
+def test_loss_is_left_on_the_given_tokens_and_turns_stay_known(tmp_path: Path) -> None:
+    batch = batch_of(tmp_path).with_columns(loss_weights=torch.ones(11, dtype=torch.float64))
+    tokens = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    tokens[int(batch.row_offsets[1]) + 5] = True
+    cut = with_loss_on(batch, tokens)
+    assert cut["loss_mask"].nonzero().flatten().tolist() == tokens.nonzero().flatten().tolist()
+    assert float(cut["loss_weights"].sum()) == 1.0
+    assert torch.equal(cut["response_mask"], batch["loss_mask"])
