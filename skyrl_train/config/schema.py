@@ -167,6 +167,18 @@ class WandbConfig:
     """Team or user; None is your default."""
     mode: Literal["auto", "online", "offline"] = "auto"
     """auto is online where a key is configured, else offline (`wandb sync` uploads later)."""
+    tags: tuple[str, ...] = ()
+    """Shown with the run, to find it by."""
+    group: str | None = None
+    """Runs of one group are shown together."""
+    notes: str = ""
+    """Text shown with the run."""
+    samples: NonNegativeInt = 10
+    """Rollouts of each evaluation in a table, with prompts, responses and rewards; 0 hands over none."""
+    git: bool = False
+    """Show the commit of the folder that the run was started in, and whether files differed from it."""
+    console: bool = False
+    """Hand over `run.log`, which has no secrets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +190,50 @@ class TensorboardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TrackioConfig:
+    """`tracker=trackio`, with the extra `trackio`."""
+
+    enabled: bool = False
+    """Log to Trackio, on this machine unless `space` is stated; `trackio show` opens its dashboard."""
+    project: str = "skyrl_train"
+    """Project name."""
+    group: str | None = None
+    """Runs of one group are shown together."""
+    space: str | None = None
+    """A Hugging Face Space, e.g. `me/runs`, in place of this machine."""
+    samples: NonNegativeInt = 10
+    """As `tracker.wandb.samples`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlflowConfig:
+    """`tracker=mlflow`, with the extra `mlflow`."""
+
+    enabled: bool = False
+    """Log to MLflow."""
+    experiment: str = "skyrl_train"
+    """Experiment name."""
+    uri: str = ""
+    """Where to log, e.g. `http://127.0.0.1:5000`; empty is what MLFLOW_TRACKING_URI says, else `mlflow/` in the output
+    folder."""
+    samples: NonNegativeInt = 10
+    """As `tracker.wandb.samples`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrometheusConfig:
+    """`tracker=prometheus`, with the extra `prometheus`."""
+
+    enabled: bool = False
+    """Serve the last record's metrics under `http://127.0.0.1:PORT/metrics`, to this machine alone."""
+    port: Annotated[int, Range(0, 65535)] = 9464
+    """0 takes any that is free; the console says which."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrackerConfig:
-    """`tracker=console|wandb|tensorboard`, or several: `tracker=[console,wandb]`. `metrics.jsonl` is always written."""
+    """`tracker=console|wandb|tensorboard|trackio|mlflow|prometheus`, or several: `tracker=[console,wandb]`. `metrics.jsonl`
+    is always written."""
 
     console: ConsoleConfig = field(default_factory=ConsoleConfig)
     """Lines for a person."""
@@ -187,6 +241,12 @@ class TrackerConfig:
     """Weights & Biases."""
     tensorboard: TensorboardConfig = field(default_factory=TensorboardConfig)
     """TensorBoard."""
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    """Trackio."""
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    """MLflow."""
+    prometheus: PrometheusConfig = field(default_factory=PrometheusConfig)
+    """An endpoint for Prometheus."""
     custom: tuple[Annotated[PartSpec, TRACKERS], ...] = ()
     """Custom trackers, e.g. `[{_target_: my_code:Lines, name: x}]`: each is made with the run's folder."""
 

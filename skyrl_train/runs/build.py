@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from skyrl_train.trainers.evaluate import Evaluator
     from skyrl_train.trainers.rollout_sink import RolloutLog
     from skyrl_train.trainers.steps import Learners, PromptBatches
-    from skyrl_train.types import Prompt, Tokenizer
+    from skyrl_train.types import Prompt, RolloutBatch, Tokenizer
     from skyrl_train.weight_sync.device_sharing import DeviceSharing
 
 
@@ -300,15 +300,27 @@ def size_micro_batches(
 
 
 def build_evaluator(
-    config: Config, prompts: Sequence[Prompt], generator: Generator, rollout_log: RolloutLog | None
+    config: Config,
+    prompts: Sequence[Prompt],
+    generator: Generator,
+    rollout_log: RolloutLog | None,
+    show: Callable[[int, RolloutBatch], None] | None = None,
 ) -> Evaluator | None:
-    """None where there are no held-out prompts, or where rollouts are replayed and nothing new can be generated."""
+    """`show` is called with the step and the rollouts of each evaluation.
+
+    None where there are no held-out prompts, or where rollouts are replayed and nothing new can be generated.
+    """
     from skyrl_train.trainers.evaluate import Evaluator
     from skyrl_train.trainers.steps import sampling_params
 
     if not prompts or generator.is_recorded:
         return None
     own = None if config.data.mix else config.environment.env_class
+    receivers = [*([rollout_log.write_evaluation] if rollout_log is not None else []), *([show] if show else [])]
+
+    def hand_over(step: int, rollouts: RolloutBatch) -> None:
+        for receive in receivers:
+            receive(step, rollouts)
 
     return Evaluator(
         generator,
@@ -317,5 +329,5 @@ def build_evaluator(
         n_samples_per_prompt=config.generator.eval_n_samples_per_prompt,
         batch_size=config.trainer.eval_batch_size,
         env_class=None if own is None else split_spec(own)[0],
-        on_rollouts=rollout_log.write_evaluation if rollout_log is not None else None,
+        on_rollouts=hand_over,
     )

@@ -237,15 +237,24 @@ def build_trackers(
     from skyrl_train.telemetry.tracker import ConsoleTracker, TensorboardTracker, Tracker, Trackers
 
     views: dict[str, Tracker] = {}
-    if config.tracker.tensorboard.enabled:
+    chosen, name = config.tracker, config.run_name
+    shown = redact(dataclasses.asdict(config))
+    if chosen.tensorboard.enabled:
         views["tensorboard"] = TensorboardTracker(folder.tensorboard, start_step=start_step)
-    if config.tracker.wandb.enabled:
+    if chosen.wandb.enabled:
         from skyrl_train.telemetry.wandb_tracker import WandbTracker
 
-        shown = redact(dataclasses.asdict(config))
-        views["wandb"] = WandbTracker(
-            config.tracker.wandb, folder, run_name=config.run_name, config=shown, console=console
-        )
+        log = folder.root / "run.log"
+        views["wandb"] = WandbTracker(chosen.wandb, folder, run_name=name, config=shown, console=console, run_log=log)
+    if chosen.trackio.enabled or chosen.mlflow.enabled or chosen.prometheus.enabled:
+        from skyrl_train.telemetry.service_trackers import MlflowTracker, PrometheusTracker, TrackioTracker
+
+        if chosen.trackio.enabled:
+            views["trackio"] = TrackioTracker(chosen.trackio, folder.trackio, run_name=name, config=shown)
+        if chosen.mlflow.enabled:
+            views["mlflow"] = MlflowTracker(chosen.mlflow, folder.mlflow, run_name=name, config=shown)
+        if chosen.prometheus.enabled:
+            views["prometheus"] = PrometheusTracker(chosen.prometheus, run_name=name, console=console)
     for spec in config.tracker.custom:
         views[part_name(spec)] = TRACKERS.resolve(spec)(folder.root)
     views["console"] = ConsoleTracker(console, total_steps=total_steps)

@@ -189,7 +189,7 @@ def _train(
         generator=rollouts.generator,
         learners=learners,
         transport=rollouts.transport,
-        evaluator=build_evaluator(config, data.validation, rollouts.generator, rollout_log),
+        evaluator=build_evaluator(config, data.validation, rollouts.generator, rollout_log, loop.show_samples),
         rollout_log=rollout_log,
         stream=build_stream(
             config,

@@ -19,7 +19,7 @@ OUTPUT_DIR/
   capsules/            all that it takes to execute the last `trainer.capsules` steps again (docs/capsules.md)
   best/                supervised: the checkpoint with the lowest held-out loss
   export/              the final policy in Hugging Face format
-  tensorboard/ wandb/  where those trackers are on
+  tensorboard/ wandb/ trackio/ mlflow/  where those trackers are on
   origin/              the checkpoint that the run began at, where it came from another run's URL
   complete.json        written last: the run has nothing left to do
   previous-N/          files of older runs in this folder (trainer.resume_mode=none)
@@ -77,6 +77,8 @@ class RunFolder:
     origin = _Inside("origin")
     tensorboard = _Inside("tensorboard")
     wandb = _Inside("wandb")
+    trackio = _Inside("trackio")
+    mlflow = _Inside("mlflow")
     complete_file = _Inside("complete.json")
 
     def create(self) -> None:
@@ -108,6 +110,8 @@ class RunFolder:
             self.export,
             self.tensorboard,
             self.wandb,
+            self.trackio,
+            self.mlflow,
             self.config_file,
             self.plan_file,
             self.environment_file,
@@ -147,7 +151,7 @@ class RunFolder:
         """Removes what a run left that is begun again in the same way: it will write the same once more. Budgets that were
         measured stay, and so do the identity of its curves at a tracker and what was generated for a stream."""
         for path in self._files():
-            if path.is_dir() and path not in (self.wandb, self.journal):
+            if path.is_dir() and path not in (self.wandb, self.trackio, self.mlflow, self.journal):
                 shutil.rmtree(path)
             elif path.is_file() and path != self.memory_file:
                 path.unlink()

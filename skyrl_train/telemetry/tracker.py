@@ -1,4 +1,4 @@
-"""Where metrics go: `metrics.jsonl` always, and console, TensorBoard and Weights & Biases as configured.
+"""Where metrics go: `metrics.jsonl` always, and console and services as configured.
 
 `metrics.jsonl` is the record of the run: no checkpoint is written ahead of it. The others are views of it: one that
 fails later is warned about once, tried again at each step, and its losses are stated at the end.
@@ -6,18 +6,26 @@ fails later is warned about once, tried again at each step, and its losses are s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
+from skyrl_train.telemetry.sample_table import sample_rows
+from skyrl_train.types import RolloutBatch
 from skyrl_train.wording import counted
+
+SAMPLES_SHOWN = 10
 
 
 class Tracker(Protocol):
-    """A place where metrics go."""
+    """A place where metrics go.
+
+    One that also has `log_samples(rows, *, step)` is given a table of each evaluation (`sample_table.py`), as many rows as
+    its `num_samples` says, or 10; one that has `alert(title, text)` is told of alerts.
+    """
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None: ...
 
@@ -39,10 +47,20 @@ class Trackers:
             self._record.log(metrics, step=step)
         finally:
             for name, view in self._views.items():
-                try:
-                    view.log(metrics, step=step)
-                except Exception as error:  # a view's own failures are of every kind; none may stop training
-                    self._note_loss(name, step, error)
+                self._tell(name, step, view.log, metrics, step=step)
+
+    def log_samples(self, step: int, rollouts: RolloutBatch) -> None:
+        """Show rollouts of an evaluation where a view has tables."""
+        for name, view in self._views.items():
+            show, most = getattr(view, "log_samples", None), getattr(view, "num_samples", SAMPLES_SHOWN)
+            if show is not None and most:
+                self._tell(name, step, show, sample_rows(rollouts, most), step=step)
+
+    def alert(self, step: int, title: str, text: str) -> None:
+        """Show an alert where a view has them."""
+        for name, view in self._views.items():
+            if (show := getattr(view, "alert", None)) is not None:
+                self._tell(name, step, show, title, text)
 
     def flush(self) -> None:
         """Writes what the record owes. Raises OSError."""
@@ -62,13 +80,20 @@ class Trackers:
                 "metrics.jsonl has them all"
             )
 
+    def _tell(self, view: str, at_step: int, call: Callable[..., object], *args: object, **named: object) -> None:
+        try:
+            call(*args, **named)
+        except Exception as error:  # a view's own failures are of every kind; none may stop training
+            self._note_loss(view, at_step, error)
+
     def _note_loss(self, name: str, step: int, error: Exception) -> None:
         if name not in self._lost:
             self._console.warn(
                 f"tracker {name} failed at step {step} ({type(error).__name__}: {error}); training goes on, "
                 "metrics.jsonl is complete"
             )
-        self._lost.setdefault(name, []).append(step)
+        if step not in self._lost.setdefault(name, []):
+            self._lost[name].append(step)
 
 
 class ConsoleTracker:

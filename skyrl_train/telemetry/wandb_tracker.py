@@ -1,17 +1,20 @@
 """Weights & Biases: offline where no key is configured, resumed under the same id, without secrets and without waiting.
 
 What wandb would collect by itself and could hold a secret or a path (command line, git remote, console output, code) is
-turned off; the configuration is redacted before it is handed over.
+turned off; the configuration is redacted before it is handed over. The commit, and `run.log`, which is
+redacted, are handed over where settings say so.
 """
 
 from __future__ import annotations
 
 import netrc
 import os
+import subprocess
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -22,6 +25,7 @@ from skyrl_train.errors import DeadlineError, SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.telemetry.sample_table import SAMPLE_COLUMNS, SampleRow
 from skyrl_train.threads import WorkerThread
 
 PROBE_TIMEOUT_S = 4.0
@@ -32,6 +36,7 @@ INIT_TIMEOUT_S = 30.0
 """For the server to start the run where `tracker.wandb.mode=online`."""
 FINISH_TIMEOUT_S = 60.0
 """Upload at the end; what is left is in the folder for `wandb sync`."""
+GIT_TIMEOUT_S = 10.0
 _TEARDOWN_TIMEOUT_S = 5.0
 _NOT_SERVED = frozenset({403, 407, 500, 502, 503, 504})
 """HTTP statuses of proxies, portals and servers that are down."""
@@ -53,8 +58,10 @@ class WandbTracker:
         run_name: str,
         config: Mapping[str, Any],
         console: RunConsole,
+        run_log: Path | None = None,
     ) -> None:
-        """`config` is shown with the run, without secrets: hand over what `redact` gives.
+        """`config` is shown with the run, without secrets: hand over what `redact` gives. `run_log` is handed over where
+        `tracker.wandb.console` says so.
 
         Raises SkyrlTrainError where wandb is not installed, or cannot start in the mode that was asked for.
 
@@ -65,6 +72,9 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise SkyrlTrainError("tracker.wandb needs wandb. Install it, or leave wandb out of tracker=...") from error
+        self.num_samples, self._wandb = settings.samples, wandb
+        if settings.git:
+            config = {**config, "git": git_state(Path.cwd())}
         mode = choose_mode(settings.mode, os.environ)
         is_auto = settings.mode == "auto" and mode == "online"
         start = partial(_start, wandb, settings, folder, run_name=run_name, config=config)
@@ -87,13 +97,37 @@ class WandbTracker:
             self._run = _offline(folder, lambda: start(mode=mode, timeout_s=INIT_TIMEOUT_S))
         if mode == "offline":
             console.note(f"wandb: offline; upload later with `wandb sync {folder.wandb}/offline-run-*`")
+        if settings.console and run_log is not None and run_log.exists():
+            self._run.save(str(run_log), base_path=str(folder.root), policy="live")
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:
         self._run.log(dict(metrics), step=step)
 
+    def log_samples(self, rows: Sequence[SampleRow], *, step: int) -> None:
+        """A table of an evaluation's rollouts."""
+        data = [[row[name] for name in SAMPLE_COLUMNS] for row in rows]
+        self._run.log({"samples": self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=data)}, step=step)
+
+    def alert(self, title: str, text: str) -> None:
+        """Have wandb tell of it as its user's settings say."""
+        self._run.alert(title=title, text=text)
+
     def close(self) -> None:
         """Upload what is left. Raises DeadlineError where that hangs."""
         _within(FINISH_TIMEOUT_S + _TEARDOWN_TIMEOUT_S, self._run.finish, "wandb's upload")
+
+
+def git_state(folder: Path) -> dict[str, str | bool]:
+    """The commit that a folder is at and whether its files differ from it; nothing where it is not in a repository."""
+
+    def ask(*command: str) -> str:
+        asked = ["git", "-C", str(folder), *command]
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=GIT_TIMEOUT_S).stdout.strip()
+
+    try:
+        return {"commit": ask("rev-parse", "HEAD"), "is_changed": bool(ask("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return {}
 
 
 def choose_mode(mode: str, environ: Mapping[str, str]) -> Mode:
@@ -165,6 +199,9 @@ def _start(
     return wandb.init(
         project=settings.project,
         entity=settings.entity,
+        tags=list(settings.tags) or None,
+        group=settings.group,
+        notes=settings.notes or None,
         name=run_name,
         id=_run_id(folder),
         resume="allow",

@@ -33,6 +33,7 @@ from skyrl_train.trainers.resume import Start
 from skyrl_train.trainers.saving import Saves
 from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
 from skyrl_train.trainers.stop import GivenUp, StopFlag, stop_on_signals
+from skyrl_train.types import RolloutBatch
 
 DECLARED_METRICS = """
 timing/step | s | The whole step, from the end of the one before. | | TRL `step_time`; verl `timing_s/step`; SkyRL
@@ -178,6 +179,10 @@ class TrainingLoop:
     def steps(self) -> range:
         """The numbers of the steps that remain, from 1."""
         return range(self.start.global_step + 1, self.settings.total_steps + 1)
+
+    def show_samples(self, step: int, rollouts: RolloutBatch) -> None:
+        """Hand rollouts of an evaluation to trackers that have tables."""
+        self._trackers.log_samples(step, rollouts)
 
     def is_last(self, step: int) -> bool:
         return step == self.settings.total_steps

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.tracker import Trackers
 from skyrl_train.telemetry.wandb_tracker import choose_mode
+from tests.unit.telemetry.test_service_trackers import rollouts
 
 
 class MemoryTracker:
@@ -243,3 +245,31 @@ def test_wandb_online_without_a_key_says_what_to_do(tmp_path, monkeypatch):
         SkyrlTrainError, match=r"tracker\.wandb cannot start in mode online.*tracker\.wandb\.mode=offline"
     ):
         logged(configured(tmp_path, wandb=True, mode="online"), tmp_path)
+
+
+@pytest.mark.slow
+def test_wandb_has_samples_commit_log_and_what_finds_a_run(tmp_path, monkeypatch):
+    """Real wandb, offline."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    (tmp_path / "run.log").write_text("what the console said\n")
+    config = configured(tmp_path, wandb=True, tags=("short", "try"), group="sizes", notes="smaller", git=True)
+    config = replace(config, tracker=replace(config.tracker, wandb=replace(config.tracker.wandb, console=True)))
+    console = RunConsole(file=io.StringIO())
+    trackers = build_trackers(config, RunFolder(tmp_path), console=console, start_step=0, total_steps=2)
+    trackers.log_samples(1, rollouts())
+    trackers.log({"reward/mean": 0.5}, step=1)
+    trackers.alert(1, "entropy", "it collapsed")
+    trackers.close()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    assert (run / "files" / "run.log").read_text() == "what the console said\n"
+    (table,) = run.rglob("*.table.json")
+    assert json.loads(table.read_text())["data"][0][2] == "first\n\n[user] no\n\nsecond"
+    (record,) = run.glob("*.wandb")
+    deadline = time.monotonic() + 60
+    while b"it collapsed" not in (content := record.read_bytes()) and time.monotonic() < deadline:
+        time.sleep(0.2)  # its service writes when it likes
+    for expected in (b"short", b"sizes", b"smaller", b"it collapsed", b'"is_changed"'):
+        assert expected in content, expected
+    assert b"s3cr3t-value" not in content
