@@ -184,3 +184,24 @@ def test_an_unknown_check_is_refused(installed_clone: Path, bin_dir: Path) -> No
 
     assert result.returncode == 1
     assert "unknown check 'tpyes'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("user", "said"),
+    [("1000", "no Chromium: the tests of the viewer's page are skipped"), ("0", "installing Chromium")],
+)
+def test_chromium_is_installed_by_root_alone_and_its_tests_run_either_way(
+    installed_clone: Path, bin_dir: Path, user: str, said: str
+) -> None:
+    add_program(bin_dir / "id", f"echo {user}")
+    add_program(bin_dir / "timeout", 'shift; "$@"')
+    add_program(bin_dir / "apt-get", f'echo "$@" >>"{installed_clone}/asked"; exit 100')
+
+    result = run_installed(installed_clone, bin_dir, "test.sh", "--browser")
+
+    assert said in result.stderr
+    assert ("could not be installed" in result.stderr) == (user == "0")  # an archive that does not answer is no failure
+    asked = installed_clone / "asked"
+    assert (asked.read_text() if asked.exists() else "").count("update") == int(user == "0")
+    assert result.stdout.endswith("[-m][pytest][-m][browser]")
+    assert result.returncode == 0

@@ -12,8 +12,10 @@ function readReport() {
 // Returns `path?a=1&b=2`, without what is empty; a list gives its name several times.
 function address(path, parameters) {
   const pairs = Object.entries(parameters || {}).flatMap(([name, value]) => [value].flat().map((each) => [name, each]));
-  const query = pairs.filter(([, value]) => value !== "" && value !== null && value !== undefined)
-    .map(([name, value]) => `${name}=${encodeURIComponent(value)}`).join("&");
+  const query = pairs
+    .filter(([, value]) => value !== "" && value !== null && value !== undefined)
+    .map(([name, value]) => `${name}=${encodeURIComponent(value)}`)
+    .join("&");
   return query ? `${path}?${query}` : path;
 }
 
@@ -31,7 +33,9 @@ async function fromServer(url) {
   } catch {
     throw new Error("The server does not answer. Is skyrl-view still running?");
   }
-  const answer = await response.json().catch(() => ({ error: `${url}: the answer is no JSON (status ${response.status})` }));
+  const answer = await response
+    .json()
+    .catch(() => ({ error: `${url}: the answer is no JSON (status ${response.status})` }));
   if (!response.ok || answer.error) throw new Error(answer.error || `${url}: status ${response.status}`);
   return answer;
 }
@@ -42,25 +46,47 @@ function fromReport(path, parameters) {
   const whole = answers[address(path, parameters)];
   if (whole) return whole;
   const list = answers[address(path, { run: parameters.run })];
-  if (!list || !["api/trajectories", "api/groups"].includes(path)) throw new Error("This is not in the report. Open the run with skyrl-view to see it.");
+  if (!list || !["api/trajectories", "api/groups"].includes(path))
+    throw new Error("This is not in the report. Open the run with skyrl-view to see it.");
   const rows = list.rows.filter((row) => fits(row, parameters, path));
   const { sort, order = "desc", offset = 0, limit = 50 } = parameters;
   const key = { reward: "reward", turns: "num_turns", mean: "reward_mean", failed: "num_failed" }[sort] || sort;
   if (key) rows.sort((a, b) => (a[key] < b[key] ? -1 : a[key] > b[key] ? 1 : 0) * (order === "asc" ? 1 : -1));
   const isFiltered = rows.length < list.rows.length;
-  if (list.total > list.rows.length) foundProblems.add(`The report holds ${list.rows.length} of ${list.total} ${path.slice(4)} (${exportedReport.chosen}).`);
-  return { ...list, total: isFiltered ? rows.length : list.rows.length, offset, rows: rows.slice(offset, offset + limit) };
+  if (list.total > list.rows.length)
+    foundProblems.add(
+      `The report holds ${list.rows.length} of ${list.total} ${path.slice(4)} (${exportedReport.chosen}).`,
+    );
+  return {
+    ...list,
+    total: isFiltered ? rows.length : list.rows.length,
+    offset,
+    rows: rows.slice(offset, offset + limit),
+  };
 }
 
 function fits(row, filters, path) {
-  const among = (name, value) => [filters[name] || []].flat().length === 0 || [filters[name]].flat().map(String).includes(String(value));
-  const within = (name, low, high = low) => (!filters[`${name}_min`] || (high !== null && high >= Number(filters[`${name}_min`])))
-    && (!filters[`${name}_max`] || (low !== null && low <= Number(filters[`${name}_max`])));
+  const among = (name, value) =>
+    [filters[name] || []].flat().length === 0 || [filters[name]].flat().map(String).includes(String(value));
+  const within = (name, low, high = low) =>
+    (!filters[`${name}_min`] || (high !== null && high >= Number(filters[`${name}_min`]))) &&
+    (!filters[`${name}_max`] || (low !== null && low <= Number(filters[`${name}_max`])));
   const samples = path === "api/groups" ? row.samples : [row];
-  return among("purpose", row.purpose) && among("environment", row.environment) && among("uid", row.uid) && within("step", row.step)
-    && samples.some((sample) => among("outcome", sample.outcome) && among("failure_kind", sample.failure_kind)
-      && within("reward", sample.reward) && within("tokens", sample.tokens) && within("turns", sample.num_turns))
-    && (!filters.text || samples.some((sample) => textFits(row, sample, filters)));
+  return (
+    among("purpose", row.purpose) &&
+    among("environment", row.environment) &&
+    among("uid", row.uid) &&
+    within("step", row.step) &&
+    samples.some(
+      (sample) =>
+        among("outcome", sample.outcome) &&
+        among("failure_kind", sample.failure_kind) &&
+        within("reward", sample.reward) &&
+        within("tokens", sample.tokens) &&
+        within("turns", sample.num_turns),
+    ) &&
+    (!filters.text || samples.some((sample) => textFits(row, sample, filters)))
+  );
 }
 
 // RE2's flag `(?i)` is JavaScript's `i`.
@@ -72,8 +98,19 @@ function textFits(row, sample, filters) {
   } catch (error) {
     throw new Error(`text=${filters.text} is no regular expression: ${error.message}`);
   }
-  const full = exportedReport.answers[address("api/trajectory", { run: filters.run, purpose: row.purpose, step: row.step, uid: row.uid, sample: sample.sample })];
-  const texts = full ? [JSON.stringify(full.prompt), ...full.turns.flatMap((turn) => [turn.text, JSON.stringify(turn.observations)])] : [row.prompt_excerpt, row.text_excerpt];
+  const full =
+    exportedReport.answers[
+      address("api/trajectory", {
+        run: filters.run,
+        purpose: row.purpose,
+        step: row.step,
+        uid: row.uid,
+        sample: sample.sample,
+      })
+    ];
+  const texts = full
+    ? [JSON.stringify(full.prompt), ...full.turns.flatMap((turn) => [turn.text, JSON.stringify(turn.observations)])]
+    : [row.prompt_excerpt, row.text_excerpt];
   return texts.some((text) => pattern.test(text || ""));
 }
 
@@ -90,7 +127,8 @@ function readState() {
 // Returns the link of a state; what is empty is left out.
 function link(state) {
   const query = new URLSearchParams();
-  for (const [key, value] of Object.entries(state)) if (key !== "view" && value !== "" && value !== null && value !== undefined) query.set(key, value);
+  for (const [key, value] of Object.entries(state))
+    if (key !== "view" && value !== "" && value !== null && value !== undefined) query.set(key, value);
   const text = query.toString();
   return `#/${state.view}${text ? `?${text}` : ""}`;
 }

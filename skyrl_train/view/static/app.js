@@ -1,46 +1,96 @@
 "use strict";
 // The frame: which view is open, the run, keyboard, theme, live tail.
 
-const VIEWS = { overview: overviewView, groups: groupsView, group: groupView, trajectories: trajectoriesView, trajectory: trajectoryView, failures: failuresView };
-const TABS = [["overview", "Overview"], ["groups", "Groups"], ["trajectories", "Trajectories"], ["failures", "Failures"]];
+const VIEWS = {
+  overview: overviewView,
+  groups: groupsView,
+  group: groupView,
+  trajectories: trajectoriesView,
+  trajectory: trajectoryView,
+  failures: failuresView,
+};
+const TABS = [
+  ["overview", "Overview"],
+  ["groups", "Groups"],
+  ["trajectories", "Trajectories"],
+  ["failures", "Failures"],
+];
 const POLL_MS = 2000;
-const KEYS = [["j / ↓, k / ↑", "next and previous row, turn or panel"], ["Enter", "open the row"], ["← / →", "previous and next trajectory; in a response: its tokens"],
-  ["1 2 3 4", "overview, groups, trajectories, failures"], ["/", "search"], ["t", "dark or light"], ["u", "up: to the list"], ["?", "these keys"], ["Esc", "close, leave a field"]];
+const KEYS = [
+  ["j / ↓, k / ↑", "next and previous row, turn or panel"],
+  ["Enter", "open the row"],
+  ["← / →", "previous and next trajectory; in a response: its tokens"],
+  ["1 2 3 4", "overview, groups, trajectories, failures"],
+  ["/", "search"],
+  ["t", "dark or light"],
+  ["u", "up: to the list"],
+  ["?", "these keys"],
+  ["Esc", "close, leave a field"],
+];
 const page = { runs: [], redraws: new Set(), tellProblems };
 const places = new Map(); // how far each view was scrolled when it was left
-let view = null, generation = 0;
+let view = null,
+  generation = 0;
 
 // Links back: [text, state] for each; [text] is the heading; an element stands as it is.
 function crumbs(state, ...parts) {
-  return h("nav", { class: "crumbs", "aria-label": "Where this is" }, parts.map((part) => {
-    if (part instanceof Node) return part;
-    const [text, target] = part;
-    return target ? [h("a", { class: "up", href: link({ run: state.run, ...target }) }, text), h("span", { class: "muted" }, "/")] : h("h1", {}, text);
-  }));
+  return h(
+    "nav.crumbs",
+    { "aria-label": "Where this is" },
+    parts.map((part) => {
+      if (part instanceof Node) return part;
+      const [text, target] = part;
+      return target
+        ? [h("a.up", { href: link({ run: state.run, ...target }) }, text), h("span.muted", "/")]
+        : h("h1", text);
+    }),
+  );
 }
 
 function tellProblems() {
   const texts = [...foundProblems];
-  replaceChildren(document.getElementById("notices"), texts.length ? h("details", { class: "problems", open: texts.length < 3 }, h("summary", {}, count(texts.length, "note")), h("ul", {}, texts.map((text) => h("li", {}, text)))) : null);
+  replaceChildren(
+    document.getElementById("notices"),
+    texts.length
+      ? h(
+          "details.problems",
+          { open: texts.length < 3 },
+          h("summary", count(texts.length, "note")),
+          h(
+            "ul",
+            texts.map((text) => h("li", text)),
+          ),
+        )
+      : null,
+  );
 }
 
 // Opens the view that the address names. What arrives after another has been opened is dropped.
 async function route() {
-  const mine = ++generation, main = document.getElementById("main");
+  const mine = ++generation,
+    main = document.getElementById("main");
   if (shownAddress !== null) places.set(shownAddress, scrollY);
   const state = readState();
   if (!page.runs.some((run) => run.id === state.run)) state.run = page.runs.length ? page.runs[0].id : "";
   frame(state);
   foundProblems.clear();
   page.redraws.clear();
-  const waiting = setTimeout(() => replaceChildren(main, h("p", { class: "empty", role: "status" }, "Reading…")), 200);
+  const waiting = setTimeout(() => replaceChildren(main, h("p.empty", { role: "status" }, "Reading…")), 200);
   let next;
   try {
     if (!VIEWS[state.view]) throw new Error(`There is no view named ${state.view}.`);
     if (!state.run) throw new Error("No run was given.");
     next = await VIEWS[state.view](state, page);
   } catch (error) {
-    next = { title: "Not found", element: h("div", {}, h("h1", {}, "This cannot be shown"), empty(error.message), h("p", {}, h("a", { href: link({ view: "overview", run: state.run }) }, "Overview"))) };
+    next = {
+      title: "Not found",
+      element: h(
+        "div",
+        h("h1", "This cannot be shown"),
+        empty(error.message),
+        h("p", h("a", { href: link({ view: "overview", run: state.run }) }, "Overview")),
+      ),
+    };
   }
   clearTimeout(waiting);
   if (mine !== generation) return;
@@ -60,20 +110,68 @@ async function route() {
 
 // Tabs, the run and the tools of the top line.
 function frame(state) {
-  const isOpen = (name) => state.view === name || (name === "groups" && state.view === "group") || (name === "trajectories" && state.view === "trajectory");
-  replaceChildren(document.getElementById("nav"), h("span", { class: "brand" }, "skyrl", h("b", {}, "view")), TABS.map(([name, label]) => h("a", { href: link({ view: name, run: state.run }), "aria-current": isOpen(name) ? "page" : null }, label)));
+  const isOpen = (name) =>
+    state.view === name ||
+    (name === "groups" && state.view === "group") ||
+    (name === "trajectories" && state.view === "trajectory");
+  replaceChildren(
+    document.getElementById("nav"),
+    h("span.brand", "skyrl", h("b", "view")),
+    TABS.map(([name, label]) =>
+      h("a", { href: link({ view: name, run: state.run }), "aria-current": isOpen(name) ? "page" : null }, label),
+    ),
+  );
   const run = page.runs.find((each) => each.id === state.run);
-  const pick = page.runs.length > 1 ? choice("run", page.runs.map((each) => [each.id, each.id]), state.run, (id) => go({ view: TABS.some(([name]) => name === state.view) ? state.view : "overview", run: id }))
-    : h("span", { class: "muted run" }, state.run);
-  replaceChildren(document.getElementById("tools"), pick, h("span", { id: "live", class: run && run.state === "running" && !exportedReport ? "live on" : "live", role: "status" }, exportedReport ? `report of ${exportedReport.made}` : run && run.state === "running" ? "live" : ""),
-    exportedReport || !run ? null : h("a", { class: "button quiet wide-only", href: address("api/export", { run: run.id }), download: "report.html" }, "Export"),
-    h("button", { type: "button", class: "quiet", "aria-label": "Dark or light", title: "dark or light (t)", on: { click: switchTheme } }, "◐"),
-    h("button", { type: "button", class: "quiet", "aria-label": "Keyboard", title: "keyboard (?)", on: { click: showHelp } }, "?"));
+  const pick =
+    page.runs.length > 1
+      ? choice(
+          "run",
+          page.runs.map((each) => [each.id, each.id]),
+          state.run,
+          (id) => go({ view: TABS.some(([name]) => name === state.view) ? state.view : "overview", run: id }),
+        )
+      : h("span.muted.run", state.run);
+  replaceChildren(
+    document.getElementById("tools"),
+    pick,
+    h(
+      "span",
+      { id: "live", class: run && run.state === "running" && !exportedReport ? "live on" : "live", role: "status" },
+      exportedReport ? `report of ${exportedReport.made}` : run && run.state === "running" ? "live" : "",
+    ),
+    exportedReport || !run
+      ? null
+      : h(
+          "a.button.quiet.wide-only",
+          { href: address("api/export", { run: run.id }), download: "report.html" },
+          "Export",
+        ),
+    h(
+      "button",
+      {
+        type: "button",
+        class: "quiet",
+        "aria-label": "Dark or light",
+        title: "dark or light (t)",
+        on: { click: switchTheme },
+      },
+      "◐",
+    ),
+    h(
+      "button",
+      { type: "button", class: "quiet", "aria-label": "Keyboard", title: "keyboard (?)", on: { click: showHelp } },
+      "?",
+    ),
+  );
 }
 
 function switchTheme() {
   document.documentElement.dataset.theme = dark() ? "light" : "dark";
-  try { localStorage.setItem("theme", document.documentElement.dataset.theme); } catch { /* a file may have no storage */ }
+  try {
+    localStorage.setItem("theme", document.documentElement.dataset.theme);
+  } catch {
+    /* a file may have no storage */
+  }
   shownAddress = null; // stays where it is: only colours change
   const place = scrollY;
   route().then(() => scrollTo(0, place));
@@ -81,7 +179,15 @@ function switchTheme() {
 
 function showHelp() {
   const help = document.getElementById("help");
-  replaceChildren(help, h("h2", {}, "Keyboard"), h("dl", { class: "pairs" }, KEYS.map(([keys, meaning]) => [h("dt", {}, h("kbd", {}, keys)), h("dd", {}, meaning)])), h("form", { method: "dialog" }, h("button", { autofocus: true }, "Close")));
+  replaceChildren(
+    help,
+    h("h2", "Keyboard"),
+    h(
+      "dl.pairs",
+      KEYS.map(([keys, meaning]) => [h("dt", h("kbd", keys)), h("dd", meaning)]),
+    ),
+    h("form", { method: "dialog" }, h("button", { autofocus: true }, "Close")),
+  );
   help.showModal();
 }
 
@@ -89,7 +195,8 @@ function showHelp() {
 function walk(by) {
   if (view.list) return view.list.move(by);
   const stops = [...document.querySelectorAll("#main article, #main section")].filter((stop) => !stop.closest("aside"));
-  const line = 90, tops = stops.map((stop) => stop.getBoundingClientRect().top - line);
+  const line = 90,
+    tops = stops.map((stop) => stop.getBoundingClientRect().top - line);
   const index = by > 0 ? tops.findIndex((top) => top > 4) : tops.findLastIndex((top) => top < -4);
   if (!stops[index]) return null;
   scrollBy({ top: tops[index], behavior: "instant" });
@@ -100,13 +207,35 @@ function walk(by) {
 function pressed(event) {
   const isField = event.target.closest("input, select, textarea, dialog");
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "Escape" && isField) { event.target.blur(); return; }
+  if (event.key === "Escape" && isField) {
+    event.target.blur();
+    return;
+  }
   if (isField) return;
-  const follow = (selector) => { const target = document.querySelector(selector); if (target) target.click(); };
-  const search = () => { const field = document.getElementById("search"); if (field) field.focus(); else go({ view: "trajectories", run: readState().run || page.runs[0].id }); };
-  const actions = { j: () => walk(1), ArrowDown: () => view.list && walk(1), k: () => walk(-1), ArrowUp: () => view.list && walk(-1), ArrowLeft: () => follow("#prev"), ArrowRight: () => follow("#next"),
-    "/": search, "?": showHelp, t: switchTheme, u: () => follow(".crumbs .up") };
-  TABS.forEach(([name], index) => { actions[index + 1] = () => go({ view: name, run: readState().run }); });
+  const follow = (selector) => {
+    const target = document.querySelector(selector);
+    if (target) target.click();
+  };
+  const search = () => {
+    const field = document.getElementById("search");
+    if (field) field.focus();
+    else go({ view: "trajectories", run: readState().run || page.runs[0].id });
+  };
+  const actions = {
+    j: () => walk(1),
+    ArrowDown: () => view.list && walk(1),
+    k: () => walk(-1),
+    ArrowUp: () => view.list && walk(-1),
+    ArrowLeft: () => follow("#prev"),
+    ArrowRight: () => follow("#next"),
+    "/": search,
+    "?": showHelp,
+    t: switchTheme,
+    u: () => follow(".crumbs .up"),
+  };
+  TABS.forEach(([name], index) => {
+    actions[index + 1] = () => go({ view: name, run: readState().run });
+  });
   const isArrow = event.key.startsWith("Arrow");
   if (!Object.hasOwn(actions, event.key) || (isArrow && !view.list && !event.key.match(/Left|Right/))) return;
   event.preventDefault();
@@ -115,7 +244,8 @@ function pressed(event) {
 
 // Asks for what is new while a run goes on. A view decides what it does with it; a failed poll is told and tried again.
 async function poll() {
-  const live = document.getElementById("live"), run = page.runs.find((each) => each.id === readState().run) || page.runs[0];
+  const live = document.getElementById("live"),
+    run = page.runs.find((each) => each.id === readState().run) || page.runs[0];
   if (view && view.tail && run && run.state === "running" && !document.hidden) {
     try {
       Object.assign(run, await view.tail());
@@ -132,8 +262,15 @@ async function poll() {
 
 async function start() {
   readReport();
-  try { document.documentElement.dataset.theme = localStorage.getItem("theme") || ""; } catch { /* a file may have no storage */ }
-  document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); document.getElementById("main").focus(); });
+  try {
+    document.documentElement.dataset.theme = localStorage.getItem("theme") || "";
+  } catch {
+    /* a file may have no storage */
+  }
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault();
+    document.getElementById("main").focus();
+  });
   addEventListener("keydown", pressed);
   addEventListener("hashchange", route);
   addEventListener("scroll", () => view && view.scrolled && view.scrolled(), { passive: true });

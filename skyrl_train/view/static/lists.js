@@ -1,7 +1,9 @@
 "use strict";
-// Lists: trajectories, groups, failures; their filters; one group.
+// Lists of trajectories and groups, and their filters.
 
-const FILTERS = ["purpose", "environment", "dataset", "outcome", "failure_kind", "stop_reason", "step_min", "step_max", "reward_min", "reward_max", "tokens_min", "tokens_max", "turns_min", "turns_max", "uid", "sample", "text"];
+const RANGES = ["step", "reward", "tokens", "turns"].flatMap((name) => [`${name}_min`, `${name}_max`]);
+const KINDS_OF_ROWS = ["purpose", "environment", "dataset", "outcome", "failure_kind", "stop_reason", "uid", "sample"];
+const FILTERS = [...KINDS_OF_ROWS, ...RANGES, "text"];
 
 function filtersOf(state) {
   return Object.fromEntries(FILTERS.filter((name) => state[name]).map((name) => [name, state[name]]));
@@ -25,37 +27,88 @@ function rewardColour(reward, facets) {
 
 // The form of filters. `changed` is called with the new state once the typing stops.
 function filterForm(state, facets, sorts, changed) {
-  let timer = 0, current = { ...state };
+  let timer = 0,
+    current = { ...state };
   const set = (name, value, delay) => {
     current = { ...current, [name]: value };
     clearTimeout(timer);
     timer = setTimeout(() => changed(current), delay);
   };
-  const pick = (name, label, pairs) => (pairs.length > 1 || current[name]
-    ? choice(label, [["", "all"], ...pairs.map(([value, number]) => [value, `${value} (${shown(number)})`])], current[name] || "", (value) => set(name, value, 0)) : null);
-  const range = (name, label, low, high) => h("div", { class: "field", role: "group", "aria-label": label }, label, ["min", "max"].map((end) => h("input", {
-    type: "number", step: "any", value: current[`${name}_${end}`] || "", placeholder: shown(end === "min" ? low : high), "aria-label": `${label}, ${end === "min" ? "lowest" : "highest"}`,
-    on: { input: (event) => set(`${name}_${end}`, event.target.value, 300) } })));
-  const search = h("input", { type: "search", id: "search", value: current.text || "", placeholder: "text: a regular expression, (?i) for any case", "aria-label": "Search in texts", spellcheck: "false",
-    on: { input: (event) => set("text", event.target.value, 350) } });
-  const clear = h("a", { class: "button quiet", href: link({ view: state.view, run: state.run }) }, "clear");
+  const pick = (name, label, pairs) =>
+    pairs.length > 1 || current[name]
+      ? choice(
+          label,
+          [["", "all"], ...pairs.map(([value, number]) => [value, `${value} (${shown(number)})`])],
+          current[name] || "",
+          (value) => set(name, value, 0),
+        )
+      : null;
+  const range = (name, label, low, high) =>
+    h(
+      "div.field",
+      { role: "group", "aria-label": label },
+      label,
+      ["min", "max"].map((end) =>
+        h("input", {
+          type: "number",
+          step: "any",
+          value: current[`${name}_${end}`] || "",
+          placeholder: shown(end === "min" ? low : high),
+          "aria-label": `${label}, ${end === "min" ? "lowest" : "highest"}`,
+          on: { input: (event) => set(`${name}_${end}`, event.target.value, 300) },
+        }),
+      ),
+    );
+  const search = h("input", {
+    type: "search",
+    id: "search",
+    value: current.text || "",
+    placeholder: "text: a regular expression, (?i) for any case",
+    "aria-label": "Search in texts",
+    spellcheck: "false",
+    on: { input: (event) => set("text", event.target.value, 350) },
+  });
+  const clear = h("a.button.quiet", { href: link({ view: state.view, run: state.run }) }, "clear");
   const [sort, order] = (current.sort || sorts[0][0]).split(" ");
-  return h("form", { class: "filters", role: "search", "aria-label": "Filters", on: { submit: (event) => event.preventDefault() } },
-    search, h("details", { open: matchMedia("(min-width: 700px)").matches || false }, h("summary", {}, "Filters"), h("div", { class: "controls" },
-      pick("purpose", "purpose", facets.purposes), pick("environment", "environment", facets.environments), pick("dataset", "data", facets.datasets), pick("outcome", "outcome", facets.outcomes),
-      pick("failure_kind", "failure", facets.failure_kinds), pick("stop_reason", "stopped by", facets.stop_reasons),
-      range("step", "steps", facets.step_min, facets.step_max), range("reward", "reward", facets.reward_min, facets.reward_max),
-      range("tokens", "tokens", 0, facets.tokens_max), range("turns", "turns", 0, facets.turns_max),
-      choice("sorted by", sorts, `${sort}${order ? ` ${order}` : ""}`, (value) => set("sort", value, 0)), clear)));
+  return h(
+    "form.filters",
+    { role: "search", "aria-label": "Filters", on: { submit: (event) => event.preventDefault() } },
+    search,
+    h(
+      "details",
+      { open: matchMedia("(min-width: 700px)").matches || false },
+      h("summary", "Filters"),
+      h(
+        "div.controls",
+        pick("purpose", "purpose", facets.purposes),
+        pick("environment", "environment", facets.environments),
+        pick("dataset", "data", facets.datasets),
+        pick("outcome", "outcome", facets.outcomes),
+        pick("failure_kind", "failure", facets.failure_kinds),
+        pick("stop_reason", "stopped by", facets.stop_reasons),
+        range("step", "steps", facets.step_min, facets.step_max),
+        range("reward", "reward", facets.reward_min, facets.reward_max),
+        range("tokens", "tokens", 0, facets.tokens_max),
+        range("turns", "turns", 0, facets.turns_max),
+        choice("sorted by", sorts, `${sort}${order ? ` ${order}` : ""}`, (value) => set("sort", value, 0)),
+        clear,
+      ),
+    ),
+  );
 }
 
 // A list of any length of which only the rows in sight are in the page. Rows have the height `--row` of app.css.
 // `fetchRows(offset, limit)` answers {total, rows}; `render(row)` gives an element that is a link.
 function virtualList(fetchRows, render, label) {
   const PAGE = 100;
-  const element = h("div", { class: "list", role: "list", "aria-label": label });
-  const pages = new Map(), drawn = new Map();
-  let total = 0, selected = -1, generation = 0, failed = null, height = 36;
+  const element = h("div.list", { role: "list", "aria-label": label });
+  const pages = new Map(),
+    drawn = new Map();
+  let total = 0,
+    selected = -1,
+    generation = 0,
+    failed = null,
+    height = 36;
 
   async function load(page) {
     const mine = generation;
@@ -68,7 +121,10 @@ function virtualList(fetchRows, render, label) {
       draw();
       return answer;
     } catch (error) {
-      if (mine === generation) { failed = error; replaceChildren(element, empty(error.message)); }
+      if (mine === generation) {
+        failed = error;
+        replaceChildren(element, empty(error.message));
+      }
       return null;
     }
   }
@@ -77,19 +133,35 @@ function virtualList(fetchRows, render, label) {
     if (!element.isConnected || failed) return;
     height = parseFloat(getComputedStyle(element).getPropertyValue("--row")) || height;
     element.style.height = `${Math.max(total, 1) * height}px`;
-    if (!total) { drawn.clear(); replaceChildren(element, pages.get(0) ? empty("Nothing fits these filters.") : null); return; }
+    if (!total) {
+      drawn.clear();
+      replaceChildren(element, pages.get(0) ? empty("Nothing fits these filters.") : null);
+      return;
+    }
     const above = -element.getBoundingClientRect().top;
-    const first = Math.max(0, Math.floor(above / height) - 8), last = Math.min(total - 1, Math.ceil((above + innerHeight) / height) + 8);
-    for (const [index, row] of drawn) if (index < first || index > last) { row.remove(); drawn.delete(index); }
+    const first = Math.max(0, Math.floor(above / height) - 8),
+      last = Math.min(total - 1, Math.ceil((above + innerHeight) / height) + 8);
+    for (const [index, row] of drawn)
+      if (index < first || index > last) {
+        row.remove();
+        drawn.delete(index);
+      }
     if (!drawn.size) element.replaceChildren();
     for (let index = first; index <= last; index++) {
-      const page = Math.floor(index / PAGE), rows = pages.get(page);
+      const page = Math.floor(index / PAGE),
+        rows = pages.get(page);
       if (rows === undefined) load(page);
       if (drawn.has(index) || !rows) continue;
       const content = rows[index - page * PAGE];
       if (!content) continue;
-      const row = h("div", { class: "row", role: "listitem", "aria-setsize": total, "aria-posinset": index + 1, style: { top: `${index * height}px` } }, render(content));
-      row.firstChild.addEventListener("focus", () => { selected = index; });
+      const row = h(
+        "div.row",
+        { role: "listitem", "aria-setsize": total, "aria-posinset": index + 1, style: { top: `${index * height}px` } },
+        render(content),
+      );
+      row.firstChild.addEventListener("focus", () => {
+        selected = index;
+      });
       drawn.set(index, row);
       element.append(row);
     }
@@ -109,8 +181,22 @@ function virtualList(fetchRows, render, label) {
     if (row) row.firstChild.focus({ preventScroll: true });
   }
 
-  return { element, draw, select, move: (by) => select(selected < 0 ? 0 : selected + by), current: () => drawn.get(selected) || null,
-    reload: async () => { generation++; failed = null; selected = -1; pages.clear(); drawn.clear(); element.replaceChildren(); return load(0); } };
+  return {
+    element,
+    draw,
+    select,
+    move: (by) => select(selected < 0 ? 0 : selected + by),
+    current: () => drawn.get(selected) || null,
+    reload: async () => {
+      generation++;
+      failed = null;
+      selected = -1;
+      pages.clear();
+      drawn.clear();
+      element.replaceChildren();
+      return load(0);
+    },
+  };
 }
 
 // A page with filters and a list that obeys them. `found` tells how many there are.
@@ -118,92 +204,135 @@ function listView(kind, sorts, render) {
   return async (state, page) => {
     const facets = await ask("api/facets", { run: state.run });
     let current = state;
-    const found = h("p", { class: "found", role: "status" });
-    const list = virtualList((offset, limit) => {
-      const [sort, order] = (current.sort || sorts[0][0]).split(" ");
-      return ask(`api/${kind}`, { run: current.run, ...filtersOf(current), sort, order, offset, limit });
-    }, (row) => render(row, current, facets), kind);
+    const found = h("p.found", { role: "status" });
+    const list = virtualList(
+      (offset, limit) => {
+        const [sort, order] = (current.sort || sorts[0][0]).split(" ");
+        return ask(`api/${kind}`, { run: current.run, ...filtersOf(current), sort, order, offset, limit });
+      },
+      (row) => render(row, current, facets),
+      kind,
+    );
     let asked = 0;
     const refresh = async () => {
-      const mine = ++asked, answer = await list.reload();
+      const mine = ++asked,
+        answer = await list.reload();
       if (mine !== asked) return;
       page.tellProblems();
-      replaceChildren(found, answer ? [count(answer.total, kind.slice(0, -1).replace("trajectorie", "trajectory")).replace("trajectorys", "trajectories"),
-        isNumber(answer.seconds) && !exportedReport ? h("span", { class: "muted" }, ` in ${seconds(answer.seconds)}`) : null,
-        exportedReport ? null : h("a", { class: "quiet", href: address("api/export", { run: current.run, ...filtersOf(current) }), download: "report.html" }, "export these")] : []);
+      replaceChildren(
+        found,
+        answer
+          ? [
+              count(answer.total, kind.slice(0, -1).replace("trajectorie", "trajectory")).replace(
+                "trajectorys",
+                "trajectories",
+              ),
+              isNumber(answer.seconds) && !exportedReport ? h("span.muted", ` in ${seconds(answer.seconds)}`) : null,
+              exportedReport
+                ? null
+                : h(
+                    "a.quiet",
+                    {
+                      href: address("api/export", { run: current.run, ...filtersOf(current) }),
+                      download: "report.html",
+                    },
+                    "export these",
+                  ),
+            ]
+          : [],
+      );
     };
-    const form = filterForm(state, facets, sorts, (next) => { current = replaceState(next); refresh(); });
-    const fresh = h("button", { type: "button", class: "fresh", hidden: true, on: { click: () => { fresh.hidden = true; refresh(); } } }, "New rollouts: show them");
+    const form = filterForm(state, facets, sorts, (next) => {
+      current = replaceState(next);
+      refresh();
+    });
+    const fresh = h(
+      "button",
+      {
+        type: "button",
+        class: "fresh",
+        hidden: true,
+        on: {
+          click: () => {
+            fresh.hidden = true;
+            refresh();
+          },
+        },
+      },
+      "New rollouts: show them",
+    );
     let files = null;
-    return { title: kind[0].toUpperCase() + kind.slice(1), list, scrolled: list.draw, shown: refresh,
-      element: h("div", {}, h("h1", { class: "visually-hidden" }, kind), form, h("div", { class: "bar" }, found, fresh), list.element),
-      tail: async () => { // a list that is being read does not move by itself
+    return {
+      title: kind[0].toUpperCase() + kind.slice(1),
+      list,
+      scrolled: list.draw,
+      shown: refresh,
+      element: h("div", h("h1.visually-hidden", kind), form, h("div.bar", found, fresh), list.element),
+      tail: async () => {
+        // a list that is being read does not move by itself
         const answer = await ask("api/tail", { run: state.run });
         if (files !== null && answer.rollout_files > files) fresh.hidden = false;
         files = answer.rollout_files;
         return answer.run;
-      } };
+      },
+    };
   };
 }
 
-const trajectoriesView = listView("trajectories", [["step desc", "newest step"], ["step asc", "first step"], ["reward asc", "lowest reward"], ["reward desc", "highest reward"], ["tokens desc", "longest"], ["turns desc", "most turns"]],
-  (row, state, facets) => h("a", { class: "trajectory", href: trajectoryLink(state.run, row) },
-    h("span", { class: "step" }, `${row.step}`, h("small", {}, row.purpose === "train" ? "" : row.purpose)),
-    h("span", { class: "reward", style: { "--shade": rewardColour(row.reward, facets) } }, shown(row.reward)),
-    h("span", { class: `outcome ${row.outcome}`, title: row.failure_message || "" }, row.failure_kind || row.outcome),
-    h("span", { class: "who" }, row.uid, h("small", {}, ` #${row.sample}`)),
-    h("span", { class: "size" }, `${row.num_turns}×`, h("small", {}, ` ${shown(row.tokens)} tok`)),
-    h("span", { class: "text" }, row.failure_message || row.text_excerpt || row.prompt_excerpt || "")));
+const trajectoriesView = listView(
+  "trajectories",
+  [
+    ["step desc", "newest step"],
+    ["step asc", "first step"],
+    ["reward asc", "lowest reward"],
+    ["reward desc", "highest reward"],
+    ["tokens desc", "longest"],
+    ["turns desc", "most turns"],
+  ],
+  (row, state, facets) =>
+    h(
+      "a.trajectory",
+      { href: trajectoryLink(state.run, row) },
+      h("span.step", `${row.step}`, h("small", row.purpose === "train" ? "" : row.purpose)),
+      h("span.reward", { style: { "--shade": rewardColour(row.reward, facets) } }, shown(row.reward)),
+      h("span", { class: `outcome ${row.outcome}`, title: row.failure_message || "" }, row.failure_kind || row.outcome),
+      h("span.who", row.uid, h("small", ` #${row.sample}`)),
+      h("span.size", `${row.num_turns}×`, h("small", ` ${shown(row.tokens)} tok`)),
+      h("span.text", row.failure_message || row.text_excerpt || row.prompt_excerpt || ""),
+    ),
+);
 
-const groupsView = listView("groups", [["spread desc", "spread of rewards"], ["mean asc", "lowest mean"], ["mean desc", "highest mean"], ["failed desc", "most failed"], ["step desc", "newest step"], ["uid asc", "prompt"]],
-  (row, state, facets) => h("a", { class: "group", href: groupLink(state.run, row) },
-    h("span", { class: "step" }, `${row.step}`, h("small", {}, row.purpose === "train" ? "" : row.purpose)),
-    h("span", { class: "samples", "aria-label": `rewards ${row.samples.map((sample) => shown(sample.reward)).join(", ")}` }, row.samples.slice(0, 24).map((sample) => sampleMark(sample, facets))),
-    h("span", { class: "mean" }, shown(row.reward_mean), h("small", {}, ` ± ${shown(row.reward_std)}`)),
-    h("span", { class: "who" }, row.uid),
-    h("span", { class: "text" }, row.prompt_excerpt || "")));
+const groupsView = listView(
+  "groups",
+  [
+    ["spread desc", "spread of rewards"],
+    ["mean asc", "lowest mean"],
+    ["mean desc", "highest mean"],
+    ["failed desc", "most failed"],
+    ["step desc", "newest step"],
+    ["uid asc", "prompt"],
+  ],
+  (row, state, facets) =>
+    h(
+      "a.group",
+      { href: groupLink(state.run, row) },
+      h("span.step", `${row.step}`, h("small", row.purpose === "train" ? "" : row.purpose)),
+      h(
+        "span.samples",
+        { "aria-label": `rewards ${row.samples.map((sample) => shown(sample.reward)).join(", ")}` },
+        row.samples.slice(0, 24).map((sample) => sampleMark(sample, facets)),
+      ),
+      h("span.mean", shown(row.reward_mean), h("small", ` ± ${shown(row.reward_std)}`)),
+      h("span.who", row.uid),
+      h("span.text", row.prompt_excerpt || ""),
+    ),
+);
 
 function sampleMark(sample, facets) {
   const isFailed = !isNumber(sample.reward);
-  return h("i", { class: isFailed ? "sample failed" : "sample", title: `sample ${sample.sample}: ${isFailed ? sample.failure_kind || "no reward" : `reward ${shown(sample.reward)}`}`,
-    style: isFailed ? {} : { background: rewardColour(sample.reward, facets) } });
-}
-
-// One prompt: how it was solved over the steps, and the samples of one step side by side, best first.
-async function groupView(state) {
-  const key = { run: state.run, purpose: state.purpose, step: state.step, uid: state.uid };
-  const [group, facets, history] = await Promise.all([ask("api/group", key), ask("api/facets", { run: state.run }), ask("api/prompt", { run: state.run, uid: state.uid })]);
-  const rank = (sample) => (isNumber(sample.reward) ? sample.reward : -Infinity);
-  const samples = [...group.samples].sort((a, b) => rank(b) - rank(a));
-  const points = (purpose, name) => history.points.filter((point) => (point.purpose === "eval") === (purpose === "eval")).map((point) => [point.step, point[name]]);
-  const lines = ["train", "eval"].map((purpose, index) => ({ label: purpose, colour: RUN_COLOURS[index], marks: true, points: points(purpose, "solved") })).filter((line) => line.points.length);
-  const figure = curves(`solved over steps (${history.solved_means})`, lines, {});
-  const visited = h("div", { class: "chips" }, history.points.slice(-30).map((point) => h("a", { class: String(point.step) === state.step && point.purpose === state.purpose ? "chip on" : "chip",
-    href: groupLink(state.run, { ...point, uid: state.uid }) }, `${point.purpose === "eval" ? "eval " : ""}step ${point.step}: ${shown(point.solved)}`)));
-  return { title: `Group ${state.uid}`, shown: figure.draw,
-    element: h("div", {}, crumbs(state, [`step ${group.step}`, { view: "groups", step_min: group.step, step_max: group.step }], [group.uid]),
-      h("div", { class: "grid prompt" }, h("div", {}, section("Prompt", group.environment, group.prompt.map(messageElement)), facts("Extras", group.extras)), section("This prompt over steps", null, figure.element, visited)),
-      section("Samples", "best first", h("div", { class: "columns", tabindex: "0", role: "group", "aria-label": "samples side by side" }, samples.map((sample) => sampleColumn(sample, state, facets))))) };
-}
-
-function sampleColumn(sample, state, facets) {
-  return h("article", { class: "sample-column", "aria-label": `sample ${sample.sample}` },
-    h("header", {}, h("span", { class: "reward", style: { "--shade": rewardColour(sample.reward, facets) } }, shown(sample.reward)), h("a", { class: "jump", href: trajectoryLink(state.run, { ...state, sample: sample.sample }) }, `sample ${sample.sample}`),
-      h("small", { class: "muted" }, `${count(sample.num_turns, "turn")}, ${count(sample.tokens, "token")}`)),
-    sample.failure_kind ? h("p", { class: "failure" }, `${sample.failure_kind}: ${sample.failure_message || ""}`) : null,
-    sample.turns.map((turn) => [h("div", { class: "message assistant" }, h("span", { class: "role" }, `turn ${turn.turn}`), h("div", { class: "content" }, turn.text)), turn.observations.map(messageElement)]));
-}
-
-async function failuresView(state) {
-  const answer = await ask("api/failures", { run: state.run, ...filtersOf(state) });
-  const kinds = answer.kinds.map((kind) => [h("a", { href: link({ view: "trajectories", run: state.run, failure_kind: kind.kind }) }, kind.kind), kind.count,
-    h("a", { class: "jump", href: trajectoryLink(state.run, kind.first) }, `step ${kind.first.step}, ${kind.first.uid} #${kind.first.sample}${kind.first.turn === null ? "" : `, turn ${kind.first.turn}`}`),
-    h("span", { class: "wrap" }, kind.messages.slice(0, 3).map(([message, times]) => h("div", {}, h("b", {}, `${shown(times)}× `), message))),
-    h("span", { class: "wrap" }, kind.steps.slice(0, 12).map(([step, times]) => h("a", { class: "chip", href: link({ view: "trajectories", run: state.run, failure_kind: kind.kind, step_min: step, step_max: step }) }, `${step}: ${times}`)))]);
-  const steps = answer.failed_steps.map((step) => [h("a", { class: "jump", href: link({ view: "trajectories", run: state.run, purpose: "failed", step_min: step.step, step_max: step.step }) }, `step ${step.step}`), step.num_trajectories, h("span", { class: "wrap" }, step.error)]);
-  return { title: "Failures", element: h("div", {}, h("h1", { class: "visually-hidden" }, "Failures"),
-    section("Failed trajectories", `${shown(answer.total)} in all; none of them counts as a reward of 0`, kinds.length ? table(["kind", "count", "first", "messages", "by step"], kinds) : empty("No trajectory failed.")),
-    section("Failed steps", null, steps.length ? table(["step", "trajectories", "error"], steps) : empty("No step failed.")),
-    section("Log", answer.log.length ? `warnings and errors: the last ${answer.log.length} of ${answer.log_total}` : null,
-      answer.log.length ? h("ol", { class: "log" }, answer.log.map((line) => h("li", { class: line.level, value: line.line }, h("pre", {}, line.text)))) : empty("The log has no warning and no error."))) };
+  return h("i", {
+    class: isFailed ? "sample failed" : "sample",
+    title: `sample ${sample.sample}: ${isFailed ? sample.failure_kind || "no reward" : `reward ${shown(sample.reward)}`}`,
+    style: isFailed ? {} : { background: rewardColour(sample.reward, facets) },
+  });
 }

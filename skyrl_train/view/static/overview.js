@@ -2,34 +2,90 @@
 // The overview of one run, with the curves of others laid over it. Panels are drawn once and then updated in place: a run
 // that goes on moves nothing that is being looked at.
 
-const WITH_EVALUATION = { "reward/mean": "eval/reward_mean", "env/solved": "eval/accuracy", "response_length/mean": "eval/response_length_mean" };
-const X_AXES = [["step", "step"], ["tokens", "tokens"], ["seconds", "time (s)"]];
+const WITH_EVALUATION = {
+  "reward/mean": "eval/reward_mean",
+  "env/solved": "eval/accuracy",
+  "response_length/mean": "eval/response_length_mean",
+};
+const X_AXES = [
+  ["step", "step"],
+  ["tokens", "tokens"],
+  ["seconds", "time (s)"],
+];
 
 async function overviewView(state, page) {
-  const ids = [...new Set([state.run, ...(state.with || "").split(",")])].filter((id) => page.runs.some((run) => run.id === id));
-  const [overview, ...metrics] = await Promise.all([ask("api/overview", { run: state.run }), ...ids.map((run) => ask("api/metrics", { run }))]);
+  const ids = [...new Set([state.run, ...(state.with || "").split(",")])].filter((id) =>
+    page.runs.some((run) => run.id === id),
+  );
+  const [overview, ...metrics] = await Promise.all([
+    ask("api/overview", { run: state.run }),
+    ...ids.map((run) => ask("api/metrics", { run })),
+  ]);
   const model = { ids, metrics, overview, state, page };
-  const panels = [headPanel, stepsPanel, curvesPanel, phasesPanel, timelinePanel, memoryPanel, ledgerPanel, planPanel, environmentPanel, configPanel]
-    .map((panel) => panel(model));
+  const panels = [
+    headPanel,
+    stepsPanel,
+    curvesPanel,
+    phasesPanel,
+    timelinePanel,
+    memoryPanel,
+    ledgerPanel,
+    planPanel,
+    environmentPanel,
+    configPanel,
+  ].map((panel) => panel(model));
   const elements = panels.map((panel) => panel.element);
-  elements.splice(7, 2, h("div", { class: "pair" }, elements.slice(7, 9))); // plan and environment side by side
-  return { title: "Overview", element: h("div", { class: "overview" }, elements),
-    shown: () => panels.forEach((panel) => panel.update(model)), tail: () => followRun(model, panels) };
+  elements.splice(7, 2, h("div.pair", elements.slice(7, 9))); // plan and environment side by side
+  return {
+    title: "Overview",
+    element: h("div.overview", elements),
+    shown: () => {
+      panels.forEach((panel) => panel.update(model));
+      hideEmpty(model, panels);
+    },
+    tail: () => followRun(model, panels),
+  };
+}
+
+// What another trainer dumped of its completions has no timeline, plan or memory: their panels would only say so.
+function hideEmpty({ overview }, panels) {
+  for (const { element, body } of panels)
+    if (body && overview.run.kind !== "skyrl") element.hidden = body.querySelector(":scope > .empty") !== null;
 }
 
 // Asks what is new in the runs that go on; only where there is something, the panels get it.
 async function followRun(model, panels) {
-  const known = model.offsets || (model.offsets = model.ids.map((_, index) => ({ metrics: model.metrics[index].offset, timeline: model.overview.offsets.timeline })));
-  const answers = await Promise.all(model.ids.map((run, index) => ask("api/tail", { run, metrics: known[index].metrics, timeline: index ? null : known[index].timeline })));
-  const changed = answers.map((answer, index) => answer.metrics.length || answer.timeline.length || answer.reset.length || answer.run.state !== model.page.runs.find((run) => run.id === model.ids[index]).state);
+  const known =
+    model.offsets ||
+    (model.offsets = model.ids.map((_, index) => ({
+      metrics: model.metrics[index].offset,
+      timeline: model.overview.offsets.timeline,
+    })));
+  const answers = await Promise.all(
+    model.ids.map((run, index) =>
+      ask("api/tail", { run, metrics: known[index].metrics, timeline: index ? null : known[index].timeline }),
+    ),
+  );
+  const changed = answers.map(
+    (answer, index) =>
+      answer.metrics.length ||
+      answer.timeline.length ||
+      answer.reset.length ||
+      answer.run.state !== model.page.runs.find((run) => run.id === model.ids[index]).state,
+  );
   if (!changed.some(Boolean)) return answers[0].run;
-  await Promise.all(model.ids.map(async (run, index) => {
-    if (changed[index]) model.metrics[index] = await ask("api/metrics", { run });
-  }));
+  await Promise.all(
+    model.ids.map(async (run, index) => {
+      if (changed[index]) model.metrics[index] = await ask("api/metrics", { run });
+    }),
+  );
   if (changed[0]) model.overview = await ask("api/overview", { run: model.ids[0] });
   answers.forEach((answer, index) => {
     known[index] = answer.offsets;
-    Object.assign(model.page.runs.find((run) => run.id === model.ids[index]), answer.run);
+    Object.assign(
+      model.page.runs.find((run) => run.id === model.ids[index]),
+      answer.run,
+    );
   });
   panels.forEach((panel) => panel.update(model));
   return answers[0].run;
@@ -41,86 +97,218 @@ function panelOf(title, note, draw, className) {
 }
 
 function headPanel() {
-  const element = h("div", { class: "facts" });
-  const fact = (label, value, title) => h("div", { title }, h("dt", {}, label), h("dd", {}, value));
-  return { element, update: ({ overview, metrics, page, state }) => {
-    const run = overview.run, { series, tokens, seconds: spent } = metrics[0];
-    const last = (name) => (series[name] || []).findLast((value) => value !== null) ?? null;
-    const first = (name) => (series[name] || []).find((value) => value !== null) ?? null;
-    const others = page.runs.filter((other) => other.id !== run.id), chosen = (state.with || "").split(",").filter(Boolean);
-    const change = (name) => (first(name) === null ? "–" : first(name) === last(name) ? shown(last(name)) : `${shown(first(name))} → ${shown(last(name))}`);
-    replaceChildren(element, h("h1", {}, run.name || run.id, h("span", { class: `state ${run.state}` }, run.state)),
-      h("p", { class: "path" }, run.path),
-      h("dl", {}, fact("step", `${shown(run.last_step)}${run.total_steps ? ` of ${shown(run.total_steps)}` : ""}`), fact("reward", change("reward/mean")),
-        fact("held-out accuracy", change("eval/accuracy")), fact("tokens", shown(tokens.findLast((value) => value !== null) ?? null)),
-        fact("time in steps", seconds(spent.findLast((value) => value !== null) ?? null)),
-        fact("failed trajectories", shown(overview.steps.reduce((sum, step) => sum + (step.num_failed || 0), 0))),
-        overview.restarts.length ? fact("restarts", shown(overview.restarts.length), JSON.stringify(overview.restarts.at(-1))) : null),
-      others.length ? h("div", { class: "chips", role: "group", "aria-label": "Runs laid over this one" }, h("span", { class: "muted" }, "with"), others.map((other) => {
-        const isOn = chosen.includes(other.id), next = isOn ? chosen.filter((id) => id !== other.id) : [...chosen, other.id];
-        return h("a", { class: isOn ? "chip on" : "chip", href: link({ ...readState(), with: next.join(",") }), "aria-pressed": String(isOn), role: "button" },
-          isOn ? h("i", { class: "dot", style: { color: RUN_COLOURS[1 + chosen.indexOf(other.id)] } }) : "+ ", other.id);
-      })) : null);
-  } };
+  const element = h("div.facts");
+  const fact = (label, value, title) => h("div", { title }, h("dt", label), h("dd", value));
+  return {
+    element,
+    update: ({ overview, metrics, page, state }) => {
+      const run = overview.run,
+        { series, tokens, seconds: spent } = metrics[0];
+      const last = (name) => (series[name] || []).findLast((value) => value !== null) ?? null;
+      const first = (name) => (series[name] || []).find((value) => value !== null) ?? null;
+      const others = page.runs.filter((other) => other.id !== run.id),
+        chosen = (state.with || "").split(",").filter(Boolean);
+      const change = (name) =>
+        first(name) === null
+          ? "–"
+          : first(name) === last(name)
+            ? shown(last(name))
+            : `${shown(first(name))} → ${shown(last(name))}`;
+      replaceChildren(
+        element,
+        h("h1", run.name || run.id, h("span", { class: `state ${run.state}` }, run.state)),
+        h("p.path", run.path, run.kind === "skyrl" ? null : ` · completions as ${run.kind} dumps them`),
+        h(
+          "dl",
+          fact("step", `${shown(run.last_step)}${run.total_steps ? ` of ${shown(run.total_steps)}` : ""}`),
+          fact("reward", change("reward/mean")),
+          fact("held-out accuracy", change("eval/accuracy")),
+          fact("tokens", shown(tokens.findLast((value) => value !== null) ?? null)),
+          fact("time in steps", seconds(spent.findLast((value) => value !== null) ?? null)),
+          fact("failed trajectories", shown(overview.steps.reduce((sum, step) => sum + (step.num_failed || 0), 0))),
+          overview.restarts.length
+            ? fact("restarts", shown(overview.restarts.length), JSON.stringify(overview.restarts.at(-1)))
+            : null,
+        ),
+        others.length
+          ? h(
+              "div.chips",
+              { role: "group", "aria-label": "Runs laid over this one" },
+              h("span.muted", "with"),
+              others.map((other) => {
+                const isOn = chosen.includes(other.id),
+                  next = isOn ? chosen.filter((id) => id !== other.id) : [...chosen, other.id];
+                return h(
+                  "a",
+                  {
+                    class: isOn ? "chip on" : "chip",
+                    href: link({ ...readState(), with: next.join(",") }),
+                    "aria-pressed": String(isOn),
+                    role: "button",
+                  },
+                  isOn ? h("i.dot", { style: { color: RUN_COLOURS[1 + chosen.indexOf(other.id)] } }) : "+ ",
+                  other.id,
+                );
+              }),
+            )
+          : null,
+      );
+    },
+  };
 }
 
 function stepsPanel() {
-  return panelOf("Steps", "each opens its trajectories; coloured by failed trajectories", ({ overview, state }, body) => {
-    if (!overview.steps.length) return replaceChildren(body, empty("No step has been recorded yet."));
-    const steps = overview.steps.map((step) => ({ step: step.step, failures: step.num_failed, trajectories: step.num_trajectories, failed: step.is_failed }));
-    const legend = [["fine", "none"], ["few", "under 5 %"], ["some", "under 25 %"], ["many", "more"], ["failed", "the step failed"]];
-    const kept = body.firstChild && steps.length === body.dataset.length ? null : stepBar(steps, (part) => link({ view: "trajectories", run: state.run, step_min: part[0].step, step_max: part.at(-1).step }));
-    if (kept) replaceChildren(body, kept, h("div", { class: "legend" }, legend.map(([level, text]) => h("span", {}, h("i", { class: `swatch ${level}` }), text))));
-    return body;
-  });
+  return panelOf(
+    "Steps",
+    "each opens its trajectories; coloured by failed trajectories",
+    ({ overview, state }, body) => {
+      if (!overview.steps.length) return replaceChildren(body, empty("No step has been recorded yet."));
+      const steps = overview.steps.map((step) => ({
+        step: step.step,
+        failures: step.num_failed,
+        trajectories: step.num_trajectories,
+        failed: step.is_failed,
+      }));
+      const legend = [
+        ["fine", "none"],
+        ["few", "under 5 %"],
+        ["some", "under 25 %"],
+        ["many", "more"],
+        ["failed", "the step failed"],
+      ];
+      const kept =
+        body.firstChild && steps.length === body.dataset.length
+          ? null
+          : stepBar(steps, (part) =>
+              link({ view: "trajectories", run: state.run, step_min: part[0].step, step_max: part.at(-1).step }),
+            );
+      if (kept)
+        replaceChildren(
+          body,
+          kept,
+          h(
+            "div.legend",
+            legend.map(([level, text]) => h("span", h("i", { class: `swatch ${level}` }), text)),
+          ),
+        );
+      return body;
+    },
+  );
 }
 
 // Curves chosen in the address (`curves=a,b`), else the run's default ones. All series can be added by name.
 function curvesPanel(model) {
-  const grid = h("div", { class: "grid" });
-  let settings = { x: model.state.x || "step", smooth: Number(model.state.smooth || 0), curves: (model.state.curves || "").split(",").filter(Boolean) };
+  const grid = h("div.grid");
+  let settings = {
+    x: model.state.x || "step",
+    smooth: Number(model.state.smooth || 0),
+    curves: (model.state.curves || "").split(",").filter(Boolean),
+  };
   let current = model;
   const names = () => [...new Set(current.metrics.flatMap((each) => Object.keys(each.series)))].sort();
   const change = (changes) => {
     settings = { ...settings, ...changes };
-    replaceState({ x: settings.x === "step" ? "" : settings.x, smooth: settings.smooth || "", curves: settings.curves.join(",") });
+    replaceState({
+      x: settings.x === "step" ? "" : settings.x,
+      smooth: settings.smooth || "",
+      curves: settings.curves.join(","),
+    });
     draw();
   };
   const options = h("datalist", { id: "series" });
-  const add = h("input", { type: "search", list: "series", placeholder: "add a curve…", "aria-label": "Add a curve by its metric's name", on: { change: (event) => {
-    const name = event.target.value.trim();
-    if (names().includes(name)) { event.target.value = ""; change({ curves: [...new Set([...chosenCurves(), name])] }); }
-  } } });
+  const add = h("input", {
+    type: "search",
+    list: "series",
+    placeholder: "add a curve…",
+    "aria-label": "Add a curve by its metric's name",
+    on: {
+      change: (event) => {
+        const name = event.target.value.trim();
+        if (names().includes(name)) {
+          event.target.value = "";
+          change({ curves: [...new Set([...chosenCurves(), name])] });
+        }
+      },
+    },
+  });
   const chosenCurves = () => (settings.curves.length ? settings.curves : defaultCurves(current));
-  const level = h("output", {}, settings.smooth);
-  const controls = h("div", { class: "controls" }, choice("x by", X_AXES, settings.x, (x) => change({ x })),
-    h("label", { class: "field" }, "smoothing", h("input", { type: "range", min: 0, max: 0.95, step: 0.05, value: settings.smooth, on: { input: (event) => {
-      level.textContent = event.target.value;
-      change({ smooth: Number(event.target.value) });
-    } } }), level), h("label", { class: "field" }, add, options),
-    h("button", { type: "button", class: "quiet", on: { click: () => change({ curves: [] }) } }, "default curves"));
-  const legend = h("div", { class: "legend" });
+  const level = h("output", settings.smooth);
+  const controls = h(
+    "div.controls",
+    choice("x by", X_AXES, settings.x, (x) => change({ x })),
+    h(
+      "label.field",
+      "smoothing",
+      h("input", {
+        type: "range",
+        min: 0,
+        max: 0.95,
+        step: 0.05,
+        value: settings.smooth,
+        on: {
+          input: (event) => {
+            level.textContent = event.target.value;
+            change({ smooth: Number(event.target.value) });
+          },
+        },
+      }),
+      level,
+    ),
+    h("label.field", add, options),
+    h("button", { type: "button", class: "quiet", on: { click: () => change({ curves: [] }) } }, "default curves"),
+  );
+  const legend = h("div.legend");
   let figures = [];
   function draw() {
-    replaceChildren(options, names().map((name) => h("option", { value: name })));
-    replaceChildren(legend, current.ids.map((id, index) => h("span", {}, h("i", { class: "dot", style: { color: RUN_COLOURS[index % RUN_COLOURS.length] } }), id)), h("span", {}, h("i", { class: "dot hollow" }), "held-out evaluation"),
-      h("span", { class: "muted" }, "drag to zoom, double click to go back"));
+    replaceChildren(
+      options,
+      names().map((name) => h("option", { value: name })),
+    );
+    replaceChildren(
+      legend,
+      current.ids.map((id, index) =>
+        h("span", h("i.dot", { style: { color: RUN_COLOURS[index % RUN_COLOURS.length] } }), id),
+      ),
+      h("span", h("i.dot.hollow"), "held-out evaluation"),
+      h("span.muted", "drag to zoom, double click to go back"),
+    );
     const key = JSON.stringify([settings, current.ids, chosenCurves()]);
-    if (key === grid.dataset.key) return figures.forEach((figure) => figure.update(linesOf(current, figure.name, settings.x)));
+    if (key === grid.dataset.key)
+      return figures.forEach((figure) => figure.update(linesOf(current, figure.name, settings.x)));
     grid.dataset.key = key;
-    figures = chosenCurves().map((name) => Object.assign(curves(name, linesOf(current, name, settings.x), { smoothing: settings.smooth, x: settings.x,
-      removed: settings.curves.length ? () => change({ curves: settings.curves.filter((other) => other !== name) }) : null }), { name }));
-    replaceChildren(grid, figures.length ? figures.map((figure) => figure.element) : empty("No metric has been written yet."));
+    figures = chosenCurves().map((name) =>
+      Object.assign(
+        curves(name, linesOf(current, name, settings.x), {
+          smoothing: settings.smooth,
+          x: settings.x,
+          removed: settings.curves.length
+            ? () => change({ curves: settings.curves.filter((other) => other !== name) })
+            : null,
+        }),
+        { name },
+      ),
+    );
+    replaceChildren(
+      grid,
+      figures.length ? figures.map((figure) => figure.element) : empty("No metric has been written yet."),
+    );
     return figures.forEach((figure) => figure.draw());
   }
-  
-  return { element: section("Curves", null, controls, legend, grid), update: (next) => { current = next; draw(); } };
+
+  return {
+    element: section("Curves", null, controls, legend, grid),
+    update: (next) => {
+      current = next;
+      draw();
+    },
+  };
 }
 
 // A curve that an evaluation belongs to takes its place: both are drawn in one figure.
 function defaultCurves({ metrics }) {
   const exists = (name) => metrics.some(({ series }) => series[name]);
-  const drawnIn = (name) => Object.keys(WITH_EVALUATION).find((own) => WITH_EVALUATION[own] === name && exists(own)) || name;
+  const drawnIn = (name) =>
+    Object.keys(WITH_EVALUATION).find((own) => WITH_EVALUATION[own] === name && exists(own)) || name;
   return [...new Set(metrics.flatMap((each) => each.default).map(drawnIn))].slice(0, 12);
 }
 
@@ -132,100 +320,14 @@ function linesOf({ ids, metrics }, name, x) {
     const points = (values) => (values || []).map((value, number) => [at[number], value]);
     const evaluations = points(series[WITH_EVALUATION[name]]).filter(([, value]) => value !== null);
     const isEvaluation = name.startsWith("eval/");
-    return [{ label: id, colour, marks: isEvaluation, points: isEvaluation ? points(series[name]).filter(([, value]) => value !== null) : points(series[name]) },
-      ...(evaluations.length ? [{ label: `${id}, held out`, colour, marks: true, points: evaluations }] : [])];
-  });
-}
-
-const LAYERS = { generate: "c1", update: "c2", score: "c3", estimate: "c9", assemble: "c6", sync: "c5", evaluate: "c7", checkpoint: "c8", rollouts: "c1", environments: "c4" };
-const OTHER_LAYERS = ["c7", "c4", "c6", "c8", "c9", "c3"];
-
-function phasesPanel() {
-  return panelOf("Time of a step", "phases and waits, seconds", ({ overview }, body) => {
-    const drawn = (title, key, names) => {
-      const rows = overview.steps.filter((step) => Object.keys(step[key]).length).slice(-400);
-      const layers = [...names].sort((a, b) => (a === "other") - (b === "other")).map((name, index) => ({ label: name, colour: colourOf(LAYERS[name] || (name === "other" ? "line" : OTHER_LAYERS[index % OTHER_LAYERS.length])), values: rows.map((step) => step[key][name] || 0) }))
-        .filter((layer) => layer.values.some((value) => value > 0));
-      return rows.length && layers.length ? stack(title, rows.map((step) => step.step), layers, seconds) : null;
-    };
-    const figures = [drawn("phases", "phases", overview.phases), drawn("waits", "waits", overview.waits)].filter(Boolean);
-    replaceChildren(body, figures.length ? figures.map((figure) => figure.element) : empty("No times were recorded."));
-    figures.forEach((figure) => figure.draw());
-  }, "grid two");
-}
-
-function timelinePanel() {
-  let window_ = 8;
-  let current = null;
-  const body = h("div", {});
-  const draw = () => replaceChildren(body, gantt(current.overview.timeline.slice(-window_)));
-  const controls = h("div", { class: "controls" }, choice("last", [4, 8, 16, 50].map((steps) => [steps, `${steps} steps`]), window_, (steps) => { window_ = Number(steps); draw(); }));
-  return { element: section("Timeline", "what ran when; gaps of the engine within a step are waits for environments", controls, body),
-    update: (model) => { current = model; draw(); } };
-}
-
-function memoryPanel() {
-  return panelOf("Memory", "the largest micro-batch that was measured, against the budget", ({ overview }, body) => {
-    const { roles = [], measured = {} } = overview.memory || {};
-    const bars = roles.map((role) => {
-      const most = Math.max(0, ...role.probes.map((probe) => probe.peak_bytes)), scale = Math.max(role.limit_bytes || 0, role.predicted_bytes || 0, most) || 1;
-      const part = (value) => `${(100 * (value || 0)) / scale}%`;
-      return h("div", { class: "memory" }, h("span", {}, `${role.role}, ${role.pass}`),
-        h("div", { class: "bar", role: "img", "aria-label": `${bytes(most)} measured, ${bytes(role.predicted_bytes)} predicted, limit ${bytes(role.limit_bytes)}` },
-          h("i", { class: "measured", style: { width: part(most) } }), role.predicted_bytes && h("i", { class: "predicted", style: { left: part(role.predicted_bytes) } }), role.limit_bytes && h("i", { class: "limit", style: { left: part(role.limit_bytes) } })),
-        h("span", { class: "muted" }, [`${bytes(most)} measured`, role.predicted_bytes && `${bytes(role.predicted_bytes)} predicted`, role.tokens && `micro-batches of ${count(role.tokens, "token")}`, role.limit_bytes && `limit ${bytes(role.limit_bytes)}`].filter(Boolean).join(" · ")));
-    });
-    const rows = Object.entries(measured).filter(([, points]) => points.length).map(([name, points]) => [name, points.at(-1)[1], Math.max(...points.map(([, value]) => value)), spark(points.map(([, value]) => value))]);
-    replaceChildren(body, bars, rows.length ? table(["measured", "last", "highest", "over steps"], rows) : null,
-      !bars.length && !rows.length ? empty("Micro-batches were of a fixed size and no memory was measured.") : null);
-  });
-}
-
-// Mismatch between engine and trainer, and how far the policy had moved on: last value, range, course.
-function ledgerPanel() {
-  return panelOf("Mismatch and off-policy ledger", "engine against trainer; by age of the weights", ({ overview, metrics }, body) => {
-    const rows = (names) => names.map((name) => [name, (metrics[0].series[name] || []).filter((value) => value !== null)]).filter(([, values]) => values.length)
-      .map(([name, values]) => [name, values.at(-1), Math.min(...values), Math.max(...values), spark(values)]);
-    const tables = [["mismatch", rows(overview.mismatch)], ["off policy", rows(overview.off_policy)]].filter(([, lines]) => lines.length);
-    replaceChildren(body, tables.length ? tables.map(([title, lines]) => table([title, "last", "lowest", "highest", "over steps"], lines)) : empty("Nothing was recorded."));
-  }, "grid two");
-}
-
-// A course of values as a line of text height.
-function spark(values) {
-  const kept = values.length > 120 ? values.filter((_, index) => index % Math.ceil(values.length / 120) === 0) : values;
-  const low = Math.min(...kept), span = Math.max(...kept) - low || 1;
-  const points = kept.map((value, index) => `${((index / Math.max(1, kept.length - 1)) * 98 + 1).toFixed(1)},${(17 - ((value - low) / span) * 14).toFixed(1)}`).join(" ");
-  return svg("svg", { class: "spark", viewBox: "0 0 100 20", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("polyline", { points, "vector-effect": "non-scaling-stroke" }));
-}
-
-function planPanel() {
-  return panelOf("Plan and what happened", null, ({ overview }, body) => {
-    const rows = overview.plan.map(({ name, planned, happened }) => [name.replaceAll("_", " "), planned, happened === null ? "–" : happened]);
-    replaceChildren(body, rows.length ? table(["size", "planned", "happened"], rows) : empty("The run left no plan."));
-  });
-}
-
-function configPanel({ state, ids, overview }) {
-  const body = h("div", {}), wanted = h("input", { type: "search", placeholder: "setting or value…", "aria-label": "Filter the settings", on: { input: () => draw() } });
-  let differences = null;
-  function draw() {
-    const fits = (texts) => texts.join(" ").toLowerCase().includes(wanted.value.toLowerCase());
-    const text = (value) => (value === null || value === undefined ? "null" : typeof value === "object" ? JSON.stringify(value) : String(value));
-    const rows = (differences ? differences.rows.map((row) => [row.name, ...row.values.map(text)]) : overview.config.map(([name, value]) => [name, text(value)])).filter(fits);
-    const note = differences ? `${count(differences.rows.length, "setting")} differ, ${shown(differences.num_equal)} are equal` : null;
-    replaceChildren(body, note ? h("p", { class: "muted" }, note) : null, rows.length ? table(["setting", ...(differences ? differences.runs : ["value"])], rows, { label: "configuration" }) : empty("No setting fits."));
-  }
-  if (ids.length > 1) ask("api/diff", { runs: ids.join(",") }).then((answer) => { differences = answer; draw(); }, (error) => replaceChildren(body, empty(error.message)));
-  return { element: h("details", { class: "section", open: ids.length > 1 }, h("summary", {}, ids.length > 1 ? "Configuration: what differs" : "Configuration", h("span", { class: "note" }, state.run)),
-    h("div", { class: "controls" }, h("label", { class: "field" }, wanted)), body), update: draw };
-}
-
-function environmentPanel() {
-  return panelOf("Environment", null, ({ overview }, body) => {
-    const { versions = {}, ...facts } = overview.environment || {};
-    const rows = [...Object.entries(facts), ...Object.entries(versions || {})].filter(([, value]) => value !== null).map(([name, value]) => [name.replaceAll("_", " "), String(value)]);
-    if (overview.fork) rows.push(["forked from", JSON.stringify(overview.fork)]);
-    replaceChildren(body, rows.length ? table(["what", "value"], rows, { label: "environment" }) : empty("The run did not record its environment."));
+    return [
+      {
+        label: id,
+        colour,
+        marks: isEvaluation,
+        points: isEvaluation ? points(series[name]).filter(([, value]) => value !== null) : points(series[name]),
+      },
+      ...(evaluations.length ? [{ label: `${id}, held out`, colour, marks: true, points: evaluations }] : []),
+    ];
   });
 }

@@ -1,181 +1,259 @@
 "use strict";
 // One trajectory: its turns as a chat, as a tree where prefixes are shared, its tokens coloured by a column.
 
-const NUMBERS = [["logprob", "log-prob, engine"], ["policy_logprob", "log-prob, trainer"], ["reference_logprob", "log-prob, reference"], ["difference", "difference"], ["ratio", "ratio"],
-  ["clipped", "clipped"], ["advantage", "advantage"], ["entropy", "entropy"], ["mask", "trained on"], ["version", "weight version"]];
-
 async function trajectoryView(state, page) {
   const key = { run: state.run, purpose: state.purpose, step: state.step, uid: state.uid, sample: state.sample };
   const trajectory = await ask("api/trajectory", key);
   let column = trajectory.columns.find(({ name }) => name === state.colour) || trajectory.columns[0] || null;
   const chosen = state.turn === undefined ? null : Number(state.turn);
   const onPath = pathTo(trajectory.turns, chosen);
-  const legend = h("div", { class: "legend", id: "scale" });
+  const legend = h("div.legend", { id: "scale" });
   const turns = trajectory.turns.map((turn) => turnElement(turn, trajectory, onPath));
   const paint = () => {
     replaceChildren(legend, scaleLegend(column));
     turns.forEach((turn) => turn.paint(column));
   };
-  const pick = column ? choice("colour by", trajectory.columns.map(({ name, label }) => [name, label]), column.name, (name) => {
-    column = trajectory.columns.find((each) => each.name === name);
-    replaceState({ colour: name });
-    paint();
-  }) : h("span", { class: "muted" }, "No column of numbers was recorded for these tokens.");
-  if (!trajectory.texts_from && trajectory.turns.length) foundProblems.add("The run's tokenizer is not available offline: texts are shown whole, and a token's numbers under its id.");
+  const pick = column
+    ? choice(
+        "colour by",
+        trajectory.columns.map(({ name, label }) => [name, label]),
+        column.name,
+        (name) => {
+          column = trajectory.columns.find((each) => each.name === name);
+          replaceState({ colour: name });
+          paint();
+        },
+      )
+    : h("span.muted", "No column of numbers was recorded for these tokens.");
+  if (!trajectory.texts_from && trajectory.turns.some((turn) => turn.tokens.ids.length))
+    foundProblems.add(
+      "The run's tokenizer is not available offline: texts are shown whole, and a token's numbers under its id.",
+    );
   page.redraws.add(paint);
   const { previous, next } = trajectory.neighbours;
-  const neighbour = (to, text, name) => (to ? h("a", { class: "button quiet", href: trajectoryLink(state.run, to), id: name, rel: name }, text) : null);
-  return { title: `${trajectory.uid} #${trajectory.sample}`, shown: () => {
-    paint();
-    const target = chosen === null ? null : document.getElementById(`turn-${chosen}`);
-    if (target) target.scrollIntoView({ block: "start" });
-  }, turnsOnPage: turns.length, element: h("div", {}, h("div", { class: "bar" }, crumbs(state, [`step ${trajectory.step}`, { view: "trajectories", step_min: trajectory.step, step_max: trajectory.step }],
-    [trajectory.uid, { view: "group", purpose: state.purpose, step: state.step, uid: state.uid }], [`sample ${trajectory.sample}`], h("span", { class: "muted" }, `reward ${shown(trajectory.reward)} · ${trajectory.outcome}`)), h("span", { class: "pager" }, neighbour(previous, "← previous", "prev"), neighbour(next, "next →", "next"))),
-  h("div", { class: "trajectory-page" }, asideOf(trajectory, state, onPath), h("div", { class: "chat" },
-    trajectory.failure ? h("p", { class: "failure", role: "alert" }, `${trajectory.failure.kind}${isNumber(trajectory.failure.turn) ? `, turn ${trajectory.failure.turn}` : ""}: ${trajectory.failure.message}`) : null,
-    trajectory.error ? h("p", { class: "failure" }, `The step failed: ${trajectory.error}`) : null,
-    h("div", { class: "controls sticky" }, pick, legend), turns.length ? turns.map((turn) => turn.element)
-      : [trajectory.prompt.map(messageElement), empty("The trajectory has no turn: it failed before its first response.")])) ) };
+  const neighbour = (to, text, name) =>
+    to ? h("a.button.quiet", { href: trajectoryLink(state.run, to), id: name, rel: name }, text) : null;
+  return {
+    title: `${trajectory.uid} #${trajectory.sample}`,
+    shown: () => {
+      paint();
+      const target = chosen === null ? null : document.getElementById(`turn-${chosen}`);
+      if (target) target.scrollIntoView({ block: "start" });
+    },
+    turnsOnPage: turns.length,
+    element: h(
+      "div",
+      h(
+        "div.bar",
+        crumbs(
+          state,
+          [`step ${trajectory.step}`, { view: "trajectories", step_min: trajectory.step, step_max: trajectory.step }],
+          [trajectory.uid, { view: "group", purpose: state.purpose, step: state.step, uid: state.uid }],
+          [`sample ${trajectory.sample}`],
+          h("span.muted", `reward ${shown(trajectory.reward)} · ${trajectory.outcome}`),
+        ),
+        h("span.pager", neighbour(previous, "← previous", "prev"), neighbour(next, "next →", "next")),
+      ),
+      h(
+        "div.trajectory-page",
+        asideOf(trajectory, state, onPath),
+        h(
+          "div.chat",
+          trajectory.failure
+            ? h(
+                "p.failure",
+                { role: "alert" },
+                `${trajectory.failure.kind}${isNumber(trajectory.failure.turn) ? `, turn ${trajectory.failure.turn}` : ""}: ${trajectory.failure.message}`,
+              )
+            : null,
+          trajectory.error ? h("p.failure", `The step failed: ${trajectory.error}`) : null,
+          h("div.controls.sticky", pick, legend),
+          turns.length
+            ? turns.map((turn) => turn.element)
+            : [
+                trajectory.prompt.map(messageElement),
+                empty("The trajectory has no turn: it failed before its first response."),
+              ],
+        ),
+      ),
+    ),
+  };
 }
 
 // Turns from the root to `chosen`; all of them where none is chosen.
 function pathTo(turns, chosen) {
   if (chosen === null || !turns[chosen]) return new Set(turns.keys());
   const path = new Set();
-  for (let turn = chosen; turn !== null && turn !== undefined && !path.has(turn); turn = turns[turn].parent) path.add(turn);
+  for (let turn = chosen; turn !== null && turn !== undefined && !path.has(turn); turn = turns[turn].parent)
+    path.add(turn);
   return path;
 }
 
 function asideOf(trajectory, state, onPath) {
-  const versions = [...new Set(trajectory.turns.flatMap((turn) => turn.tokens.version || []))].filter((version) => version !== null);
+  const versions = [...new Set(trajectory.turns.flatMap((turn) => turn.tokens.version || []))].filter(
+    (version) => version !== null,
+  );
   const tokens = trajectory.turns.reduce((sum, turn) => sum + turn.tokens.ids.length, 0);
-  const rows = [["reward", shown(trajectory.reward)], ["outcome", trajectory.outcome], ["turns", shown(trajectory.turns.length)], ["response tokens", shown(tokens)],
-    ["weight versions", versions.length ? (versions.length > 4 ? `${versions[0]} to ${versions.at(-1)}` : versions.join(", ")) : null], ["greedy reward", trajectory.greedy_reward === null ? null : shown(trajectory.greedy_reward)],
-    ["environment", trajectory.environment], ["data", trajectory.dataset]].filter(([, value]) => value !== null && value !== undefined);
-  return h("aside", { "aria-label": "Facts of the trajectory" },
-    h("dl", { class: "pairs" }, rows.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
-    facts("Reward components", trajectory.rewards, true), facts("Metrics", trajectory.metrics, true),
-    trajectory.turns.length > 1 ? section(trajectory.is_tree ? "Tree of turns" : "Turns", null, treeElement(trajectory, state, onPath)) : null,
-    facts("Extras", trajectory.extras), facts("Tools", trajectory.tools),
-    trajectory.reexecute ? section("Re-execute this step", null, copyable(trajectory.reexecute, "Command that re-executes this step")) : null);
+  const rows = [
+    ["reward", shown(trajectory.reward)],
+    ["outcome", trajectory.outcome],
+    ["turns", shown(trajectory.turns.length)],
+    ["response tokens", shown(tokens)],
+    [
+      "weight versions",
+      versions.length ? (versions.length > 4 ? `${versions[0]} to ${versions.at(-1)}` : versions.join(", ")) : null,
+    ],
+    ["greedy reward", trajectory.greedy_reward === null ? null : shown(trajectory.greedy_reward)],
+    ["environment", trajectory.environment],
+    ["data", trajectory.dataset],
+  ].filter(([, value]) => value !== null && value !== undefined);
+  return h(
+    "aside",
+    { "aria-label": "Facts of the trajectory" },
+    h(
+      "dl.pairs",
+      rows.map(([name, value]) => [h("dt", name), h("dd", value)]),
+    ),
+    facts("Reward components", trajectory.rewards, true),
+    facts("Metrics", trajectory.metrics, true),
+    trajectory.turns.length > 1
+      ? section(trajectory.is_tree ? "Tree of turns" : "Turns", null, treeElement(trajectory, state, onPath))
+      : null,
+    facts("Extras", trajectory.extras),
+    facts("Tools", trajectory.tools),
+    trajectory.reexecute
+      ? section("Re-execute this step", null, copyable(trajectory.reexecute, "Command that re-executes this step"))
+      : null,
+  );
 }
 
 // Named values as a list, or as folded JSON where they are anything else.
 function facts(title, values, open) {
   if (!values || !Object.keys(values).length) return null;
   const isFlat = open && Object.values(values).every((value) => value === null || typeof value !== "object");
-  return h("details", { class: "fold", open: Boolean(open) }, h("summary", {}, title), isFlat
-    ? h("dl", { class: "pairs" }, Object.entries(values).map(([name, value]) => [h("dt", {}, name), h("dd", {}, shown(value))]))
-    : h("pre", { class: "json" }, JSON.stringify(values, null, 1)));
+  return h(
+    "details.fold",
+    { open: Boolean(open) },
+    h("summary", title),
+    isFlat
+      ? h(
+          "dl.pairs",
+          Object.entries(values).map(([name, value]) => [h("dt", name), h("dd", shown(value))]),
+        )
+      : h("pre.json", JSON.stringify(values, null, 1)),
+  );
 }
 
 // Turns as nested lists. A turn with one child is followed by it in the same list: only branches are set in.
 function treeElement({ turns }, state, onPath) {
-  const entry = (index) => h("a", { href: link({ ...readState(), turn: index }), class: state.turn === String(index) ? "on" : onPath.has(index) ? "" : "off", "aria-current": state.turn === String(index) ? "true" : null },
-    h("b", {}, `turn ${index}`), h("span", { class: "muted" }, ` ${shown(turns[index].tokens.ids.length)} tok${turns[index].reward ? ` · reward ${shown(turns[index].reward)}` : ""}`));
+  const entry = (index) =>
+    h(
+      "a",
+      {
+        href: link({ ...readState(), turn: index }),
+        class: state.turn === String(index) ? "on" : onPath.has(index) ? "" : "off",
+        "aria-current": state.turn === String(index) ? "true" : null,
+      },
+      h("b", `turn ${index}`),
+      h(
+        "span.muted",
+        ` ${shown(turns[index].tokens.ids.length)} tok${turns[index].reward ? ` · reward ${shown(turns[index].reward)}` : ""}`,
+      ),
+    );
   const chain = (first) => {
     const items = [];
     for (let at = first; at !== undefined; at = turns[at].children.length === 1 ? turns[at].children[0] : undefined) {
-      items.push(h("li", {}, entry(at), turns[at].children.length > 1 ? h("ul", {}, turns[at].children.map(chain)) : null));
+      items.push(h("li", entry(at), turns[at].children.length > 1 ? h("ul", turns[at].children.map(chain)) : null));
     }
     return items;
   };
-  return h("ul", { class: "tree" }, [...turns.keys()].filter((index) => turns[index].parent === null).map(chain));
+  return h("ul.tree", [...turns.keys()].filter((index) => turns[index].parent === null).map(chain));
 }
 
 function messageElement(message) {
   const content = typeof message.content === "string" ? message.content : JSON.stringify(message.content, null, 1);
   const role = String(message.role || "message");
-  return h("div", { class: `message ${["user", "system", "tool", "assistant"].includes(role) ? role : "other"}` }, h("span", { class: "role" }, role), h("div", { class: "content" }, content),
-    (message.tool_calls || []).map(callElement));
+  return h(
+    "div",
+    { class: `message ${["user", "system", "tool", "assistant"].includes(role) ? role : "other"}` },
+    h("span.role", role),
+    h("div.content", content),
+    (message.tool_calls || []).map(callElement),
+  );
 }
 
 function callElement(call) {
   const { name, arguments: given } = call.function || call;
-  return h("div", { class: "call" }, h("span", { class: "role" }, "calls "), h("code", {}, `${name || "?"}(${typeof given === "string" ? given : JSON.stringify(given === undefined ? call : given)})`));
+  return h(
+    "div.call",
+    h("span.role", "calls "),
+    h(
+      "code",
+      `${name || "?"}(${typeof given === "string" ? given : JSON.stringify(given === undefined ? call : given)})`,
+    ),
+  );
 }
 
 // What a turn's context adds, its response token by token, what the environment answered. Observations that the next turn
 // begins with are shown there.
 function turnElement(turn, trajectory, onPath) {
-  const index = turn.turn, { texts, ids } = turn.tokens;
-  const tokens = (texts || ids).map((_, number) => h("span", { "data-n": number }, texts ? pieces(texts[number]) : `${ids[number]} `));
-  const response = h("div", { class: texts ? "content tokens" : "content tokens ids", tabindex: "0", role: "group", "aria-label": `tokens of turn ${index}: the arrow keys left and right tell their numbers`, "aria-describedby": "tip" }, tokens);
+  const index = turn.turn,
+    { texts, ids } = turn.tokens;
+  const tokens = (texts || ids).map((_, number) =>
+    h("span", { "data-n": number }, texts ? pieces(texts[number]) : `${ids[number]} `),
+  );
+  const response = h(
+    "div",
+    {
+      class: texts ? "content tokens" : "content tokens ids",
+      tabindex: "0",
+      role: "group",
+      "aria-label": `tokens of turn ${index}: the arrow keys left and right tell their numbers`,
+      "aria-describedby": "tip",
+    },
+    tokens,
+  );
   inspect(response, tokens, turn, trajectory.columns);
   const versions = [...new Set(turn.tokens.version || [])];
-  const whole = texts ? null : h("div", { class: "content" }, turn.text);
-  return { element: h("article", { class: onPath.has(index) ? "turn" : "turn off", id: `turn-${index}`, tabindex: "-1", "aria-label": `turn ${index}`, style: { "--depth": Math.min(turn.depth || 0, trajectory.is_tree ? 6 : 0) } },
-    turn.messages.map(messageElement),
-    h("div", { class: "message assistant" }, h("span", { class: "role" }, "assistant", h("small", {}, `turn ${index}${turn.parent === null && index > 0 ? ", a new root" : turn.parent !== null && turn.parent !== index - 1 ? `, after turn ${turn.parent}` : ""} · ${count(ids.length, "token")} after ${shown(turn.context_tokens)} · ${turn.stop_reason || "–"} · reward ${shown(turn.reward)}${versions.length ? ` · version ${versions.join(", ")}` : ""}`)),
-      whole, whole ? h("details", { class: "fold" }, h("summary", {}, "token ids"), response) : response, (turn.tool_calls || []).map(callElement)),
-    turn.added && turn.added.texts && turn.added.texts.length ? h("details", { class: "fold raw" }, h("summary", {}, `${count(turn.added.ids.length, "token")} of context as the model saw them`), h("div", { class: "content tokens" }, turn.added.texts.map((text) => h("span", {}, pieces(text))))) : null,
-    turn.children.length ? null : turn.observations.map(messageElement)),
-  paint: (column) => tokens.forEach((token, number) => shade(token, column, turn.tokens[column && column.name], number)) };
-}
-
-// A token's text; a line break is shown and breaks the line.
-function pieces(text) {
-  return text.includes("\n") ? text.split(/(\n)/).map((part) => (part === "\n" ? [h("i", { class: "break" }, "↵"), "\n"] : part)) : text;
-}
-
-// Sets the colour of one token. Diverging: orange below the centre, blue above; sequential: stronger for larger sizes.
-function shade(token, column, values, number) {
-  const value = values ? values[number] : null;
-  token.className = value === null || value === undefined ? "none" : "";
-  const colour = value === null || value === undefined ? "" : colourFor(column, value);
-  token.style.background = colour;
-}
-
-function colourFor(column, value) {
-  const tint = (name, strength) => `color-mix(in srgb, var(--${name}) ${Math.round(8 + 62 * Math.min(1, Math.max(0, strength)))}%, transparent)`;
-  if (column.kind === "flag") return (column.name === "mask" ? !value : value) ? "var(--flagged)" : "";
-  if (column.kind === "category") return `color-mix(in srgb, ${RUN_COLOURS[Math.abs(Math.round(value)) % RUN_COLOURS.length]} 32%, transparent)`;
-  if (column.kind === "diverging") {
-    const centre = column.centre || 0, reach = Math.max(Math.abs(column.max - centre), Math.abs(column.min - centre)) || 1;
-    return value === centre ? "" : tint(value > centre ? "high" : "low", Math.abs(value - centre) / reach);
-  }
-  const reach = column.max - column.min || 1; // of log-probs the lowest are of interest, of the others the highest
-  const part = (value - column.min) / reach;
-  return tint("level", column.name.endsWith("logprob") ? 1 - part : part);
-}
-
-function scaleLegend(column) {
-  if (!column) return [];
-  const box = (value, text) => h("span", {}, h("i", { class: "swatch", style: { background: colourFor(column, value) || "var(--panel)" } }), text);
-  const entries = column.kind === "flag" ? [box(column.name !== "mask", column.name === "mask" ? "not trained on" : column.label)]
-    : column.kind === "category" ? Array.from({ length: Math.min(8, column.max - column.min + 1) }, (_, index) => box(column.min + index, `${column.min + index}`))
-      : [h("span", { class: "ramp" }, shown(column.min), h("span", { class: "steps-of-ramp" }, Array.from({ length: 13 }, (_, index) => h("i", { style: { background: colourFor(column, column.min + ((column.max - column.min) * index) / 12) || "transparent" } }))), shown(column.max))];
-  return [...entries, h("span", { class: "muted", title: column.meaning }, column.meaning)];
-}
-
-// Tells a token's numbers: under the pointer, after a tap, or with the arrow keys.
-function inspect(response, tokens, turn) {
-  const tip = document.getElementById("tip");
-  let current = -1;
-  const tell = (index) => {
-    if (current >= 0 && tokens[current]) tokens[current].classList.remove("current");
-    current = index;
-    if (index < 0) { tip.hidden = true; return; }
-    tokens[index].classList.add("current");
-    const values = NUMBERS.filter(([name]) => turn.tokens[name]).map(([name, label]) => [label, turn.tokens[name][index]]);
-    replaceChildren(tip, h("div", { class: "token" }, turn.tokens.texts ? JSON.stringify(turn.tokens.texts[index]) : "", h("small", {}, ` id ${turn.tokens.ids[index]}, number ${index}`)),
-      h("dl", { class: "pairs" }, values.map(([label, value]) => [h("dt", {}, label), h("dd", {}, typeof value === "boolean" ? (value ? "yes" : "no") : shown(value))])));
-    tip.hidden = false;
-    const box = tokens[index].getBoundingClientRect(), size = tip.getBoundingClientRect();
-    tip.style.left = `${Math.max(8, Math.min(box.left, innerWidth - size.width - 8))}px`;
-    tip.style.top = `${box.bottom + size.height + 10 > innerHeight ? Math.max(8, box.top - size.height - 6) : box.bottom + 6}px`;
+  const whole = texts ? null : h("div.content", turn.text);
+  return {
+    element: h(
+      "article",
+      {
+        class: onPath.has(index) ? "turn" : "turn off",
+        id: `turn-${index}`,
+        tabindex: "-1",
+        "aria-label": `turn ${index}`,
+        style: { "--depth": Math.min(turn.depth || 0, trajectory.is_tree ? 6 : 0) },
+      },
+      turn.messages.map(messageElement),
+      h(
+        "div.message.assistant",
+        h(
+          "span.role",
+          "assistant",
+          h(
+            "small",
+            `turn ${index}${turn.parent === null && index > 0 ? ", a new root" : turn.parent !== null && turn.parent !== index - 1 ? `, after turn ${turn.parent}` : ""}${ids.length ? ` · ${count(ids.length, "token")} after ${shown(turn.context_tokens)}` : ""} · ${turn.stop_reason || "–"} · reward ${shown(turn.reward)}${versions.length ? ` · version ${versions.join(", ")}` : ""}`,
+          ),
+        ),
+        whole,
+        whole ? ids.length > 0 && h("details.fold", h("summary", "token ids"), response) : response,
+        (turn.tool_calls || []).map(callElement),
+      ),
+      turn.added && turn.added.texts && turn.added.texts.length
+        ? h(
+            "details.fold.raw",
+            h("summary", `${count(turn.added.ids.length, "token")} of context as the model saw them`),
+            h(
+              "div.content.tokens",
+              turn.added.texts.map((text) => h("span", pieces(text))),
+            ),
+          )
+        : null,
+      turn.children.length ? null : turn.observations.map(messageElement),
+    ),
+    paint: (column) =>
+      tokens.forEach((token, number) => shade(token, column, turn.tokens[column && column.name], number)),
   };
-  const over = (event) => { const token = event.target.closest("[data-n]"); if (token) tell(Number(token.dataset.n)); };
-  response.addEventListener("pointerover", over);
-  response.addEventListener("click", over);
-  response.addEventListener("pointerleave", () => tell(-1));
-  response.addEventListener("blur", () => tell(-1));
-  response.addEventListener("keydown", (event) => {
-    const by = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!by || !tokens.length) return;
-    event.preventDefault();
-    event.stopPropagation();
-    tell(Math.max(0, Math.min(tokens.length - 1, current + by)));
-    tokens[current].scrollIntoView({ block: "nearest" });
-  });
 }

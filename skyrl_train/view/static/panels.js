@@ -1,0 +1,259 @@
+"use strict";
+// Panels of the overview below the curves: what a step's time went to, memory, the ledger, plan, environment, settings.
+
+const LAYERS = {
+  generate: "c1",
+  update: "c2",
+  score: "c3",
+  estimate: "c9",
+  assemble: "c6",
+  sync: "c5",
+  evaluate: "c7",
+  checkpoint: "c8",
+  rollouts: "c1",
+  environments: "c4",
+};
+const OTHER_LAYERS = ["c7", "c4", "c6", "c8", "c9", "c3"];
+
+function phasesPanel() {
+  return panelOf(
+    "Time of a step",
+    "phases and waits, seconds",
+    ({ overview }, body) => {
+      const drawn = (title, key, names) => {
+        const rows = overview.steps.filter((step) => Object.keys(step[key]).length).slice(-400);
+        const layers = [...names]
+          .sort((a, b) => (a === "other") - (b === "other"))
+          .map((name, index) => ({
+            label: name,
+            colour: colourOf(LAYERS[name] || (name === "other" ? "line" : OTHER_LAYERS[index % OTHER_LAYERS.length])),
+            values: rows.map((step) => step[key][name] || 0),
+          }))
+          .filter((layer) => layer.values.some((value) => value > 0));
+        return rows.length && layers.length
+          ? stack(
+              title,
+              rows.map((step) => step.step),
+              layers,
+              seconds,
+            )
+          : null;
+      };
+      const figures = [drawn("phases", "phases", overview.phases), drawn("waits", "waits", overview.waits)].filter(
+        Boolean,
+      );
+      replaceChildren(
+        body,
+        figures.length ? figures.map((figure) => figure.element) : empty("No times were recorded."),
+      );
+      figures.forEach((figure) => figure.draw());
+    },
+    "grid two",
+  );
+}
+
+function timelinePanel() {
+  let window_ = 8;
+  let current = null;
+  const body = h("div");
+  const draw = () => replaceChildren(body, gantt(current.overview.timeline.slice(-window_)));
+  const controls = h(
+    "div.controls",
+    choice(
+      "last",
+      [4, 8, 16, 50].map((steps) => [steps, `${steps} steps`]),
+      window_,
+      (steps) => {
+        window_ = Number(steps);
+        draw();
+      },
+    ),
+  );
+  return {
+    body,
+    element: section(
+      "Timeline",
+      "what ran when; gaps of the engine within a step are waits for environments",
+      controls,
+      body,
+    ),
+    update: (model) => {
+      current = model;
+      draw();
+    },
+  };
+}
+
+function memoryPanel() {
+  return panelOf("Memory", "the largest micro-batch that was measured, against the budget", ({ overview }, body) => {
+    const { roles = [], measured = {} } = overview.memory || {};
+    const bars = roles.map((role) => {
+      const most = Math.max(0, ...role.probes.map((probe) => probe.peak_bytes)),
+        scale = Math.max(role.limit_bytes || 0, role.predicted_bytes || 0, most) || 1;
+      const part = (value) => `${(100 * (value || 0)) / scale}%`;
+      return h(
+        "div.memory",
+        h("span", `${role.role}, ${role.pass}`),
+        h(
+          "div.bar",
+          {
+            role: "img",
+            "aria-label": `${bytes(most)} measured, ${bytes(role.predicted_bytes)} predicted, limit ${bytes(role.limit_bytes)}`,
+          },
+          h("i.measured", { style: { width: part(most) } }),
+          role.predicted_bytes && h("i.predicted", { style: { left: part(role.predicted_bytes) } }),
+          role.limit_bytes && h("i.limit", { style: { left: part(role.limit_bytes) } }),
+        ),
+        h(
+          "span.muted",
+          [
+            `${bytes(most)} measured`,
+            role.predicted_bytes && `${bytes(role.predicted_bytes)} predicted`,
+            role.tokens && `micro-batches of ${count(role.tokens, "token")}`,
+            role.limit_bytes && `limit ${bytes(role.limit_bytes)}`,
+          ]
+            .filter(Boolean)
+            .join(" · "),
+        ),
+      );
+    });
+    const rows = Object.entries(measured)
+      .filter(([, points]) => points.length)
+      .map(([name, points]) => [
+        name,
+        points.at(-1)[1],
+        Math.max(...points.map(([, value]) => value)),
+        spark(points.map(([, value]) => value)),
+      ]);
+    replaceChildren(
+      body,
+      bars,
+      rows.length ? table(["measured", "last", "highest", "over steps"], rows) : null,
+      !bars.length && !rows.length ? empty("Micro-batches were of a fixed size and no memory was measured.") : null,
+    );
+  });
+}
+
+// Mismatch between engine and trainer, and how far the policy had moved on: last value, range, course.
+function ledgerPanel() {
+  return panelOf(
+    "Mismatch and off-policy ledger",
+    "engine against trainer; by age of the weights",
+    ({ overview, metrics }, body) => {
+      const rows = (names) =>
+        names
+          .map((name) => [name, (metrics[0].series[name] || []).filter((value) => value !== null)])
+          .filter(([, values]) => values.length)
+          .map(([name, values]) => [name, values.at(-1), Math.min(...values), Math.max(...values), spark(values)]);
+      const tables = [
+        ["mismatch", rows(overview.mismatch)],
+        ["off policy", rows(overview.off_policy)],
+      ].filter(([, lines]) => lines.length);
+      replaceChildren(
+        body,
+        tables.length
+          ? tables.map(([title, lines]) => table([title, "last", "lowest", "highest", "over steps"], lines))
+          : empty("Nothing was recorded."),
+      );
+    },
+    "grid two",
+  );
+}
+
+// A course of values as a line of text height.
+function spark(values) {
+  const kept = values.length > 120 ? values.filter((_, index) => index % Math.ceil(values.length / 120) === 0) : values;
+  const low = Math.min(...kept),
+    span = Math.max(...kept) - low || 1;
+  const points = kept
+    .map(
+      (value, index) =>
+        `${((index / Math.max(1, kept.length - 1)) * 98 + 1).toFixed(1)},${(17 - ((value - low) / span) * 14).toFixed(1)}`,
+    )
+    .join(" ");
+  return svg(
+    "svg",
+    { class: "spark", viewBox: "0 0 100 20", preserveAspectRatio: "none", "aria-hidden": "true" },
+    svg("polyline", { points, "vector-effect": "non-scaling-stroke" }),
+  );
+}
+
+function planPanel() {
+  return panelOf("Plan and what happened", null, ({ overview }, body) => {
+    const rows = overview.plan.map(({ name, planned, happened }) => [
+      name.replaceAll("_", " "),
+      planned,
+      happened === null ? "–" : happened,
+    ]);
+    replaceChildren(body, rows.length ? table(["size", "planned", "happened"], rows) : empty("The run left no plan."));
+  });
+}
+
+function configPanel({ state, ids, overview }) {
+  const body = h("div"),
+    wanted = h("input", {
+      type: "search",
+      placeholder: "setting or value…",
+      "aria-label": "Filter the settings",
+      on: { input: () => draw() },
+    });
+  let differences = null;
+  function draw() {
+    const fits = (texts) => texts.join(" ").toLowerCase().includes(wanted.value.toLowerCase());
+    const text = (value) =>
+      value === null || value === undefined
+        ? "null"
+        : typeof value === "object"
+          ? JSON.stringify(value)
+          : String(value);
+    const rows = (
+      differences
+        ? differences.rows.map((row) => [row.name, ...row.values.map(text)])
+        : overview.config.map(([name, value]) => [name, text(value)])
+    ).filter(fits);
+    const note = differences
+      ? `${count(differences.rows.length, "setting")} differ, ${shown(differences.num_equal)} are equal`
+      : null;
+    replaceChildren(
+      body,
+      note ? h("p.muted", note) : null,
+      rows.length
+        ? table(["setting", ...(differences ? differences.runs : ["value"])], rows, { label: "configuration" })
+        : empty("No setting fits."),
+    );
+  }
+  if (ids.length > 1)
+    ask("api/diff", { runs: ids.join(",") }).then(
+      (answer) => {
+        differences = answer;
+        draw();
+      },
+      (error) => replaceChildren(body, empty(error.message)),
+    );
+  return {
+    element: h(
+      "details.section",
+      { open: ids.length > 1 },
+      h("summary", ids.length > 1 ? "Configuration: what differs" : "Configuration", h("span.note", state.run)),
+      h("div.controls", h("label.field", wanted)),
+      body,
+    ),
+    update: draw,
+  };
+}
+
+function environmentPanel() {
+  return panelOf("Environment", null, ({ overview }, body) => {
+    const { versions = {}, ...facts } = overview.environment || {};
+    const rows = [...Object.entries(facts), ...Object.entries(versions || {})]
+      .filter(([, value]) => value !== null)
+      .map(([name, value]) => [name.replaceAll("_", " "), String(value)]);
+    if (overview.fork) rows.push(["forked from", JSON.stringify(overview.fork)]);
+    replaceChildren(
+      body,
+      rows.length
+        ? table(["what", "value"], rows, { label: "environment" })
+        : empty("The run did not record its environment."),
+    );
+  });
+}
