@@ -20,5 +20,5 @@ lock() { # $1: gpu or cpu, $2: Python; further arguments go to uv
         --custom-compile-command scripts/lock.sh --output-file "requirements/$name.lock" "$@"
 }
 
-lock gpu 3.12 --extra vllm
-lock cpu 3.11 --extra cpu --override requirements/cpu-overrides.txt --find-links "$torch_cpu" --no-emit-package torch
+lock gpu 3.12 --extra vllm --extra view
+lock cpu 3.11 --extra cpu --extra view --override requirements/cpu-overrides.txt --find-links "$torch_cpu" --no-emit-package torch

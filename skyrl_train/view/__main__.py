@@ -36,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
     args = parser.parse_args(argv)
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        sys.stderr.write(f"skyrl-view needs {', '.join(missing)}: pip install 'skyrl_train[view]'\n")
+        sys.stderr.write(
+            f"skyrl-view needs {', '.join(missing)}: pip install 'skyrl_train[view]', in Python 3.11 or later\n"
+        )
         return 2
     try:
         with tempfile.TemporaryDirectory(prefix="skyrl-view-") as folder:

@@ -24,7 +24,7 @@ class Answers:
         self._runs = {run.id: run for run in runs}
         self._index, self._version = index, version
         self._metrics = {run.id: records.Tail(run.folder.metrics_file) for run in runs}
-        self._endpoints: Mapping[str, Endpoint] = {
+        self.endpoints: Mapping[str, Endpoint] = {
             "runs": self._list_runs,
             "metrics": self._show_metrics,
             "overview": self._overview,
@@ -32,11 +32,12 @@ class Answers:
             "tail": self._tail,
             **RolloutAnswers(self._runs, index).endpoints,
         }
+        """What can be asked, by name."""
 
     def answer(self, path: str, query: Sequence[tuple[str, str]]) -> tuple[int, Json]:
         """Return the status and the object for `api/<name>`."""
         problems: list[str] = []
-        endpoint = self._endpoints.get(path.removeprefix("api/"))
+        endpoint = self.endpoints.get(path.removeprefix("api/"))
         if endpoint is None:
             return 404, {"error": f"there is no {path}", "problems": []}
         arguments = Arguments(query)

@@ -428,3 +428,9 @@ def test_what_the_store_writes_is_what_is_shown(tmp_path: Path) -> None:
     assert one["turns"][0]["observations"] == [{"role": "tool", "content": "ok"}]
     assert (one["rewards"], one["extras"], one["environment"]) == ({"right": 1.0}, {"a": [1]}, "gsm8k")
     assert ask("trajectory", step=9, uid="train-1", sample=1)["failure"]["message"] == "gone"
+
+
+def test_the_documentation_names_every_question(ask: Asked) -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs/viewer.md").read_text()
+    names = re.findall(r"`(\w+)`", text[text.index("## Answers") : text.index("Each answer has")])
+    assert set(names) == set(ask.answers.endpoints)
