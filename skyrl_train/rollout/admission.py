@@ -40,9 +40,10 @@ from skyrl_train.telemetry.files import whole_number
 DECLARED_METRICS = """
 stream/in_flight | count | Groups that had not finished when the batch closed. | with `trainer.max_staleness`
 stream/ready | count | Groups that had finished and were left. | with `trainer.max_staleness`
-stream/dropped_<reason> | count | Groups dropped since the batch before: `filtered`, `failed`, `stale`, `surplus`
-    (`docs/async.md`). | where there are any
-stream/copies | count | Groups of the batch that are copies of others. | with dynamic sampling's `replace`
+stream/dropped_<reason> | count | Groups dropped since the batch before: `filtered`, `failed`, `rejected`, `stale`,
+    `surplus` (`docs/async.md`). | where there are any
+stream/copies | count | Groups of the batch that are copies of others. | with `dynamic_sampling=replace`, where there are
+    any
 stream/response_length/{taken,surplus} | tokens | Mean length of the batch's trajectories, and of those that had
     finished and were dropped for others. | where some were dropped
 timing/group/{taken,dropped} | s | Mean time of a group of the batch, and of those dropped for others. | where some

@@ -50,16 +50,10 @@ OVERRIDES = (
 )
 """Of a small run."""
 STREAM = ("trainer.max_staleness=2",)
-OF_STREAMS = tuple(
-    f"trainer.{name}"
-    for name in (
-        "max_staleness=",
-        "stale_groups=",
-        "take_groups=",
-        "oversample=",
-        "in_flight_updates=",
-        "in_flight_cache=",
-    )
+OF_STREAMS = (
+    *("trainer.max_staleness=", "trainer.stale_groups=", "trainer.take_groups=", "trainer.oversample="),
+    *("trainer.in_flight_updates=", "trainer.in_flight_cache="),
+    *("generator=", "generator.vllm.", "placement="),
 )
 """Begin overrides that a replay does not read."""
 NO_ROLLOUTS = "trainer.dump_rollouts=false"
@@ -134,7 +128,7 @@ def total_counts(folder: Path) -> dict[str, float]:
 def versions_of_turns(folder: Path) -> tuple[int, int]:
     """How many turns are of several versions, since weights came while they were sampled, and of how many; of those that
     were trained on, or of all in the journal where that is the record."""
-    files = sorted((folder / "rollouts").glob("train_step_*.jsonl"))
+    files = sorted((folder / "rollouts").glob("train_step_*.parquet"))
     batches = [batch for file in files for batch in read_rollouts(file).values()]
     found = [len(turn.weight_versions) for batch in batches for each in batch.trajectories for turn in each.turns]
     found = found or [len(line["versions"]) for line in journal(folder) if "turn" in line]
