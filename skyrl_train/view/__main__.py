@@ -1,4 +1,5 @@
-"""`skyrl-view RUN [RUN ...]`: what runs did and do, in the browser; `--export report.html` writes it into one file.
+"""`skyrl-view RUN [RUN ...]`: what runs did and do, in the browser; `--export report.html` writes it into one file, and
+`--terminal` prints tables of samples.
 
 RUN is the output_dir of a run that is going on or over, a folder of such, or what TRL and verl dump of completions. They are
 read and never written to. The page is served on 127.0.0.1 to whoever has the address that is printed.
@@ -31,10 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="skyrl-view", description=__doc__, allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--export", type=Path, metavar="REPORT", help="write one self-contained HTML file, and end")
-    parser.add_argument("--limit", type=int, default=200, help="trajectories of each run in the report")
+    parser.add_argument("--limit", type=int, help="trajectories: 200 in a report, 10 in a terminal")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
     parser.add_argument("--no-browser", action="store_true", help="print the address and open nothing")
+    parser.add_argument("--terminal", action="store_true", help="print tables of samples here, and end")
+    parser.add_argument("--step", type=int, help="with --terminal: of this step; else of the last")
     args = parser.parse_args(argv)
+    if args.terminal:
+        return _in_terminal(args)
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
         sys.stderr.write(
             f"skyrl-view needs {', '.join(missing)}: pip install 'skyrl_train[view]', in Python 3.11 or later\n"
@@ -51,12 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _in_terminal(args: argparse.Namespace) -> int:
+    """Needs nothing of the extra `view`."""
+    from skyrl_train.view.terminal import show
+
+    try:
+        show(args.runs, step=args.step, limit=args.limit or 10)
+    except (SkyrlTrainError, OSError) as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
+    return 0
+
+
 def _view(args: argparse.Namespace, folder: Path) -> None:
     runs = find_runs(args.runs)
     index = RolloutIndex(folder, runs)
     answers = Answers(runs, index, version=importlib.metadata.version("skyrl_train"))
     if args.export is not None:
-        report = write_report(answers, [("limit", str(args.limit))], STATIC)
+        report = write_report(answers, [("limit", str(args.limit or 200))], STATIC)
         write_atomically(args.export, report.encode())
         sys.stdout.write(
             f"{args.export}: {len(report) / 1e6:.1f} MB, {len(runs)} {'run' if len(runs) == 1 else 'runs'}\n"
