@@ -115,7 +115,7 @@ def make_plan_report(
         memory=memory,
         placement=placement,
         time=None if rates is None else _time(config, plan, lengths, estimates, rates),
-        disk=disk_bytes(plan, lengths, config.trainer, num_parameters=num_parameters),
+        disk=disk_bytes(plan, lengths, config.trainer, config.rollouts, num_parameters=num_parameters),
     )
 
 

@@ -17,7 +17,7 @@ from skyrl_train.plan.estimate import PassEstimate, RowLengths
 from skyrl_train.plan.memory import DeviceMemory, gigabytes, memory_lines
 from skyrl_train.plan.notes import PlanNote, percent
 from skyrl_train.plan.pipeline import SHOWN
-from skyrl_train.plan.time import RunTime, time_lines
+from skyrl_train.plan.time import RunTime, time_lines, tokens_of_rollout
 from skyrl_train.registry import part_name
 from skyrl_train.wording import byte_size, counted
 
@@ -35,6 +35,10 @@ WEIGHT_BYTES = 8
 """`loss_weights`, which a closed mini-batch adds."""
 SCORE_BYTES = 4
 """One log-probability or value."""
+
+
+_ROLLOUT_BYTES = 50
+"""What a token of the rollouts takes in the controller's memory at most, their writer included (`bench_rollouts.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +258,12 @@ def storage_items(
     per_token = sum(TOKEN_BYTES.values()) + SCORE_BYTES * models
     yield Storage(
         what="training batch on the controller", kind="kept", num_bytes=tokens * per_token, when=f"{tokens:,} tokens"
+    )
+    yield Storage(
+        what="rollouts on the controller",
+        kind="kept",
+        num_bytes=round(plan.num_samples_per_batch * tokens_of_rollout(lengths) * _ROLLOUT_BYTES),
+        when="while they are written to disk" if trainer.dump_rollouts else "until the update",
     )
     policy = plan.learners[0]
     step_tokens = round(plan.num_samples_per_step * tokens_per_sample / policy.data_parallel_size)

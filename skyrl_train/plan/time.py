@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_train.config.schema import PlanConfig, TrainerConfig
+from skyrl_train.config.schema import PlanConfig, RolloutsConfig, TrainerConfig
 from skyrl_train.errors import DataError
 from skyrl_train.plan.batch_plan import BatchPlan, ceil_div
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
@@ -29,8 +29,10 @@ _WARM_UP_STEPS = 1
 """Steps of a run that are left out where there are others: kernels are chosen and caches filled in them."""
 _EACH_TIME = ("checkpoint", "evaluate")
 """Phases that not every step has."""
-_ROLLOUT_BYTES = 32.0
-"""What a token takes in a rollout log: its id, its log-probability and its text."""
+_ROLLOUT_BYTES = 8.0
+"""What a token takes of a rollout file: its id, the engine's log-probability and its text (`scripts/bench_rollouts.py`)."""
+_COLUMN_BYTES = {"float32": 3.5, "bfloat16": 1.5}
+"""What a log-probability of the trainer takes there; advantages, which are equal over a trajectory, take next to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,12 +240,16 @@ def run_time(
 
 
 def disk_bytes(
-    plan: BatchPlan, lengths: RowLengths, trainer: TrainerConfig, *, num_parameters: int | None
+    plan: BatchPlan,
+    lengths: RowLengths,
+    trainer: TrainerConfig,
+    rollouts: RolloutsConfig,
+    *,
+    num_parameters: int | None,
 ) -> Mapping[str, int]:
     """Return what a run leaves on disk, by what it is: rollouts, and where the number of the policy's parameters is known,
     checkpoints and the exported model. A critic is as large as the policy."""
-    tokens = plan.num_samples_per_batch * plan.total_steps * _tokens_of_rollout(lengths)
-    found = {"rollouts": int(tokens * _ROLLOUT_BYTES)} if trainer.dump_rollouts else {}
+    found = {"rollouts": _rollout_bytes(plan, lengths, rollouts)} if trainer.dump_rollouts else {}
     if num_parameters is None:
         return found
     trained = sum(learner.role in ("policy", "critic") for learner in plan.learners)
@@ -278,7 +284,14 @@ def time_lines(time: RunTime | None, disk: Mapping[str, int]) -> Iterator[str]:
         yield f"{'disk':<10} {byte_size(sum(disk.values()))} at most: {parts}"
 
 
-def _tokens_of_rollout(lengths: RowLengths) -> float:
+def _rollout_bytes(plan: BatchPlan, lengths: RowLengths, rollouts: RolloutsConfig) -> int:
+    steps = min(plan.total_steps, rollouts.keep_last or plan.total_steps)
+    scored = len(set(rollouts.columns) - {"advantages"})
+    per_token = _ROLLOUT_BYTES + scored * _COLUMN_BYTES[rollouts.columns_dtype]
+    return int(plan.num_samples_per_batch * tokens_of_rollout(lengths) * steps * rollouts.sample_fraction * per_token)
+
+
+def tokens_of_rollout(lengths: RowLengths) -> float:
     """Tokens of a whole trajectory, in the mean: its last row has them all."""
     return sum(int(rows[-1]) for rows in lengths.trajectories) / len(lengths.trajectories)
 

@@ -11,7 +11,11 @@ import pytest
 from skyrl_train.algorithms.controllers import EntropyControllerState
 from skyrl_train.config.data import CurriculumConfig
 from skyrl_train.errors import CheckpointError, ConfigError, SkyrlTrainError, StopRequested
+from skyrl_train.rollout.replay import ReplayGenerator
+from skyrl_train.telemetry.json_text import json_line
 from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.telemetry.rollout_log import encode_trajectory
+from skyrl_train.telemetry.rollout_store import pairs_of, read_rollouts
 from skyrl_train.trainers.evaluation_report import read_evaluations
 from skyrl_train.trainers.state import TrainerState
 from tests.fakes_trainer import (
@@ -61,6 +65,33 @@ def test_a_killed_run_that_is_resumed_writes_the_same_metrics_and_weights(tmp_pa
     for name in (path.name for path in (tmp_path / "alone" / "rollouts").iterdir()):
         assert (folder / "rollouts" / name).read_bytes() == (tmp_path / "alone" / "rollouts" / name).read_bytes()
     assert read_evaluations(run.folder.evaluation_file) == read_evaluations(tmp_path / "alone" / "evaluation.json")
+
+
+def as_older_versions_wrote(folder: Path) -> None:
+    """Makes JSON lines of the run's rollouts."""
+    for path in folder.glob("*.parquet"):
+        ((step, batch),) = read_rollouts(path).items()
+        head = {"global_step": step, "purpose": path.name.partition("_")[0]}
+        lines = [json_line({**head, **encode_trajectory(*pair)}) for pair in pairs_of(batch)]
+        path.with_suffix(".jsonl").write_bytes(b"".join(lines))
+        path.unlink()
+
+
+def test_a_run_that_wrote_json_lines_goes_on_with_parquet(tmp_path):
+    expected = undisturbed(tmp_path / "alone")
+    folder = tmp_path / "killed"
+    with pytest.raises(Killed):
+        fake_run(folder, on_call=killed_in(4, "train")).run()
+    as_older_versions_wrote(folder / "rollouts")
+    assert (folder / "rollouts" / "train_step_000003.jsonl").exists()
+    run = fake_run(folder)
+    run.run()
+    assert records_without_timings(run.folder.metrics_file) == expected
+    names = sorted(path.name for path in (folder / "rollouts").glob("train*"))
+    assert names == [f"train_step_00000{step}" for step in ("1.jsonl", "2.jsonl", "3.parquet", "4.parquet")]
+    replays = [ReplayGenerator(each / "rollouts") for each in (folder, tmp_path / "alone")]
+    assert replays[0].prompts == replays[1].prompts
+    assert replays[0].num_steps == 4
 
 
 def test_a_run_with_a_curriculum_takes_the_same_prompts_after_a_resume(tmp_path):

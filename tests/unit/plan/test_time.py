@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from skyrl_train.config.schema import Config, PlanConfig, TrainerConfig
+from skyrl_train.config.schema import Config, PlanConfig, RolloutsConfig, TrainerConfig
 from skyrl_train.errors import DataError
 from skyrl_train.plan.dry_run import plan_batches
 from skyrl_train.plan.estimate import PassEstimate, RowLengths
@@ -163,8 +163,11 @@ def test_a_plan_without_rates_says_how_to_have_them() -> None:
 def test_disk_holds_checkpoints_rollouts_and_the_export() -> None:
     settings = config(ckpt_interval=2, max_ckpts_to_keep=2)
     plan = plan_batches(settings, num_train_prompts=40)
-    found = disk_bytes(plan, LENGTHS, settings.trainer, num_parameters=100)
+    found = disk_bytes(plan, LENGTHS, settings.trainer, settings.rollouts, num_parameters=100)
     assert found["checkpoints"] == 3 * 12 * 100, "two that are kept, and one that is written before the oldest goes"
     assert found["export"] == 400
-    assert found["rollouts"] == 8 * 10 * 50 * 32
-    assert list(disk_bytes(plan, LENGTHS, replace(TrainerConfig(), dump_rollouts=False), num_parameters=None)) == []
+    assert found["rollouts"] == 8 * 10 * 50 * (8 + 2 * 3.5)
+    few = RolloutsConfig(columns=("policy_logprobs",), columns_dtype="bfloat16", keep_last=4, sample_fraction=0.5)
+    assert disk_bytes(plan, LENGTHS, settings.trainer, few, num_parameters=None) == {"rollouts": 8 * 2 * 50 * 9.5}
+    none = replace(TrainerConfig(), dump_rollouts=False)
+    assert list(disk_bytes(plan, LENGTHS, none, RolloutsConfig(), num_parameters=None)) == []

@@ -15,7 +15,7 @@ from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError, ConfigError, DataError, EngineError, SkyrlTrainError
 from skyrl_train.rollout.replay import ReplayGenerator
 from skyrl_train.runs.rl import assembly_settings
-from skyrl_train.telemetry.rollout_store import write_rollouts
+from skyrl_train.telemetry.rollout_store import read_rollouts, write_rollouts
 from skyrl_train.types import RolloutBatch, SamplingParams
 from tests.journal_cases import SAMPLES, STEPS, run
 
@@ -54,6 +54,18 @@ def test_a_recorded_run_is_replayed_step_by_step(tmp_path: Path) -> None:
     assert [replay(generator, step) for step in (1, 2, 3)] == [batch] * 3
     assert [prompt.uid for prompt in generator.prompts] == ["a", "b"] * 3
     assert generator.batch(2) == generator.prompts_for_step(3)
+
+
+def test_a_run_that_an_older_version_began_is_replayed_from_both_kinds_of_files(tmp_path: Path) -> None:
+    for step in (1, 2):
+        write(tmp_path / f"train_step_00000{step}.jsonl", *[line("a", step), line("b", step)] * 2)
+    write(tmp_path / "eval_step_000002.jsonl", line("c", 2))
+    (later,) = read_rollouts(tmp_path / "train_step_000002.jsonl").values()
+    for step, purpose in ((3, "train"), (4, "train"), (4, "eval"), (5, "failed")):
+        write_rollouts(tmp_path, later, purpose=purpose, global_step=step)
+    generator = ReplayGenerator(tmp_path)
+    assert generator.num_steps == 4
+    assert [replay(generator, step) for step in (1, 2, 3, 4)] == [later] * 4
 
 
 def test_steps_are_counted_from_one_whatever_their_numbers_were(tmp_path: Path) -> None:
