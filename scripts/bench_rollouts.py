@@ -82,14 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         read_s = best(lambda: read_rollouts(folder / "train_step_000001.parquet"), 1)
         rounded = write_rollouts(folder, rollouts, purpose="b", global_step=1, columns=columns, to_bfloat16=True)
         sizes, narrow = column_sizes(folder / "train_step_000001.parquet"), column_sizes(rounded)
-        whole = sum(sizes.values())
+        whole, core = sum(sizes.values()), sum(map(sizes.__getitem__, CORE))
         old = (folder / "old.jsonl").stat().st_size
     lines = [
         Line(
             what="disk: ids, mask, version, engine's log-probability",
-            found=sum(map(sizes.__getitem__, CORE)) / tokens,
+            found=core / tokens,
             target=TARGETS["core"],
         ),
+        Line(what="disk: the same, per sampled token", found=core / sampled, target=TARGETS["core"]),
         *(Line(what=f"disk: {name}", found=sizes[name] / sampled, target=TARGETS["column"]) for name in FURTHER),
         *(Line(what=f"disk: {name}, bfloat16", found=narrow[name] / sampled) for name in FURTHER[1:]),
         Line(what="disk: texts and all else", found=(whole - sum(map(sizes.__getitem__, CORE + FURTHER))) / tokens),

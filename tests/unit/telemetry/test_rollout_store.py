@@ -158,6 +158,18 @@ def test_a_file_holds_what_a_reader_looks_for(tmp_path: Path) -> None:
     assert metadata == {"format": 1, "float_columns": {"advantages": "float32"}, "sample_fraction": 1.0}
 
 
+def test_other_programs_open_it_in_a_line(tmp_path: Path) -> None:
+    """As `docs/rollouts.md` says."""
+    pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
+    (path, *_), pattern = [write(tmp_path, global_step=step) for step in (1, 2)], str(tmp_path / "train_*.parquet")
+    frame = pandas.read_parquet(path)
+    assert frame[frame["turn"] == 0]["trajectory_reward"].mean() == make_trajectory().reward
+    rows = datasets.load_dataset("parquet", data_files=pattern, split="train", cache_dir=str(tmp_path / "cache"))
+    assert len(rows) == 12
+    assert rows[0]["response_token_ids"] == [7, 2]
+    assert rows[1]["versions"] == [{"start": 0, "version": 3}, {"start": 1, "version": 4}]
+
+
 def test_columns_may_be_rounded_to_bfloat16_and_the_file_says_so(tmp_path: Path) -> None:
     values = np.float32([1.00390625, 1.01171875, math.nan, -math.inf, -1 / 3, 0.0, -1e-30, 3e38])
     turn = make_turn(response_token_ids=range(8), response_logprobs=(), weight_versions=((0, 1),))
