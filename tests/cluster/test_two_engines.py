@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from skyrl_train.cluster.engine_group import EngineGroup, GroupEngine
+from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, EnvironmentConfig
@@ -20,12 +22,13 @@ from skyrl_train.inference.routing import PrefixRouter
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.runs.build_engines import engine_settings
-from skyrl_train.types import RolloutBatch, SamplingParams, Trajectory
+from skyrl_train.types import GenerationOutput, GenerationRequest, RolloutBatch, SamplingParams, Trajectory
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
 from skyrl_train.weight_sync.transports import RouteSettings, auto
 from skyrl_train.weights import stored_weights
 from tests.cluster.test_learners import SLOT, make_config
+from tests.cluster.test_vllm_apart import moved
 
 pytestmark = pytest.mark.cluster
 
@@ -56,6 +59,10 @@ class Rollouts:
     pool: GroupEngine
     generator: RolloutGenerator
     router: Recording
+    updates: WeightSync
+    sharing: DeviceSharing
+    weights: Mapping[str, Tensor]
+    """Of `VERSION`."""
 
     def make(self) -> RolloutBatch:
         """The same trajectories on every call: seeds are derived."""
@@ -86,11 +93,11 @@ def rollouts(session: RaySession, tmp_path_factory: pytest.TempPathFactory) -> I
     settings = RouteSettings(files=folder / "weights", node_folder=folder, timeout_s=60.0)
     updates = WeightSync(group.for_update, auto, settings, sharing, SyncRecords(folder / "sync.jsonl"))
     pool = GroupEngine(group, sharing, updates, silence_timeout_s=60.0)
-    weights = load_causal_lm(config.model, "cpu").named_parameters()
-    updates.sync(stored_weights({name: parameter.detach() for name, parameter in weights}), VERSION)
+    weights = {name: each.detach() for name, each in load_causal_lm(config.model, "cpu").named_parameters()}
+    updates.sync(stored_weights(weights), VERSION)
     pool._router = router = Recording(PrefixRouter(max_lead=32))  # type: ignore[assignment]
     generator = RolloutGenerator(pool, load_tokenizer(config.model), config.generator, EnvironmentConfig(), config.seed)
-    yield Rollouts(pool=pool, generator=generator, router=router)
+    yield Rollouts(pool=pool, generator=generator, router=router, updates=updates, sharing=sharing, weights=weights)
     generator.close()
     pool.close()
 
@@ -154,7 +161,7 @@ def test_one_of_two_engines_dies_and_every_trajectory_is_there_once_as_if_it_had
     for found, wanted in zip(batch.trajectories, expected.trajectories):
         assert responses(found) == responses(wanted)
         assert {turn.weight_versions for turn in found.turns} == {((0, VERSION),)}
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while not all(group.alive) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert group.alive == [True, True], "it is started again, with the current weights"
@@ -162,3 +169,55 @@ def test_one_of_two_engines_dies_and_every_trajectory_is_there_once_as_if_it_had
     again = rollouts.make()
     assert {engine for _, engine in rollouts.router.choices} == {0, 1}
     assert [responses(t)[0] for t in again.trajectories] == [responses(t)[0] for t in expected.trajectories]
+    assert {turn.weight_versions for t in again.trajectories for turn in t.turns} == {((0, VERSION),)}
+
+
+def answers(rollouts: Rollouts, index: int, name: str) -> GenerationOutput:
+    """What one engine says, asked by itself."""
+    group = rollouts.pool.group
+    request = GenerationRequest(
+        request_id=name,
+        prompt_token_ids=tuple(range(5, 45)),
+        sampling=SamplingParams(max_generate_length=24),
+        seed=7,
+    )
+    asked = group.workers([group.actors[index]]).begin_asking(EngineWorker.generate, "generate", request)
+    (output,) = asked.wait()
+    return output
+
+
+def test_an_engine_whose_place_was_taken_while_the_policy_trained_joins_with_the_next_weights(
+    rollouts: Rollouts,
+) -> None:
+    """It gets the weights before any request: until then the other engine serves alone, and from then on both say the
+    same, of the next version."""
+    group, updates = rollouts.pool.group, rollouts.updates
+    victim = group.actors[1].identity
+    assert victim is not None
+    rollouts.sharing.models("policy", trains=True)
+    before = answers(rollouts, 0, "before")
+    rollouts.generator.on_progress = lambda done, _: os.kill(victim.pid, signal.SIGKILL) if done == 2 else None
+    batch = rollouts.make()
+    rollouts.generator.on_progress = None
+    assert not any(trajectory.failed for trajectory in batch.trajectories)
+    deadline = time.monotonic() + 400
+    while not group.has_late and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert group.has_late, "it is started again, and waits: the weights of the last sync are nowhere any more"
+    assert group.alive == [True, False]
+    rollouts.make()
+    assert {engine for _, engine in rollouts.router.choices} == {0}
+    updates.sync(stored_weights(moved(rollouts.weights, 1)), VERSION + 1)
+    assert group.alive == [True, True]
+    assert group.actors[1].identity != victim
+    first, second = (answers(rollouts, index, f"after-{index}") for index in (0, 1))
+    assert first.weight_versions == second.weight_versions == ((0, VERSION + 1),)
+    assert first.token_ids == second.token_ids
+    assert first.logprobs == pytest.approx(second.logprobs, abs=1e-4)
+    assert (first.token_ids, first.logprobs) != (before.token_ids, before.logprobs), "the weights are others"
+    again = rollouts.make()
+    assert {engine for _, engine in rollouts.router.choices} == {0, 1}
+    assert {turn.weight_versions for t in again.trajectories for turn in t.turns} == {((0, VERSION + 1),)}
+    served = rollouts.pool.take_metrics()
+    print(f"\nbalance of the two: {served['engines/balance']:.2f}")
+    assert served["engines/serving"] == 2.0
