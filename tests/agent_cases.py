@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import httpx
 
-from skyrl_train.config.schema import ModelConfig
+from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.schema import EnvironmentConfig, ModelConfig
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.rollout.agent_loop import Episode, Job, Limits
 from skyrl_train.rollout.agents.chat_wire import Answered, Asked
 from skyrl_train.rollout.agents.endpoint import Address, opened
 from skyrl_train.rollout.agents.session import Origin, Session
 from skyrl_train.rollout.chat_tokens import ChatTokens
+from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.tools.formats import make_parser
-from skyrl_train.types import GenerationRequest, Outcome, Prompt, SamplingParams, Trajectory, token_ids
+from skyrl_train.types import GenerationRequest, Outcome, Prompt, RolloutBatch, SamplingParams, Trajectory, token_ids
 from tests.fakes import FakeEngine
 from tests.tool_cases import TEMPLATE
 
@@ -175,6 +178,35 @@ class Programs:
 
 def trajectory_of(session: Session) -> Trajectory:
     return Trajectory(prompt_uid="p", sample_index=0, turns=session.kept().turns, outcome=Outcome.DONE)
+
+
+@contextlib.contextmanager
+def rolling() -> Iterator[Callable[..., RolloutBatch]]:
+    """Yields what has a program play samples of one prompt, with all that a run has around it."""
+    made: list[RolloutGenerator] = []
+
+    def roll(
+        engine: FakeEngine, loop: Mapping[str, Any], *, n: int = 1, env: str = "reported", **generator: Any
+    ) -> RolloutBatch:
+        made.append(
+            RolloutGenerator(
+                engine,
+                tokenizer(),
+                GeneratorConfig(
+                    agent_loop={"_target_": "agent", **loop},
+                    **{"max_turns": 8, "max_context_length": 4096, **generator},
+                ),
+                EnvironmentConfig(env_class=env, isolation="thread", step_timeout_s=20.0, max_failed_fraction=1.0),
+                0,
+            )
+        )
+        prompt = Prompt(uid="p0", messages=({"role": "user", "content": "2 + 3?"},), extras={"answer": "5"})
+        sampling = SamplingParams(max_generate_length=512)
+        return made[-1].generate([prompt], n_samples_per_prompt=n, sampling=sampling, global_step=1, purpose="train")
+
+    yield roll
+    for generator in made:
+        generator.close()
 
 
 Play = Callable[[httpx.AsyncClient, Session], Awaitable[Any]]

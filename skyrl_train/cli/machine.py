@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from skyrl_train.config.agents import AGENT, launcher_of, with_target
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.parts import AGENT_LOOPS, LAUNCHERS
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import DataConfig, EnvironmentConfig, ModelConfig
@@ -20,7 +23,7 @@ from skyrl_train.config.validate import near_path
 from skyrl_train.data.hub import endpoint, is_cached, is_reachable
 from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, Violation
-from skyrl_train.registry import did_you_mean
+from skyrl_train.registry import did_you_mean, part_name, split_spec
 from skyrl_train.rollout.env_local import violations_in_process
 from skyrl_train.rollout.environments import (
     environment_violations,
@@ -33,6 +36,7 @@ from skyrl_train.rollout.scoring import reward_problems, server_problems
 from skyrl_train.rollout.tools.formats import TOOL_FORMATS, VLLM_PARSER
 from skyrl_train.rollout.tools.toolbox import tool_schemas
 
+_LAUNCHER_WITHIN_S = 60.0
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 
@@ -159,6 +163,28 @@ def _engine(generator: GeneratorConfig, placement: PlacementConfig, platform: Pl
         )
 
 
+def _launcher(generator: GeneratorConfig) -> Iterator[Violation]:
+    """A launcher of agents' commands that is not installed, is not running, or lacks its image."""
+    spec = split_spec(generator.agent_loop)[1].get("launcher")
+    if AGENT_LOOPS.name_of(generator.agent_loop) != AGENT or spec is None:
+        return
+    try:
+        check = launcher_of(spec).check
+    except ConfigError:  # of which the rules on settings tell
+        return
+    try:
+        done = subprocess.run(check or ("true",), capture_output=True, timeout=_LAUNCHER_WITHIN_S, check=False)
+        said = " ".join((done.stderr or done.stdout).decode(errors="replace").split())[-300:] if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        said = f"{type(error).__name__}: {error}"
+    if said or done.returncode:
+        remedy = (
+            f"install or start it, pull its image, or drop {LAUNCHERS.setting}: the command then runs without a sandbox"
+        )
+        rule = f"must work here, and `{' '.join(check)}` fails: {said}"
+        yield Violation.of(LAUNCHERS.setting, part_name(with_target(spec)), rule, remedy)
+
+
 def _device(placement: PlacementConfig, platform: PlatformConfig) -> Iterator[Violation]:
     machine = detect_platform()
     if placement.backend == "inline" and platform.device.startswith("cuda") and machine.name == "cpu":
@@ -197,5 +223,5 @@ MACHINE_RULES: tuple[Rule, ...] = (
     _attention,
 )
 """What any kind of run needs of this machine."""
-RL_MACHINE_RULES: tuple[Rule, ...] = (*MACHINE_RULES, _environment, _tools, _rewards, _engine)
+RL_MACHINE_RULES: tuple[Rule, ...] = (*MACHINE_RULES, _environment, _tools, _rewards, _engine, _launcher)
 """What reinforcement learning needs of it."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from skyrl_train.config.data import EnvironmentConfig
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
-from skyrl_train.config.parts import AGENT_LOOPS
+from skyrl_train.config.launchers import OF_SANDBOX, OF_TASK, Launcher, is_of_this_machine_alone, placeholder_violations
+from skyrl_train.config.parts import AGENT_LOOPS, LAUNCHERS
 from skyrl_train.errors import ConfigError, Violation
-from skyrl_train.registry import import_attr, split_spec
+from skyrl_train.registry import TARGET, PartSpec, import_attr, part_name, split_spec
 
 AGENT = "agent"
 """The agent loop in which a program asks for the turns."""
@@ -20,7 +21,6 @@ REPORTED = "reported"
 """The environment that stands for rewards which programs report."""
 RUN_SETTING = f"{AGENT_LOOPS.setting}.run"
 PROGRAMS = ("run", "command", "url")
-PLACEHOLDERS = ("base_url", "session_url", "api_key", "model", "task_file", "report_file", "folder", "time_limit_s")
 _EXAMPLE = f"write generator={AGENT} {RUN_SETTING}=my_code:play"
 UNSUPPORTED = ("ignore", "refuse")
 
@@ -54,14 +54,60 @@ def _program(generator: GeneratorConfig) -> Iterator[Violation]:
         rule = "must be a list of words, as no shell reads it"
         yield Violation.of(f"{setting}.command", command, rule, "write command: [python, agent.py, '{task_file}']")
         return
-    for name in (name for word in command for name in re.findall(r"\{([a-z_]+)\}", word)):
-        if name not in PLACEHOLDERS:
-            rule = f"has a placeholder that there is not; there are {', '.join(PLACEHOLDERS)}"
-            yield Violation.of(f"{setting}.command", f"{{{name}}}", rule, "correct its name")
+    yield from placeholder_violations(f"{setting}.command", command, (*OF_SANDBOX, *OF_TASK))
     url = arguments.get("url", "")
     if not isinstance(url, str) or (url and not re.fullmatch(r"https?://\S+", url)):
         rule = "must be the address that a task is posted to"
         yield Violation.of(f"{setting}.url", url, rule, "write url: http://127.0.0.1:9000/play")
+
+
+def launcher_of(spec: PartSpec | None) -> Launcher:
+    """Return what a command runs in: nothing but itself unless `spec` says so. Raises ConfigError."""
+    if spec is None:
+        return Launcher()
+    made: object = LAUNCHERS.resolve(with_target(spec))()
+    if not isinstance(made, Launcher):
+        rule, remedy = "must give a skyrl_train.config.launchers.Launcher", "have it return one"
+        raise ConfigError([Violation.of(LAUNCHERS.setting, type(made).__name__, rule, remedy)])
+    return made
+
+
+def with_target(spec: PartSpec) -> PartSpec:
+    """Words without a name are those of a template."""
+    return {TARGET: "template", **spec} if isinstance(spec, Mapping) and TARGET not in spec else spec
+
+
+def _launcher(generator: GeneratorConfig) -> Iterator[Violation]:
+    _, arguments = split_spec(generator.agent_loop)
+    spec, setting = arguments.get("launcher"), LAUNCHERS.setting
+    if AGENT_LOOPS.name_of(generator.agent_loop) != AGENT or spec is None:
+        return
+    if not isinstance(spec, (str, Mapping)):
+        remedy = "write launcher: {_target_: docker, image: NAME}"
+        yield Violation.of(setting, spec, "must name a launcher, or be one with its words", remedy)
+        return
+    if not arguments.get("command"):
+        yield Violation.of(setting, part_name(with_target(spec)), "is for command, which it runs", "drop it")
+    found = LAUNCHERS.violations(with_target(spec))
+    if found:
+        yield from found
+        return
+    try:
+        launcher = launcher_of(spec)
+    except ConfigError as error:
+        yield from error.violations
+        return
+    host = str(arguments.get("host", "127.0.0.1"))
+    if not launcher.loopback and not launcher.host_inside and is_of_this_machine_alone(host):
+        rule = f"cannot be reached from this launcher's network, which has no loopback of this machine (host={host})"
+        remedy = (
+            "write network: host; or host: ADDRESS, which this machine has in that network (its gateway, as docker "
+        )
+        remedy += "network inspect tells it); or launcher.host_inside, where it has another one there"
+        yield Violation.of(f"{setting}.network", "not host", rule, remedy)
+    if launcher.most is not None and generator.backend == "hf":
+        rule = "cannot be with generator.backend=hf, which waits until every program of a batch asks or has ended"
+        yield Violation.of(f"{setting}.most", launcher.most, rule, "drop it and have smaller batches, or take vllm")
 
 
 def _reported(generator: GeneratorConfig, environment: EnvironmentConfig) -> Iterator[Violation]:
@@ -71,4 +117,4 @@ def _reported(generator: GeneratorConfig, environment: EnvironmentConfig) -> Ite
         yield Violation.of("environment.env_class", REPORTED, rule, _EXAMPLE)
 
 
-AGENT_RULES: tuple[Rule, ...] = (_program, _reported)
+AGENT_RULES: tuple[Rule, ...] = (_program, _launcher, _reported)

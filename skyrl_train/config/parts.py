@@ -308,8 +308,17 @@ AGENT_LOOPS = Seam(
     "generator.agent_loop",
     {
         "multi_turn": Builtin("skyrl_train.rollout.agent_loop:multi_turn"),
-        "agent": Builtin("skyrl_train.rollout.agents.loop:agent", free=frozenset({"url", "host", "time_limit_s"})),
+        "agent": Builtin(
+            "skyrl_train.rollout.agents.loop:agent", free=frozenset({"url", "host", "time_limit_s", "launcher"})
+        ),
     },
     given=("episode",),
 )
 """`async (Episode) -> Trajectory`; see `rollout/agent_loop.py`."""
+
+_LAUNCHERS = "skyrl_train.config.launchers"
+LAUNCHERS = Seam(
+    "generator.agent_loop.launcher",
+    {name: Builtin(f"{_LAUNCHERS}:{name}") for name in ("docker", "podman", "bubblewrap", "template")},
+)
+"""`() -> Launcher`: what a command of the agent loop `agent` runs in; see `config/launchers.py`."""

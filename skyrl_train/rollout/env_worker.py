@@ -18,7 +18,6 @@ from __future__ import annotations
 import array
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import fcntl
 import functools
@@ -49,6 +48,7 @@ from skyrl_train.rollout.environments import (
     resolve_environment,
     split_environment,
 )
+from skyrl_train.rollout.process_tree import adopt_orphans, children, end_with_parent, kill, prefer_for_memory
 from skyrl_train.rollout.reward_functions import reward_facts, reward_violations
 from skyrl_train.rollout.tools.toolbox import tool_violations
 from skyrl_train.types import FailureKind
@@ -60,7 +60,6 @@ _LOOK_EVERY_S = 1.0
 _END_WITHIN_S = 5.0
 _FIRST_OWN_FD = 100
 """Connections are moved here: code that closes low file descriptors does not hit them."""
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LINUX = sys.platform == "linux"
 
 
@@ -163,8 +162,8 @@ def _become_worker(connection: socket.socket, memory_bytes: int, supervisor: int
     status = 1
     try:
         os.setsid()
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        end_with_parent(signal.SIGKILL)
+        adopt_orphans()
         if os.getppid() != supervisor:
             return
         signal.set_wakeup_fd(-1)
@@ -172,8 +171,7 @@ def _become_worker(connection: socket.socket, memory_bytes: int, supervisor: int
         for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGQUIT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         faulthandler.enable(file=2)
-        with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("1000")
+        prefer_for_memory()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _limit_memory(memory_bytes)
         if "numpy.random" in sys.modules:  # numbers of its own, as Python's module draws after a fork by itself
@@ -240,7 +238,7 @@ class Supervisor:
                 self._start(int(message["start"]))
             elif "end" in message:
                 for process in [pid for pid, number in self._workers.items() if number == message["end"]]:
-                    _kill(process)
+                    kill(process)
             else:
                 return False
         return bool(data)
@@ -270,8 +268,8 @@ class Supervisor:
                 with contextlib.suppress(OSError):
                     os.killpg(process, signal.SIGKILL)
                 self._tell({"ended": self._workers.pop(process), "status": os.waitstatus_to_exitcode(status)})
-        for orphan in _children() - set(self._workers):
-            _kill(orphan)
+        for orphan in children() - set(self._workers):
+            kill(orphan)
 
     def _tell(self, message: object) -> None:
         with contextlib.suppress(OSError):
@@ -280,25 +278,11 @@ class Supervisor:
     def _end_all(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         deadline = time.monotonic() + _END_WITHIN_S
-        while (children := _children() | set(self._workers)) and time.monotonic() < deadline:
-            for process in children:
-                _kill(process)
+        while (running := children() | set(self._workers)) and time.monotonic() < deadline:
+            for process in running:
+                kill(process)
             self._collect()
             time.sleep(0.005)
-
-
-def _kill(process: int) -> None:
-    for kill in (os.killpg, os.kill):
-        with contextlib.suppress(OSError):
-            kill(process, signal.SIGKILL)
-
-
-def _children() -> set[int]:
-    """Return the processes that this one is the parent of, adopted ones included."""
-    try:
-        return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
-    except OSError:
-        return set()
 
 
 def _empty_large_log() -> None:
@@ -322,11 +306,6 @@ def _moved(descriptor: int) -> int:
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _FIRST_OWN_FD)
     os.close(descriptor)
     return moved
-
-
-def _prctl(option: int, value: int) -> None:
-    if _LINUX:
-        ctypes.CDLL(None).prctl(option, int(value), 0, 0, 0)
 
 
 def _load(settings: dict[str, Any]) -> dict[str, Any]:
@@ -364,8 +343,8 @@ def main() -> None:
     control = socket.socket(fileno=_moved(int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    end_with_parent(signal.SIGTERM)
+    adopt_orphans()
     frames = Frames()
     settings = next(message for data in iter(lambda: control.recv(_CHUNK), b"") for message in frames.feed(data))
     sys.path[:] = [*settings["sys_path"], *(sys.path if settings["apart"] else ())]

@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import threading
-from collections.abc import Coroutine, Sequence
+import weakref
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _CANCEL_TIMEOUT_S = 10.0
 _SIGNAL_POLL_S = 0.5
+_CLOSERS_TIMEOUT_S = 120.0
+_Closer = Callable[[], Coroutine[Any, Any, object]]
+_CLOSERS: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, list[_Closer]] = weakref.WeakKeyDictionary()
 
 
 class LoopThread:
@@ -61,9 +68,14 @@ class LoopThread:
         return self._loop.is_closed()
 
     def close(self) -> None:
-        """Stops the loop. Idempotent."""
+        """Close what is to be closed with the loop, and stop it. Idempotent."""
         if self._loop.is_closed():
             return
+        for closer in _CLOSERS.pop(self._loop, []):
+            try:
+                self.run(asyncio.wait_for(closer(), _CLOSERS_TIMEOUT_S))
+            except Exception as error:  # of any kind: the others are closed, too
+                logger.warning("%s", str(error) or f"not closed: {type(error).__name__}")
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CANCEL_TIMEOUT_S)
         if not self._thread.is_alive():
@@ -74,3 +86,9 @@ class LoopThread:
         if cancelled:
             waiting = asyncio.wait(cancelled, timeout=_CANCEL_TIMEOUT_S)
             asyncio.run_coroutine_threadsafe(waiting, self._loop).result(_CANCEL_TIMEOUT_S)
+
+
+def at_close(closer: _Closer) -> None:
+    """Have what lives on the running loop closed before the loop stops, if it is a `LoopThread`'s; others end with their
+    process."""
+    _CLOSERS.setdefault(asyncio.get_running_loop(), []).append(closer)

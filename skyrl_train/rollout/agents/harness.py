@@ -16,30 +16,32 @@ import contextlib
 import functools
 import inspect
 import os
-import signal
-import tempfile
+import stat
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
-from skyrl_train.config.agents import RUN_SETTING
+from skyrl_train.config.agents import RUN_SETTING, launcher_of
+from skyrl_train.config.launchers import VARIABLES
 from skyrl_train.errors import EngineError
 from skyrl_train.registry import PartSpec, import_attr, split_spec
 from skyrl_train.rollout.agents.endpoint import Address
+from skyrl_train.rollout.agents.sandbox import Sandbox, SandboxError, filled
+from skyrl_train.rollout.agents.sandboxes import pool_of
 from skyrl_train.rollout.env_boundary import Broken, check_components, check_reward, describe
 from skyrl_train.rollout.http_reply import UnreadableReply, client_arguments, send
 from skyrl_train.telemetry.json_text import json_line, parse_json
 from skyrl_train.threads import WorkerThread
 from skyrl_train.types import FailureKind
 
-_ENDS_WITHIN_S = 5.0
-"""Between the signals that ask a command to end and that end it."""
 _MAX_REPORT_BYTES = 1 << 20
-_LAST_WORDS = 600
+_HARMLESS = ("PATH", "LANG", "LANGUAGE", "TZ", "TERM")
+"""What a command that does not inherit the trainer's environment has of it."""
 _SOURCE = "the agent"
 
 
@@ -61,21 +63,36 @@ class Harness:
     command: Sequence[str] = ()
     url: str = ""
     time_limit_s: float
+    launcher: PartSpec | None = None
+    """Where commands run, if not on this machine as they are."""
 
-    async def play(self, task: Mapping[str, Any], address: Address) -> Report:
+    @contextlib.asynccontextmanager
+    async def sandbox(self) -> AsyncIterator[Sandbox | None]:
+        """Yield the sandbox that the command is to run in, once there is one; None where others run. Raises Broken."""
+        if not self.command:
+            yield None
+            return
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                sandbox = await stack.enter_async_context(pool_of(launcher_of(self.launcher)).sandbox())
+            except SandboxError as error:
+                raise _failed(str(error)) from error
+            yield sandbox
+
+    async def play(self, task: Mapping[str, Any], address: Address, sandbox: Sandbox | None) -> Report:
         """Return what the program reports. Raises Broken: environment_error where it failed, environment_timeout where it
         did not end in time, invalid_reward."""
         try:
-            return _report_of(await asyncio.wait_for(self._value(task, address), self.time_limit_s))
+            return _report_of(await asyncio.wait_for(self._value(task, address, sandbox), self.time_limit_s))
         except asyncio.TimeoutError:
             message = f"{_SOURCE} did not end within its time_limit_s={self.time_limit_s:g}"
             raise Broken(FailureKind.ENVIRONMENT_TIMEOUT, message) from None
 
-    async def _value(self, task: Mapping[str, Any], address: Address) -> object:
+    async def _value(self, task: Mapping[str, Any], address: Address, sandbox: Sandbox | None) -> object:
         if self.run is not None:
             return await _call(self.run, task, address)
-        if self.command:
-            return await _execute(self.command, task, address, self.time_limit_s)
+        if sandbox is not None:
+            return await _execute(self.command, task, address, self.time_limit_s, sandbox)
         return await _ask_service(self.url, task, address, self.time_limit_s)
 
 
@@ -138,93 +155,70 @@ def _imported(target: str) -> Callable[..., object]:
     return function  # type: ignore[no-any-return]
 
 
-async def _execute(command: Sequence[str], task: Mapping[str, Any], address: Address, time_limit_s: float) -> object:
-    """Run a command, in a session of its own, and end all of it."""
-    with tempfile.TemporaryDirectory(prefix="agent_", ignore_cleanup_errors=True) as folder:
-        task_file, report_file, log = (Path(folder) / name for name in ("task.json", "report.json", "output.log"))
-        task_file.write_bytes(json_line(task))
-        values = {
-            "base_url": address.base_url,
-            "session_url": address.session_url,
-            "api_key": address.api_key,
-            "model": address.model,
-            "task_file": str(task_file),
-            "report_file": str(report_file),
-            "folder": folder,
-            "time_limit_s": f"{time_limit_s:g}",
-        }
-        with open(log, "wb") as output:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *(_filled(word, values) for word in command),
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    env={**os.environ, **_variables(address, values)},
-                )
-            except OSError as error:
-                raise _failed(f"the command could not be started ({describe(error)})") from error
-        async with _ended(process):
-            status = await process.wait()
-        if status != 0:
-            manner = f"ended with exit status {status}" if status > 0 else f"was ended by signal {-status}"
-            raise _failed(f"the command {manner}: {_last_words(log)}")
-        return _read_report(report_file)
-
-
-def _filled(word: str, values: Mapping[str, str]) -> str:
-    """Return a word of a command with its placeholders filled; other braces stay."""
-    for name, value in values.items():
-        word = word.replace(f"{{{name}}}", value)
-    return word
-
-
-def _variables(address: Address, values: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that SDKs read by themselves, so that an unmodified program finds its model."""
-    return {
-        "OPENAI_BASE_URL": address.base_url,
-        "OPENAI_API_KEY": address.api_key,
-        "ANTHROPIC_BASE_URL": address.base_url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": address.api_key,
-        "AGENT_SESSION_URL": address.session_url,
-        "AGENT_TASK_FILE": values["task_file"],
-        "AGENT_REPORT_FILE": values["report_file"],
+async def _execute(
+    command: Sequence[str], task: Mapping[str, Any], address: Address, time_limit_s: float, sandbox: Sandbox
+) -> object:
+    """Run a command in a sandbox, which is removed with all that is left of it by whoever owns it."""
+    launcher = sandbox.launcher
+    task_file, report_file = sandbox.folder / "task.json", sandbox.folder / "report.json"
+    task_file.write_bytes(json_line(task))
+    values = {
+        "name": sandbox.name,
+        "base_url": _as_seen_inside(address.base_url, launcher.host_inside),
+        "session_url": _as_seen_inside(address.session_url, launcher.host_inside),
+        "api_key": address.api_key,
+        "model": address.model,
+        "task_file": str(task_file),
+        "report_file": str(report_file),
+        "folder": str(sandbox.folder),
+        "time_limit_s": f"{time_limit_s:g}",
     }
-
-
-@contextlib.asynccontextmanager
-async def _ended(process: asyncio.subprocess.Process) -> Any:
-    """Wait for a command within this; what it leaves behind, or all of it where it is given up, ends at the end."""
+    inherited: Mapping[str, str] = os.environ
+    if not launcher.inherits:
+        inherited = {name: value for name, value in os.environ.items() if name in _HARMLESS or name.startswith("LC_")}
+        inherited = {**inherited, "HOME": values["folder"]}
+    words = [filled(word, values) for word in (*launcher.enter, *command)]
     try:
-        yield
-    finally:
-        if process.returncode is None:
-            _signal(process, signal.SIGTERM)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(process.wait(), _ENDS_WITHIN_S)
-        _signal(process, signal.SIGKILL)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(process.wait(), _ENDS_WITHIN_S)
+        status = await sandbox.run(words, {**inherited, **_variables(values)})
+    except SandboxError as error:
+        raise _failed(str(error)) from error
+    if status != 0:
+        manner = f"ended with exit status {status}" if status > 0 else f"was ended by signal {-status}"
+        raise _failed(f"the command {manner}: {sandbox.last_words()}")
+    return _read_report(report_file)
 
 
-def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(OSError):
-        os.killpg(process.pid, number)
+def _as_seen_inside(url: str, host_inside: str) -> str:
+    if not host_inside:
+        return url
+    parts = urlsplit(url)
+    host = f"[{host_inside}]" if ":" in host_inside else host_inside
+    return parts._replace(netloc=f"{host}:{parts.port}").geturl()
 
 
-def _last_words(log: Path) -> str:
-    with open(log, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS))
-        return " ".join(file.read(_LAST_WORDS).decode(errors="replace").split()) or "it wrote nothing"
+def _variables(values: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that SDKs read by themselves, so that an unmodified program finds its model."""
+    base_url, api_key = values["base_url"], values["api_key"]
+    told = [base_url, api_key, base_url.removesuffix("/v1"), api_key]
+    told += [values[name] for name in ("session_url", "task_file", "report_file")]
+    return dict(zip(VARIABLES, told))
 
 
 def _read_report(path: Path) -> object:
-    """Return the reward that a file holds; None where there is no file."""
-    if not path.exists():
+    """Return the reward that a file holds; None where there is no file. What is no file, but leads to one of this machine
+    or waits for a writer, is not followed."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with contextlib.ExitStack() as stack:
+            stack.callback(os.close, descriptor)
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError("it is something else")
+            with open(descriptor, "rb", closefd=False) as file:
+                text = file.read(_MAX_REPORT_BYTES + 1)
+    except FileNotFoundError:
         return None
-    with open(path, "rb") as file:
-        text = file.read(_MAX_REPORT_BYTES + 1)
+    except OSError as error:
+        raise Broken(FailureKind.INVALID_REWARD, f"{_SOURCE}: its report is no file ({describe(error)})") from error
     try:
         if len(text) > _MAX_REPORT_BYTES:
             raise ValueError(f"more than {_MAX_REPORT_BYTES} bytes")

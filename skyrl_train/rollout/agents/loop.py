@@ -36,6 +36,7 @@ async def agent(
     time_limit_s: float = 600.0,
     host: str = LOOPBACK,
     unsupported: str = "ignore",
+    launcher: PartSpec | None = None,
 ) -> Trajectory:
     """Return the trajectory of a program; a failed one where the program, the engine or what scores it broke.
 
@@ -48,12 +49,14 @@ async def agent(
         host: Where the endpoint listens. Other machines need an address of this one.
         unsupported: Whether a request that asks for another temperature, and the like, is answered all the same (`ignore`,
             and counted), or gets an error (`refuse`).
+        launcher: What a command runs in: docker, podman, bubblewrap, a template or another one, with its arguments.
     """
     session = Session(episode, refuses_unsupported=unsupported == "refuse")
-    harness = Harness(run=run, command=command, url=url, time_limit_s=time_limit_s)
+    harness = Harness(run=run, command=command, url=url, time_limit_s=time_limit_s, launcher=launcher)
     try:
-        async with opened(session, host) as address:
-            played = asyncio.ensure_future(harness.play(_task_of(episode.job.prompt), address))
+        # Its time begins when it has a place to run in, for which it may have to wait.
+        async with harness.sandbox() as sandbox, opened(session, host) as address:
+            played = asyncio.ensure_future(harness.play(_task_of(episode.job.prompt), address, sandbox))
             report = await _report(played, session, time_limit_s)
         return await _scored(episode, session.kept(), session.refused or Outcome.DONE, report)
     except Broken as broken:

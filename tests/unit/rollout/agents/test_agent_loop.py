@@ -24,10 +24,10 @@ from skyrl_train.config.schema import EnvironmentConfig
 from skyrl_train.config.validate import run_rules
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.hf import HFEngine
-from skyrl_train.rollout.agents import endpoint
+from skyrl_train.rollout.agents import endpoint, sandbox
 from skyrl_train.rollout.generator import RolloutGenerator
-from skyrl_train.types import FailureKind, Outcome, Prompt, RolloutBatch, SamplingParams, Trajectory
-from tests.agent_cases import letter_by_letter, scripted, tokenizer
+from skyrl_train.types import FailureKind, Outcome, RolloutBatch, SamplingParams, Trajectory
+from tests.agent_cases import letter_by_letter, rolling, scripted
 from tests.fakes import (
     FAKE_ENVIRONMENT,
     FakeEngine,
@@ -107,31 +107,9 @@ def deaf(task: Any, address: Any) -> float:
 
 @pytest.fixture
 def roll() -> Iterator[Callable[..., RolloutBatch]]:
-    made: list[RolloutGenerator] = []
     FakeEnvironment.reset()
-
-    def roll(
-        engine: FakeEngine, loop: dict[str, Any], *, n: int = 1, env: str = "reported", **generator: Any
-    ) -> RolloutBatch:
-        made.append(
-            RolloutGenerator(
-                engine,
-                tokenizer(),
-                GeneratorConfig(
-                    agent_loop={"_target_": "agent", **loop},
-                    **{"max_turns": 8, "max_context_length": 4096, **generator},
-                ),
-                EnvironmentConfig(env_class=env, isolation="thread", step_timeout_s=20.0, max_failed_fraction=1.0),
-                0,
-            )
-        )
-        prompt = Prompt(uid="p0", messages=({"role": "user", "content": "2 + 3?"},), extras={"answer": "5"})
-        sampling = SamplingParams(max_generate_length=512)
-        return made[-1].generate([prompt], n_samples_per_prompt=n, sampling=sampling, global_step=1, purpose="train")
-
-    yield roll
-    for generator in made:
-        generator.close()
+    with rolling() as roll:
+        yield roll
     assert endpoint._OPEN == {}, "an endpoint is left open"
 
 
@@ -318,10 +296,8 @@ child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(6
 open({str(mark)!r}, "w").write(str(child.pid))
 time.sleep(60)
 """
-    from skyrl_train.rollout.agents import harness
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(harness, "_ENDS_WITHIN_S", 0.2)
+        patch.setattr(sandbox, "GRACE_S", 0.2)
         trajectory = run(scripted("5"), {**command(tmp_path, then), "time_limit_s": 5.0})
     assert trajectory.failure is not None
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT_TIMEOUT

@@ -1,0 +1,308 @@
+"""`generator.agent_loop.launcher`: how a command gets a sandbox, as words of other commands with placeholders.
+
+remaining   once, at the start and at the end of a run     tells the names of sandboxes that there are
+start       for each sandbox, ahead of its use             returns when it is up; nothing where a sandbox needs no start
+enter       in front of the words of agent.command         runs them in the sandbox
+cleanup     for each sandbox, however it ended             removes it; what is gone already is no error
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from skyrl_train.errors import ConfigError, Violation
+
+LAUNCHER_SETTING = "generator.agent_loop.launcher"
+VARIABLES = (
+    "OPENAI_BASE_URL",
+    "OPENAI_API_KEY",
+    "ANTHROPIC_BASE_URL",
+    "ANTHROPIC_API_KEY",
+    "AGENT_SESSION_URL",
+    "AGENT_TASK_FILE",
+    "AGENT_REPORT_FILE",
+)
+"""What a command finds in its environment."""
+OF_TASK = ("base_url", "session_url", "api_key", "model", "task_file", "report_file", "time_limit_s")
+"""Placeholders that are known once there is a task."""
+OF_SANDBOX = ("name", "folder")
+NAME_PREFIX = "skyrl-train-"
+"""What the name of a sandbox begins with; `remaining` must tell those that do."""
+_WORDS = ("start", "enter", "cleanup", "remaining", "check")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """A way to run a command in a sandbox. Without any of the words there is none, and the command runs as it is."""
+
+    start: tuple[str, ...] = ()
+    enter: tuple[str, ...] = ()
+    cleanup: tuple[str, ...] = ()
+    remaining: tuple[str, ...] = ()
+    """Its output has a name in each line; other lines, and names of others, are passed over."""
+    check: tuple[str, ...] = ()
+    """Run before anything is loaded: it fails where the launcher, or its image, is not there."""
+    most: int | None = None
+    """How many sandboxes there are at once, those started ahead included; None is as many as trajectories."""
+    warm: int = 0
+    """How many are started ahead of their use."""
+    start_within_s: float = 120.0
+    cleanup_within_s: float = 60.0
+    wait_s: float = 7200.0
+    """How long a trajectory waits for one of `most`."""
+    inherits: bool = True
+    """Whether the command is given the trainer's environment; if not, PATH and languages alone, and HOME is its folder."""
+    loopback: bool = True
+    """Whether what runs in it reaches the loopback addresses of this machine."""
+    host_inside: str = ""
+    """The address of this machine as it is seen from within, where that is not where the endpoint listens."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError with all that is wrong."""
+        if found := list(self._violations()):
+            raise ConfigError(found)
+
+    def _violations(self) -> Iterator[Violation]:
+        for name in _WORDS:
+            words, field = getattr(self, name), f"{LAUNCHER_SETTING}.{name}"
+            if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+                rule = "must be a list of words, as no shell reads it"
+                yield Violation.of(field, words, rule, f"write {name}: [docker, ...]")
+                continue
+            object.__setattr__(self, name, tuple(words))
+            known = (*OF_SANDBOX, *OF_TASK) if name == "enter" else OF_SANDBOX if name in ("start", "cleanup") else ()
+            yield from placeholder_violations(field, words, known)
+        if (self.start or self.remaining) and not self.cleanup:
+            remedy = "write cleanup: [docker, rm, --force, '{name}']"
+            yield Violation.of(f"{LAUNCHER_SETTING}.cleanup", "none", "must say how sandboxes are removed", remedy)
+        for name in ("start", "cleanup"):
+            words = getattr(self, name)
+            if words and not any("{name}" in word or "{folder}" in word for word in words):
+                rule, remedy = "must name the sandbox that it is for", "put {name} among its words"
+                yield Violation.of(f"{LAUNCHER_SETTING}.{name}", " ".join(words), rule, remedy)
+        yield from self._number_violations()
+
+    def _number_violations(self) -> Iterator[Violation]:
+        for name in ("start_within_s", "cleanup_within_s", "wait_s"):
+            if not _is_number(value := getattr(self, name)) or not 0 < value < math.inf:
+                yield Violation.of(f"{LAUNCHER_SETTING}.{name}", value, "must be seconds above 0", f"write {name}: 60")
+        for name, least in (("most", 1), ("warm", 0)):
+            value = getattr(self, name)
+            if value is None and name == "most":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                rule = f"must be a number from {least}"
+                yield Violation.of(f"{LAUNCHER_SETTING}.{name}", value, rule, f"write {name}: 8")
+                return
+        if self.most is not None and self.warm > self.most:
+            rule = f"cannot be above most={self.most}"
+            yield Violation.of(f"{LAUNCHER_SETTING}.warm", self.warm, rule, "start fewer ahead, or raise most")
+        if self.warm and not self.start:
+            rule = "is for launchers that start a sandbox before a command enters it"
+            yield Violation.of(f"{LAUNCHER_SETTING}.warm", self.warm, rule, "drop it, or give it start: [...]")
+        if not isinstance(self.host_inside, str) or not re.fullmatch(r"[\w.:-]*", self.host_inside):
+            rule, remedy = "must be a name or an address, without a port", "write host_inside: host.docker.internal"
+            yield Violation.of(f"{LAUNCHER_SETTING}.host_inside", self.host_inside, rule, remedy)
+
+
+def docker(
+    *,
+    image: str = "",
+    program: Sequence[str] = ("docker",),
+    network: str = "host",
+    memory_gb: float | None = None,
+    cpus: float | None = None,
+    pids: int | None = 1024,
+    options: Sequence[str] = (),
+    **sandboxes: Any,
+) -> Launcher:
+    """Return the launcher of containers that `docker` runs. The user of the trainer owns what they write.
+
+    Args:
+        image: What they are started from; it needs `sleep`, which they are at until a command enters.
+        program: The words that docker begins with: `[sudo, docker]`, `[docker, --context, there]`, `[nerdctl]`.
+        network: `host` reaches an endpoint on loopback; another one needs `host:` of the agent loop, or `host_inside`.
+        memory_gb: Of one container; None is not limited.
+        cpus: Of one container; None is not limited.
+        pids: Processes and threads of one container.
+        options: Further ones of `docker run`, after the launcher's own, which they overrule.
+        sandboxes: Fields of `Launcher`, such as most and warm.
+    """
+    if not image:
+        remedy = "write {_target_: docker, image: NAME}"
+        raise ConfigError([Violation.of(f"{LAUNCHER_SETTING}.image", "none", "must be given to docker", remedy)])
+    words = [*program, "run", "--detach", "--rm", "--init", "--stop-timeout", "1", *_owner()]
+    words += _limits(network=network, memory_gb=memory_gb, cpus=cpus, pids=pids)
+    return _containers(words, program, image=[image], check=["image", "inspect", image], options=options, **sandboxes)
+
+
+def podman(
+    *,
+    image: str = "",
+    rootfs: str = "",
+    program: Sequence[str] = ("podman",),
+    network: str = "host",
+    memory_gb: float | None = None,
+    cpus: float | None = None,
+    pids: int | None = 1024,
+    options: Sequence[str] = (),
+    **sandboxes: Any,
+) -> Launcher:
+    """Return the launcher of containers that `podman` runs, with or without root; as `docker`, but for
+
+    Args:
+        rootfs: A folder that stands in place of an image.
+    """
+    if bool(image) == bool(rootfs):
+        rule, remedy = "needs one of image and rootfs", "write {_target_: podman, image: NAME}"
+        raise ConfigError([Violation.of(LAUNCHER_SETTING, image or "none", rule, remedy)])
+    place = [image] if image else ["--rootfs", rootfs]
+    check = ["image", "inspect", image] if image else ["version"]
+    # Without root, a user namespace has the files of a container belong to whoever started it.
+    owner = _owner() if os.geteuid() == 0 else ["--userns", "keep-id"]
+    words = [*program, "run", "--detach", "--rm", "--init", "--stop-timeout", "1", *owner]
+    words += _limits(network=network, memory_gb=memory_gb, cpus=cpus, pids=pids)
+    return _containers(words, program, image=place, check=check, options=options, **sandboxes)
+
+
+def bubblewrap(
+    *,
+    program: Sequence[str] = ("bwrap",),
+    read: Sequence[str] = (),
+    options: Sequence[str] = (),
+    **sandboxes: Any,
+) -> Launcher:
+    """Return the launcher of `bwrap`: this machine's programs, without its files. Memory and processes are not limited.
+
+    Args:
+        read: Folders that can be read beside /usr: where an agent's own packages are.
+        options: Further ones of `bwrap`.
+    """
+    words = [*program, "--unshare-all", "--share-net", "--new-session", "--die-with-parent", "--proc", "/proc"]
+    words += ["--dev", "/dev", "--tmpfs", "/tmp", "--ro-bind", "/usr", "/usr"]
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        place = f"/{name}"
+        if os.path.islink(place):
+            words += ["--symlink", os.readlink(place), place]
+        else:
+            words += ["--ro-bind-try", place, place]
+    for name in ("alternatives", "group", "hosts", "ld.so.cache", "nsswitch.conf", "passwd", "resolv.conf", "ssl"):
+        words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    for folder in read:
+        words += ["--ro-bind", folder, folder]
+    words += ["--bind", "{folder}", "{folder}", "--chdir", "{folder}", *options]
+    check = (*program, "--ro-bind", "/", "/", "true")
+    return Launcher(enter=tuple(words), check=check, inherits=False, **_known(sandboxes))
+
+
+def template(**words: Any) -> Launcher:
+    """Return a launcher whose words are stated: fields of `Launcher`. It may have start or enter, or both."""
+    launcher = Launcher(**_known(words, also=(*_WORDS, "inherits")))
+    if not launcher.start and not launcher.enter:
+        rule, remedy = "needs start, enter, or both", "write launcher: {enter: [PROGRAM, ...], cleanup: [...]}"
+        raise ConfigError([Violation.of(LAUNCHER_SETTING, "neither", rule, remedy)])
+    return launcher
+
+
+def placeholder_violations(field: str, words: Sequence[str], known: Sequence[str]) -> Iterator[Violation]:
+    """What is wrong with the placeholders among the words of a command."""
+    for name in (name for word in words for name in re.findall(r"\{([a-z_]+)\}", word)):
+        if name not in known:
+            there_are = f"there are {', '.join(known)}" if known else "there are none"
+            rule = f"has a placeholder that there is not here; {there_are}"
+            remedy = "put it into enter: a sandbox is started before its task is known" if name in OF_TASK else ""
+            yield Violation.of(field, f"{{{name}}}", rule, remedy or "correct its name")
+
+
+def is_of_this_machine_alone(host: str) -> bool:
+    """Whether a host is an address that another network namespace reads as its own: loopback, or any."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
+def _owner() -> list[str]:
+    return ["--user", f"{os.getuid()}:{os.getgid()}"]
+
+
+def _limits(*, network: str, memory_gb: float | None, cpus: float | None, pids: int | None) -> list[str]:
+    """Return options that docker and podman have in common. Raises ConfigError."""
+    limits = {"memory_gb": memory_gb, "cpus": cpus, "pids": pids}
+    found = [
+        Violation.of(f"{LAUNCHER_SETTING}.{name}", value, "must be a number above 0", f"write {name}: 4, or drop it")
+        for name, value in limits.items()
+        if value is not None and not (_is_number(value) and 0 < value < math.inf)
+    ]
+    if found:
+        raise ConfigError(found)
+    words = ["--network", network, "--security-opt", "no-new-privileges", "--cap-drop", "ALL"]
+    if memory_gb is not None:
+        # As much with swap: what does not fit is ended, and does not slow down all others.
+        words += ["--memory", f"{int(memory_gb * 1e9)}b", "--memory-swap", f"{int(memory_gb * 1e9)}b"]
+    if cpus is not None:
+        words += ["--cpus", f"{cpus:g}"]
+    if pids is not None:
+        words += ["--pids-limit", str(pids)]
+    return words
+
+
+def _containers(
+    run: Sequence[str],
+    program: Sequence[str],
+    *,
+    image: Sequence[str],
+    check: Sequence[str],
+    options: Sequence[str],
+    **sandboxes: Any,
+) -> Launcher:
+    """Return the launcher of containers that sleep until a command enters."""
+    mark = "skyrl_train=sandbox"
+    folder = ["--volume", "{folder}:{folder}", "--workdir", "{folder}"]
+    network = run[run.index("--network") + 1]
+    variables = [word for name in VARIABLES for word in ("--env", name)]  # the values are in the client's environment
+    return Launcher(
+        check=(*program, *check),
+        remaining=(*program, "ps", "--all", "--filter", f"label={mark}", "--format", "{{.Names}}"),
+        start=(
+            *run,
+            "--name",
+            "{name}",
+            "--label",
+            mark,
+            *folder,
+            *options,
+            "--entrypoint",
+            "sleep",
+            *image,
+            "infinity",
+        ),
+        enter=(*program, "exec", *variables, "--env", "HOME={folder}", "--workdir", "{folder}", "{name}"),
+        cleanup=(*program, "rm", "--force", "{name}"),
+        **{"loopback": network == "host", **_known(sandboxes)},
+    )
+
+
+def _known(sandboxes: dict[str, Any], *, also: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the arguments. Raises ConfigError for what is no field of a launcher, or is not the user's to state."""
+    of_template = {*_WORDS, "inherits"} - set(also)
+    allowed = [each.name for each in fields(Launcher) if each.name not in of_template]
+    found = [
+        Violation.of(f"{LAUNCHER_SETTING}.{name}", value, f"is no argument; there are {', '.join(allowed)}", "drop it")
+        for name, value in sandboxes.items()
+        if name not in allowed
+    ]
+    if found:
+        raise ConfigError(found)
+    return sandboxes
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
