@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import select
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,10 +145,9 @@ class Page:
         """Return what the browser complained of since the last call: errors of scripts, refused loads."""
         return [line["message"] for line in self.driver.get_log("browser") if line["level"] == "SEVERE"]
 
-    def picture(self, name: str) -> None:
-        """Write a picture into the folder that SKYRL_VIEWER_PICTURES names; nothing where it names none."""
-        if folder := os.environ.get("SKYRL_VIEWER_PICTURES"):
-            self.driver.save_screenshot(str(Path(folder) / f"{name}.png"))
+    def save(self, picture: Path) -> None:
+        """Write what is in the window as a PNG."""
+        assert self.driver.save_screenshot(str(picture))
 
 
 def export(report: Path, runs: Sequence[Path], limit: int = 100) -> None:
@@ -165,6 +163,3 @@ def export(report: Path, runs: Sequence[Path], limit: int = 100) -> None:
         str(limit),
     ]
     subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
-
-
-PageMaker = Callable[[str], Page]

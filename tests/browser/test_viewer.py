@@ -74,7 +74,6 @@ def test_clicks_lead_from_the_overview_to_the_numbers_of_a_token(page: Page) -> 
     assert "seed" in page.until(
         "return document.querySelector('details.section td') && document.querySelector('details.section').innerText"
     )
-    page.picture("overview")
 
     page.follow("#nav a:nth-of-type(2)").until("return document.querySelector('a.group')")
     page.follow("a.group")

@@ -50,7 +50,7 @@ function plot(parent, options, data) {
     {
       width: Math.max(160, parent.clientWidth),
       height,
-      padding: [8, 6, 0, 0],
+      padding: [8, 12, 0, 0],
       axes: axes(height),
       legend: { show: false },
       cursor: { sync: { key: "steps" }, points: { size: 5 }, drag: { x: true, y: false } },
