@@ -246,6 +246,9 @@ METRICS = Seam("trainer.metrics", {}, given=("facts",))
 CALLBACKS = Seam("trainer.callbacks", {}, given=("event",))
 """`(RunEvent) -> None`; see `trainers/observers.py`."""
 
+ALERTS = Seam("alerts.on_alert", {}, given=("alert",))
+"""`(Alert) -> None`; see `telemetry/alerts.py`."""
+
 TRACKERS = Seam("tracker.custom", {}, given=("folder",))
 """`(folder of the run) -> Tracker`."""
 

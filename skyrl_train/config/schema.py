@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from skyrl_train.config.alerts import AlertsConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.data import DataConfig as DataConfig
 from skyrl_train.config.data import EnvironmentConfig as EnvironmentConfig
@@ -321,6 +322,8 @@ class RunConfig:
     """Which processes run where."""
     tracker: Free[TrackerConfig] = field(default_factory=TrackerConfig)
     """Where metrics go."""
+    alerts: Free[AlertsConfig] = field(default_factory=AlertsConfig)
+    """What somebody is told of."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,6 +194,7 @@ def build_loop(
     `recorded`: every setting by its dotted name, for checkpoints (`trainers/changes.py: flat_config`). `draw` draws the
     learning curve; the rest is as `TrainingLoop` takes it.
     """
+    from skyrl_train.telemetry.alerts import Alerts
     from skyrl_train.trainers.loop import LoopSettings, TrainingLoop
     from skyrl_train.trainers.observers import Observers
 
@@ -219,6 +220,7 @@ def build_loop(
         observers=Observers(trainer.metrics, trainer.callbacks, console, total_steps=total_steps),
         folder=folder,
         console=console,
+        alerts=Alerts(config.alerts, console, trackers.alert, run_name=config.run_name),
         draw=draw,
         draw_timeline=draw_timeline,
         activity=activity,

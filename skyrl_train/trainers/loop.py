@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +23,7 @@ from typing import Any, cast
 from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
 from skyrl_train.interfaces import Learner, Scorer
 from skyrl_train.telemetry.activity import Activity
+from skyrl_train.telemetry.alerts import Alerts
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.timeline import Timeline
@@ -96,12 +97,13 @@ class TrainingLoop:
         draw: Callable[..., object],
         draw_timeline: Callable[..., object],
         activity: Activity | None = None,
+        alerts: Alerts | None = None,
     ) -> None:
         """`models` are those that a checkpoint holds, by the names of their folders in it. `folder` is prepared for
         `start` (see `resume.prepare_run_folder`). `draw(metrics file, image file, title=...)` draws the learning curve, and
         `draw_timeline` what ran when, likewise; `activity` is what rollouts are at."""
         self.settings, self.start, self.folder, self.console = settings, start, folder, console
-        self.observers = observers
+        self.observers, self._alerts = observers, alerts
         self.timer = StepTimer()
         self._models, self._data, self._checkpoints, self._trackers = models, data, checkpoints, trackers
         self._pictures = (
@@ -121,7 +123,8 @@ class TrainingLoop:
     def running(self) -> Iterator[None]:
         """Wraps all steps: signals ask for a stop at the next safe point, and a NonFiniteError says where the run can be
         continued from."""
-        with stop_on_signals(grace_s=self.settings.stop_grace_s) as stop:
+        watched = nullcontext() if self._alerts is None else self._alerts.watching(self.start.global_step)
+        with stop_on_signals(grace_s=self.settings.stop_grace_s) as stop, watched:
             self._stop = stop
             try:
                 yield
@@ -207,6 +210,8 @@ class TrainingLoop:
                 self._trackers.log(record, step=step)
             if is_evaluated and not self.is_last(step):
                 self._draw(*self._pictures[0])
+        if self._alerts is not None:
+            self._alerts.check(step, record)
         self.observers.tell("step", step, metrics=record)
 
     def conclude(self, step: int, state: LoopState, *, ends: bool = False) -> None:

@@ -1,0 +1,111 @@
+"""Alerts: what somebody should look at, told once, where it begins to hold, on the console, by trackers and functions.
+
+    stalled    no step was finished for `alerts.stalled_after_s`; told while the run waits, from a thread of its own
+    failed     the run ends by an error
+    entropy, reward, length, failures      a step's metric left its range; told again once it has been back in it
+
+They read and change nothing. A custom function that raises is warned about, and costs nothing but itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from skyrl_train.config.alerts import AlertsConfig
+from skyrl_train.config.parts import ALERTS
+from skyrl_train.errors import StopRequested
+from skyrl_train.registry import part_name
+from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.redaction import redact_text
+
+Tell = Callable[[int, str, str], None]
+"""Called with step, title and text; `Trackers.alert`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alert:
+    """One thing that somebody should look at."""
+
+    kind: str
+    """`stalled`, `failed`, `entropy`, `reward`, `length` or `failures`."""
+    step: int
+    """Training steps that were finished."""
+    run_name: str
+    text: str
+    """What happened, with the number and the setting that it is held against; without secrets."""
+
+
+class Alerts:
+    """Watches one run. Silent where no setting of `alerts` asks for anything."""
+
+    def __init__(self, settings: AlertsConfig, console: RunConsole, tell: Tell, *, run_name: str) -> None:
+        """Raises ConfigError where a function of `alerts.on_alert` cannot be found."""
+        self._settings, self._console, self._tell, self._run_name = settings, console, tell, run_name
+        self._functions = {part_name(spec): ALERTS.resolve(spec) for spec in settings.on_alert}
+        self._ranges = (
+            ("entropy", "policy/entropy", settings.entropy_below, None),
+            ("reward", "reward/mean", settings.reward_below, settings.reward_above),
+            ("length", "response_length/mean", settings.length_below, settings.length_above),
+            ("failures", "failures/fraction", None, settings.failures_above),
+        )
+        self._outside: set[str] = set()
+        self._step, self._last = 0, time.monotonic()
+        self._is_over = threading.Event()
+
+    @contextmanager
+    def watching(self, step: int) -> Iterator[None]:
+        """Wraps the steps of a run that begins after `step`."""
+        self._step, self._last = step, time.monotonic()
+        self._is_over.clear()
+        if self._settings.stalled_after_s:
+            threading.Thread(target=self._watch, name="alerts", daemon=True).start()
+        try:
+            yield
+        except StopRequested:
+            raise
+        except Exception as error:
+            if self._settings.failed:
+                self.send("failed", f"the run ends: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._is_over.set()
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Compare a finished step's metrics with their ranges."""
+        self._step, self._last = step, time.monotonic()
+        for kind, name, low, high in self._ranges:
+            value = metrics.get(name)
+            if value is None:
+                continue
+            rule = ""
+            if low is not None and not value >= low:  # a NaN is outside of every range
+                rule = f"below alerts.{kind}_below={low:g}"
+            elif high is not None and not value <= high:
+                rule = f"above alerts.{kind}_above={high:g}"
+            if rule and kind not in self._outside:
+                self.send(kind, f"{name} is {value:.4g}, {rule}")
+            (self._outside.add if rule else self._outside.discard)(kind)
+
+    def send(self, kind: str, text: str) -> None:
+        """Tell everybody of an alert."""
+        text = redact_text(text)
+        alert = Alert(kind=kind, step=self._step, run_name=self._run_name, text=text)
+        self._console.warn(f"alert ({kind}) after step {self._step}: {text}")
+        self._tell(self._step, f"{self._run_name}: {kind}", text)
+        for name, function in self._functions.items():
+            try:
+                function(alert)
+            except Exception as error:  # of whatever kind: a function of the user's must not end the run
+                self._console.warn(f"alerts.on_alert: {name} failed ({type(error).__name__}: {error})")
+
+    def _watch(self) -> None:
+        limit_s, told = self._settings.stalled_after_s, -1
+        while not self._is_over.wait(min(1.0, limit_s / 4)):
+            waited_s = time.monotonic() - self._last
+            if waited_s >= limit_s and told != self._step:
+                told = self._step
+                self.send("stalled", f"no step was finished for {waited_s:.0f} s (alerts.stalled_after_s={limit_s:g})")

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import io
+import math
+import time
+from typing import Any
+
+import pytest
+
+from skyrl_train.config.alerts import AlertsConfig
+from skyrl_train.errors import NonFiniteError, StopRequested
+from skyrl_train.telemetry.alerts import Alert, Alerts
+from skyrl_train.telemetry.console import RunConsole
+
+SENT: list[Alert] = []
+
+
+def keep(alert: Alert) -> None:
+    SENT.append(alert)
+
+
+def break_down(alert: Alert) -> None:
+    raise ConnectionError("no route")
+
+
+def watch(**settings: Any) -> tuple[Alerts, io.StringIO, list[tuple[int, str, str]]]:
+    SENT.clear()
+    output, told = io.StringIO(), list[tuple[int, str, str]]()
+    config = AlertsConfig(on_alert=(f"{__name__}:keep", f"{__name__}:break_down"), **settings)
+    tell = lambda step, title, text: told.append((step, title, text))  # noqa: E731
+    return Alerts(config, RunConsole(file=output), tell, run_name="mine"), output, told
+
+
+def test_a_metric_that_leaves_its_range_is_told_once_and_again_after_it_was_back() -> None:
+    alerts, output, told = watch(entropy_below=0.1, reward_above=0.9, length_below=4.0, failures_above=0.5)
+    good = {"policy/entropy": 0.5, "reward/mean": 0.2, "response_length/mean": 9.0, "failures/fraction": 0.5}
+    with alerts.watching(0):
+        for step, changed in enumerate(({}, {"policy/entropy": 0.05}, {"policy/entropy": 0.04}, {}), start=1):
+            alerts.check(step, {**good, **changed})
+        alerts.check(5, {**good, "policy/entropy": 0.01, "reward/mean": math.nan, "response_length/mean": 2.0})
+        alerts.check(6, {**good, "failures/fraction": 0.51})
+    assert [(alert.step, alert.kind) for alert in SENT] == [
+        (2, "entropy"),
+        (5, "entropy"),
+        (5, "reward"),
+        (5, "length"),
+        (6, "failures"),
+    ]
+    assert told[0] == (2, "mine: entropy", "policy/entropy is 0.05, below alerts.entropy_below=0.1")
+    assert "warning: alert (failures) after step 6: failures/fraction is 0.51, above alerts.failures_above=0.5" in (
+        output.getvalue()
+    )
+    assert "break_down failed (ConnectionError: no route)" in output.getvalue()
+
+
+def test_a_run_that_waits_is_told_of_once_a_step_while_it_waits() -> None:
+    alerts, _, _ = watch(stalled_after_s=0.05)
+    with alerts.watching(3):
+        deadline = time.monotonic() + 20
+        while not SENT and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+    assert [(alert.kind, alert.step) for alert in SENT] == [("stalled", 3)]
+    assert "alerts.stalled_after_s=0.05" in SENT[0].text
+
+
+def test_a_run_that_ends_by_an_error_is_told_of_and_one_that_is_stopped_is_not() -> None:
+    alerts, _, _ = watch(failed=True)
+    with pytest.raises(NonFiniteError), alerts.watching(2):
+        raise NonFiniteError("the loss is nan")
+    with pytest.raises(StopRequested), alerts.watching(2):
+        raise StopRequested("SIGTERM", 2)
+    assert [alert.text for alert in SENT] == ["the run ends: NonFiniteError: the loss is nan"]
+
+
+def test_without_settings_nothing_is_watched() -> None:
+    alerts, output, told = watch()
+    with alerts.watching(0):
+        alerts.check(1, {"policy/entropy": 0.0, "reward/mean": math.nan})
+    with pytest.raises(NonFiniteError), alerts.watching(1):
+        raise NonFiniteError("the loss is nan")
+    assert (SENT, told, output.getvalue()) == ([], [], "")
