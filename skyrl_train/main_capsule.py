@@ -65,7 +65,7 @@ def _run(options: argparse.Namespace) -> int:
     worst = max(lines, key=lambda line: (not line.holds, line.largest))
     differing = [line for line in lines if not line.holds]
     _say([f"step {options.step} of {options.run}, executed again in this process; {said}", table(lines)])
-    _say([f"largest difference: {worst.what}, {worst.largest:.3g}"])
+    _say([f"largest difference: {worst.what}, {worst.largest:.3g}" if worst.largest else "no difference anywhere"])
     _say([f"{len(differing)} of {len(lines)} differ" if differing else f"all {len(lines)} are the same"])
     return 1 if differing else 0
 

@@ -18,10 +18,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,6 @@ BATCH_FILE = "batch.safetensors"
 STATES = "states"
 FAILED = "failed"
 FORMAT = 1
-_GIT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,14 +178,3 @@ def read_batch(path: Path) -> TrainingInputBatch:
 
 def _of(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-@cache
-def git_commit() -> str:
-    """Return the commit of this package's code, with `-dirty` where files differ from it; empty where git knows none."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return found.stdout.strip() if found.returncode == 0 else ""

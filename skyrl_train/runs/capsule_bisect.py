@@ -109,9 +109,12 @@ def _of_columns(batch: TrainingInputBatch, decode: Decode | None) -> list[str]:
     bad = non_finite_column(batch)
     if bad is None:
         return []
-    place = place_of(batch, bad.row, bad.position, decode)
+    place, counted = (
+        place_of(batch, bad.row, bad.position, decode),
+        "1 token" if bad.count == 1 else f"{bad.count} tokens",
+    )
     return [
-        f"the batch has numbers that are not finite in {bad.name} ({bad.count} tokens), first {bad.value}:",
+        f"the batch has numbers that are not finite: {bad.name} of {counted}, first {bad.value}:",
         f"  {place}",
         f"  {_numbers(batch, bad.row, bad.position)}",
     ]

@@ -22,7 +22,7 @@ _GIT_TIMEOUT_S = 5.0
 def environment_of_run(code: Path, versions: Mapping[str, str], arguments: Sequence[str] = sys.argv) -> dict[str, Any]:
     """Return the content of `environment.json` for the code in a folder and the versions of its libraries; null for what is
     not known, such as the commit of code that is in no repository."""
-    commit, dirty, _ = _git(code, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*").partition("-dirty")
+    commit, dirty, _ = git_commit(code).partition("-dirty")
     return {
         "command": redact_text(shlex.join([Path(arguments[0]).name, *arguments[1:]])) if arguments else None,
         "git_commit": commit or None,
@@ -33,9 +33,10 @@ def environment_of_run(code: Path, versions: Mapping[str, str], arguments: Seque
     }
 
 
-def _git(folder: Path, *arguments: str) -> str:
-    """Return what git says; nothing where it knows nothing, is not there or does not answer."""
-    command = ["git", "-C", str(folder), *arguments]
+def git_commit(code: Path) -> str:
+    """Return the commit of the code in a folder, with `-dirty` where files differ from it; empty where git knows none, is
+    not there or does not answer."""
+    command = ["git", "-C", str(code), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from skyrl_train.batch.training_batch import TrainingInputBatch
@@ -23,18 +24,19 @@ from skyrl_train.capsules.record import (
     BadInput,
     Capsule,
     Refusal,
-    git_commit,
     step_name,
     write_batch,
 )
 from skyrl_train.errors import BatchError, NonFiniteError, SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.provenance import git_commit
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.checkpoints import write_checkpoint
 from skyrl_train.trainers.manifest import sha256_of
 from skyrl_train.trainers.state import LoopState, library_versions
 from skyrl_train.types import RolloutBatch
 
+_CODE = Path(__file__).parent
 _MOST_BAD_INPUTS = 100
 """Numbers of rollouts that a capsule names; the others are like them."""
 
@@ -90,7 +92,7 @@ class CapsuleWriter:
             if self._keep_refused(step, state, known, error):
                 root = self._folder.root.absolute()
                 command = f"skyrl-capsule bisect {root} --step {step}"
-                error.args = (f"{error} To find the trajectory and token: {command}.", *error.args[1:])
+                error.args = (f"{error} What makes it so is traced by `{command}`.", *error.args[1:])
             raise
 
     def _keep_refused(self, step: int, state: LoopState, known: StepInputs, error: SkyrlTrainError) -> bool:
@@ -109,6 +111,10 @@ class CapsuleWriter:
             self._console.warn(f"no capsule of step {step} could be kept: {type(lost).__name__}: {lost}")
             return False
         return True
+
+    @cached_property
+    def _commit(self) -> str:
+        return git_commit(_CODE)
 
     def _write_state(self, step: int, state: LoopState) -> None:
         root = self._folder.capsules / STATES
@@ -142,7 +148,7 @@ class CapsuleWriter:
             rollouts="" if rollouts is None else rollouts.name,
             rollouts_sha256="" if rollouts is None else sha256_of(folder / rollouts.name),
             versions=library_versions(),
-            git_commit=git_commit(),
+            git_commit=self._commit,
             metrics={name: value if math.isfinite(value) else None for name, value in (metrics or {}).items()},
             refusal=refusal,
             bad_inputs=bad_inputs,
