@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.view.sources import Run
 
 _AMONG = ("purpose", "environment", "dataset", "outcome", "failure_kind", "stop_reason", "uid", "sample")
@@ -18,7 +17,7 @@ _MOST_VALUES = 100
 """Of one filter."""
 
 
-class NotThereError(SkyrlTrainError):
+class NotThereError(LookupError):
     """What is asked for is in no file, or not any more."""
 
 

@@ -60,7 +60,7 @@ class _Taken:
     """By the name of the link: why the file is left out."""
 
 
-class QueryError(SkyrlTrainError):
+class QueryError(ValueError):
     """A query that cannot be answered as it was asked, such as a wrong regular expression."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import urllib.request
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_async_runs import check_each_prompt_once, check_versions, make_config, trained
 
 from skyrl_train.config.schema import Config
@@ -59,9 +61,17 @@ def test_a_program_that_outlives_a_weight_update_keeps_its_versions(
     load = hf.load_for_engine
 
     def slowed(*given: Any) -> Any:
-        """The learner waits for the engine, so that updates find programs that play."""
+        """The engine is slow from the end of the first batch on until weights come, so that they find programs that play."""
         model = load(*given)
-        model.register_forward_pre_hook(lambda *_: time.sleep(0.004))
+        norm = model.model.norm.weight
+        first, forwards = norm.detach().clone(), itertools.count()
+        slow_from = 40
+
+        def slow(*_: Any) -> None:
+            is_waiting = next(forwards) > slow_from and torch.equal(norm, first)
+            time.sleep(0.05 if is_waiting else 0.002)
+
+        model.register_forward_pre_hook(slow)
         return model
 
     monkeypatch.setattr(hf, "load_for_engine", slowed)

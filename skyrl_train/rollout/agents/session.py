@@ -51,6 +51,8 @@ from skyrl_train.types import (
 DECLARED_METRICS = """
 env/agent/<name> | count | What an agent's program did in a trajectory: requests it repeated, cancelled or never read,
     calls that could not be read; means. | with agents (`docs/agents.md`)
+env/agent/ignored/<name> | count | Requests of a trajectory that asked for a sampling of their own, by what they asked for;
+    means. | with agents that do
 """
 
 _REJOIN_WITHIN_S = 5.0
@@ -108,6 +110,7 @@ class Session:
         self._seeds: set[str] = set()
         """Which sample of which prompt was drawn, or is being drawn."""
         self._counts: Counter[str] = Counter()
+        self._ignored: Counter[str] = Counter()
         self._refuses_unsupported = refuses_unsupported
         self._is_closed = False
         self.refused: Outcome | None = None
@@ -166,7 +169,8 @@ class Session:
         answered = [each for each in self._completions if each.sampled is not None]
         kept = tree_of([each.sampled for each in answered if each.is_delivered and each.sampled is not None])
         undelivered = sum(not each.is_delivered for each in answered)
-        counts = {**dict.fromkeys(_COUNTS, 0), **self._counts, **kept.metrics, "undelivered": undelivered}
+        ignored = {f"ignored/{name}": count for name, count in self._ignored.items()}
+        counts = {**dict.fromkeys(_COUNTS, 0), **self._counts, **ignored, **kept.metrics, "undelivered": undelivered}
         return replace(kept, metrics={f"agent/{name}": float(count) for name, count in counts.items()})
 
     def _find(self, origin: Origin) -> _Completion | None:
@@ -189,7 +193,7 @@ class Session:
             if self._refuses_unsupported:
                 message = f"{what}. Leave it out, or train with generator.agent_loop.unsupported=ignore"
                 raise RequestError(message, code="unsupported_parameter", param=name)
-            self._counts[f"ignored/{name}"] += 1
+            self._ignored[name] += 1
         tell_once(found)
 
     def _begin(self, asked: Asked, origin: Origin, progress: Progress | None) -> _Completion:
