@@ -273,9 +273,9 @@ model:
 trainer:
   total_steps: {steps}
   train_batch_size: {prompts}
-algorithm:
-  eps_clip_low: 0.2
-  eps_clip_high: 0.28
+  algorithm:
+    eps_clip_low: 0.2
+    eps_clip_high: 0.28
 generator:
   n_samples_per_prompt: {samples}
   max_turns: {turns}

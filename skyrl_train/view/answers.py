@@ -88,7 +88,6 @@ class Answers:
         timeline = records.Tail(run.folder.timeline_file)
         timeline.refresh()
         plan = records.read_object(run.folder.plan_file, problems)
-        evaluations = records.read_object(run.folder.evaluation_file, problems).get("evaluations", [])
         names = sorted({name for line in lines for name in line})
         log = run.root / "run.log"
         return {
@@ -104,11 +103,7 @@ class Answers:
             "plan_file": plan or None,
             "config": list(map(list, records.flat_config(run, problems).items())),
             "environment": records.environment_of(run, problems),
-            "evaluations": [
-                {"step": each.get("global_step"), "overall": each.get("overall") or {}}
-                for each in (evaluations if isinstance(evaluations, list) else [])
-                if isinstance(each, dict)
-            ],
+            "evaluations": records.evaluations_of(run, problems),
             "restarts": records.json_lines(run.folder.restarts_file),
             "fork": records.read_object(run.folder.fork_file, problems) or None,
             "offsets": {
@@ -151,7 +146,7 @@ class Answers:
                 lines[name], offsets[name] = [], records.end_of(path)
         metrics = [
             record | {"_seconds": record.get("timing/step"), "_tokens": record.get("batch/tokens")}
-            for record in _objects(lines["metrics"])
+            for record in map(records.numbers_of, _objects(lines["metrics"]))
         ]
         described = run.describe()
         return {

@@ -45,6 +45,8 @@ _DEFAULT_SERIES = (
     "response_length/mean",
 )
 _LEVEL = re.compile(r"^\S+ \S+ (DEBUG|INFO|WARNING|ERROR|CRITICAL) ")
+_SHARES = ("environments_alone",)
+"""What stands among the waits of a record and is no number of seconds."""
 _MEASURED = {
     "total_steps": "step",
     "total_optimizer_steps": "total/optimizer_steps",
@@ -185,7 +187,7 @@ def step_table(run: Run, records: Sequence[Json]) -> list[Json]:
                 "step": step,
                 "seconds": record.get("timing/step"),
                 "phases": phase_seconds(record),
-                "waits": _under(record, "timing/wait/"),
+                "waits": {name: each for name, each in _under(record, "timing/wait/").items() if name not in _SHARES},
                 "failures": kinds,
                 "num_failed": int(count),
                 "num_trajectories": round(count / fraction) if fraction else None,
@@ -208,7 +210,8 @@ def timeline_lines(records: Iterable[Json], last: int = _LAST_LINES_OF_TIMELINE)
                 for name, begin, end in record["learner"]
             ]
             line = {"step": record["step"], "began": float(record["began"]), "seconds": float(record["seconds"])}
-            lines.append({**line, "learner": phases, "engine": record["engine"], "groups": record["groups"]})
+            spans = {name: [[float(a), float(b)] for a, b in record[name]] for name in ("engine", "groups")}
+            lines.append({**line, "learner": phases, **spans})
         except (KeyError, TypeError, ValueError):
             continue
     return lines
@@ -219,7 +222,7 @@ def memory_facts(run: Run, records: Sequence[Json], problems: list[str]) -> Json
     roles: list[Json] = []
     content = read_object(run.folder.memory_file, problems)
     for role, entries in content.items():
-        for entry in entries if isinstance(entries, list) else []:
+        for entry in _list(entries):
             for kind in ("forward", "training"):
                 sizing = entry.get(kind) if isinstance(entry, dict) else None
                 if isinstance(sizing, dict):
@@ -229,8 +232,8 @@ def memory_facts(run: Run, records: Sequence[Json], problems: list[str]) -> Json
                             "pass": kind,
                             "limit_bytes": _number(sizing.get("limit_bytes")),
                             "predicted_bytes": _predicted_bytes(sizing),
-                            "tokens": sizing.get("tokens"),
-                            "probes": sizing.get("probes") or [],
+                            "tokens": _number(sizing.get("tokens")),
+                            "probes": [probe for probe in _list(sizing.get("probes")) if isinstance(probe, dict)],
                         }
                     )
     measured: dict[str, list[list[float]]] = {}
@@ -319,6 +322,21 @@ def log_warnings(path: Path) -> tuple[list[Json], int]:
     return list(found), total
 
 
+def evaluations_of(run: Run, problems: list[str]) -> list[Json]:
+    """Return the figures of each evaluation over all prompts."""
+    entries = _list(read_object(run.folder.evaluation_file, problems).get("evaluations"))
+    return [
+        {"step": each["global_step"], "overall": each["overall"]}
+        for each in entries
+        if isinstance(each, dict) and type(each.get("global_step")) is int and isinstance(each.get("overall"), dict)
+    ]
+
+
+def numbers_of(record: Mapping[str, Any]) -> Json:
+    """Return a record of metrics with null for what is no finite number."""
+    return {name: value if name == "step" else _number(value) for name, value in record.items()}
+
+
 def read_object(path: Path, problems: list[str]) -> Json:
     """Return a JSON object from a file; an empty one where there is none."""
     try:
@@ -386,6 +404,10 @@ def _predicted_bytes(sizing: Mapping[str, Any]) -> float | None:
         return _number(model["base_bytes"] + (model["bytes_per_position"] + per_length) * tokens)
     except (KeyError, TypeError):
         return None
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _number(value: object) -> float | None:

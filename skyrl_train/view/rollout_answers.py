@@ -165,7 +165,11 @@ class RolloutAnswers:
             raise NotThereError(f"uid={uid} is in no rollout of {run.id}")
         stated = any(point.pop("stated") for point in points)
         environments = [point.pop("environment") for point in points]
-        turns = self._index.turns(run, points[0]["purpose"], points[0]["step"], uid, None)
+        turns: list[Json] = []
+        try:
+            turns = self._index.turns(run, points[0]["purpose"], points[0]["step"], uid, None)
+        except QueryError as error:
+            problems.append(str(error))
         return {
             "run": run.id,
             "uid": uid,
@@ -230,5 +234,5 @@ class RolloutAnswers:
 
 
 def _clip_range(config: Mapping[str, Any]) -> tuple[float, float] | None:
-    low, high = config.get("algorithm.eps_clip_low"), config.get("algorithm.eps_clip_high")
+    low, high = (config.get(f"trainer.algorithm.eps_clip_{end}") for end in ("low", "high"))
     return (float(low), float(high)) if isinstance(low, (int, float)) and isinstance(high, (int, float)) else None

@@ -131,7 +131,10 @@ class RolloutIndex:
             where, parameters = f"{where} AND sample = ?", [*parameters, sample]
         names = ", ".join(f'"{each}"' for each in COLUMNS)
         sql = f"SELECT {names} FROM {self._source(run, [name])} WHERE {where} ORDER BY sample, turn"
-        return self.rows(sql, parameters)
+        try:
+            return self.rows(sql, parameters)
+        except QueryError as error:
+            raise QueryError(f"{self._taken[run.id].files[name].path} cannot be read: {error}") from error
 
     def matching(self, run: Run, pattern: str, files: Sequence[str]) -> str:
         """Return a query for file, uid and sample of the trajectories with a text that the pattern, `?`, is found in.

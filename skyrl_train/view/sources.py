@@ -82,7 +82,7 @@ class Run:
         files = self.rollout_files()
         times = [_changed(path) for path in (self.folder.metrics_file, self.root / "run.log")]
         times += [each.stamp[2] / 1e9 for each in files]
-        plan = _object(self.folder.plan_file)
+        planned = _object(self.folder.plan_file).get("total_steps")
         steps = [each.step for each in files if each.purpose != "failed"]
         steps += [] if (last := _last_step(self.folder.metrics_file)) is None else [last]
         return {
@@ -92,7 +92,7 @@ class Run:
             "kind": self.kind,
             "state": self.state(),
             "last_step": max(steps, default=None),
-            "total_steps": plan.get("total_steps"),
+            "total_steps": planned if type(planned) is int else None,
             "updated": max((each for each in times if each is not None), default=None),
             "num_rollout_files": len(files),
         }

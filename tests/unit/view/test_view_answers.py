@@ -434,3 +434,31 @@ def test_the_documentation_names_every_question(ask: Asked) -> None:
     text = (Path(__file__).resolve().parents[3] / "docs/viewer.md").read_text()
     names = re.findall(r"`(\w+)`", text[text.index("## Answers") : text.index("Each answer has")])
     assert set(names) == set(ask.answers.endpoints)
+
+
+def test_the_settings_that_are_read_are_those_of_a_run(ask: Asked) -> None:
+    reference = (Path(__file__).resolve().parents[3] / "docs/configuration.md").read_text()
+    names = {name for name, _ in ask("overview")["config"]}
+    read = {"model.path", "model.tokenizer_path", "trainer.algorithm.eps_clip_low", "trainer.algorithm.eps_clip_high"}
+    assert read <= names
+    assert [
+        name for name in read if f"`{name}`" not in reference and f"`{name.rpartition('.')[2]}`" not in reference
+    ] == []
+
+
+def test_shapes_that_no_run_writes_are_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1, prompts=1, samples=1)
+    (folder / "evaluation.json").write_text('{"evaluations": [1, {"global_step": 0, "overall": []}]}')
+    (folder / "memory.json").write_text('{"policy": [{"training": {"probes": 3, "tokens": "x"}}, null], "critic": 1}')
+    (folder / "plan.json").write_text('{"total_steps": "many", "num_prompts_per_batch": true}')
+    with (folder / "timeline.jsonl").open("a") as file:
+        file.write('{"step": 9, "began": 1, "seconds": 1, "learner": [], "engine": [1], "groups": []}\n')
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "reward/mean": "high", "batch/tokens": 1e400}\n')
+    ask = asked(tmp_path / "scratch", folder)
+    found = ask("overview")
+    assert (found["evaluations"], found["run"]["total_steps"], found["plan"]) == ([], None, [])
+    assert found["memory"]["roles"][0]["probes"] == []
+    assert [line["step"] for line in found["timeline"]] == [0, 1]
+    assert ask("metrics")["series"]["reward/mean"][2] is None
+    assert ask("tail", metrics="0")["metrics"][2]["reward/mean"] is None
