@@ -253,7 +253,7 @@ def report(lines: Sequence[Line], title: str) -> None:
             else ""
         )
         table.add_row(line.what, f"{line.found:,.2f}" if line.found < 1000 else f"{line.found:,.0f}", aimed)
-    Console().print(table)
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":
