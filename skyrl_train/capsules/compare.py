@@ -38,7 +38,7 @@ class Bounds:
 
 
 EXACT = Bounds(column=0.0, metric=0.0, change=0.0, moment=0.0)
-FLOAT32 = Bounds(column=1e-4, metric=1e-4, change=1e-2, moment=1e-3)
+FLOAT32 = Bounds(column=1e-4, metric=1e-3, change=1e-3, moment=1e-4)
 BFLOAT16 = Bounds(column=0.25, metric=0.1, change=0.5, moment=0.2)
 _METRIC_FLOOR = 0.1
 OF_LAYOUT = ("layout/", "memory/")
