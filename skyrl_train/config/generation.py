@@ -1,4 +1,4 @@
-"""`generator` (`generator=hf|vllm|http|replay`): how rollouts are made. Part of the schema; see `config/schema.py`."""
+"""`generator` (`generator=hf|vllm|http|replay|agent`): how rollouts are made. Part of the schema; see `config/schema.py`."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ SAME_SAMPLES = Interchangeable(
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratorConfig:
-    """`generator=hf|vllm|http|replay`: how rollouts are made."""
+    """`generator=hf|vllm|http|replay|agent`: how rollouts are made."""
 
     backend: Annotated[PartSpec, ENGINES, Resume.FORKS, SAME_SAMPLES] = "hf"
     """Where tokens come from. hf: the model in this process. vllm: engines on Ray, or one of this machine. http: an

@@ -362,6 +362,9 @@ def mutated(draw: random.Random) -> tuple[str, bytes]:
         "tools": [copy.deepcopy(ADD)],
         "stop": ["x"],
         "max_tokens": 5,
+        "temperature": 0,
+        "tool_choice": {"type": "function", "function": {"name": "add"}},
+        "response_format": {"type": "text"},
         "stream": draw.random() < 0.2,
         "stream_options": {"include_usage": True},
     }  # fmt: skip
@@ -419,7 +422,11 @@ def fuzz(count: int, seed: int) -> None:
             for number in range(count):
                 headers = {"Idempotency-Key": draw.choice(["a", "\x01", "k" * 99])} if draw.random() < 0.1 else {}
                 path, content = mutated(draw)
-                response = await client.post(path, content=content, headers=headers)
+                start = draw.choice(["", address.session_url])
+                if draw.random() < 0.05:  # a key that is none, in the address
+                    wrong = address.session_url[: -draw.randint(4, 30)] + draw.choice(["/v1", "x/v1"])
+                    assert (await client.post(f"{wrong}{path}", content=content)).status_code == 401
+                response = await client.post(f"{start}{path}", content=content, headers=headers)
                 assert response.status_code in (200, 400, 409), response.text
                 good += response.status_code == 200
                 if number % 50 == 0:
