@@ -69,6 +69,7 @@ def test_clicks_lead_from_the_overview_to_the_numbers_of_a_token(page: Page) -> 
     assert page.texts("h1")[0].startswith("demo")
     assert {"reward/mean", "policy/entropy", "response_length/mean"} <= set(page.texts("figure .title"))
     assert page.js("return document.querySelectorAll('figure canvas').length") >= 5
+    assert {"phases", "waits for environments, added up over trajectories"} <= set(page.texts("figure .title"))
     assert page.js("return document.querySelectorAll('.steps a').length") == 13
     assert page.js("return document.querySelectorAll('.gantt rect').length") > 10
     assert "seed" in page.until(

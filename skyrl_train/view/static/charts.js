@@ -22,7 +22,10 @@ function smoothed(values, smoothing) {
 // A number as an axis shows it: 12k for 12,000.
 function shortNumber(value) {
   if (value === null) return "";
-  for (const [unit, size] of [["M", 1e6], ["k", 1e3]]) {
+  for (const [unit, size] of [
+    ["M", 1e6],
+    ["k", 1e3],
+  ]) {
     if (Math.abs(value) >= 10 * size) return `${Number((value / size).toPrecision(3))}${unit}`;
   }
   return String(Number(value.toPrecision(4)));

@@ -11,45 +11,48 @@ const LAYERS = {
   evaluate: "c7",
   checkpoint: "c8",
   rollouts: "c1",
-  environments: "c4",
+  "engine idle": "c7",
+  "engine at work": "c4",
+  other: "line",
 };
-const OTHER_LAYERS = ["c7", "c4", "c6", "c8", "c9", "c3"];
 
+// Phases, waits, and waits for environments apart: those are added up over trajectories, which wait beside each other.
 function phasesPanel() {
-  return panelOf(
-    "Time of a step",
-    "phases and waits, seconds",
-    ({ overview }, body) => {
-      const drawn = (title, key, names) => {
-        const rows = overview.steps.filter((step) => Object.keys(step[key]).length).slice(-400);
-        const layers = [...names]
-          .sort((a, b) => (a === "other") - (b === "other"))
-          .map((name, index) => ({
-            label: name,
-            colour: colourOf(LAYERS[name] || (name === "other" ? "line" : OTHER_LAYERS[index % OTHER_LAYERS.length])),
-            values: rows.map((step) => step[key][name] || 0),
-          }))
-          .filter((layer) => layer.values.some((value) => value > 0));
-        return rows.length && layers.length
-          ? stack(
-              title,
-              rows.map((step) => step.step),
-              layers,
-              seconds,
-            )
-          : null;
-      };
-      const figures = [drawn("phases", "phases", overview.phases), drawn("waits", "waits", overview.waits)].filter(
-        Boolean,
-      );
-      replaceChildren(
-        body,
-        figures.length ? figures.map((figure) => figure.element) : empty("No times were recorded."),
-      );
-      figures.forEach((figure) => figure.draw());
-    },
-    "grid two",
-  );
+  const draw = ({ overview }, body) => {
+    const steps = overview.steps.slice(-400);
+    const figures = [
+      stackOf("phases", steps, (step) => step.phases),
+      stackOf("waits", steps, ({ waits: { environments, environments_alone, ...others } }) => others),
+      stackOf("waits for environments, added up over trajectories", steps, waitsForEnvironments),
+    ].filter(Boolean);
+    replaceChildren(body, figures.length ? figures.map((figure) => figure.element) : empty("No times were recorded."));
+    figures.forEach((figure) => figure.draw());
+  };
+  return panelOf("Time of a step", "seconds", draw, "grid two");
+}
+
+// The share of them in which the engine computed nothing is recorded beside the seconds.
+function waitsForEnvironments({ waits: { environments, environments_alone: alone } }) {
+  if (!isNumber(environments)) return {};
+  const idle = environments * (isNumber(alone) ? alone : 0);
+  return { "engine idle": idle, "engine at work": environments - idle };
+}
+
+// Returns a figure of the seconds that `read` finds in each step, by name; null where there are none.
+function stackOf(title, steps, read) {
+  const rows = steps.map((step) => [step.step, read(step)]).filter(([, found]) => Object.keys(found).length);
+  const names = [...new Set(rows.flatMap(([, found]) => Object.keys(found)))]
+    .filter((name) => rows.some(([, found]) => found[name] > 0))
+    .sort((a, b) => (a === "other") - (b === "other"));
+  const taken = names.map((name) => LAYERS[name]);
+  const free = ["c4", "c6", "c8", "c9", "c7", "c3", "c5", "c2", "c1"].filter((colour) => !taken.includes(colour));
+  const layers = names.map((label) => ({
+    label,
+    colour: colourOf(LAYERS[label] || free.shift() || "muted"),
+    values: rows.map(([, found]) => found[label] || 0),
+  }));
+  const at = rows.map(([step]) => step);
+  return layers.length ? stack(title, at, layers, seconds) : null;
 }
 
 function timelinePanel() {
