@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
+import os
+import signal
 import sys
 import tempfile
 import webbrowser
@@ -45,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"skyrl-view needs {', '.join(missing)}: pip install 'skyrl_train[view]', in Python 3.11 or later\n"
         )
         return 2
+    signal.signal(signal.SIGTERM, _end)
     try:
         with tempfile.TemporaryDirectory(prefix="skyrl-view-") as folder:
             _view(args, Path(folder))
@@ -85,10 +88,21 @@ def _view(args: argparse.Namespace, folder: Path) -> None:
         address = f"http://127.0.0.1:{port}/?token={token}"
         sys.stdout.write(f"{address}\nCtrl-C ends it.\n")
         sys.stdout.flush()
-        if not args.no_browser:
+        if not args.no_browser and _has_screen():
             webbrowser.open(address)
 
     serve(make_app(answers, token=token), port=args.port, announce=announce)
+
+
+def _has_screen() -> bool:
+    """Whether a browser would open a window: without one, a browser of the terminal would take it over."""
+    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def _end(signal_number: int, frame: object) -> None:
+    """End as at Ctrl-C, so that the temporary folder is removed."""
+    del frame
+    sys.exit(128 + signal_number)
 
 
 if __name__ == "__main__":

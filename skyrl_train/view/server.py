@@ -130,6 +130,7 @@ def serve(app: Starlette, *, port: int, announce: Callable[[int], None], hosts: 
         timeout_graceful_shutdown=3,
     )
     listener = config.bind_socket()
+    listener.listen()  # whoever is told the port may ask at once, and waits until the server has started
     announce(listener.getsockname()[1])
     uvicorn.Server(config).run(sockets=[listener])
 

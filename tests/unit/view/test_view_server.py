@@ -100,8 +100,13 @@ def test_nothing_can_be_written(client: TestClient) -> None:
 
 
 @pytest.mark.skipif(not (server.STATIC / "index.html").is_file(), reason="there is no page")
-def test_the_command_prints_an_address_that_works_and_ends_at_ctrl_c(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_the_command_prints_an_address_that_works_and_leaves_nothing_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, status: int
+) -> None:
     folder = write_run(tmp_path / "run", steps=1, prompts=1, samples=1)
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "scratch"))
     command = [sys.executable, "-m", "skyrl_train.view", str(folder), "--no-browser"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -111,10 +116,11 @@ def test_the_command_prints_an_address_that_works_and_ends_at_ctrl_c(tmp_path: P
             with httpx.Client(timeout=20, follow_redirects=True) as browser:
                 assert browser.get(address).status_code == 200
                 assert browser.get(httpx.URL(address).copy_with(raw_path=b"/api/facets")).json()["num_trajectories"] > 0
-            process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=20) in (0, -signal.SIGINT)
+            process.send_signal(number)
+            assert process.wait(timeout=20) == status
         finally:
             process.kill()
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_a_folder_that_is_none_ends_the_command_with_a_line(tmp_path: Path) -> None:
