@@ -8,6 +8,7 @@ Nothing behind them sees a whole configuration, so that a learner is the same wh
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
@@ -55,6 +56,10 @@ class LearnerSettings:
     seed: int
     replays_routing: bool = False
     """Whether tokens go to the experts that were recorded for them (`trainer.moe_routing_replay`)."""
+    profile_steps: tuple[int, ...] = ()
+    """Training steps that are profiled."""
+    profiles: str = ""
+    """The folder for that."""
 
     @property
     def frozen(self) -> bool:
@@ -114,6 +119,8 @@ def learner_settings(config: Config, role: Role, schedule: ScheduleLength | None
         deterministic=config.deterministic,
         seed=config.seed,
         replays_routing=role == "policy" and config.trainer.moe_routing_replay,
+        profile_steps=config.trainer.profile_steps,
+        profiles=os.path.abspath(f"{config.output_dir}/profiles"),
     )
 
 

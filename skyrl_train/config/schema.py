@@ -79,6 +79,9 @@ class LoopConfig(MicroBatchConfig):
     """A checkpoint folder (`.../checkpoints/step_000010`), or a run's output folder, or its `checkpoint_url`."""
     max_restarts: Free[NonNegativeInt] = 3
     """How often a run on Ray goes on from its last checkpoint by itself when a worker or node died or hangs; 0 ends it."""
+    profile_steps: Free[tuple[PositiveInt, ...]] = ()
+    """Steps whose optimizer steps are profiled on each rank, e.g. `[3,4]`: traces in `profiles/`, and on CUDA snapshots of
+    memory."""
     metrics: Free[tuple[Annotated[PartSpec, METRICS], ...]] = ()
     """Custom metrics: functions of a step's training rows and, in reinforcement learning, of its rollouts."""
     callbacks: Free[tuple[Annotated[PartSpec, CALLBACKS], ...]] = ()

@@ -6,6 +6,7 @@ defaults that differ.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -170,6 +171,8 @@ def sft_learner_settings(config: SFTConfig, *, total_steps: int = 0) -> LearnerS
         platform=config.platform,
         deterministic=config.deterministic,
         seed=config.seed,
+        profile_steps=config.trainer.profile_steps,
+        profiles=os.path.abspath(f"{config.output_dir}/profiles"),
     )
 
 

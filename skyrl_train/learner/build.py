@@ -19,6 +19,7 @@ from skyrl_train.errors import ModelError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.learner.profiling import Profiler
 from skyrl_train.model.attention import leave_uncompiled
 from skyrl_train.model.causal_lm import empty_causal_lm, load_causal_lm, load_tokenizer
 from skyrl_train.model.expert_routing import follow_routing
@@ -115,7 +116,7 @@ def build_engine(
     if settings.replays_routing:
         follow_routing(loaded, name=model.path, try_it=not (spread.rank and spread.sharded))
     batching = replace(batching, layout=spread.of_rank_0(layout))
-    return ModelEngine(
+    engine = ModelEngine(
         loaded,
         strategy=spread,
         name=settings.role,
@@ -129,6 +130,10 @@ def build_engine(
         total_optimizer_steps=settings.schedule.optimizer_steps,
         total_documents=settings.schedule.documents,
     )
+    if settings.profile_steps and settings.optimizer is not None:
+        folder, device = Path(settings.profiles), engine.passes.device
+        engine.profiler = Profiler(settings.profile_steps, folder, name=settings.role, rank=spread.rank, device=device)
+    return engine
 
 
 def _compute_dtype(model: ModelConfig) -> torch.dtype:

@@ -28,6 +28,7 @@ from skyrl_train.learner import state
 from skyrl_train.learner.offload import Offloader
 from skyrl_train.learner.optimizer import allocate_state, build_optimizer, load_optimizer_tensors, optimizer_tensors
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
+from skyrl_train.learner.profiling import Profiler
 from skyrl_train.memory.oom_retry import OomRetry
 from skyrl_train.model.last_layer import narrow_last_layer
 from skyrl_train.model.lora import has_adapter, merged_weights
@@ -85,6 +86,8 @@ class ModelEngine:
                 parameter.requires_grad_(False)
         else:
             self._optimizer = build_optimizer(self.parameters, optimizer)
+        self.profiler: Profiler | None = None
+        """Told of each optimizer step, where steps are profiled."""
         self._has_gradient = False
         self.non_finite_loss = ""
         """The first loss since the last step that is not finite, and where; empty where there is none."""
@@ -158,6 +161,8 @@ class ModelEngine:
         `num_documents`: trajectories of the whole mini-batch, of which `batch` may be one rank's share.
         """
         self.offloader.require(optimizer=False)
+        if self.profiler is not None:
+            self.profiler.begin(batch.metadata.global_step)
         step = self.num_optimizer_steps if self.optimizer else 0
         self._has_gradient = True
         found = self.oom_retry.run(
@@ -198,6 +203,8 @@ class ModelEngine:
         self.num_optimizer_steps += 1
         self.num_documents += self._pending_documents
         self.zero_grad()
+        if self.profiler is not None:
+            self.profiler.end()
         return {f"{self.name}/grad_norm": Mean(float(grad_norm), 1.0), f"{self.name}/lr": Last(rate)}
 
     def zero_grad(self) -> None:

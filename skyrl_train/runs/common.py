@@ -198,6 +198,13 @@ def build_loop(
     from skyrl_train.trainers.loop import LoopSettings, TrainingLoop
     from skyrl_train.trainers.observers import Observers
 
+    if trainer.profile_steps:
+        memory = (
+            "and snapshots of memory"
+            if config.platform.on_gpu
+            else "without snapshots of memory, which CUDA alone takes"
+        )
+        console.note(f"steps {list(trainer.profile_steps)} are profiled: traces in {folder.profiles}, {memory}")
     trackers = build_trackers(config, folder, console=console, start_step=start.global_step, total_steps=total_steps)
     stack.callback(trackers.close)
     return TrainingLoop(

@@ -15,6 +15,7 @@ OUTPUT_DIR/
   evaluation.json      each evaluation on the held-out prompts
   learning_curve.png   reward, accuracy and response length over steps
   timeline.jsonl       what ran when, a line a step; `timeline.png` is drawn of it at the end
+  profiles/            `trainer.profile_steps`: traces and snapshots of memory
   checkpoints/         the last few, verified by sums
   capsules/            all that it takes to execute the last `trainer.capsules` steps again (docs/capsules.md)
   best/                supervised: the checkpoint with the lowest held-out loss
@@ -70,6 +71,7 @@ class RunFolder:
     learning_curve_file = _Inside("learning_curve.png")
     timeline_file = _Inside("timeline.jsonl")
     timeline_image = _Inside("timeline.png")
+    profiles = _Inside("profiles")
     checkpoints = _Inside("checkpoints")
     capsules = _Inside("capsules")
     best = _Inside("best")
@@ -108,6 +110,7 @@ class RunFolder:
             self.timeline_file,
             self.timeline_image,
             self.export,
+            self.profiles,
             self.tensorboard,
             self.wandb,
             self.trackio,
