@@ -287,13 +287,8 @@ def _flat_config(path: Path, changed: int) -> dict[str, Any]:
 
 
 def environment_of(run: Run, problems: list[str]) -> Json:
-    """Return versions and commit, where the run recorded them: in `environment.json`, or in its newest step capsule."""
+    """Return versions, commit and command, where the run recorded them."""
     found: Json = read_object(run.folder.environment_file, problems)
-    if not found:
-        manifests = sorted(run.root.glob("capsules/*/*.json"))
-        found = read_object(manifests[-1], problems) if manifests else {}
-        commit, dirty, _ = str(found.get("git_commit") or "").partition("-dirty")
-        found |= {"git_commit": commit or None, "git_dirty": bool(dirty) if commit else None}
     names = ("python", "platform", "versions", "git_commit", "git_dirty", "command")
     return redact({name: found.get(name) for name in names})  # type: ignore[no-any-return]  # a mapping stays one
 
