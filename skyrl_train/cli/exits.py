@@ -22,8 +22,8 @@ from types import FrameType
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from skyrl_train.errors import SkyrlTrainError, StopRequested
-from skyrl_train.signals import answer, say
+from skyrl_train.errors import DeadlineError, SkyrlTrainError, StopRequested
+from skyrl_train.signals import answer, log_descriptors, say
 from skyrl_train.telemetry.redaction import redact_text
 
 logger = logging.getLogger(__name__)
@@ -64,6 +64,10 @@ class Ending:
         if isinstance(error, SkyrlTrainError):
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
             logger.info("the run ended", exc_info=error)  # to run.log alone
+            if isinstance(error, DeadlineError):
+                for descriptor in log_descriptors:
+                    with suppress(OSError):  # what each thread of this process waits for
+                        faulthandler.dump_traceback(descriptor, all_threads=True)
             return STATUS_USER_ERROR
         sys.stderr.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
         return STATUS_DEFECT

@@ -6,15 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 
 from skyrl_train.cli import exits
 from skyrl_train.cli.exits import exit_on_errors
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import DeadlineError, EngineError, SkyrlTrainError
 from skyrl_train.runs.common import Parts
 from skyrl_train.telemetry.console import RunConsole
 
@@ -132,3 +134,26 @@ def test_closing_that_hangs_ends_with_the_process_and_the_status_of_the_error() 
     assert done.stderr.splitlines()[0] == "EngineError: the server is not up"
     assert "closing did not end within 0.3 s" in done.stderr
     assert "wait" in done.stderr
+
+
+def test_a_deadline_leaves_the_stacks_of_all_threads_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, waits, goes_on = tmp_path / "run.log", threading.Event(), threading.Event()
+
+    def wait_for_what_never_comes() -> None:
+        waits.set()
+        goes_on.wait(60)
+
+    thread = threading.Thread(target=wait_for_what_never_comes, daemon=True)
+    thread.start()
+    assert waits.wait(10)
+    with log.open("wb") as file:
+        monkeypatch.setattr(exits, "log_descriptors", [file.fileno()])
+        assert exits.Ending(NODE)._tell(DeadlineError("a disk", 5.0)) == 2
+        assert "in wait_for_what_never_comes" in log.read_text()
+        size = log.stat().st_size
+        exits.Ending(NODE)._tell(SkyrlTrainError("no such file"))
+        assert log.stat().st_size == size
+    goes_on.set()
+    thread.join(10)
