@@ -1,10 +1,10 @@
 """mini-swe-agent, unmodified and in an environment of its own, is trained on a repository with a bug: `repair.py` is a task.
 
-    python -m venv V && V/bin/pip install mini-swe-agent mcp
-    PYTHONPATH=examples python -m agent_mini_swe --python V/bin/python [--steps 2] [--output runs/agent_mini_swe]
+    PYTHONPATH=examples python -m agent_mini_swe --python "$(./scripts/agent_env.sh mini_swe)" [--steps 2]
+        [--launcher bubblewrap] [--output runs/agent_mini_swe]
 
-The agent runs what the model says in a shell of this machine, without a sandbox. Here the engine answers as `script.py`
-says, and what was trained on is compared with it.
+The agent runs what the model says in a shell: of this machine, or with `--launcher` in a sandbox, which sees the agent's own
+packages and this folder of its files. The engine answers as `script.py` says; what was trained on is compared with it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ FILES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", type=Path, required=True, help="an interpreter that has mini-swe-agent")
+    parser.add_argument("--launcher", default="null", help="bubblewrap, or as generator.agent_loop.launcher takes it")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("runs/agent_mini_swe"))
@@ -39,6 +40,10 @@ def main() -> None:
     python = arguments.python.absolute()
     words = [python, Path(__file__).resolve().parent / "repair.py", python.parent / "mini"]
     command = ", ".join([*(f"'{word}'" for word in words), "'{task_file}'", "'{report_file}'", "'{folder}'"])
+    launcher = arguments.launcher
+    if launcher == "bubblewrap":
+        read = {python.parents[1], python.resolve().parents[1], Path(__file__).resolve().parent}
+        launcher = f"{{_target_: bubblewrap, read: [{', '.join(sorted(map(str, read)))}]}}"
     run(
         "skyrl_train.main",
         f"output_dir={folder / 'rl'}",
@@ -48,7 +53,7 @@ def main() -> None:
         "data.validation=[]",
         "environment.env_class=reported",
         "generator.backend=agent_mini_swe.script:Scripted",
-        f"generator.agent_loop={{_target_: agent, command: [{command}], time_limit_s: 240}}",
+        f"generator.agent_loop={{_target_: agent, command: [{command}], time_limit_s: 240, launcher: {launcher}}}",
         "generator.step_wise_trajectories=true",
         "generator.max_turns=6",
         "generator.max_context_length=800",

@@ -420,3 +420,52 @@ def test_bubblewrap_hides_this_machines_files_and_processes(roll: Roll, tmp_path
     (trajectory,) = roll(scripted("5"), loop).trajectories
     assert trajectory.failure is None
     assert trajectory.reward == 1.0
+
+
+@pytest.fixture
+def podman(tmp_path: Path) -> Iterator[dict[str, Any]]:
+    """A launcher of podman's with a store of its own, whose containers have this machine's programs."""
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed here")
+    root = tmp_path / "root"
+    for name in ("usr", "etc", "tmp", "proc", "sys", "dev", "run"):
+        (root / name).mkdir(parents=True)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (root / name).symlink_to(f"usr/{name}")
+    store = tempfile.mkdtemp(dir="/tmp")  # podman wants short names
+    program = ["podman", "--storage-driver", "vfs", "--root", f"{store}/store", "--runroot", f"{store}/runs"]
+    program += ["--cgroup-manager", "cgroupfs", "--events-backend", "file"]
+    program += ["--runtime", "runc"] if shutil.which("runc") else []
+    limits = ["--ulimit", "nofile=1024:1024", "--ulimit", "nproc=512:512", "--volume", "/usr:/usr:ro"]
+    tried = [*program, "run", "--rm", "--network", "host", *limits, "--rootfs", str(root), "true"]
+    done = subprocess.run(tried, capture_output=True, text=True, timeout=60, check=False)
+    if done.returncode:
+        pytest.skip(f"podman cannot run a container here: {done.stderr.strip()[-200:]}")
+    options = [*limits, "--volume", f"{tmp_path}:{tmp_path}"]
+    yield {"_target_": "podman", "rootfs": str(root), "program": program, "options": options}
+    subprocess.run([*program, "rm", "--all", "--force"], capture_output=True, timeout=60, check=False)
+    shutil.rmtree(store, ignore_errors=True)
+
+
+@pytest.mark.slow
+def test_podman_runs_a_command_within_limits_and_nothing_is_left(
+    roll: Roll, tmp_path: Path, podman: dict[str, Any]
+) -> None:
+    seen = tmp_path / "seen"
+    then = f"json.dump([os.getpid(), os.environ['HOME'], os.getcwd()], open({str(seen)!r}, 'w'))\n"
+    then += "import subprocess\nsubprocess.Popen(['sleep', '100'])\n"
+    then += "try:\n    left = [subprocess.Popen(['sleep', '9']) for _ in range(40)]\n"
+    then += "except BlockingIOError:\n    pass\nelse:\n    sys.exit('there is no limit of processes')\n"
+    loop = agent(tmp_path, then + REPORT, **podman, pids=20, warm=1)
+    loop["command"] = ["/usr/bin/python3", "-S", *loop["command"][2:]]
+    batch = roll(FakeEngine(lambda _: letter_by_letter("5")), loop, n=2)
+    assert [each.failure for each in batch.trajectories] == [None, None]
+    process, home, folder = json.loads(seen.read_text())
+    assert process < 20, "it sees this machine's processes"
+    assert home == folder
+    listed = [*podman["program"], "ps", "--all", "--format", "{{.Names}}"]
+
+    def names() -> list[str]:
+        return subprocess.run(listed, capture_output=True, text=True, timeout=60, check=True).stdout.split()
+
+    assert eventually(lambda: len(names()) == 1), "one is ahead of its use, which ends with the run"
