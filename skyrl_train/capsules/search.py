@@ -163,7 +163,8 @@ def with_loss_on(batch: TrainingInputBatch, tokens: Tensor) -> TrainingInputBatc
     return batch.with_columns(**changed)
 
 
-def median(values: Sequence[float]) -> float:
-    """Return the middle one; NaN where there is none."""
+def ninth_decile(values: Sequence[float]) -> float:
+    """Return the value that nine of ten do not exceed: what is large among them, where most may be near 0; NaN where there
+    is none."""
     ranked = sorted(values)
-    return ranked[len(ranked) // 2] if ranked else math.nan
+    return ranked[int(0.9 * (len(ranked) - 1))] if ranked else math.nan

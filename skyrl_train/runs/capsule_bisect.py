@@ -18,7 +18,7 @@ from skyrl_train.capsules.search import (
     first_bad,
     halve,
     largest_part,
-    median,
+    ninth_decile,
     non_finite_column,
     non_finite_tensors,
     place_of,
@@ -34,7 +34,7 @@ from skyrl_train.trainers import steps
 from skyrl_train.trainers.state import TrainerState
 
 OUTLIER = 10.0
-"""A trajectory's gradient norm is out of range from so many times the median of its mini-batch on."""
+"""A trajectory's gradient norm is out of range from so many times what nine of ten others in its mini-batch have at most."""
 _SHOWN = 5
 
 
@@ -216,7 +216,7 @@ def _outlier(found: Iterator[OptimizerStep], decode: Decode | None) -> Found:
         names = [str(place_of(rows, int(part[0]), 0, None)).partition(",")[0] for part in parts]
         ranked += [(norm, f"{name} ({step.label})") for norm, name in zip(norms, names)]
         top = max(range(len(parts)), key=norms.__getitem__, default=-1)
-        others = median([norm for index, norm in enumerate(norms) if norm and index != top])
+        others = ninth_decile([norm for index, norm in enumerate(norms) if norm and index != top])
         ratio = norms[top] / others if parts and others > 0 else 0.0
         if ratio <= best:
             continue
@@ -228,12 +228,16 @@ def _outlier(found: Iterator[OptimizerStep], decode: Decode | None) -> Found:
         )
         alone = step.norm_of(with_loss_on(bad, _marked(bad, torch.tensor([largest]))))
         lines = [
-            f"{step.label}: a gradient norm of {norms[top]:.4g}, {ratio:.3g} times the median of the other trajectories; "
+            f"{step.label}: a gradient norm of {norms[top]:.4g}, {ratio:.3g} times what nine of ten others have at most; "
             f"this token alone has {alone:.4g}:",
             *_described(rows, parts[top], bad, largest, decode),
         ]
     listed = [f"  {norm:<12.4g}{name}" for norm, name in sorted(ranked, reverse=True)[:_SHOWN]]
-    head = "" if best >= OUTLIER else f"no trajectory's gradient is {OUTLIER:g} times the median; the largest is "
+    head = (
+        ""
+        if best >= OUTLIER
+        else f"no gradient is {OUTLIER:g} times what nine of ten others have at most; the largest: "
+    )
     return Found(is_found=best >= OUTLIER, lines=(head + "".join(lines[:1]), *lines[1:], "largest norms:", *listed))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from skyrl_train.capsules.search import (
     halve,
     in_context,
     largest_part,
+    ninth_decile,
     non_finite_column,
     non_finite_tensors,
     place_of,
@@ -51,6 +53,13 @@ def test_the_first_item_with_which_a_beginning_is_bad_is_found(count: int) -> No
 def test_the_largest_part_is_found_by_its_size() -> None:
     sizes = [1.0, 2.0, 90.0, 3.0, 4.0]
     assert largest_part(range(5), lambda part: sum(sizes[each] for each in part)) == 2
+
+
+def test_what_is_large_is_told_from_the_many_that_are_near_zero_and_from_the_one_that_is_too_large() -> None:
+    assert ninth_decile([1.0] * 3 + [0.001] * 17) == 1.0
+    assert ninth_decile([900.0] + [1.0] * 3 + [0.001] * 16) == 1.0
+    assert ninth_decile([2.0]) == 2.0
+    assert math.isnan(ninth_decile([]))
 
 
 def test_tensors_are_named_with_the_count_and_the_first_place() -> None:
