@@ -238,8 +238,10 @@ def rollout_log_piece(
     rollouts: RolloutBatch, batch: TrainingInputBatch, folder: Path, update_s: float, clock: Callable[[], float]
 ) -> Piece:
     log = RolloutLog(folder / "rollouts")
-    log.write_evaluation(0, RolloutBatch(prompts=(), trajectories=(), n_samples_per_prompt=1))
-    log.flush()  # what is imported once, in a run's first step
+    size = rollouts.n_samples_per_prompt
+    first = replace(rollouts, prompts=rollouts.prompts[:1], trajectories=rollouts.trajectories[:size])
+    log.write_evaluation(0, first)
+    log.flush()  # with it what is imported once, in a run's first step
     handing_over_s, _ = run(lambda: log.write(rollouts, batch, step=1), clock)
     writing_s, _ = run(log.flush, clock)
     log.close()
