@@ -141,6 +141,10 @@ class EngineDeadError(EngineError):
     """This engine answers nothing any more: a process of it is gone, or it broke. Another one may answer."""
 
 
+class SandboxError(SkyrlTrainError):
+    """A sandbox could not be had, or a command not be started in it."""
+
+
 class ActorError(SkyrlTrainError):
     """An actor died or raised what nobody expected; says which, where, in which phase, and what it wrote last."""
 

@@ -28,10 +28,10 @@ import httpx
 
 from skyrl_train.config.agents import RUN_SETTING, launcher_of
 from skyrl_train.config.launchers import VARIABLES
-from skyrl_train.errors import EngineError
+from skyrl_train.errors import EngineError, SandboxError
 from skyrl_train.registry import PartSpec, import_attr, split_spec
 from skyrl_train.rollout.agents.endpoint import Address
-from skyrl_train.rollout.agents.sandbox import Sandbox, SandboxError, filled
+from skyrl_train.rollout.agents.sandbox import Sandbox, filled
 from skyrl_train.rollout.agents.sandboxes import pool_of
 from skyrl_train.rollout.env_boundary import Broken, check_components, check_reward, describe
 from skyrl_train.rollout.http_reply import UnreadableReply, client_arguments, send

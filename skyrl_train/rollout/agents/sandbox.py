@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.launchers import Launcher
-from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.errors import SandboxError
 from skyrl_train.rollout.env_boundary import describe
 from skyrl_train.rollout.process_tree import kill
 
@@ -30,10 +30,6 @@ KEEPER_WITHIN_S = 30.0
 LAST_WORDS = 600
 """Characters of what was written last, for a message."""
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[3])
-
-
-class SandboxError(SkyrlTrainError):
-    """A sandbox could not be had, or a command not be started in it."""
 
 
 class Sandbox:

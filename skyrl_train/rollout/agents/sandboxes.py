@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_train.config.launchers import NAME_PREFIX, Launcher
-from skyrl_train.rollout.agents.sandbox import GRACE_S, KEEPER_WITHIN_S, LAST_WORDS, Sandbox, SandboxError
+from skyrl_train.errors import SandboxError
+from skyrl_train.rollout.agents.sandbox import GRACE_S, KEEPER_WITHIN_S, LAST_WORDS, Sandbox
 from skyrl_train.rollout.env_boundary import describe
 from skyrl_train.rollout.loop_thread import at_close
 from skyrl_train.rollout.process_tree import start_time

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from skyrl_train.cli.composition import load_node
 from skyrl_train.config.fields import fact, is_optional, strip, unusual_values, walk
 from skyrl_train.config.load import load_config, load_root, read_root
-from skyrl_train.config.rules import Most
+from skyrl_train.config.rules import Most, Range
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.errors import ConfigError
@@ -106,7 +106,9 @@ def counted(annotation: Any) -> Any:
 
 @pytest.mark.parametrize("root", [Config, SFTConfig])
 def test_every_number_of_the_schema_that_counts_something_has_a_most(root: type) -> None:
-    bounded = {entry.path for entry in walk(root) if fact(counted(entry.annotation), Most) is not None}
+    annotations = {entry.path: counted(entry.annotation) for entry in walk(root)}
+    bounded = {path for path, each in annotations.items() if fact(each, Most) is not None}
+    bounded |= {path for path, each in annotations.items() if (found := fact(each, Range)) and found.max is not None}
     counts = {entry.path for entry in walk(root) if strip(entry.annotation) is int}
     assert counts - bounded <= {
         "seed",
