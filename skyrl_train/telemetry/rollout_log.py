@@ -48,7 +48,8 @@ from skyrl_train.types import (
 )
 
 _JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text", NoneType: "null"}
-_LARGEST_COUNT = 2**53
+_LARGEST_COUNT = 2**31 - 1
+"""What the columns of the files that are written hold."""
 UNNUMBERED = -1
 """Sample of a trajectory whose record does not say which it is."""
 
@@ -260,9 +261,11 @@ def _logprobs(values: Sequence[object], num_tokens: int) -> NDArray[np.float32]:
 
 def _versions(values: object) -> tuple[VersionRun, ...]:
     runs = _of_type(values, list, "weight_versions")
-    if not all(isinstance(run, list) and len(run) == 2 and all(type(each) is int for each in run) for run in runs):
+    if not all(isinstance(run, list) and len(run) == 2 for run in runs):
         raise ValueError("weight_versions must be a list of [token, version]")
-    return tuple(VersionRun(start, version) for start, version in runs)
+    return tuple(
+        VersionRun(_count(start, "a run's token"), _count(version, "a weight version")) for start, version in runs
+    )
 
 
 def _of_type(value: Any, kind: type | tuple[type, ...], name: str) -> Any:

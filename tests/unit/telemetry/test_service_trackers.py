@@ -8,6 +8,7 @@ import math
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -115,7 +116,7 @@ def test_trackio_has_metrics_samples_and_alerts_of_a_run_that_is_continued(
     from trackio import utils
 
     folder = Path(utils.TRACKIO_DIR)
-    project = f"tried-{tmp_path.name}"
+    project = f"tried-{uuid4().hex}"  # its folder is the user's: other runs of the tests are there
     tracker = TrackerConfig(trackio=TrackioConfig(enabled=True, project=project))
     assert logged(tmp_path, tracker) == ""
     assert logged(tmp_path, tracker, steps=(3,)) == ""
