@@ -51,7 +51,7 @@ def interpreter(name: str, variable: str, log: Path) -> str:
     """The interpreter that has an example's packages: the one that is named, or in CI one that is made now."""
     if named := os.environ.get(variable):
         return named
-    if os.environ.get("CI") != "true" or name != "mini_swe":
+    if os.environ.get("CI") != "true":
         pytest.skip(f"set {variable} to what ./scripts/agent_env.sh {name} prints")
     with open(log, "wb") as output:
         words = [str(ROOT / "scripts" / "agent_env.sh"), name]
