@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from skyrl_train.config.alerts import AlertsConfig
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.data import DataConfig as DataConfig
 from skyrl_train.config.data import EnvironmentConfig as EnvironmentConfig
@@ -27,7 +26,7 @@ from skyrl_train.config.models import OptimizerConfig as OptimizerConfig
 from skyrl_train.config.models import PolicyConfig as PolicyConfig
 from skyrl_train.config.models import ReferenceConfig as ReferenceConfig
 from skyrl_train.config.models import ReferenceModelConfig as ReferenceModelConfig
-from skyrl_train.config.parts import BATCH_RULES, CALLBACKS, METRICS, TRACKERS
+from skyrl_train.config.parts import ALERTS, BATCH_RULES, CALLBACKS, METRICS, TRACKERS
 from skyrl_train.config.placement import PlacementConfig as PlacementConfig
 from skyrl_train.config.placement import PlatformConfig as PlatformConfig
 from skyrl_train.config.placement import StrategyConfig as StrategyConfig
@@ -222,6 +221,30 @@ class MlflowConfig:
     folder."""
     samples: NonNegativeInt = 10
     """As `tracker.wandb.samples`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertsConfig:
+    """`alerts`: told once where it begins to hold, as a warning, by trackers that have alerts, and to functions of yours."""
+
+    stalled_after_s: NonNegativeFloat = 0.0
+    """Seconds without a finished step; 0 does not watch."""
+    failed: bool = False
+    """The run ends by an error."""
+    entropy_below: Annotated[float, Range(0.0)] | None = None
+    """`policy/entropy`, in nats: the policy collapses."""
+    reward_below: float | None = None
+    """`reward/mean`."""
+    reward_above: float | None = None
+    """`reward/mean`: too good to be true."""
+    length_below: Annotated[float, Range(0.0)] | None = None
+    """`response_length/mean`, in tokens."""
+    length_above: Annotated[float, Range(0.0)] | None = None
+    """`response_length/mean`, in tokens."""
+    failures_above: Annotated[float, Range(0.0, 1.0)] | None = None
+    """`failures/fraction`."""
+    on_alert: tuple[Annotated[PartSpec, ALERTS], ...] = ()
+    """Functions that are called with each alert (`telemetry/alerts.py: Alert`), which may send a message, say."""
 
 
 @dataclass(frozen=True, kw_only=True)

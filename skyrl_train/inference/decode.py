@@ -24,13 +24,13 @@ from transformers import PreTrainedModel
 
 from skyrl_train.inference.kv_cache import (
     BatchCache,
+    KeptPrefixes,
     OwnCache,
     num_attention_layers,
     require_exact_cache,
     start_own_cache,
 )
 from skyrl_train.inference.prefill import MAX_POSITIONS, prefill, right_aligned_mask
-from skyrl_train.inference.prefixes import KeptPrefixes
 from skyrl_train.inference.sampling import SamplingTable, sample_tokens
 from skyrl_train.rollout.token_stream import Listener
 from skyrl_train.turns import NO_ROUTING, routing_column

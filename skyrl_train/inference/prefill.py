@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from skyrl_train.inference.kv_cache import BatchCache, RowState
-from skyrl_train.inference.prefixes import KeptPrefixes
+from skyrl_train.inference.kv_cache import BatchCache, KeptPrefixes, RowState
 
 TokenIds = tuple[int, ...]
 

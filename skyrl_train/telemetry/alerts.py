@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from skyrl_train.config.alerts import AlertsConfig
 from skyrl_train.config.parts import ALERTS
+from skyrl_train.config.schema import AlertsConfig
 from skyrl_train.errors import StopRequested
 from skyrl_train.registry import part_name
 from skyrl_train.telemetry.console import RunConsole

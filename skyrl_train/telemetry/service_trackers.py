@@ -20,7 +20,7 @@ from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.declarations import declaration_of
 from skyrl_train.telemetry.files import write_atomically
-from skyrl_train.telemetry.sample_table import SAMPLE_COLUMNS, SampleRow
+from skyrl_train.telemetry.tracker import SAMPLE_COLUMNS, SampleRow
 from skyrl_train.threads import in_time
 
 START_TIMEOUT_S = 60.0

@@ -6,24 +6,26 @@ fails later is warned about once, tried again at each step, and its losses are s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
-from skyrl_train.telemetry.sample_table import sample_rows
-from skyrl_train.types import RolloutBatch
+from skyrl_train.types import ChatMessage, RolloutBatch, Trajectory
 from skyrl_train.wording import counted
 
 SAMPLES_SHOWN = 10
+SAMPLE_COLUMNS = ("uid", "prompt", "response", "reward", "turns", "tokens", "outcome")
+SampleRow = Mapping[str, str | float | int]
+"""By `SAMPLE_COLUMNS`. The reward of a failed trajectory is not a number, and its outcome says what broke it."""
 
 
 class Tracker(Protocol):
     """A place where metrics go.
 
-    One that also has `log_samples(rows, *, step)` is given a table of each evaluation (`sample_table.py`), as many rows as
+    One that also has `log_samples(rows, *, step)` is given a table of each evaluation (`sample_rows`), as many rows as
     its `num_samples` says, or 10; one that has `alert(title, text)` is told of alerts.
     """
 
@@ -137,3 +139,34 @@ class TensorboardTracker:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def sample_rows(rollouts: RolloutBatch, most: int) -> list[SampleRow]:
+    """Return the first sample of each of the first `most` prompts, which are the same at each evaluation."""
+    size = rollouts.n_samples_per_prompt
+    return [
+        sample_row(prompt.messages, rollouts.trajectories[index * size])
+        for index, prompt in enumerate(rollouts.prompts[:most])
+    ]
+
+
+def sample_row(messages: Sequence[ChatMessage], trajectory: Trajectory) -> SampleRow:
+    """Return one trajectory as a row."""
+    outcome = trajectory.outcome.value
+    if trajectory.failure is not None:
+        outcome = f"{trajectory.failure.kind.value}: {trajectory.failure.message}"
+    return {
+        "uid": trajectory.prompt_uid,
+        "prompt": _said(trajectory.first_messages or messages),
+        "response": "\n\n".join(
+            text for turn in trajectory.turns for text in (turn.response_text, _said(turn.observations)) if text
+        ),
+        "reward": float("nan") if trajectory.failed else trajectory.reward,
+        "turns": len(trajectory.turns),
+        "tokens": sum(len(turn.response_token_ids) for turn in trajectory.turns),
+        "outcome": outcome,
+    }
+
+
+def _said(messages: Sequence[Mapping[str, object]]) -> str:
+    return "\n".join(f"[{message.get('role', '')}] {message.get('content', '')}" for message in messages)

@@ -25,7 +25,7 @@ from skyrl_train.errors import DeadlineError, SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.sample_table import SAMPLE_COLUMNS, SampleRow
+from skyrl_train.telemetry.tracker import SAMPLE_COLUMNS, SampleRow
 from skyrl_train.threads import WorkerThread
 
 PROBE_TIMEOUT_S = 4.0

@@ -29,8 +29,7 @@ from skyrl_train.capsules.record import (
 )
 from skyrl_train.errors import BatchError, NonFiniteError, SkyrlTrainError
 from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.provenance import git_commit
-from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.telemetry.run_folder import RunFolder, git_commit
 from skyrl_train.trainers.checkpoints import write_checkpoint
 from skyrl_train.trainers.manifest import sha256_of
 from skyrl_train.trainers.state import LoopState, library_versions

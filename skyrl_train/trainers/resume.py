@@ -21,8 +21,7 @@ from skyrl_train.config.rules import Resume
 from skyrl_train.errors import CheckpointError, ConfigError, SaveError, Violation
 from skyrl_train.telemetry.files import read_json, whole_number, write_json
 from skyrl_train.telemetry.metrics_log import cut_metrics_after
-from skyrl_train.telemetry.provenance import environment_of_run
-from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.telemetry.run_folder import RunFolder, environment_of_run
 from skyrl_train.trainers.changes import START_ANEW, Change, ResumeSettings, begin_another, changes_since
 from skyrl_train.trainers.checkpoints import HISTORY, CheckpointStore
 from skyrl_train.trainers.evaluation_report import cut_evaluations_after

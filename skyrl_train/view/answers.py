@@ -1,4 +1,17 @@
-"""A request's path and arguments in, a JSON object out: docs/viewer.md has the list. Nothing here knows of HTTP."""
+"""A request's path and arguments in, a JSON object out: docs/viewer.md has the list. Nothing here knows of HTTP. The rest of
+`skyrl-view`:
+
+    sources     which runs there are, and which files hold their rollouts
+    importers   rollouts of older versions and of other trainers, as rows of the same columns
+    rollouts    queries over all of them: DuckDB
+    trajectory  one trajectory with what is known of each token
+    records     everything else in a run's folder: metrics, timeline, settings
+    tails       what of it grows: lines of records, and of the log
+    server      who may ask, and how; `export` puts answers and page into one file
+
+A folder is only read: it is never opened for writing and never locked, and what vanishes or is half written while it is
+looked at is named among the `problems` of an answer.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +26,7 @@ from skyrl_train.view.filters import Arguments, Endpoint, NotThereError, chosen_
 from skyrl_train.view.rollout_answers import RolloutAnswers
 from skyrl_train.view.rollouts import RolloutIndex
 from skyrl_train.view.sources import Run
+from skyrl_train.view.tails import Tail, end_of, new_lines
 
 Json = dict[str, Any]
 
@@ -23,7 +37,7 @@ class Answers:
     def __init__(self, runs: Sequence[Run], index: RolloutIndex, *, version: str) -> None:
         self._runs = {run.id: run for run in runs}
         self._index, self._version = index, version
-        self._metrics = {run.id: records.Tail(run.folder.metrics_file) for run in runs}
+        self._metrics = {run.id: Tail(run.folder.metrics_file) for run in runs}
         self.endpoints: Mapping[str, Endpoint] = {
             "runs": self._list_runs,
             "metrics": self._show_metrics,
@@ -85,7 +99,7 @@ class Answers:
         run = chosen_run(self._runs, arguments)
         lines = self._lines(run, problems)
         steps = records.step_table(run, lines)
-        timeline = records.Tail(run.folder.timeline_file)
+        timeline = Tail(run.folder.timeline_file)
         timeline.refresh()
         plan = records.read_object(run.folder.plan_file, problems)
         names = sorted({name for line in lines for name in line})
@@ -109,7 +123,7 @@ class Answers:
             "offsets": {
                 "metrics": self._metrics[run.id].position,
                 "timeline": timeline.position,
-                "log": records.end_of(log),
+                "log": end_of(log),
             },
         }
 
@@ -139,11 +153,11 @@ class Answers:
         reset, is_truncated = [], False
         for name, path in paths.items():
             if position := arguments.text(name):
-                lines[name], offsets[name], has_more, is_other = records.new_lines(path, position)
+                lines[name], offsets[name], has_more, is_other = new_lines(path, position)
                 is_truncated |= has_more
                 reset += [name] if is_other else []
             else:
-                lines[name], offsets[name] = [], records.end_of(path)
+                lines[name], offsets[name] = [], end_of(path)
         metrics = [
             record | {"_seconds": record.get("timing/step"), "_tokens": record.get("batch/tokens")}
             for record in map(records.numbers_of, _objects(lines["metrics"]))

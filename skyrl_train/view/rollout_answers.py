@@ -10,6 +10,7 @@ from skyrl_train.view import records
 from skyrl_train.view.filters import Arguments, Endpoint, Filters, NotThereError, chosen_run, in_order
 from skyrl_train.view.rollouts import QueryError, RolloutIndex
 from skyrl_train.view.sources import Run
+from skyrl_train.view.tails import log_warnings
 from skyrl_train.view.trajectory import Decode, describe_samples, describe_trajectory, find_decoder
 
 Json = dict[str, Any]
@@ -222,7 +223,7 @@ class RolloutAnswers:
             )
         sql = """SELECT step, any_value(error) AS error, count(*) AS num_trajectories FROM trajectories
             WHERE run = ? AND purpose = 'failed' GROUP BY step ORDER BY step"""
-        log, log_total = records.log_warnings(run.root / "run.log")
+        log, log_total = log_warnings(run.root / "run.log")
         return {
             "run": run.id,
             "total": sum(kind["count"] for kind in kinds),

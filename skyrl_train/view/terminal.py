@@ -19,7 +19,7 @@ from rich.text import Text
 
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.telemetry.rollout_store import read_failed_rollouts, read_rollouts
-from skyrl_train.telemetry.sample_table import SampleRow, sample_row
+from skyrl_train.telemetry.tracker import SampleRow, sample_row
 from skyrl_train.types import Prompt, Trajectory
 from skyrl_train.view.sources import RolloutFile, Run, find_runs
 from skyrl_train.wording import counted

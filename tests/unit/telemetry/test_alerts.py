@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config.alerts import AlertsConfig
+from skyrl_train.config.schema import AlertsConfig
 from skyrl_train.errors import NonFiniteError, StopRequested
 from skyrl_train.telemetry.alerts import Alert, Alerts
 from skyrl_train.telemetry.console import RunConsole

@@ -6,7 +6,7 @@ import platform
 import subprocess
 from pathlib import Path
 
-from skyrl_train.telemetry.provenance import environment_of_run
+from skyrl_train.telemetry.run_folder import environment_of_run
 
 VERSIONS = {"python": "3.11", "torch": "2.13.0"}
 

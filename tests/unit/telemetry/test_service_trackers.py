@@ -19,9 +19,8 @@ from skyrl_train.runs.common import build_trackers
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics_log import MetricsLog
 from skyrl_train.telemetry.run_folder import RunFolder
-from skyrl_train.telemetry.sample_table import SAMPLE_COLUMNS, sample_rows
 from skyrl_train.telemetry.service_trackers import PrometheusTracker
-from skyrl_train.telemetry.tracker import Trackers
+from skyrl_train.telemetry.tracker import SAMPLE_COLUMNS, Trackers, sample_rows
 from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
 
 METRICS = {"reward/mean": 0.5, "eval/pass@1": 0.25, "odd": math.nan}
