@@ -27,7 +27,7 @@ from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, LoraConfig, ModelConfig
 from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.model.lora import adapter_tensors, add_adapter, merged_weights
+from skyrl_train.model.lora import adapter_tensors, add_adapter, as_they_are, merged_weights
 from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
 from skyrl_train.weights import stored_weights
@@ -60,7 +60,7 @@ def measure(folder: Path, way: str, *, rank: int, syncs: int) -> Cost:
         num_bytes = 0
         for version in range(syncs):
             began, num_bytes, names = time.process_time(), 0, 0
-            weights = merged_weights(model, lambda x: x) if way == "merged" else adapter_tensors(model).items()
+            weights = merged_weights(model, as_they_are) if way == "merged" else adapter_tensors(model).items()
             engine.begin_update()
             stored = stored_weights({name: tensor.detach() for name, tensor in weights})
             for pending in stored.handed_over(stored.buckets()):

@@ -123,6 +123,13 @@ class ModelStrategy:
         """Return the whole tensor, gathered from its shards."""
         return tensor
 
+    def gather(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
+        """Return each tensor whole, in its entry of `dtypes` (None: its own), in which it travels; in as few collectives
+        as there are ways to shard. What asks for all weights asks layer by layer (`model/lora.py: merged_weights`)."""
+        return [
+            tensor.detach() if dtype is None else tensor.detach().to(dtype) for tensor, dtype in zip(tensors, dtypes)
+        ]
+
     def of_rank_0(self, value: T) -> T:
         """Return what rank 0 gave."""
         return value
@@ -274,6 +281,12 @@ class Sharded(ModelStrategy):
         from torch.distributed.tensor import DTensor
 
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def gather(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
+        """Return whole tensors, on the device: shards that lie in host memory are moved there first."""
+        from skyrl_train.distributed.gather import gather_whole
+
+        return gather_whole(tensors, dtypes, self._device)
 
     def of_rank_0(self, value: T) -> T:
         """Return what rank 0 gave."""

@@ -31,7 +31,7 @@ from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
 from skyrl_train.learner.profiling import Profiler
 from skyrl_train.memory.oom_retry import OomRetry
 from skyrl_train.model.last_layer import narrow_last_layer
-from skyrl_train.model.lora import has_adapter, merged_weights
+from skyrl_train.model.lora import by_layer, has_adapter, merged_weights
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
 from skyrl_train.weight_sync.sender import RankSender
 from skyrl_train.weights import ModelWeights, WeightSender
@@ -273,15 +273,15 @@ class ModelEngine:
         An adapter is part of what it adapts. Tied parameters are one tensor under several names.
         """
         self.offloader.require(optimizer=False)
-        full, rank = self.strategy.full, self.strategy.rank
+        gather, rank = self.strategy.gather, self.strategy.rank
         if has_adapter(self.model):
-            return {name: whole.to("cpu") for name, whole in merged_weights(self.model, full) if rank == 0}
+            return {name: whole.to("cpu") for name, whole in merged_weights(self.model, gather) if rank == 0}
         gathered: dict[int, Tensor] = {}
         named = self.model.state_dict(keep_vars=True)
-        for tensor in named.values():
-            if id(tensor) not in gathered:
-                whole = full(tensor.detach())
-                gathered[id(tensor)] = whole.to("cpu") if rank == 0 else whole.new_empty(0)
+        for names in by_layer(named):
+            new = {id(named[name]): named[name] for name in names if id(named[name]) not in gathered}
+            for key, whole in zip(new, gather(list(new.values()), [None] * len(new))):
+                gathered[key] = whole.to("cpu") if rank == 0 else whole.new_empty(0)
         return {name: gathered[id(tensor)] for name, tensor in named.items() if rank == 0}
 
     def _require_finite(self, grad_norm: float) -> None:

@@ -8,9 +8,11 @@ stand before: not of which rows share a forward, so that no layout changes the g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
 
 ADAPTER = "default"
 _BASE = ".base_layer."
+_LAYER = re.compile(r".*?\.\d+(?=\.)")
+"""What the names of a layer's parameters share."""
 _KEYS = "skyrl_dropout_keys"
 """Attribute of a model with an adapter that drops."""
 _GOLDEN = -7046029254386353131
@@ -123,14 +127,23 @@ class Weight:
         restored: Tensor = dequantize_4bit(self.parameter.data, state)
         return restored
 
-    def whole(self, gather: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """The weight, detached, in its own type or in `dtype`. `gather` makes a parameter whole that is sharded over
-        ranks; all ranks call it. What has no adapter is rounded first, so that fewer bytes are gathered."""
-        tensor = self._own()
+    def shards(self, dtype: torch.dtype | None) -> list[tuple[Tensor, torch.dtype | None]]:
+        """What has to be whole for the weight to be, and in which type it may travel: what has no adapter is rounded first,
+        so that fewer bytes do."""
         if self.layer is None:
-            return gather(tensor if dtype is None else tensor.to(dtype))
-        delta = _delta(self.layer, gather)
-        return (gather(tensor).to(delta.dtype) + delta).to(dtype or tensor.dtype)
+            return [(self._own(), dtype)]
+        adapter = [getattr(self.layer, name)[ADAPTER].weight.detach() for name in ("lora_A", "lora_B")]
+        return [(each, None) for each in (self._own(), *adapter)]
+
+    def made_of(self, whole: Sequence[Tensor], dtype: torch.dtype | None) -> Tensor:
+        """The weight, detached, in its own type or in `dtype`, of its `shards` made whole."""
+        if self.layer is None:
+            return whole[0]
+        own, a, b = whole
+        delta = (b @ a) * float(self.layer.scaling[ADAPTER])
+        if getattr(self.layer, "fan_in_fan_out", False):
+            delta = delta.T
+        return (own.to(delta.dtype) + delta).to(dtype or own.dtype)
 
 
 def weights_by_name(model: nn.Module) -> dict[str, Weight]:
@@ -148,10 +161,49 @@ def weights_by_name(model: nn.Module) -> dict[str, Weight]:
     return found
 
 
-def merged_weights(model: nn.Module, gather: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """`weights_by_name`, whole; one after the other, as all ranks must ask for them in the same order."""
-    for name, weight in weights_by_name(model).items():
-        yield name, weight.whole(gather)
+Gather = Callable[[Sequence[Tensor], Sequence["torch.dtype | None"]], list[Tensor]]
+"""`ModelStrategy.gather`: makes tensors whole that are sharded over ranks, in the types that are given."""
+
+
+def merged_weights(
+    model: nn.Module, gather: Gather, types: Mapping[str, torch.dtype | None] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights, whole, each in its type (None: its own), an adapter added to what it adapts. Those of a layer are gathered
+    together, and no layer before the one before it was taken.
+
+    This is where whole weights of a model that is spread over ranks come from; all ranks ask for the same ones.
+
+    Args:
+        model: The model.
+        gather: `ModelStrategy.gather`.
+        types: Names that are wanted, of `weights_by_name` or `adapter_tensors`; None for all of the former.
+    """
+    weights = weights_by_name(model)
+    if types is None:
+        types = dict.fromkeys(weights)
+    weights |= {name: Weight(parameter, None) for name, parameter in adapter_tensors(model).items()}
+    for names in by_layer(types):
+        asked = [weights[name].shards(types[name]) for name in names]
+        tensors, dtypes = zip(*(shard for each in asked for shard in each))
+        whole = iter(gather(tensors, dtypes))
+        for name, each in zip(names, asked):
+            yield name, weights[name].made_of([next(whole) for _ in each], types[name])
+
+
+def by_layer(names: Iterable[str]) -> list[list[str]]:
+    """Neighbours of one layer, which share what stands before the first number of a name: `model.layers.0`; what is in no
+    layer stays with its neighbours that are not either."""
+
+    def layer_of(name: str) -> str:
+        found = _LAYER.match(name)
+        return found[0] if found else ""
+
+    return [list(each) for _, each in groupby(names, layer_of)]
+
+
+def as_they_are(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
+    """The `Gather` of a model that is whole."""
+    return [tensor if dtype is None else tensor.to(dtype) for tensor, dtype in zip(tensors, dtypes)]
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -301,9 +353,3 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, part in model.named_modules():
         if hasattr(part, "lora_A") and hasattr(part, "base_layer"):
             yield name, part
-
-
-def _delta(layer: Any, gather: Callable[[Tensor], Tensor]) -> Tensor:
-    a, b = (gather(getattr(layer, name)[ADAPTER].weight.detach()) for name in ("lora_A", "lora_B"))
-    delta = (b @ a) * float(layer.scaling[ADAPTER])
-    return delta.T if getattr(layer, "fan_in_fan_out", False) else delta

@@ -92,11 +92,11 @@ def _load_checkpoint_weights(config: Config, folder: RunFolder, transport: Weigh
     step = TrainerState.read(checkpoint).global_step
     weights: Mapping[str, Tensor] = read_model(checkpoint / "policy")
     if config.model.lora.rank:
-        from skyrl_train.model.lora import adapter_tensors, base_with_adapter, merged_weights
+        from skyrl_train.model.lora import adapter_tensors, as_they_are, base_with_adapter, merged_weights
 
         model = base_with_adapter(config.model, weights)
         adapter = {name: parameter.detach() for name, parameter in adapter_tensors(model).items()}
-        merged = merged_weights(model, lambda tensor: tensor)
+        merged = merged_weights(model, as_they_are)
         weights = adapter if ships_adapter(config.generator) else dict(merged)
     transport.sync(stored_weights(weights), step)
     return step

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from skyrl_train.distributed.process_group import meet
 from skyrl_train.endpoints import Rendezvous, free_port
-from skyrl_train.model.lora import adapter_tensors, weights_by_name
+from skyrl_train.model.lora import adapter_tensors, merged_weights, weights_by_name
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name
 from skyrl_train.weights import Bucket, ParameterFact, WeightSender, checksum_of, facts_of, in_file, pack, pack_bucket
 
@@ -150,8 +150,5 @@ class RankSender(WeightSender):
 
     def _whole(self, planned: Bucket) -> Iterator[tuple[str, Tensor]]:
         self._require_there()
-        weights, adapter, full = weights_by_name(self._model), adapter_tensors(self._model), self._strategy.full
-        for name, dtype in zip(planned.names, planned.dtypes):
-            type_ = getattr(torch, dtype)
-            is_adapter = name in adapter
-            yield name, full(adapter[name].detach().to(type_)) if is_adapter else weights[name].whole(full, type_)
+        types = {name: getattr(torch, dtype) for name, dtype in zip(planned.names, planned.dtypes)}
+        yield from merged_weights(self._model, self._strategy.gather, types)

@@ -19,7 +19,7 @@ from skyrl_train.config.schema import Config, LoraConfig, ModelConfig
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
-from skyrl_train.model.lora import adapter_tensors, add_adapter, merged_weights
+from skyrl_train.model.lora import adapter_tensors, add_adapter, as_they_are, merged_weights
 from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import GenerationOutput
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
@@ -61,7 +61,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def merged(model: nn.Module) -> Mapping[str, Tensor]:
-    return dict(merged_weights(model, lambda tensor: tensor))
+    return dict(merged_weights(model, as_they_are))
 
 
 def difference(output: GenerationOutput, model: nn.Module | None) -> float:

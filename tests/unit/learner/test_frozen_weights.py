@@ -161,7 +161,9 @@ def train_adapter(strategy: Sharded | None) -> dict[str, torch.Tensor]:
         mini_batch = replace(mini_batch, batch=mini_batch.batch.take(own))
     learner.forward_backward(mini_batch)
     learner.optim_step()
-    return {name: tensor.clone() for name, tensor in merged_weights(learner.engine.model, learner.engine.strategy.full)}
+    return {
+        name: tensor.clone() for name, tensor in merged_weights(learner.engine.model, learner.engine.strategy.gather)
+    }
 
 
 def on_rank(rank: int, folder: Path) -> bool:

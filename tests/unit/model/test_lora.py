@@ -21,6 +21,7 @@ from skyrl_train.model.lora import (
     adapter_off,
     adapter_tensors,
     add_adapter,
+    as_they_are,
     base_with_adapter,
     has_adapter,
     merged_weights,
@@ -95,7 +96,7 @@ def test_the_adapter_can_be_switched_off(folder: Path) -> None:
 
 def test_merged_weights_are_a_plain_model_that_computes_the_same(folder: Path) -> None:
     model, target = adapted(folder), plain(folder)
-    merged = dict(merged_weights(model, lambda tensor: tensor))
+    merged = dict(merged_weights(model, as_they_are))
     assert list(merged) == [name for name, _ in target.named_parameters()]
     with torch.no_grad():
         for name, parameter in target.named_parameters():
@@ -105,7 +106,7 @@ def test_merged_weights_are_a_plain_model_that_computes_the_same(folder: Path) -
 
 def test_without_an_adapter_merged_weights_are_the_parameters(folder: Path) -> None:
     model = plain(folder)
-    for (name, tensor), (expected, parameter) in zip(merged_weights(model, lambda t: t), model.named_parameters()):
+    for (name, tensor), (expected, parameter) in zip(merged_weights(model, as_they_are), model.named_parameters()):
         assert (name, tensor.data_ptr()) == (expected, parameter.data_ptr())
 
 
@@ -132,8 +133,8 @@ def test_a_checkpointed_adapter_is_put_on_its_base(folder: Path) -> None:
     model = adapted(folder)
     config = ModelConfig(path=str(folder), lora=LORA)
     found = base_with_adapter(config, dict(adapter_tensors(model)))
-    merged = dict(merged_weights(found, lambda tensor: tensor))
-    for name, tensor in merged_weights(model, lambda tensor: tensor):
+    merged = dict(merged_weights(found, as_they_are))
+    for name, tensor in merged_weights(model, as_they_are):
         assert torch.equal(merged[name], tensor)
     with pytest.raises(CheckpointError, match="as it was in that run"):
         base_with_adapter(replace(config, lora=replace(LORA, rank=4)), dict(adapter_tensors(model)))

@@ -12,7 +12,7 @@ from skyrl_train.config.schema import LoraConfig, ModelConfig
 from skyrl_train.distributed.strategy import SingleProcess
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.model.causal_lm import load_causal_lm
-from skyrl_train.model.lora import add_adapter, merged_weights
+from skyrl_train.model.lora import add_adapter, as_they_are, merged_weights
 from skyrl_train.weight_sync.cuda_ipc import import_copy
 from skyrl_train.weight_sync.receiver import Receiver, wire_dtype
 from skyrl_train.weight_sync.sender import RankSender
@@ -76,7 +76,7 @@ def test_a_merged_adapter_is_added_before_it_is_rounded(model: Any) -> None:
                 parameter.normal_(std=1e-3)
     sender = RankSender(model, SingleProcess(), CPU)
     carried = sender.carry(plan(sender, "bfloat16")[0])
-    merged = dict(merged_weights(model, lambda tensor: tensor))
+    merged = dict(merged_weights(model, as_they_are))
     for name, tensor in unpack_bucket(carried):
         assert torch.equal(tensor, merged[name].to(tensor.dtype)), name
 

@@ -1,0 +1,136 @@
+"""Whole weights of a model that is spread over ranks: what each rank has is put together, with one collective a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+from skyrl_train.config.schema import LoraConfig, ModelConfig
+from skyrl_train.distributed.gather import gather_whole
+from skyrl_train.distributed.strategy import Sharded
+from skyrl_train.model.causal_lm import load_causal_lm
+from skyrl_train.model.lora import add_adapter, as_they_are, by_layer, merged_weights, weights_by_name
+from tests.gloo_ranks import on_ranks
+from tests.learner_cases import save_tiny_model
+
+SHAPES = [(8, 6), (7, 6), (3, 5), (2, 4, 6), (9,), (1,)]
+"""Some of which neither 2 nor 4 ranks can cut evenly, or at all."""
+
+
+@contextmanager
+def counting_gathers() -> Iterator[list[int]]:
+    """The bytes that each all-gather makes whole."""
+    found: list[int] = []
+    gather: Callable[..., Any] = distributed.all_gather_single
+
+    def counted(output: Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append(output.numel() * output.element_size())
+        return gather(output, *args, **kwargs)
+
+    distributed.all_gather_single = counted
+    try:
+        yield found
+    finally:
+        distributed.all_gather_single = gather
+
+
+def meshes() -> dict[str, Any]:
+    """Tensors of `SHAPES` under several placements, on 4 ranks, and how many collectives make them whole."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    line, grid = (
+        init_device_mesh("cpu", (4,)),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner")),
+    )
+    torch.manual_seed(0)
+    whole = [torch.randn(shape) for shape in SHAPES]
+    matrices = [tensor for tensor in whole if tensor.ndim > 1]
+    composed = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 6))
+    expected = [parameter.detach().clone() for parameter in composed.parameters()]
+    parallelize_module(composed, grid["inner"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(composed, mesh=grid["outer"])
+    cases = {
+        "sharded": (whole, [distribute_tensor(each, line, [Shard(0)]) for each in whole], 1),
+        "sharded and replicated": (
+            whole,
+            [distribute_tensor(each, grid, [Replicate(), Shard(0)]) for each in whole],
+            1,
+        ),
+        "along two dimensions": (
+            matrices,
+            [distribute_tensor(each, grid, [Shard(0), Shard(1)]) for each in matrices],
+            2,
+        ),
+        "twice along one": (whole, [distribute_tensor(each, grid, [Shard(0), Shard(0)]) for each in whole], 2),
+        "fsdp over tensor parallel": (expected, list(composed.parameters()), None),
+    }
+    found = {}
+    for name, (wanted, tensors, expected_count) in cases.items():
+        with counting_gathers() as gathers:
+            halves = [torch.bfloat16 if index % 2 else None for index in range(len(tensors))]
+            made = gather_whole(tensors, halves)
+        equal = [
+            torch.equal(mine, each if half is None else each.to(half)) for mine, each, half in zip(made, wanted, halves)
+        ]
+        found[name] = (equal, len(gathers) if expected_count is not None else None, expected_count)
+    return found
+
+
+def on_one_of_four(rank: int, folder: Path) -> dict[str, Any]:
+    return meshes()
+
+
+@pytest.mark.slow
+def test_every_way_to_shard_is_put_together_with_one_collective_a_dimension(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for rank in on_ranks(on_one_of_four, tmp_path, num_ranks=4):
+        for name, (equal, count, expected) in rank.items():
+            assert all(equal), (name, equal)
+            assert count == expected, name
+
+
+def on_one_of_two(rank: int, folder: Path) -> dict[str, Any]:
+    """Weights of an FSDP2 model with an adapter and of one without, gathered in bfloat16, against the plain model."""
+    found = {}
+    for with_adapter in (False, True):
+        model = load_causal_lm(ModelConfig(path=str(folder)), "cpu")
+        if with_adapter:
+            add_adapter(model, LoraConfig(rank=2, targets=("q_proj",)), seed=0)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:
+                        parameter.fill_(1e-3)
+        types: dict[str, torch.dtype | None] = dict.fromkeys(weights_by_name(model), torch.bfloat16)
+        expected = {name: tensor.clone() for name, tensor in merged_weights(model, as_they_are, types)}
+        strategy = Sharded(device=torch.device("cpu"), dtype=torch.float32, cpu_offload=False)
+        strategy.prepare(model)
+        with counting_gathers() as gathers:
+            made = dict(merged_weights(model, strategy.gather, types))
+        assert all(torch.equal(made[name], expected[name]) for name in types)
+        found[str(with_adapter)] = (len(types), len(by_layer(types)), len(gathers))
+    return found
+
+
+@pytest.mark.slow
+def test_the_weights_of_a_layer_are_gathered_in_one_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    save_tiny_model(tmp_path)
+    for rank in on_ranks(on_one_of_two, tmp_path):
+        for num_weights, num_layers, num_gathers in rank.values():
+            assert num_gathers == num_layers < num_weights / 4
+
+
+def test_names_of_a_layer_stay_together() -> None:
+    names = ["embed.weight", "layers.0.q", "layers.0.experts.1.w", "layers.1.q", "norm.weight", "head.weight"]
+    assert by_layer(names) == [names[:1], names[1:3], names[3:4], names[4:]]
