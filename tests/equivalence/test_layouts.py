@@ -33,9 +33,10 @@ ANY_REGIME = pytest.mark.parametrize("regime", REGIMES)
 
 @pytest.fixture(scope="module", autouse=True)
 def _short_runs() -> Iterator[None]:
-    """The last layer's attention leaves out queries of rows as short as these, too."""
+    """The last layer's attention leaves out queries of rows as short as these, too, and causal calls are cut in halves."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(joined_attention, "_SHORTEST_RUN", 1)
+        patch.setattr(joined_attention, "_LONGEST_CAUSAL", 3)
         yield
 
 

@@ -34,6 +34,15 @@ def random_tree(seed: int) -> Segments:
     return Segments(tree_segments(order), max(order.lengths))
 
 
+def long_tree(seed: int) -> Segments:
+    """Rows of up to 200 tokens with common beginnings: several of flex attention's blocks of 128."""
+    rng = np.random.default_rng(seed)
+    prompt = rng.integers(0, 9, 150).astype(np.int32)
+    rows = [np.append(prompt[: rng.integers(1, 151)], rng.integers(0, 2, rng.integers(1, 50))) for _ in range(8)]
+    order = prefix_order([row.astype(np.int32) for row in rows])
+    return Segments(tree_segments(order), max(order.lengths))
+
+
 def qkv(segments: Segments, dtype: torch.dtype = torch.float64, size: int = 8) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
@@ -73,7 +82,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, **term
     return out.transpose(1, 2)
 
 
-@pytest.mark.parametrize("segments", [PACKED, TREE, *map(random_tree, range(4))])
+@pytest.mark.parametrize("segments", [PACKED, TREE, *map(random_tree, range(4)), *map(long_tree, range(3))])
 def test_output_and_gradients_are_those_of_a_dense_mask(segments: Segments) -> None:
     inputs = qkv(segments)
     found, expected = attend(*inputs, segments), dense(*inputs, dense_mask(segments), 0.3)
@@ -113,13 +122,16 @@ def test_bfloat16_is_as_near_as_its_rounding_and_accepts_queries_in_float32() ->
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
 
 
-def long_tree(seed: int) -> Segments:
-    """Rows of up to 200 tokens with common beginnings: several of flex attention's blocks of 128."""
-    rng = np.random.default_rng(seed)
-    prompt = rng.integers(0, 9, 150).astype(np.int32)
-    rows = [np.append(prompt[: rng.integers(1, 151)], rng.integers(0, 2, rng.integers(1, 50))) for _ in range(8)]
-    order = prefix_order([row.astype(np.int32) for row in rows])
-    return Segments(tree_segments(order), max(order.lengths))
+@pytest.mark.parametrize("segments", [long_tree(0), Segments((Segment(0, 1600, 1600),), 1600)], ids=["tree", "long row"])
+def test_gradients_in_bfloat16_are_as_near_as_its_rounding(segments: Segments) -> None:
+    inputs = [each.detach().requires_grad_() for each in qkv(segments, torch.bfloat16)]
+    exact = [each.detach().double().requires_grad_() for each in inputs]
+    found, expected = attend(*inputs, segments), dense(*exact, dense_mask(segments), 0.3)  # type: ignore[call-arg]
+    by_output = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    gradients = torch.autograd.grad(found, inputs, by_output), torch.autograd.grad(expected, exact, by_output.double())
+    for left, right in zip(*gradients):
+        assert left.dtype == torch.bfloat16
+        assert (left.double() - right).norm() < 6e-3 * right.norm()
 
 
 @pytest.mark.parametrize(

@@ -150,8 +150,10 @@ def test_a_compiled_layer_is_left_alone() -> None:
     assert not hasattr(model, READ)
 
 
+@pytest.mark.parametrize("longest_causal", [2, 96])
 @pytest.mark.parametrize("seed", range(6))
-def test_attention_of_some_queries(seed: int) -> None:
+def test_attention_of_some_queries(seed: int, longest_causal: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LONGEST_CAUSAL", longest_causal)
     segments = long_tree(seed) if seed > 3 else random_tree(seed)
     generator = torch.Generator().manual_seed(seed)
     kept = torch.rand(segments.num_positions, generator=generator) < (0.3, 0.7)[seed % 2]
