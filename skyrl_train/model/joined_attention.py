@@ -69,7 +69,7 @@ def all_parts(segments: Sequence[Segment]) -> Parts:
 
 
 def _cut(low: int, high: int, start: int, own: list[Part], joining: list[Part]) -> None:
-    """Appends the calls of queries `[low, high)` over the keys of the same positions, of which the first is at `start`: causal
+    """Append the calls of queries `[low, high)` over the keys of the same positions, the first at `start`: causal
     ones to `own`, rectangles to `joining`."""
     if high - low <= _LONGEST_CAUSAL:
         own.append(Part(low, high, start, start + high - low, True, False))
@@ -122,12 +122,12 @@ class _JoinedAttention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, parts: Parts, scale: float) -> Tensor:
         rows, heads, queries, size = query.shape
         wide = accumulator(query.dtype)
-        operands = tuple(each.to(wide) for each in (query, key, value))
+        q, k, v = (each.to(wide) for each in (query, key, value))
         # in the order in which the output projection reads it, so that no copy follows
-        out = operands[0].new_empty(rows, queries, heads, size).transpose(1, 2)
+        out = q.new_empty(rows, queries, heads, size).transpose(1, 2)
         sums = torch.empty(rows, heads, queries, dtype=wide, device=query.device)
         for part in parts.calls:
-            found, found_sums = _flash(*_slices(*operands, part), 0.0, part.causal, scale=scale)
+            found, found_sums = _flash(*_slices(q, k, v, part), 0.0, part.causal, scale=scale)
             if part.joins:
                 _join(out[:, :, part.low : part.high], sums[:, :, part.low : part.high], found, found_sums)
             else:

@@ -122,7 +122,9 @@ def test_bfloat16_is_as_near_as_its_rounding_and_accepts_queries_in_float32() ->
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.03)
 
 
-@pytest.mark.parametrize("segments", [long_tree(0), Segments((Segment(0, 1600, 1600),), 1600)], ids=["tree", "long row"])
+@pytest.mark.parametrize(
+    "segments", [long_tree(0), Segments((Segment(0, 1600, 1600),), 1600)], ids=["tree", "long row"]
+)
 def test_gradients_in_bfloat16_are_as_near_as_its_rounding(segments: Segments) -> None:
     inputs = [each.detach().requires_grad_() for each in qkv(segments, torch.bfloat16)]
     exact = [each.detach().double().requires_grad_() for each in inputs]
