@@ -12,8 +12,10 @@ from torch import Tensor
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.batch.stage import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.placement import StrategyConfig, mesh_sizes
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import LoraConfig, ModelConfig, OptimizerConfig
+from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded, SingleProcess
 from skyrl_train.learner.critic import CriticLearner
@@ -88,11 +90,14 @@ class Ranks:
 
     strategy: str
     num_ranks: int
-    sequence_parallel_size: int
+    sequence_parallel_size: int = 1
+    fsdp_size: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.strategy}_{self.num_ranks}_{self.sequence_parallel_size}"
+        return f"{self.strategy}_{self.num_ranks}_{self.sequence_parallel_size}" + f"_{self.fsdp_size}" * bool(
+            self.fsdp_size
+        )
 
 
 def save_models(folder: Path) -> None:
@@ -175,10 +180,15 @@ def run_ranks(folder: Path, ranks: Ranks, cases: list[Case]) -> dict[str, Outcom
 
 def make_strategy(ranks: Ranks) -> ModelStrategy:
     """Of this process, which has joined the others."""
-    group = SequenceGroup(ranks.sequence_parallel_size, timeout_s=TIMEOUT_S)
+    size, device = ranks.sequence_parallel_size, torch.device("cpu")
+    group = SequenceGroup(size, timeout_s=TIMEOUT_S) if size > 1 else None
     if ranks.strategy == "ddp":
         return Replicated(group)
-    return Sharded(device=torch.device("cpu"), dtype=torch.float64, cpu_offload=False, group=group)
+    sizes = mesh_sizes(
+        StrategyConfig(name=ranks.strategy, fsdp_size=ranks.fsdp_size, sequence_parallel_size=size), ranks.num_ranks
+    )
+    mesh = RankMesh(sizes=sizes, device_type="cpu", timeout_s=TIMEOUT_S)
+    return Sharded(device=device, dtype=torch.float64, cpu_offload=False, group=group, mesh=mesh)
 
 
 def _run_rank(rank: int, folder: Path, ranks: Ranks, cases: list[Case]) -> dict[str, Outcome]:

@@ -47,6 +47,10 @@ class StrategyConfig:
     sequence_parallel_size: CutsRows[PositiveCount] = 1
     """So many ranks compute each micro-batch together, each a part of its positions: for long rows. Must divide the
     ranks and the attention heads of every model; a micro-batch's caps hold for all of them together."""
+    fsdp_size: LayoutOnly[NonNegativeCount] = 0
+    """Ranks over which parameters, gradients and optimizer state are sharded (fsdp2); 0 is all of them. Groups of so many
+    ranks hold the same, and sum gradients among each other: less memory is saved, but what is gathered in each pass stays
+    within a group, such as a node. Must divide the ranks of every model."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory (fsdp2)."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
@@ -133,6 +137,33 @@ class PlacementConfig:
             per_node = getattr(self, f"{role}_num_gpus_per_node")
             if per_node and getattr(self, f"{role}_num_workers") == 1:
                 object.__setattr__(self, f"{role}_num_workers", per_node * getattr(self, f"{role}_num_nodes"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshSizes:
+    """How many ranks of a model lie along each axis; `distributed/mesh.py` says which."""
+
+    shard: int
+    """Those that hold parts of each parameter."""
+    replicate: int = 1
+    """Groups of those that hold the same."""
+    tensor: int = 1
+    """Those that compute with parts of each matrix."""
+    sequence: int = 1
+    """Those that compute parts of each micro-batch's positions; they lie within `shard`."""
+    expert: int = 1
+    """Those that have parts of the experts; they lie within `shard`."""
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks of the model."""
+        return self.replicate * self.shard * self.tensor
+
+
+def mesh_sizes(strategy: StrategyConfig, num_ranks: int) -> MeshSizes:
+    """Return how `num_ranks` ranks of a sharded model are laid out, where the rules of `strategy` hold."""
+    shard = strategy.fsdp_size or num_ranks
+    return MeshSizes(replicate=max(1, num_ranks // shard), shard=shard, sequence=strategy.sequence_parallel_size)
 
 
 WHOLE_GRADIENTS_SHARE = 0.1

@@ -1,4 +1,4 @@
-"""Rules of `placement` and `strategy`: nodes, GPUs and ranks that agree with each other and with the engines."""
+"""Rules of `placement`: nodes, GPUs and ranks that agree with each other and with the engines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import WEIGHT_TRANSPORTS
 from skyrl_train.config.placement import ROLES, PlacementConfig, PlatformConfig, StrategyConfig
-from skyrl_train.config.schema import CriticConfig, EnvironmentConfig, LoopConfig, ModelConfig
+from skyrl_train.config.schema import CriticConfig, EnvironmentConfig, LoopConfig
+from skyrl_train.config.validate_strategy import MODEL_STRATEGY_RULES, STRATEGY_RULES
 from skyrl_train.errors import Violation
 
 
@@ -290,29 +291,6 @@ def _weight_transport(
         )
 
 
-def _sequence_parallel(strategy: StrategyConfig, model: ModelConfig) -> Iterator[Violation]:
-    """What does not go with ranks that share micro-batches; that they divide a model's ranks is a rule of batch sizes,
-    that they divide its attention heads is checked where it is loaded."""
-    size = strategy.sequence_parallel_size
-    if size == 1:
-        return
-    if strategy.kind == "single":
-        yield Violation(
-            field=_SEQUENCE_PARALLEL,
-            rule="must be 1 with strategy=single, which is one process",
-            value=str(size),
-            remedy="add strategy=fsdp2 or strategy=ddp, or drop strategy.sequence_parallel_size",
-        )
-    if model.attention != "auto":
-        yield Violation(
-            field="model.attention",
-            rule=f"must be auto with {_SEQUENCE_PARALLEL}={size}: positions of several ranks have kernels of their own",
-            value=repr(model.attention),
-            remedy=f"drop model.attention, or set {_SEQUENCE_PARALLEL}=1",
-        )
-
-
-_SEQUENCE_PARALLEL = "strategy.sequence_parallel_size"
 PROCESS_RULES: tuple[Rule, ...] = (
     _single_process,
     *(partial(_inline_workers, role=role) for role in ROLES),
@@ -325,7 +303,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     _session,
     _fewer_workers,
     _silence,
-    _sequence_parallel,
+    *STRATEGY_RULES,
 )
 """What contradicts itself in any kind of run."""
 ENGINE_PLACEMENT_RULES: tuple[Rule, ...] = (
@@ -335,5 +313,6 @@ ENGINE_PLACEMENT_RULES: tuple[Rule, ...] = (
     _inference,
     _colocated_engines,
     _weight_transport,
+    *MODEL_STRATEGY_RULES,
 )
 """What several models and inference engines cannot be asked for."""

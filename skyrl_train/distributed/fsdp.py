@@ -1,4 +1,4 @@
-"""FSDP2: a model's parameters sharded over the ranks of the default process group."""
+"""FSDP2: a model's parameters sharded over ranks, all of them or groups that hold the same."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.errors import ModelError
 from skyrl_train.memory.oom_consensus import OomConsensus, RendezvousAllGather, RendezvousReduceScatter
 from skyrl_train.model.last_layer import decoder_layers
@@ -21,16 +22,21 @@ T = TypeVar("T")
 
 
 def shard_model(
-    model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype, cpu_offload: bool, consensus: OomConsensus
+    model: PreTrainedModel,
+    *,
+    mesh: RankMesh,
+    device: torch.device,
+    dtype: torch.dtype,
+    cpu_offload: bool,
+    consensus: OomConsensus,
 ) -> None:
-    """Shards `model` in place, each decoder layer on its own and the rest with the root, and gives it a method
+    """Shards `model` in place over `mesh`, each decoder layer on its own and the rest with the root, and gives it a method
     `compute(function)` that runs `function` as if it were the model's forward.
 
     Gradients are summed over ranks, not averaged. Rank 0's parameters and buffers are what counts: each other rank
     receives its shards of them, so that only rank 0 has to have read the weights. Collectives of a pass go through
     `consensus`.
     """
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         FSDPModule,
@@ -40,11 +46,10 @@ def shard_model(
         register_fsdp_forward_method,
     )
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("dp",))
     full: dict[str, Any] = model.state_dict() if dist.get_rank() == 0 else {}
     _require_same_names([name for name, _ in model.named_parameters()])
     options: dict[str, Any] = {
-        "mesh": mesh,
+        "mesh": mesh.parameters,
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
             reduce_dtype=torch.float64 if dtype == torch.float64 else torch.float32,

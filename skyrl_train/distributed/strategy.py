@@ -3,7 +3,8 @@
     single   one process; nothing to do
     ddp      a replica per rank; gradients are summed over the ranks once per optimizer step
     fsdp2    parameters, gradients and optimizer state sharded; gradients are summed as the backward pass produces them,
-             that of each micro-batch or, for one exchange a step, of the last (`strategy.gradient_sync`)
+             that of each micro-batch or, for one exchange a step, of the last (`strategy.gradient_sync`). With
+             `strategy.fsdp_size` groups of ranks hold the same shards, and sum theirs behind it
 
 Gradients are sums and never divided: loss denominators were counted over the whole mini-batch before it was sharded.
 Ranks that compute micro-batches together (`group`) are ranks like any other here: each has the gradient of its positions,
@@ -23,7 +24,8 @@ from torch import Tensor, nn
 
 from skyrl_train.batch.layout import PositionGroup
 from skyrl_train.config.parts import STRATEGIES
-from skyrl_train.config.placement import StrategyConfig, sums_once_a_step
+from skyrl_train.config.placement import MeshSizes, StrategyConfig, sums_once_a_step
+from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.errors import ConfigError, RankOutOfMemory, Violation
 from skyrl_train.memory.oom_consensus import OomConsensus
@@ -55,6 +57,8 @@ class RankSettings:
     """`strategy.gradient_sync`."""
     group: SequenceGroup | None = None
     """The ranks that this one computes each micro-batch with (`strategy.sequence_parallel_size`); None: it does so alone."""
+    mesh: RankMesh | None = None
+    """How the ranks of a sharded model are laid out; None: parameters are sharded over all of them."""
 
 
 class ModelStrategy:
@@ -65,6 +69,8 @@ class ModelStrategy:
 
     rank: int = 0
     num_ranks: int = 1
+    num_shards: int = 1
+    """Ranks over which parameters are sharded; groups of so many hold the same."""
     sharded: bool = False
     """Whether parameters are DTensors of which each rank holds a part."""
     device: torch.device | None = None
@@ -181,7 +187,7 @@ class Replicated(ModelStrategy):
 
 
 class Sharded(ModelStrategy):
-    """`fsdp2`: `fully_shard` on each decoder layer and on the model, over the default process group."""
+    """`fsdp2`: `fully_shard` on each decoder layer and on the model, over the ranks of the default process group."""
 
     sharded = True
 
@@ -193,11 +199,15 @@ class Sharded(ModelStrategy):
         cpu_offload: bool,
         gradient_sync: GradientSync = "auto",
         group: SequenceGroup | None = None,
+        mesh: RankMesh | None = None,
     ) -> None:
-        """`dtype` is that of forward passes; `gradient_sync` is `strategy.gradient_sync`."""
+        """`dtype` is that of forward passes; `gradient_sync` is `strategy.gradient_sync`; without a `mesh` all ranks are one
+        group."""
         self.group = group
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
+        self.mesh = mesh or _one_axis(device)
+        self.num_shards = self.mesh.sizes.shard
         self.device = device
         self._device = device
         self._dtype = dtype
@@ -216,7 +226,12 @@ class Sharded(ModelStrategy):
         )
         self.keeps_whole_gradients = not self.agree(int(not once))
         shard_model(
-            model, device=self._device, dtype=self._dtype, cpu_offload=self._cpu_offload, consensus=self._consensus
+            model,
+            mesh=self.mesh,
+            device=self._device,
+            dtype=self._dtype,
+            cpu_offload=self._cpu_offload,
+            consensus=self._consensus,
         )
         self._gathers = gathering(model)
 
@@ -311,6 +326,7 @@ def fsdp2(ranks: RankSettings) -> ModelStrategy:
         cpu_offload=ranks.cpu_offload,
         gradient_sync=ranks.gradient_sync,
         group=ranks.group,
+        mesh=ranks.mesh,
     )
 
 
@@ -322,6 +338,10 @@ def make_strategy(config: StrategyConfig, ranks: RankSettings) -> ModelStrategy:
         value = f"{type(made).__name__} from {part_name(config.name)}"
         raise ConfigError([Violation(field=STRATEGIES.setting, rule=rule, value=value, remedy=remedy)])
     return made
+
+
+def _one_axis(device: torch.device) -> RankMesh:
+    return RankMesh(sizes=MeshSizes(shard=dist.get_world_size()), device_type=device.type)
 
 
 def _zero_gradients(parameters: Iterable[nn.Parameter]) -> None:

@@ -12,7 +12,9 @@ import torch
 from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.config.learners import LearnerSettings
+from skyrl_train.config.placement import mesh_sizes
 from skyrl_train.config.schema import ModelConfig
+from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, SingleProcess, make_strategy
 from skyrl_train.errors import ModelError
@@ -54,13 +56,15 @@ def build_strategy(settings: LearnerSettings, device: torch.device, *, num_ranks
     """
     chosen = settings.strategy
     size = chosen.sequence_parallel_size
+    sizes, deadline = mesh_sizes(chosen, num_ranks), settings.collective_timeout_s
     ranks = RankSettings(
         num_ranks=num_ranks,
         device=device,
         dtype=_compute_dtype(settings.model),
         cpu_offload=chosen.cpu_offload,
         gradient_sync=chosen.gradient_sync,
-        group=SequenceGroup(size, timeout_s=settings.collective_timeout_s) if size > 1 else None,
+        group=SequenceGroup(size, timeout_s=deadline) if size > 1 else None,
+        mesh=RankMesh(sizes=sizes, device_type=device.type, timeout_s=deadline),
     )
     return make_strategy(chosen, ranks)
 

@@ -77,13 +77,13 @@ class ParameterCounts:
     root: int
     """Of what is in no decoder layer."""
 
-    def exchanged(self, *, compute_bytes: int, num_ranks: int, training: bool) -> dict[str, int]:
+    def exchanged(self, *, compute_bytes: int, num_shards: int, training: bool) -> dict[str, int]:
         """Return what a sharded model's pass holds beside its shards and its activations, in bytes by kind: what is outside
         of its layers, gathered, and two layers, the one at work and the next; and the gradient of the layer before, in
         float32 as it is summed over ranks, with its shard of the sum."""
         found = {"gathered parameters": compute_bytes * (self.root + 2 * self.block)}
         if training and self.trained == self.total:
-            found["gradients in flight"] = 4 * self.block + 4 * -(-self.block // num_ranks)
+            found["gradients in flight"] = 4 * self.block + 4 * -(-self.block // num_shards)
         return found
 
     def with_more(self, deeper: ParameterCounts, share: float) -> ParameterCounts:

@@ -61,6 +61,7 @@ class Ranks(Protocol):
 
     rank: int
     num_ranks: int
+    num_shards: int
     sharded: bool
     keeps_whole_gradients: bool
 

@@ -59,7 +59,8 @@ class MemoryEstimate:
 class DeviceShare:
     """How one rank holds a model on its device."""
 
-    num_ranks: int = 1
+    num_shards: int = 1
+    """Ranks over which it is spread, where it is `sharded`."""
     sharded: bool = False
     cpu_offload: bool = False
     """Whether shards, their gradients and optimizer state are in host memory."""
@@ -93,7 +94,7 @@ class DeviceShare:
             "gradients": gradients,
             "optimizer state": self.state_bytes * counts.trained,
         }
-        shards = self.num_ranks if self.sharded else 1
+        shards = self.num_shards if self.sharded else 1
         return {**{kind: -(-count // shards) for kind, count in kinds.items() if count}, **whole}
 
     def _frozen(self, counts: ParameterCounts, num_frozen: int) -> int:
@@ -106,7 +107,7 @@ class DeviceShare:
         """Return what ranks of a sharded model hold of each other's parts in a pass, in bytes by kind."""
         if not self.sharded:
             return {}
-        return counts.exchanged(compute_bytes=self.compute_bytes, num_ranks=self.num_ranks, training=training)
+        return counts.exchanged(compute_bytes=self.compute_bytes, num_shards=self.num_shards, training=training)
 
 
 @dataclass(kw_only=True)

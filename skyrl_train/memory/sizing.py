@@ -316,6 +316,7 @@ def _facts(engine: SizedEngine, limits: SizingLimits, limit_bytes: int) -> dict[
         "max_rows": str(limits.max_rows),
         "layout": f"{passes.layout}{', merged turns' if passes.merge_turns else ''}",
         "strategy": f"{type(engine.strategy).__name__} over {engine.strategy.num_ranks}"
+        + (f" in {engine.strategy.num_shards} shards" if engine.strategy.sharded else "")
         + (", whole gradients" if engine.strategy.keeps_whole_gradients else ""),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "limit_bytes": str(limit_bytes),

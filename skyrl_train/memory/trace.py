@@ -96,7 +96,7 @@ class StepTrace:
             return self.held_bytes + gradients
         counts = count_parameters(engine)
         exchanged = counts.exchanged(
-            compute_bytes=engine.passes.dtype.itemsize, num_ranks=engine.strategy.num_ranks, training=training
+            compute_bytes=engine.passes.dtype.itemsize, num_shards=engine.strategy.num_shards, training=training
         )
         return self.held_bytes + gradients + sum(exchanged.values())
 

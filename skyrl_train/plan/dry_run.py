@@ -14,6 +14,7 @@ from skyrl_train.batch.microbatch import TokenBudgets
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import Layout, count_engines, shares_devices
 from skyrl_train.config.learners import gpus_needed, layout_of, needs_old_logprobs
+from skyrl_train.config.placement import mesh_sizes
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate_batch import sizes_of, validate_batch_sizes
@@ -95,7 +96,9 @@ def make_plan_report(
                 lengths,
                 num_parameters=num_parameters,
                 bytes_per_weight=2 if config.model.dtype == "bfloat16" else 4,
-                shards_policy=config.strategy.kind == "fsdp2",
+                policy_shards=mesh_sizes(config.strategy, config.placement.policy_num_workers).shard
+                if config.strategy.kind == "fsdp2"
+                else 1,
             )
         ),
         violations=(),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from skyrl_train.config.bundles import Role, shares_devices
 from skyrl_train.config.learners import LearnerSettings, ScheduleLength, run_models
 from skyrl_train.config.parts import OPTIMIZERS
+from skyrl_train.config.placement import mesh_sizes
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import MemoryLimitError, Violation
 from skyrl_train.memory.model_sizes import meta_model, model_sizes, of_depth, read_config
@@ -210,7 +211,7 @@ def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort
     model, longest = settings.model, config.generator.max_context_length
     architecture = read_config(model.path, revision=model.revision)
     share = DeviceShare(
-        num_ranks=num_ranks,
+        num_shards=mesh_sizes(settings.strategy, num_ranks).shard,
         sharded=settings.strategy.kind == "fsdp2",  # a custom one has whole models, as far as is known
         cpu_offload=settings.strategy.cpu_offload,
         gradient_sync=settings.strategy.gradient_sync,
@@ -259,7 +260,7 @@ def _learner_without_weights(
     class OneOfMany(ModelStrategy):
         """A rank that knows how many there are, and meets none of them."""
 
-        num_ranks = share.num_ranks
+        num_shards = share.num_shards
         sharded = share.sharded
 
     engine = ModelEngine(

@@ -244,13 +244,13 @@ def storage_items(
     *,
     num_parameters: int | None,
     bytes_per_weight: int,
-    shards_policy: bool,
+    policy_shards: int,
 ) -> Iterator[Storage]:
     """What a training batch keeps and moves, and, where the number of the policy's parameters is known, what those do.
 
     Args:
         bytes_per_weight: Of the weights that go to the inference engine.
-        shards_policy: Whether each rank keeps a part of the policy alone.
+        policy_shards: Ranks over which the policy is spread.
     """
     tokens_per_sample = float(lengths.all_rows.sum()) / len(lengths.trajectories)
     tokens = round(plan.num_samples_per_batch * tokens_per_sample)
@@ -276,7 +276,6 @@ def storage_items(
         when="every batch",
     )
     if num_parameters is not None:
-        shards = policy.num_ranks if shards_policy else 1
         state = num_parameters * (4 if trainer.policy.optimizer.name == "sgd" else 12)
         yield Storage(
             what="weights to the inference engine",
@@ -287,7 +286,7 @@ def storage_items(
         yield Storage(
             what="policy's weights, gradients and optimizer state on each rank",
             kind="kept",
-            num_bytes=ceil_div(state + 4 * num_parameters, shards),
+            num_bytes=ceil_div(state + 4 * num_parameters, policy_shards),
             when="all the time; activations come on top",
         )
         kept = trainer.max_ckpts_to_keep

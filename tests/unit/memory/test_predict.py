@@ -131,7 +131,7 @@ def test_what_lies_there_all_the_time() -> None:
 
 
 def test_shards_are_equal_parts_and_may_lie_in_host_memory() -> None:
-    shares = DeviceShare(num_ranks=4, sharded=True)
+    shares = DeviceShare(num_shards=4, sharded=True)
     assert shares.resident(COUNTS, training=False) == {"parameters": 1000, "optimizer state": 2000}
     assert replace(shares, cpu_offload=True).resident(COUNTS, training=True) == {}
     whole = replace(shares, gradient_sync="step").resident(COUNTS, training=True)
@@ -139,7 +139,7 @@ def test_shards_are_equal_parts_and_may_lie_in_host_memory() -> None:
 
 
 def test_ranks_of_a_sharded_model_exchange_layers_and_gradients() -> None:
-    shares = DeviceShare(num_ranks=4, sharded=True, compute_bytes=2)
+    shares = DeviceShare(num_shards=4, sharded=True, compute_bytes=2)
     assert shares.exchanged(COUNTS, training=True) == {
         "gathered parameters": 2 * (100 + 2 * 300),
         "gradients in flight": 4 * 300 + 4 * 75,
