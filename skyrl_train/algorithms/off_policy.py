@@ -133,7 +133,7 @@ def _exp(log_ratio: Tensor) -> Tensor:
 
 def _weights(ratio: Tensor, product: Tensor, geometric: Tensor, config: OffPolicyConfig) -> tuple[Tensor, Tensor]:
     """Return the weights before turns are left out, and where truncation or the mask acted; both `[rows, len]`."""
-    if config.weight == "none":
+    if not config.weighs:
         return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     chosen = {"token": ratio, "sequence": product, "geometric": geometric}[config.weight]
     low, high = _away_from_1(config.weight_low, config.weight_high, chosen.dtype)

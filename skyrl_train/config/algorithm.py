@@ -30,8 +30,9 @@ class OffPolicyConfig:
     inference engine, or older weights. Masked tokens get a loss of 0; the denominators of the step stay.
     """
 
-    weight: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Multiply token losses with the ratio of the token, of its turn (product of ratios), or their geometric mean."""
+    weight: Literal["auto", "none", "token", "sequence", "geometric"] = "auto"
+    """Multiply token losses with the ratio of the token, of its turn (product of ratios), or their geometric mean. auto: of
+    the token where `generator.quantization` rounds the engine's weights and ratios start at the trainer's, else none."""
     weight_mode: Literal["truncate", "mask", "mask_only"] = "truncate"
     """What becomes of a weight outside `weight_low` to `weight_high`. truncate: the nearer bound. mask: 0. mask_only: 0, and
     1 inside, so that tokens (or turns) are left out and none is weighted."""
@@ -60,9 +61,14 @@ class OffPolicyConfig:
     """Leave a turn out in which any token's ratio is above this; 0 is off."""
 
     @property
+    def weighs(self) -> bool:
+        """Whether losses are weighted; `auto` that was not decided is none."""
+        return self.weight not in ("auto", "none")
+
+    @property
     def enabled(self) -> bool:
         outliers = self.outlier_low > 0 or self.outlier_high > 0
-        return self.weight != "none" or self.sequence_mask != "none" or outliers or bool(self.reject)
+        return self.weighs or self.sequence_mask != "none" or outliers or bool(self.reject)
 
 
 @dataclass(frozen=True, kw_only=True)

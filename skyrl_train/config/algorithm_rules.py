@@ -52,7 +52,7 @@ def _proximal(algorithm: AlgorithmConfig) -> Iterator[Violation]:
 def _batch_normalize(algorithm: AlgorithmConfig) -> Iterator[Violation]:
     correction = algorithm.off_policy
     yield from _require(
-        not (correction.batch_normalize and correction.weight == "none"),
+        not (correction.batch_normalize and not correction.weighs),
         "off_policy.batch_normalize",
         "needs weights to normalise: off_policy.weight other than none",
         correction.batch_normalize,

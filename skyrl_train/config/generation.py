@@ -150,6 +150,10 @@ class GeneratorConfig:
     """Sequences that the hf backend generates together."""
     request_timeout_s: Free[Seconds] = 600.0
     """Deadline of one generation request."""
+    quantization: Forks[Literal["none", "int8", "fp8"]] = "none"
+    """Numbers that the engine's matrices are rounded to at each weight sync, with a scale for each output (hf, vllm; see
+    `docs/algorithms.md`). fp8 with vllm on a GPU: computed in them, by vLLM itself. Else the engine computes with rounded
+    weights in its own type, which shows what rounding does and saves nothing."""
     vllm: LayoutOnly[VLLMConfig] = field(default_factory=lambda: VLLMConfig())
     """The vllm backend."""
     http: Free[HTTPConfig] = field(default_factory=lambda: HTTPConfig())
@@ -181,6 +185,11 @@ class GeneratorConfig:
     def is_step_wise(self) -> bool:
         """Whether a trajectory may be several rows."""
         return TRAJECTORY_ROWS.name_of(self.rows) != "per_trajectory"
+
+
+def quantizes_itself(generator: GeneratorConfig, *, on_gpu: bool) -> bool:
+    """Whether the engine computes in the numbers of `generator.quantization`, rather than with weights rounded to them."""
+    return generator.backend == "vllm" and generator.quantization == "fp8" and on_gpu
 
 
 def ships_adapter(generator: GeneratorConfig) -> bool:

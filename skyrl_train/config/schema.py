@@ -10,10 +10,10 @@ a test keeps the two equal.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
-from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.algorithm import AlgorithmConfig, starts_at_rollout
 from skyrl_train.config.data import DataConfig as DataConfig
 from skyrl_train.config.data import EnvironmentConfig as EnvironmentConfig
 from skyrl_train.config.generation import GeneratorConfig
@@ -372,3 +372,12 @@ class Config(RunConfig):
     """What stays of rollouts on disk."""
     plan: Free[PlanConfig] = field(default_factory=PlanConfig)
     """What a plan is made for; nothing else reads it."""
+
+    def __post_init__(self) -> None:
+        algorithm = self.trainer.algorithm
+        if self.generator.quantization == "none" or algorithm.off_policy.weight != "auto":
+            return
+        corrects = algorithm.proximal != "behaviour" and not starts_at_rollout(algorithm)
+        off_policy = replace(algorithm.off_policy, weight="token" if corrects else "none")
+        trainer = replace(self.trainer, algorithm=replace(algorithm, off_policy=off_policy))
+        object.__setattr__(self, "trainer", trainer)

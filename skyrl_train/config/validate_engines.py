@@ -11,7 +11,7 @@ from typing import Any
 
 from skyrl_train.config.agents import AGENT_RULES
 from skyrl_train.config.fields import Rule
-from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.generation import GeneratorConfig, ships_adapter
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import Violation
@@ -110,6 +110,28 @@ def _pipeline(generator: GeneratorConfig, placement: PlacementConfig, platform: 
             "must be 1 on a CPU",
             "set generator.vllm.tensor_parallel_size instead",
         )
+
+
+def _quantization(generator: GeneratorConfig) -> Iterator[Violation]:
+    """What excludes engines whose weights are rounded at each sync."""
+    rules = {
+        "is known to generator=hf and generator=vllm alone": (
+            generator.backend not in ("hf", "vllm"),
+            "set generator.quantization=none; a server's own is set there, and "
+            "trainer.algorithm.off_policy.weight=token here",
+        ),
+        "cannot be combined with generator.vllm.lora_sync=adapter, which sends no matrices to be rounded": (
+            ships_adapter(generator),
+            "set generator.vllm.lora_sync=merged",
+        ),
+        "cannot be combined with generator.vllm.engine_args.quantization: one of them says how": (
+            "quantization" in generator.vllm.engine_args,
+            "drop one of the two",
+        ),
+    }
+    for rule, (broken, remedy) in rules.items():
+        if broken and generator.quantization != "none":
+            yield Violation.of("generator.quantization", generator.quantization, rule, remedy)
 
 
 def _seeds(generator: GeneratorConfig) -> Iterator[Violation]:
@@ -233,4 +255,5 @@ ENGINE_RULES: tuple[Rule, ...] = (
     _engine_arguments,
     _pipeline,
     _seeds,
+    _quantization,
 )

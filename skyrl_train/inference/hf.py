@@ -33,6 +33,7 @@ from skyrl_train.rollout.token_stream import listener
 from skyrl_train.telemetry.activity import TellsWhenBusy
 from skyrl_train.threads import WorkerThread
 from skyrl_train.types import GenerationOutput, GenerationRequest, Tokenizer
+from skyrl_train.weight_sync.rounding import Rounding, rounded
 
 CLOSE_TIMEOUT_S = 30.0
 """For the batch that is being generated when the engine is closed."""
@@ -78,6 +79,7 @@ class HFEngine(TellsWhenBusy):
         max_batch_size: int,
         weight_version: int = -1,
         in_flight_cache: Literal["recompute", "keep"] | None = None,
+        rounding: Rounding = "none",
     ) -> None:
         """
         Args:
@@ -86,6 +88,7 @@ class HFEngine(TellsWhenBusy):
             max_batch_size: Sequences generated together.
             weight_version: Version of the weights that the model has now.
             in_flight_cache: As of `EngineSettings`.
+            rounding: What weights are rounded to as they are loaded; the model's first ones are as they are.
         """
         self._model = model.requires_grad_(False)
         self._model.train(False)
@@ -99,6 +102,7 @@ class HFEngine(TellsWhenBusy):
             keeps_older_cache=in_flight_cache == "keep",
         )
         self._takes_in_flight = in_flight_cache is not None
+        self._rounding: Rounding = rounding
         self._max_batch_size = max_batch_size
         self._weight_version = weight_version
         self._num_leases = 0
@@ -166,7 +170,7 @@ class HFEngine(TellsWhenBusy):
             raise EngineError(f"weights of another model; nothing was loaded: {'; '.join(problems[:5])}{more}")
         with self._turn_lock, self._weights_lock, torch.no_grad():
             for name, tensor in given.items():
-                own[name].copy_(tensor)
+                own[name].copy_(rounded(name, tensor, self._rounding))
             self._weight_version = version
             self._decoder.forget()
 
@@ -258,7 +262,13 @@ def build_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
                 "Set trainer.moe_routing_replay=false"
             )
         record_routing(model, name=settings.model.path)
-    return HFEngine(model, tokenizer, max_batch_size=settings.max_batch_size, in_flight_cache=settings.in_flight_cache)
+    return HFEngine(
+        model,
+        tokenizer,
+        max_batch_size=settings.max_batch_size,
+        in_flight_cache=settings.in_flight_cache,
+        rounding=settings.rounding,
+    )
 
 
 def load_for_engine(model: ModelConfig, device: str) -> PreTrainedModel:

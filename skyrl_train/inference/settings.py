@@ -48,6 +48,10 @@ class EngineSettings:
     """Whether requests wait for its first weights, as it takes the place of an engine that died and may be asked before."""
     request_timeout_s: float = 600.0
     """Deadline of one request."""
+    rounding: Literal["none", "int8", "fp8"] = "none"
+    """What matrices are rounded to as they arrive (`weight_sync/rounding.py`)."""
+    quantizes_fp8: bool = False
+    """Whether vLLM is to compute in fp8 by itself."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     """`generator.vllm`."""
     http: HTTPConfig = field(default_factory=HTTPConfig)

@@ -106,6 +106,8 @@ class VLLMCore:
             self._client.give_up(EngineDeadError(self._broken))
 
         self._is_keyed = settings.seeds_by_request and all(self._engine.collective_rpc("use_keyed_sampler"))
+        if settings.rounding != "none":
+            self._engine.collective_rpc("round_weights", kwargs={"rounding": settings.rounding})
         self._client = CoreClient(self._engine.engine_core)
         self.processes.watch(self._client.processes, died)
 

@@ -37,6 +37,8 @@ class VLLMSettings:
     """As of `EngineSettings`."""
     awaits_weights: bool = False
     """As of `EngineSettings`."""
+    rounding: Literal["none", "int8", "fp8"] = "none"
+    """As of `EngineSettings`."""
 
     @property
     def separate_core(self) -> bool:
@@ -88,6 +90,8 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         # A prompt in one piece rounds the same whatever else is in the batch.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(2048, settings.max_context_length)
+    if settings.quantizes_fp8:
+        arguments["quantization"] = "fp8_per_channel"  # activations by token, as they come
     if settings.adapter is not None:
         arguments |= adapter_arguments(settings.adapter)
     arguments |= options.engine_args
@@ -120,6 +124,7 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         adapter=settings.adapter,
         in_flight_cache=settings.in_flight_cache,
         awaits_weights=settings.awaits_weights,
+        rounding=settings.rounding,
     )
 
 

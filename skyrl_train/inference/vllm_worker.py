@@ -22,6 +22,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm_adapter import load_adapter
 from skyrl_train.inference.vllm_sampler import use_keyed_sampler
 from skyrl_train.weight_sync.cuda_ipc import device_name, import_copy
+from skyrl_train.weight_sync.rounding import Rounding, rounded
 from skyrl_train.weight_sync.sender import WeightGroup
 from skyrl_train.weights import Bucket, copied, unpack
 
@@ -58,6 +59,8 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
+    rounding: Rounding = "none"
+    """What matrices are rounded to before they are loaded."""
     _group: WeightGroup | None = None
     _adapter: dict[str, Tensor]
 
@@ -114,7 +117,9 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         if self._takes_adapter:
             self._adapter |= {name: tensor.to("cpu", copy=True) for name, tensor in unpack(bucket, flat)}
             return
-        arrived = ((name, tensor.to(self.device)) for name, tensor in unpack(bucket, flat))
+        arrived = (
+            (name, rounded(name, tensor.to(self.device), self.rounding)) for name, tensor in unpack(bucket, flat)
+        )
         self.model.load_weights([part for named in arrived for part in in_checkpoint_form(*named, self._renaming)])
 
     def _arrived(self, bucket: Bucket) -> tuple[Bucket, Tensor]:
@@ -237,6 +242,10 @@ class WorkerExtension:
     def use_keyed_sampler(self) -> bool:
         """See `vllm_sampler.use_keyed_sampler`."""
         return use_keyed_sampler(self.model_runner)
+
+    def round_weights(self, rounding: Rounding) -> None:
+        """From the next update on, have matrices rounded as they arrive."""
+        self.weight_transfer_engine.rounding = rounding
 
     def receiver(self) -> tuple[str, str]:
         """The fields of a `Receiver`."""

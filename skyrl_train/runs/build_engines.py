@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.config.bundles import shares_devices
-from skyrl_train.config.generation import ships_adapter
+from skyrl_train.config.generation import quantizes_itself, ships_adapter
 from skyrl_train.config.parts import ENGINES, WEIGHT_TRANSPORTS
 from skyrl_train.endpoints import Endpoint, LocalEndpoint
 from skyrl_train.inference.local_engine import LocalEngine, WatchedEndpoint
@@ -54,7 +54,8 @@ class Engines:
 
 def engine_settings(config: Config) -> EngineSettings:
     """Return what the run's engines are made from."""
-    generator = config.generator
+    generator, on_gpu = config.generator, config.platform.name == "gpu"
+    quantizes_fp8 = quantizes_itself(generator, on_gpu=on_gpu)
     return EngineSettings(
         model=config.model,
         device=config.platform.device,
@@ -64,13 +65,15 @@ def engine_settings(config: Config) -> EngineSettings:
         seed=config.seed,
         seeds_by_request=generator.seeds == "request",
         deterministic=config.deterministic,
-        on_gpu=config.platform.name == "gpu",
+        on_gpu=on_gpu,
         in_actor=config.placement.backend == "ray",
         shares_devices=shares_devices(config.placement, config.generator, config.platform),
         adapter=config.model.lora if ships_adapter(generator) else None,
         in_flight_cache=config.trainer.in_flight_cache if config.trainer.in_flight_updates else None,
         records_routing=config.trainer.moe_routing_replay,
         request_timeout_s=generator.request_timeout_s,
+        rounding="none" if quantizes_fp8 else generator.quantization,
+        quantizes_fp8=quantizes_fp8,
         vllm=generator.vllm,
         http=generator.http,
         output_dir=Path(config.output_dir).absolute(),
@@ -246,7 +249,9 @@ def tolerance(config: Config) -> float:
     generator = config.generator
     if generator.verify_weight_sync:
         return generator.weight_sync_tolerance
-    if any("quant" in name or name == "kv_cache_dtype" for name in generator.vllm.engine_args):
+    if generator.quantization != "none" or any(
+        "quant" in name or name == "kv_cache_dtype" for name in generator.vllm.engine_args
+    ):
         return math.inf
     engine_dtype = config.model.dtype if generator.vllm.dtype == "auto" else generator.vllm.dtype
     exact = engine_dtype == config.model.dtype == "float32" and config.platform.name == "cpu"
