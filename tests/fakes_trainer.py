@@ -403,6 +403,7 @@ class FakeRun:
                 self.folder,
                 keep=config.trainer.capsules,
                 seed=config.seed,
+                total_steps=loop.settings.total_steps,
                 save_state=loop.save_state,
                 console=self.console,
             ),

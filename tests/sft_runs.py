@@ -31,6 +31,7 @@ from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers import sft
+from skyrl_train.trainers.capsule_writer import CapsuleWriter
 from skyrl_train.trainers.changes import flat_config, resume_settings
 from skyrl_train.trainers.resume import find_start, prepare_run_folder
 from skyrl_train.trainers.sft import SFTResult, SFTSettings, SFTTrainer
@@ -238,6 +239,14 @@ class FakeSFTRun:
                 evaluator=build_sft_evaluator(self.config, self.data),
                 samples=self.samples,
                 best=open_best(self.folder, trainer, start),
+                capsules=CapsuleWriter(
+                    self.folder,
+                    keep=trainer.capsules,
+                    seed=self.config.seed,
+                    total_steps=self.total_steps,
+                    save_state=loop.save_state,
+                    console=console,
+                ),
             ).train()
 
 

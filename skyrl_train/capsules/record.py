@@ -1,10 +1,10 @@
 """A step capsule on disk: all that it takes to execute one training step again, and what came of it the first time.
 
 OUTPUT_DIR/capsules/
-  step_000012/           of one of the last `trainer.capsules` steps
+  step_000012/           of one of the last `trainer.capsules` steps, of reinforcement or of supervised learning
     capsule.json         the facts below (`Capsule`)
     config.yaml          the run's configuration, secrets redacted
-    batch.safetensors    the training batch as the update saw it: scored, with advantages
+    batch.safetensors    the training batch as the update saw it: scored, with advantages; in supervised training closed
     train_step_...       the step's rollouts: a hard link to the run's file, where the disk has such
     manifest.json        size and SHA-256 of every other file; written last
   states/step_000011/    models, optimizers and the loop's state after step 11, as a checkpoint holds them
@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from skyrl_train.batch.minibatch import LossDenominators
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.telemetry.files import parse_json, read_json, whole_number, write_json
@@ -86,6 +87,10 @@ class Capsule:
     refusal: Refusal | None = None
     bad_inputs: tuple[BadInput, ...] = ()
     """Of a step that was refused, from its rollouts."""
+    total_steps: int = 0
+    """That the run was to have, for schedules; 0 in capsules of before it was kept."""
+    denominators: LossDenominators | None = None
+    """In supervised training, whose batch is one closed mini-batch; None elsewhere."""
 
     def write(self, folder: Path) -> None:
         """Write `capsule.json`."""
@@ -99,13 +104,14 @@ class Capsule:
             content = dict(read_json(path))
             if content.pop("format") != FORMAT:
                 raise ValueError(f"not of format {FORMAT}")
-            refusal = content.pop("refusal")
+            refusal, denominators = content.pop("refusal"), content.pop("denominators", None)
             return Capsule(
                 **{
                     **content,
                     "step": whole_number(content, "step"),
                     "seed": whole_number(content, "seed"),
                     "refusal": None if refusal is None else Refusal(**refusal),
+                    "denominators": None if denominators is None else LossDenominators(**denominators),
                     "bad_inputs": tuple(BadInput(**each) for each in content.pop("bad_inputs")),
                 }
             )
@@ -152,7 +158,8 @@ def write_batch(path: Path, batch: TrainingInputBatch) -> None:
     """Write the columns, exactly, and what is known of the rows."""
     tensors = {"row_offsets": batch.row_offsets}
     tensors |= {f"token/{name}": column.contiguous() for name, column in batch.token_columns.items()}
-    tensors |= {f"row/{name}": column.contiguous() for name, column in batch.row_columns.items()}
+    # Copied, as two of them may be one tensor, which the file refuses.
+    tensors |= {f"row/{name}": column.clone() for name, column in batch.row_columns.items()}
     save_file(tensors, path, metadata={"batch": json.dumps(dataclasses.asdict(batch.metadata))})
 
 

@@ -23,7 +23,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from skyrl_train.errors import DeadlineError, SkyrlTrainError, StopRequested
-from skyrl_train.signals import answer, log_descriptors, say
+from skyrl_train.signals import answer, say
+from skyrl_train.telemetry import stacks
 from skyrl_train.telemetry.redaction import redact_text
 
 logger = logging.getLogger(__name__)
@@ -65,9 +66,7 @@ class Ending:
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
             logger.info("the run ended", exc_info=error)  # to run.log alone
             if isinstance(error, DeadlineError):
-                for descriptor in log_descriptors:
-                    with suppress(OSError):  # what each thread of this process waits for
-                        faulthandler.dump_traceback(descriptor, all_threads=True)
+                logger.info("What every process is doing:\n%s", stacks.of_run())
             return STATUS_USER_ERROR
         sys.stderr.write("".join(traceback.format_exception(type(error), error, error.__traceback__)))
         return STATUS_DEFECT
@@ -85,6 +84,7 @@ def exit_on_errors(node: DictConfig) -> Iterator[Ending]:
     """Turns errors and signals into a message and an exit status: the project's own errors without their traceback, which
     goes to `run.log`; anything else is a defect and shows it."""
     ending = Ending(node)
+    stacks.begin("trainer")
     try:
         with _unwinding_on_signals():
             yield ending

@@ -6,14 +6,12 @@ that works is left in peace until the call's own deadline; one that is gone, sto
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
 import signal
-import sys
-import threading
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.errors import ActorError, ActorLostError, CollectiveError, EngineDeadError, SkyrlTrainError
+from skyrl_train.telemetry.stacks import of_run
 
 HEALTH = "health"
 """The concurrency group in which every actor answers `ping`."""
@@ -38,11 +37,6 @@ _END_THERE_S = 20.0
 _FETCH_S = 60.0
 """Deadline of reading an answer that is there."""
 _TAIL_LINES = 20
-_STACKS_S = 5.0
-"""How long actors may take to say what they are doing."""
-_STACK_FRAMES = 12
-"""Innermost calls of a thread that are told."""
-_PACKAGE = f"{os.sep}skyrl_train{os.sep}"
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +191,6 @@ class Watch:
                     f"{silent} (phase {self._phase}, {self._what}): the process, asked for a sign of life, did not answer "
                     f"within {self._silence_timeout_s:g} s. It is stopped, swapped out or unreachable",
                     silent,
-                    actors,
                 )
             if pending and time.monotonic() > ends_at and not failed:
                 if broken_off:
@@ -207,7 +200,6 @@ class Watch:
                     f"{first} (phase {self._phase}, {self._what}) did not answer within {self._timeout_s:g} s. It is alive: "
                     "raise placement.call_timeout_s if it is only slow",
                     first,
-                    actors,
                 )
         if failed or broken_off:
             ray.wait(list(refs), num_returns=len(refs), timeout=_SETTLE_S)
@@ -240,12 +232,12 @@ class Watch:
         _, rank, error = min(found, key=lambda entry: entry[:2])
         if isinstance(error, CollectiveError):
             actor = actors[rank]
-            raise self._lost(f"{actor} (phase {self._phase}, {self._what}): {error}", actor, actors)
+            raise self._lost(f"{actor} (phase {self._phase}, {self._what}): {error}", actor)
         raise error
 
-    def _lost(self, what: str, culprit: RemoteActor, actors: Sequence[RemoteActor]) -> ActorLostError:
+    def _lost(self, what: str, culprit: RemoteActor) -> ActorLostError:
         """Of actors that wait for each other: what each is doing goes to the log, as it is gone in a moment."""
-        logger.warning("%s. What every process is doing:\n%s", what, stacks_of(actors))
+        logger.info("%s. What every process is doing:\n%s", what, of_run())
         return ActorLostError(f"{what}. {culprit.log_tail()}", phase=self._phase)
 
     def _died(self, actor: RemoteActor, error: Exception) -> ActorLostError:
@@ -256,47 +248,6 @@ class Watch:
         lines = [line for line in text.strip().splitlines() if line.strip()][-_TAIL_LINES:]
         listed = "\n".join(f"  | {line}" for line in lines)
         return ActorError(f"{actor} failed in phase {self._phase} ({self._what}):\n{listed}\n{actor.log_tail()}")
-
-
-def current_stacks() -> str:
-    """Return the Python stacks of this process's threads, innermost call last: those that run code of this package."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    found: list[str] = []
-    for ident, frame in sys._current_frames().items():
-        if ident == threading.get_ident():
-            continue
-        stack = traceback.extract_stack(frame)
-        if any(_PACKAGE in entry.filename for entry in stack):
-            lines = "".join(traceback.format_list(stack[-_STACK_FRAMES:])).rstrip()
-            found.append(f"thread {names.get(ident, ident)}:\n{lines}")
-    return "\n".join(found) or "idle: no thread runs code of this package"
-
-
-def stacks_of(actors: Sequence[RemoteActor]) -> str:
-    """Return what each actor is doing, as it says itself within a few seconds; of one of this machine that says nothing,
-    the state of its process."""
-    asked: list[Any] = [actor.handle.stacks.options(concurrency_group=HEALTH).remote() for actor in actors]
-    ready, _ = ray.wait(asked, num_returns=len(asked), timeout=_STACKS_S)
-    told: list[str] = []
-    for actor, ref in zip(actors, asked):
-        try:
-            text = str(ray.get(ref, timeout=_STACKS_S)) if ref in ready else f"gives no answer{_process_state(actor)}"
-        except ray.exceptions.RayError as error:
-            text = f"is gone: {reason_of(error)}"
-        told.append("\n".join([f"{actor}:", *(f"  {line}" for line in text.splitlines())]))
-    return "\n".join(told)
-
-
-def _process_state(actor: RemoteActor) -> str:
-    if actor.log_folder is None or actor.identity is None:
-        return ""
-    try:
-        status = Path(f"/proc/{actor.identity.pid}/status").read_text(encoding="utf-8")
-    except OSError:
-        return ": its process is gone"
-    return ": its process is in state " + next(
-        line.split(None, 1)[1] for line in status.splitlines() if "State:" in line
-    )
 
 
 def reason_of(error: Exception) -> str:
@@ -318,6 +269,13 @@ def _error_of(ref: Any) -> Exception | None:
 def ask_for_sign_of_life(actor: RemoteActor) -> Any:
     """On a thread of the actor that its work does not occupy."""
     return actor.handle.ping.options(concurrency_group=HEALTH).remote()
+
+
+async def silent_for(limit_s: float) -> str:
+    """Return the reason for which an actor is given up that gave no sign of life; what every process is doing goes to the
+    log before anything is ended."""
+    logger.info("What every process is doing:\n%s", await asyncio.to_thread(of_run))
+    return f"gave no sign of life for {limit_s:g} s"
 
 
 class _Pings:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
-from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor, ask_for_sign_of_life, kill, reason_of
+from skyrl_train.cluster.calls import HEALTH, Answer, RemoteActor, ask_for_sign_of_life, kill, reason_of, silent_for
 from skyrl_train.cluster.endpoints import RayEndpoint
 from skyrl_train.cluster.engine_worker import EngineWorker
 from skyrl_train.cluster.placement import Slot
@@ -395,6 +395,6 @@ class GroupEngine:
             try:
                 await asyncio.wait_for(asyncio.wrap_future(ask_for_sign_of_life(actor).future()), limit)
             except asyncio.TimeoutError:
-                self._lose(index, actor, f"gave no sign of life for {limit:g} s")
+                self._lose(index, actor, await silent_for(limit))
             except ray.exceptions.RayError as error:
                 self._lose(index, actor, f"died: {reason_of(error)}")

@@ -7,10 +7,11 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from skyrl_train.cluster.calls import Answer, Identity, current_stacks, own_identity
+from skyrl_train.cluster.calls import Answer, Identity, own_identity
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.config.parts import ENGINES
 from skyrl_train.registry import PartSpec
+from skyrl_train.telemetry import stacks
 from skyrl_train.types import GenerationOutput, GenerationRequest
 from skyrl_train.weight_sync.receiver import UpdatableEngine, updatable
 
@@ -40,6 +41,7 @@ class EngineWorker:
                 in Ray's books.
         """
         os.environ.update(secrets)
+        stacks.answer("inference engine")
         if visible_devices:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible_devices)
         self._backend, self._settings = backend, settings
@@ -53,10 +55,6 @@ class EngineWorker:
         while self._engine is not None and self._engine.suspended:
             await asyncio.sleep(_LOOK_EVERY_S)
         return True
-
-    async def stacks(self) -> str:
-        """Return what the threads of this process are doing."""
-        return await asyncio.to_thread(current_stacks)
 
     async def identify(self) -> Identity:
         """Return where this process is."""

@@ -23,6 +23,7 @@ from skyrl_train.rollout.env_boundary import MAX_WORKERS, Request
 from skyrl_train.rollout.env_connection import LocalWorker, parse
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.env_processes import Imported, WorkerEnded
+from skyrl_train.telemetry import stacks
 
 _GRACE_S = 15.0
 """An actor answers within the deadline of a call: how much later its answer may arrive."""
@@ -34,6 +35,7 @@ class NodeWorkers:
     def __init__(self, settings: WorkerSettings, *, secrets: Mapping[str, str]) -> None:
         """`secrets` are environment variables that Ray must not see."""
         os.environ.update(secrets)
+        stacks.answer("environments of a node")
         self._workers = LocalWorkers(settings)
         self._started: dict[int, LocalWorker] = {}
 
@@ -45,14 +47,14 @@ class NodeWorkers:
             return Answer(error=error)
 
     async def ask(self, number: int, request: str, timeout_s: float) -> tuple[str, str]:
-        """Return ("answer", its JSON), ("late", "") or ("ended", why). A number that is not known is a new worker's."""
+        """Return ("answer", its JSON), ("late", where it was) or ("ended", why). A new number is a new worker's."""
         try:
             if number not in self._started:
                 await self._workers.ready()
                 self._started[number] = self._workers.start()
             return "answer", json.dumps(await self._started[number].ask(json.loads(request), timeout_s))
-        except asyncio.TimeoutError:
-            return "late", ""
+        except asyncio.TimeoutError as error:
+            return "late", str(error)
         except (WorkerEnded, SkyrlTrainError) as error:
             return "ended", str(error)
 
@@ -167,10 +169,11 @@ class RayWorker:
             raise WorkerEnded(str(self.ended)) from None
         if said == "answer":
             return parse(text.encode())
-        self.ended = text or "was ended: it exceeded the deadline of a call"
         if said == "late":
-            raise asyncio.TimeoutError
-        raise WorkerEnded(self.ended)
+            self.ended = "was ended: it exceeded the deadline of a call"
+            raise asyncio.TimeoutError(text)
+        self.ended = text
+        raise WorkerEnded(text)
 
     def end(self, reason: str) -> None:
         if self.ended is None:

@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
-from skyrl_train.cluster.calls import Answer, Identity, current_stacks, own_identity
+from skyrl_train.cluster.calls import Answer, Identity, own_identity
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.distributed.process_group import is_broken_collective, join
 from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.errors import CollectiveError, SkyrlTrainError
+from skyrl_train.telemetry import stacks
 from skyrl_train.telemetry.metrics import StepMetrics
 from skyrl_train.weights import Bucket, WeightSender, tensors_of
 
@@ -166,6 +167,7 @@ class LearnerWorker:
     def __init__(self, settings: LearnerSettings, *, secrets: Mapping[str, str]) -> None:
         """`secrets`: environment variables that Ray must not see."""
         os.environ.update(secrets)
+        stacks.answer(f"{settings.role} worker")
         self._settings = settings
         self._served = Served()
         self._served.add(LearnerWorker, self)
@@ -173,10 +175,6 @@ class LearnerWorker:
     def ping(self) -> bool:
         """Give a sign of life; runs beside whatever else runs."""
         return True
-
-    def stacks(self) -> str:
-        """Return what the threads of this process are doing; runs beside them."""
-        return current_stacks()
 
     def invoke(self, key: str, *args: Any, **kwargs: Any) -> Answer:
         """Answer for whatever this actor serves."""

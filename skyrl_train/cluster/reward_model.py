@@ -15,6 +15,7 @@ from skyrl_train.cluster.endpoints import answer_of
 from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.errors import ActorLostError
 from skyrl_train.model.reward_model import ScorerSettings, SequenceScorer
+from skyrl_train.telemetry import stacks
 from skyrl_train.types import ChatMessage
 
 logger = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ class RewardModelActor:
     def __init__(self, settings: ScorerSettings, *, secrets: Mapping[str, str]) -> None:
         """`secrets` are environment variables that Ray must not see. The model is loaded by the first call."""
         os.environ.update(secrets)
+        stacks.answer("reward model")
         self._settings = settings
         self._scorer: SequenceScorer | None = None
 

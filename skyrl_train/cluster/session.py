@@ -25,9 +25,11 @@ from typing import Any, TypeVar
 
 import ray
 import ray._private.authentication.authentication_token_setup as authentication
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from skyrl_train.config.schema import PlacementConfig
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
+from skyrl_train.telemetry import stacks
 from skyrl_train.telemetry.redaction import is_secret_name
 
 T = TypeVar("T")
@@ -48,7 +50,9 @@ _TOO_SLOW = "timed out during startup"
 _PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
 
-_FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "HF_", "VLLM_", "WANDB_")
+_STACKS_S = 10.0
+"""How long other nodes may take to say what processes of the run are doing there."""
+_FORWARDED = ("NCCL_", "TORCH_NCCL_", "GLOO_", "HF_", "VLLM_", "WANDB_", stacks.RUN_VARIABLE)
 """Beginnings of the variables of the command's environment that its actors get on any node."""
 _OF_ONE_NODE = ("VLLM_HOST_IP",)
 """What is right for this node alone."""
@@ -125,6 +129,7 @@ class RaySession:
         context = ray.get_runtime_context()
         self.job_id = str(context.get_job_id())
         self.node_id = str(context.get_node_id())
+        stacks.elsewhere.append(self._stacks_elsewhere)
 
     def _start(self, options: dict[str, Any], placement: PlacementConfig) -> None:
         """Ray gives its own processes half a minute, which is little on a busy machine: a session of this machine is
@@ -176,8 +181,32 @@ class RaySession:
             },
         }
 
+    def _stacks_elsewhere(self) -> str:
+        """Return what processes of the run are doing on other machines, as a task on each node says."""
+        run = os.environ.get(stacks.RUN_VARIABLE, "")
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != self.node_id]
+        asked = {}
+        for node in nodes:
+            there = NodeAffinitySchedulingStrategy(node_id=node["NodeID"], soft=False)
+            options = {"num_cpus": 0, "runtime_env": self.runtime_env(1), "scheduling_strategy": there}
+            asked[ray.remote(max_retries=0)(_stacks_there).options(**options).remote(run)] = node
+        ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_STACKS_S) if asked else ([], [])
+        told, machines = [], {stacks.machine()}
+        for ref, node in asked.items():
+            name = f"node {node['NodeManagerAddress']}"
+            try:
+                machine, text = ray.get(ref, timeout=_STACKS_S) if ref in ready else (name, "gives no answer")
+            except ray.exceptions.RayError as error:
+                machine, text = name, f"gives no answer: {type(error).__name__}"
+            if machine not in machines and text:
+                told.append(f"{name}:\n{text}")
+            machines.add(machine)
+        return "\n".join(told)
+
     def close(self) -> None:
         """End the actors and, of a session of this machine, every process of it. Idempotent and bounded."""
+        if self._stacks_elsewhere in stacks.elsewhere:
+            stacks.elsewhere.remove(self._stacks_elsewhere)
         if ray.is_initialized() or self._is_starting:
             # Behind a start that a signal cut short: Ray would end the process by a status of its own in the middle of it.
             self._is_starting = False
@@ -203,6 +232,10 @@ def object_store_bytes(largest_bucket_bytes: int, *, free_bytes: int | None = No
         free_bytes = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
     wanted = 2 * largest_bucket_bytes + _BATCH_BYTES
     return max(_BATCH_BYTES, min(wanted, free_bytes))
+
+
+def _stacks_there(run: str) -> tuple[str, str]:
+    return stacks.machine(), stacks.here(run)
 
 
 @functools.cache

@@ -81,6 +81,9 @@ class LoopConfig(MicroBatchConfig):
     profile_steps: Free[tuple[PositiveInt, ...]] = ()
     """Steps whose optimizer steps are profiled on each rank, e.g. `[3,4]`: traces in `profiles/`, and on CUDA snapshots of
     memory."""
+    capsules: Free[NonNegativeInt] = 0
+    """Of so many of the last steps keep all that it takes to execute them again (`skyrl-capsule`): the models before and
+    after, and the batch. Each step then takes the time of a checkpoint more. A step that is refused leaves one always."""
     metrics: Free[tuple[Annotated[PartSpec, METRICS], ...]] = ()
     """Custom metrics: functions of a step's training rows and, in reinforcement learning, of its rollouts."""
     callbacks: Free[tuple[Annotated[PartSpec, CALLBACKS], ...]] = ()
@@ -143,9 +146,6 @@ class TrainerConfig(LoopConfig):
     """Held-out prompts generated together."""
     dump_rollouts: Free[bool] = True
     """Write every trajectory to `rollouts/`, a Parquet file a step."""
-    capsules: Free[NonNegativeInt] = 0
-    """Of so many of the last steps keep all that it takes to execute them again (`skyrl-capsule`): the models before and
-    after, and the batch. Each step then takes the time of a checkpoint more. A step that is refused leaves one always."""
     export_hf: Free[bool] = True
     """Write the final policy in Hugging Face format to `export/`."""
 

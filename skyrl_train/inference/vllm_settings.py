@@ -10,6 +10,7 @@ from skyrl_train.inference.settings import EngineSettings, stop_token_ids
 from skyrl_train.inference.vllm_adapter import adapter_arguments
 from skyrl_train.inference.vllm_sampler import SEED_KEY
 from skyrl_train.model.causal_lm import resolve_model_path
+from skyrl_train.telemetry.stacks import Answering
 from skyrl_train.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         "disable_log_stats": True,
         "use_tqdm_on_load": not inline,
         "worker_extension_cls": "skyrl_train.inference.vllm_worker.WorkerExtension",
+        # Of no meaning to vLLM, but pickled to each process of its own.
+        "additional_config": {"skyrl_train": Answering("vLLM")},
     }
     # On a CPU compiling takes longer than it saves; on a GPU vLLM's default captures graphs.
     enforce_eager = options.enforce_eager if options.enforce_eager is not None or gpu else True

@@ -21,12 +21,14 @@ from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm_adapter import load_adapter
 from skyrl_train.inference.vllm_sampler import use_keyed_sampler
+from skyrl_train.telemetry import stacks
 from skyrl_train.weight_sync.cuda_ipc import device_name, import_copy
 from skyrl_train.weight_sync.rounding import Rounding, rounded
 from skyrl_train.weight_sync.sender import WeightGroup
 from skyrl_train.weights import Bucket, copied, unpack
 
 BACKEND = "skyrl_train_buckets"
+stacks.answer("vLLM worker")  # where this is a process of its own; the engine's answers already
 
 
 @dataclass

@@ -109,9 +109,9 @@ class ToolResult:
     failed: bool
 
 
-def late(what: str, timeout_s: float) -> Broken:
-    """Return the error of a call that exceeded its deadline."""
-    return Broken(FailureKind.ENVIRONMENT_TIMEOUT, f"{what} did not answer within {timeout_s:g} s")
+def late(what: str, timeout_s: float, where: str = "") -> Broken:
+    """Return the error of a call that exceeded its deadline, as `; it was at FILE` in `where` may say."""
+    return Broken(FailureKind.ENVIRONMENT_TIMEOUT, f"{what} did not answer within {timeout_s:g} s{where}")
 
 
 class EnvironmentHandle(Protocol):

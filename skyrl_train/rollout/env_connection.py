@@ -15,11 +15,14 @@ from typing import Any
 
 from skyrl_train.rollout.env_boundary import Request
 from skyrl_train.rollout.env_processes import WorkerEnded
+from skyrl_train.telemetry.stacks import innermost
 
 MAX_FRAME_BYTES = 64 << 20
 """Of one message; what an environment may say in one answer is far less (`env_boundary.MAX_CHARACTERS`)."""
 REPORT_WITHIN_S = 2.0
 """How long the supervisor may take to say how a worker ended whose connection is closed, and to end itself."""
+_WHERE_S = 0.3
+"""How long a worker that exceeded a deadline may take to say where it is: nobody else is heard meanwhile."""
 _LENGTH = struct.Struct("!I")
 _CHUNK = 1 << 18
 
@@ -72,6 +75,8 @@ class LocalWorker:
         """`ask_to_end(number)` has the supervisor kill it."""
         self.number = number
         self.ended: str | None = None
+        self.process = 0
+        """Its number, once the supervisor has told it."""
         self._connection, self._ask_to_end = connection, ask_to_end
         self._frames = Frames()
         self._num_asked = 0
@@ -125,7 +130,8 @@ class LocalWorker:
 
     def _late(self, answer: asyncio.Future[object]) -> None:
         if not answer.done():
-            answer.set_exception(asyncio.TimeoutError())
+            where = innermost(self.process, timeout_s=_WHERE_S) if self.process and self.ended is None else ""
+            answer.set_exception(asyncio.TimeoutError(where and f"; it was at {where}"))
         self.end("was ended: it exceeded the deadline of a call")
 
     def _hear(self) -> None:

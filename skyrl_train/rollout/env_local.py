@@ -210,6 +210,8 @@ class LocalWorkers:
                     raise ValueError("no message of a supervisor")
                 if "ready" in message and not self._loaded.done():
                     self._loaded.set_result(message)
+                elif "started" in message and message["started"] in self._workers:
+                    self._workers[message["started"]].process = int(message["process"])
                 elif "ended" in message and (worker := self._workers.pop(message["ended"], None)) is not None:
                     worker.ended_with(_manner(message["status"]) + _PERHAPS_MEMORY.get(message["status"], ""))
         except BlockingIOError:

@@ -195,9 +195,9 @@ class _InWorker:
                 answer = await worker.process.ask({**request, "timeout_s": timeout_s}, timeout_s + _GRACE_S)
             else:
                 answer = await worker.process.ask(request, timeout_s)
-        except asyncio.TimeoutError:
+        except asyncio.TimeoutError as error:
             self._environments.num_given_up += 1
-            raise late(what, timeout_s) from None
+            raise late(what, timeout_s, str(error)) from None
         except WorkerEnded as ended:
             raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{what}: its worker process {ended}") from None
         if isinstance(answer, dict) and str(answer.get("message")).startswith("MemoryError"):

@@ -51,6 +51,7 @@ from skyrl_train.rollout.environments import (
 from skyrl_train.rollout.process_tree import adopt_orphans, children, end_with_parent, kill, prefer_for_memory
 from skyrl_train.rollout.reward_functions import reward_facts, reward_violations
 from skyrl_train.rollout.tools.toolbox import tool_violations
+from skyrl_train.telemetry import stacks
 from skyrl_train.types import FailureKind
 
 MAX_LOG_BYTES = 16 << 20
@@ -171,6 +172,7 @@ def _become_worker(connection: socket.socket, memory_bytes: int, supervisor: int
         for number in (signal.SIGTERM, signal.SIGCHLD, signal.SIGQUIT, signal.SIGHUP):
             signal.signal(number, signal.SIG_DFL)
         faulthandler.enable(file=2)
+        stacks.answer("worker of environments")
         prefer_for_memory()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _limit_memory(memory_bytes)
@@ -254,6 +256,7 @@ class Supervisor:
             _become_worker(connection, self._memory_bytes, supervisor)
         connection.close()
         self._workers[process] = number
+        self._tell({"started": number, "process": process})
 
     def _collect(self) -> None:
         """Tell of workers that ended, and end what they left behind: processes that nobody else is the parent of."""
@@ -345,6 +348,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     end_with_parent(signal.SIGTERM)
     adopt_orphans()
+    stacks.answer("supervisor of environments")
     frames = Frames()
     settings = next(message for data in iter(lambda: control.recv(_CHUNK), b"") for message in frames.feed(data))
     sys.path[:] = [*settings["sys_path"], *(sys.path if settings["apart"] else ())]

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.capsules.compare import (
     BFLOAT16,
     EXACT,
@@ -34,22 +35,25 @@ from skyrl_train.capsules.record import (
     write_batch,
 )
 from skyrl_train.cli.composition import read_yaml
-from skyrl_train.config.learners import run_models
+from skyrl_train.config.learners import RunModels, run_models
 from skyrl_train.config.load import load_root
 from skyrl_train.config.placement import PlacementConfig, StrategyConfig
-from skyrl_train.config.schema import Config
+from skyrl_train.config.schema import Config, PlatformConfig
+from skyrl_train.config.sft import SFTConfig, sft_learner_settings
 from skyrl_train.errors import DataError
 from skyrl_train.learner.state import read_tensors
 from skyrl_train.plan.dry_run import plan_batches
 from skyrl_train.runs.build import Host, build_learners, size_micro_batches
 from skyrl_train.runs.common import prepare_process
 from skyrl_train.runs.rl import ppo_settings
+from skyrl_train.runs.sft import size_policy
 from skyrl_train.telemetry.console import RunConsole
-from skyrl_train.telemetry.metrics import to_values
+from skyrl_train.telemetry.metrics import merge_metrics, to_values
 from skyrl_train.telemetry.rollout_store import read_facts, read_rollouts
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.manifest import verify
+from skyrl_train.trainers.sft import named_metrics
 from skyrl_train.trainers.state import TrainerState, library_versions
 from skyrl_train.trainers.step_metrics import batch_metrics, document_metrics
 
@@ -68,20 +72,20 @@ class Opened:
     run: RunFolder
     folder: Path
     capsule: Capsule
-    config: Config
-    """As the step was made with."""
+    config: Config | SFTConfig
+    """As the step was made with: of reinforcement or of supervised learning."""
     before: Path
     """Models and state that it began with; of a refused step, the models as they were then."""
     after: Path | None
     """Of a step that was finished."""
 
     @property
-    def inline(self) -> Config:
-        """The configuration of this process: no Ray, one rank, and the CPU where there is no GPU."""
+    def platform(self) -> PlatformConfig:
+        """The device of this process: the run's, or the CPU where there is no GPU."""
         platform = self.config.platform
         if platform.on_gpu and not torch.cuda.is_available():
-            platform = replace(platform, name="cpu", device="cpu")
-        return replace(self.config, platform=platform, placement=PlacementConfig(), strategy=StrategyConfig())
+            return replace(platform, name="cpu", device="cpu")
+        return platform
 
     def batch(self) -> TrainingInputBatch:
         """The training batch as it was recorded. Raises DataError where the step ended before there was one."""
@@ -90,15 +94,21 @@ class Opened:
             raise DataError(f"step {self.capsule.step} has no training batch: {reason}")
         return read_batch(self.folder / BATCH_FILE)
 
+    def closed(self) -> MiniBatch:
+        """The one mini-batch of a step of supervised training, as it was recorded. Raises DataError."""
+        if self.capsule.denominators is None:
+            raise DataError(f"step {self.capsule.step} is none of supervised training")
+        return MiniBatch(batch=self.batch(), denominators=self.capsule.denominators)
+
     def bounds(self) -> Bounds:
         """By how much the step may differ here."""
-        config, inline = self.config, self.inline
+        config, platform = self.config, self.platform
         is_same = (config.placement.backend, config.strategy.kind, config.platform) == (
             "inline",
             "single",
-            inline.platform,
+            platform,
         ) and dict(self.capsule.versions) == library_versions()
-        if is_same and (not inline.platform.on_gpu or config.deterministic):
+        if is_same and (not platform.on_gpu or config.deterministic):
             return EXACT
         return BFLOAT16 if config.model.dtype == "bfloat16" else FLOAT32
 
@@ -114,27 +124,43 @@ def open_capsule(run: Path, step: int) -> Opened:
         before, after = states / step_name(step - 1), states / step_name(step)
         verify(before)
         verify(after)
-    config = load_root(read_yaml(folder / CONFIG_FILE), Config)
+    node, is_supervised = read_yaml(folder / CONFIG_FILE), capsule.denominators is not None
+    config: Config | SFTConfig = load_root(node, SFTConfig) if is_supervised else load_root(node, Config)
     return Opened(run=RunFolder(run), folder=folder, capsule=capsule, config=config, before=before, after=after)
 
 
 @contextmanager
 def models_of(opened: Opened) -> Iterator[tuple[steps.Learners, TrainerState]]:
     """The models as the step began with them, in this process, and the state of the loop."""
-    inline = opened.inline
-    prepare_process(inline)
     state = TrainerState.read(opened.before)
-    plan = plan_batches(opened.config, num_train_prompts=state.data.num_prompts)
     with ExitStack() as stack:
-        learners = build_learners(run_models(inline, plan.schedule), stack, Host())
         scratch = RunFolder(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-capsule-"))))
         if opened.run.memory_file.is_file():
             shutil.copyfile(opened.run.memory_file, scratch.memory_file)
-        size_micro_batches(inline, plan, learners, scratch, RunConsole(step_lines=False))
+        learners = _built(opened, state, scratch, stack)
         for name, model in _named(learners).items():
             if (opened.before / name).is_dir():
                 model.load(opened.before / name)
         yield learners, state
+
+
+def _built(opened: Opened, state: TrainerState, scratch: RunFolder, stack: ExitStack) -> steps.Learners:
+    """The models in this process: no Ray, one rank, and nothing that is written to the run's folder."""
+    config = opened.config
+    here: Any = {"platform": opened.platform, "placement": PlacementConfig(), "strategy": StrategyConfig()}
+    if isinstance(config, SFTConfig):
+        supervised = replace(config, trainer=replace(config.trainer, profile_steps=()), **here)
+        prepare_process(supervised)
+        policy = sft_learner_settings(supervised, total_steps=opened.capsule.total_steps)
+        learners = build_learners(RunModels(learners=(policy,)), stack, Host())
+        size_policy(supervised, learners.policy, scratch)
+        return learners
+    inline = replace(config, trainer=replace(config.trainer, profile_steps=()), **here)
+    prepare_process(inline)
+    plan = plan_batches(config, num_train_prompts=state.data.num_prompts)
+    learners = build_learners(run_models(inline, plan.schedule), stack, Host())
+    size_micro_batches(inline, plan, learners, scratch, RunConsole(step_lines=False))
+    return learners
 
 
 def _named(learners: steps.Learners) -> dict[str, Learner | Scorer]:
@@ -149,26 +175,21 @@ def run_again(opened: Opened, output: Path) -> list[Comparison]:
     """
     if opened.after is None:
         raise DataError(f"step {opened.capsule.step} was refused: there is nothing to compare with")
-    settings, bounds, recorded = ppo_settings(opened.config), opened.bounds(), opened.batch()
+    bounds, recorded = opened.bounds(), opened.batch()
     with models_of(opened) as (learners, state):
-        batch = _batch_again(opened, learners, state, settings)
-        update = steps.update(
-            batch,
-            learners,
-            settings.trainer,
-            on_progress=lambda done, total: None,  # noqa: ARG005
-            entropy=state.entropy_controller,
-        )
+        if isinstance(opened.config, SFTConfig):
+            policy, closed = learners.policy, opened.closed()
+            metrics = named_metrics(merge_metrics([policy.forward_backward(closed), policy.optim_step()]))
+            batch = closed.batch
+        else:
+            batch, metrics = _trained_again(opened, opened.config, learners, state)
         write_batch(output / BATCH_FILE, batch)
         for name, model in _named(learners).items():
             if name != "reference":
                 model.save(output / name)
-    metrics = {
-        **batch_metrics(batch, settings.trainer.algorithm),
-        **document_metrics(batch, settings.trainer.docs_per_step),
-        **to_values(update.metrics),
-    }
-    lines = [*compare_batches(batch, recorded, bounds), *compare_metrics(metrics, opened.capsule.metrics, bounds)]
+    made_again = not isinstance(opened.config, SFTConfig)
+    lines = compare_batches(batch, recorded, bounds) if made_again else []
+    lines += compare_metrics(metrics, opened.capsule.metrics, bounds)
     for name in MODELS:
         if not (output / name).is_dir():
             continue
@@ -177,6 +198,26 @@ def run_again(opened: Opened, output: Path) -> list[Comparison]:
         moments, expected = (read_tensors(each / name, "optimizer") for each in (output, opened.after))
         lines.append(compare_moments(name, moments, expected, bounds))
     return lines
+
+
+def _trained_again(
+    opened: Opened, config: Config, learners: steps.Learners, state: TrainerState
+) -> tuple[TrainingInputBatch, dict[str, float]]:
+    """Score, estimate and update; the batch, and metrics of what was computed."""
+    settings = ppo_settings(config)
+    batch = _batch_again(opened, learners, state, settings)
+    update = steps.update(
+        batch,
+        learners,
+        settings.trainer,
+        on_progress=lambda done, total: None,  # noqa: ARG005
+        entropy=state.entropy_controller,
+    )
+    return batch, {
+        **batch_metrics(batch, settings.trainer.algorithm),
+        **document_metrics(batch, settings.trainer.docs_per_step),
+        **to_values(update.metrics),
+    }
 
 
 def _batch_again(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -22,8 +23,10 @@ from skyrl_train.capsules.search import (
     non_finite_column,
     non_finite_tensors,
     place_of,
+    suspects,
     with_loss_on,
 )
+from skyrl_train.config.sft import SFTConfig
 from skyrl_train.errors import ModelError, NonFiniteError
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.policy import PolicyLearner
@@ -32,6 +35,7 @@ from skyrl_train.runs.capsule import MODELS, Opened, models_of
 from skyrl_train.runs.rl import ppo_settings
 from skyrl_train.trainers import steps
 from skyrl_train.trainers.state import TrainerState
+from skyrl_train.wording import counted
 
 OUTLIER = 10.0
 """A trajectory's gradient norm is out of range from so many times what nine of ten others in its mini-batch have at most."""
@@ -48,13 +52,23 @@ class OptimizerStep:
 
     def norm_of(self, rows: TrainingInputBatch) -> float:
         """The norm of the gradient of these rows' share of the loss; NaN where it, or the loss, is not finite."""
-        self.learner.forward_backward(replace(self.mini_batch, batch=rows))
+        with self._gradients(rows) as gradients:
+            norm = float(self.learner.engine.strategy.total_norm(gradients)) if gradients else 0.0
+            return norm if math.isfinite(norm) and not self.learner.engine.non_finite_loss else math.nan
+
+    def gradient_of(self, rows: TrainingInputBatch) -> Tensor:
+        """The gradient of these rows' share of the loss, flat."""
+        with self._gradients(rows) as gradients:
+            return torch.cat([each.flatten() for each in gradients]) if gradients else torch.zeros(1)
+
+    @contextmanager
+    def _gradients(self, rows: TrainingInputBatch) -> Iterator[list[Tensor]]:
         engine = self.learner.engine
-        gradients = [each.grad for each in engine.parameters.values() if each.grad is not None]
-        norm = float(engine.strategy.total_norm(gradients)) if gradients else 0.0
-        is_finite = math.isfinite(norm) and not engine.non_finite_loss
-        engine.zero_grad()
-        return norm if is_finite else math.nan
+        self.learner.forward_backward(replace(self.mini_batch, batch=rows))
+        try:
+            yield [each.grad for each in engine.parameters.values() if each.grad is not None]
+        finally:
+            engine.zero_grad()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +137,10 @@ def _of_columns(batch: TrainingInputBatch, decode: Decode | None) -> list[str]:
 def optimizer_steps(opened: Opened, learners: steps.Learners, state: TrainerState) -> Iterator[OptimizerStep]:
     """Yield the optimizer steps of the training step, each with the models as they were; of a refused step, that which was
     refused alone. Each is taken when the next one is asked for."""
+    if isinstance(opened.config, SFTConfig):
+        policy = cast("PolicyLearner", learners.policy)
+        yield OptimizerStep(label="policy, the step's one optimizer step", learner=policy, mini_batch=opened.closed())
+        return
     settings, refusal, batch = ppo_settings(opened.config), opened.capsule.refusal, opened.batch()
     trainer, algorithm = settings.trainer, settings.trainer.algorithm
     metadata = batch.metadata
@@ -212,33 +230,47 @@ def _outlier(found: Iterator[OptimizerStep], decode: Decode | None) -> Found:
     for step in found:
         rows = step.mini_batch.batch
         parts = _by_trajectory(rows)
-        norms = [step.norm_of(rows.take(part)) for part in parts]
-        names = [str(place_of(rows, int(part[0]), 0, None)).partition(",")[0] for part in parts]
-        ranked += [(norm, f"{name} ({step.label})") for norm, name in zip(norms, names)]
-        top = max(range(len(parts)), key=norms.__getitem__, default=-1)
-        others = ninth_decile([norm for index, norm in enumerate(norms) if norm and index != top])
-        ratio = norms[top] / others if parts and others > 0 else 0.0
+        norms = _largest_norms(step, rows, parts)
+        for index, norm in norms.items():
+            name = str(place_of(rows, int(parts[index][0]), 0, None)).partition(",")[0]
+            ranked.append((norm, f"{name} ({step.label})"))
+        top = max(norms, key=norms.__getitem__, default=-1)
+        others = ninth_decile([norm for index, norm in norms.items() if norm and index != top])
+        ratio = norms[top] / others if others > 0 else 0.0
         if ratio <= best:
             continue
-        best, bad = ratio, rows.take(parts[top])
-        tokens = tokens_with_loss(bad).nonzero().squeeze(1).tolist()
-        largest = largest_part(
-            tokens,
-            lambda some, step=step, bad=bad: step.norm_of(with_loss_on(bad, _marked(bad, torch.tensor(some)))),  # type: ignore[misc]
-        )
-        alone = step.norm_of(with_loss_on(bad, _marked(bad, torch.tensor([largest]))))
+        best = ratio
         lines = [
-            f"{step.label}: a gradient norm of {norms[top]:.4g}, {ratio:.3g} times what nine of ten others have at most; "
-            f"this token alone has {alone:.4g}:",
-            *_described(rows, parts[top], bad, largest, decode),
+            f"{step.label}: a gradient norm of {norms[top]:.4g}, {ratio:.3g} times what nine of ten others have at most, of "
+            f"{counted(len(norms) - 1, 'other')} that were looked at by themselves"
         ]
+        if ratio >= OUTLIER:
+            told, alone = _largest_token(step, rows, parts[top], decode)
+            lines = [f"{lines[0]}; this token alone has {alone:.4g}:", *told]
     listed = [f"  {norm:<12.4g}{name}" for norm, name in sorted(ranked, reverse=True)[:_SHOWN]]
-    head = (
-        ""
-        if best >= OUTLIER
-        else f"no gradient is {OUTLIER:g} times what nine of ten others have at most; the largest: "
-    )
+    head = "" if best >= OUTLIER else f"no gradient is {OUTLIER:g} times what the others have; the largest: "
     return Found(is_found=best >= OUTLIER, lines=(head + "".join(lines[:1]), *lines[1:], "largest norms:", *listed))
+
+
+def _largest_norms(step: OptimizerStep, rows: TrainingInputBatch, parts: Sequence[Tensor]) -> dict[int, float]:
+    """The norms of the gradients of those trajectories, by index, that may be the largest."""
+
+    def norm(some: Sequence[int]) -> float:
+        return step.norm_of(rows.take(torch.cat([parts[index] for index in some])))
+
+    return suspects(len(parts), norm)
+
+
+def _largest_token(
+    step: OptimizerStep, rows: TrainingInputBatch, part: Tensor, decode: Decode | None
+) -> tuple[list[str], float]:
+    """The token of a trajectory whose gradient is the largest, described, and that gradient's norm."""
+    bad = rows.take(part)
+    token, alone = largest_part(
+        tokens_with_loss(bad).nonzero().squeeze(1).tolist(),
+        lambda some: step.gradient_of(with_loss_on(bad, _marked(bad, torch.tensor(some)))),
+    )
+    return _described(rows, part, bad, token, decode), alone
 
 
 def _by_trajectory(batch: TrainingInputBatch) -> list[Tensor]:

@@ -179,7 +179,12 @@ def _train(
         rollout_log = RolloutLog(folder.rollouts, config.rollouts)
         stack.callback(rollout_log.close)
     capsules = CapsuleWriter(
-        folder, keep=config.trainer.capsules, seed=config.seed, save_state=loop.save_state, console=console
+        folder,
+        keep=config.trainer.capsules,
+        seed=config.seed,
+        total_steps=plan.total_steps,
+        save_state=loop.save_state,
+        console=console,
     )
     trainer = PPOTrainer(
         loop=loop,

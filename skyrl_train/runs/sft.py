@@ -111,24 +111,14 @@ def _train(
 ) -> SFTResult:
     from skyrl_train.telemetry.learning_curve import draw_loss_curve
     from skyrl_train.telemetry.timeline import draw_timeline
+    from skyrl_train.trainers.capsule_writer import CapsuleWriter
     from skyrl_train.trainers.sft import SFTSettings, SFTTrainer
 
     best = open_best(folder, config.trainer, start)
     with console.phase("model"):
         policy = build_policy(config, plan, stack)
-    from skyrl_train.memory.sizing import size_run
-
     with console.phase("probes"):
-        lines = size_run(
-            config.trainer,
-            [policy],
-            folder.memory_file,
-            # packed rows are filled before the budget is known
-            longest=config.trainer.max_tokens_per_microbatch
-            if config.trainer.layout == "packed"
-            else config.data.max_length,
-            max_rows=max(config.trainer.batch_size, config.trainer.eval_batch_size),
-        )
+        lines = size_policy(config, policy, folder)
     if lines:
         console.header("memory", lines)
     loop = build_loop(
@@ -159,8 +149,30 @@ def _train(
         evaluator=build_sft_evaluator(config, data),
         samples=build_samples(config, data, folder, stack),
         best=best,
+        capsules=CapsuleWriter(
+            folder,
+            keep=config.trainer.capsules,
+            seed=config.seed,
+            total_steps=plan.total_steps,
+            save_state=loop.save_state,
+            console=console,
+        ),
     )
     return trainer.train()
+
+
+def size_policy(config: SFTConfig, policy: Learner, folder: RunFolder) -> list[str]:
+    """Find how large micro-batches may be, where that is asked for; the lines that say so."""
+    from skyrl_train.memory.sizing import size_run
+
+    is_packed = config.trainer.layout == "packed"  # whose rows are filled before the budget is known
+    return size_run(
+        config.trainer,
+        [policy],
+        folder.memory_file,
+        longest=config.trainer.max_tokens_per_microbatch if is_packed else config.data.max_length,
+        max_rows=max(config.trainer.batch_size, config.trainer.eval_batch_size),
+    )
 
 
 def _say_tokenised(console: RunConsole, name: str, rows: int) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.capsules.record import (
     BATCH_FILE,
@@ -44,8 +45,8 @@ class StepInputs:
     """What is known of the step that is running."""
 
     rollouts: RolloutBatch | None = None
-    batch: TrainingInputBatch | None = None
-    """As far as it has come."""
+    batch: TrainingInputBatch | MiniBatch | None = None
+    """As far as it has come; in supervised training what the optimizer step is taken on."""
 
 
 class CapsuleWriter:
@@ -57,11 +58,12 @@ class CapsuleWriter:
         *,
         keep: int,
         seed: int,
+        total_steps: int,
         save_state: Callable[[Path, int, LoopState], None],
         console: RunConsole,
     ) -> None:
         """`save_state(folder, step, state)` writes the models, and the state of the loop after `step` steps."""
-        self._folder, self.keep, self._seed = folder, keep, seed
+        self._folder, self.keep, self._seed, self._total_steps = folder, keep, seed, total_steps
         self._save_state, self._console = save_state, console
 
     def begin(self, step: int, state: LoopState) -> None:
@@ -69,7 +71,9 @@ class CapsuleWriter:
         if self.keep:
             self._write_state(step, state)
 
-    def write(self, step: int, state: LoopState, batch: TrainingInputBatch, metrics: Mapping[str, float]) -> None:
+    def write(
+        self, step: int, state: LoopState, batch: TrainingInputBatch | MiniBatch, metrics: Mapping[str, float]
+    ) -> None:
         """Keep the capsule of a step that is finished, after which the loop is in `state`, and whose rollouts are on disk.
         Raises SaveError."""
         self._write_state(step, state)
@@ -127,7 +131,7 @@ class CapsuleWriter:
         self,
         folder: Path,
         step: int,
-        batch: TrainingInputBatch | None,
+        batch: TrainingInputBatch | MiniBatch | None,
         *,
         metrics: Mapping[str, float] | None = None,
         rollouts: Path | None = None,
@@ -136,8 +140,9 @@ class CapsuleWriter:
     ) -> None:
         """Write all that is no model."""
         shutil.copyfile(self._folder.config_file, folder / CONFIG_FILE)
+        closed = batch if isinstance(batch, MiniBatch) else None
         if batch is not None:
-            write_batch(folder / BATCH_FILE, batch)
+            write_batch(folder / BATCH_FILE, batch.batch if isinstance(batch, MiniBatch) else batch)
         if rollouts is not None:
             _link(rollouts, folder / rollouts.name)
         Capsule(
@@ -151,6 +156,8 @@ class CapsuleWriter:
             metrics={name: value if math.isfinite(value) else None for name, value in (metrics or {}).items()},
             refusal=refusal,
             bad_inputs=bad_inputs,
+            total_steps=self._total_steps,
+            denominators=None if closed is None else closed.denominators,
         ).write(folder)
 
 

@@ -19,6 +19,7 @@ from skyrl_train.errors import NonFiniteError
 from skyrl_train.interfaces import Learner
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics, to_values
 from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.trainers.capsule_writer import CapsuleWriter
 from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.loop import TrainingLoop
 from skyrl_train.trainers.observers import StepFacts
@@ -70,10 +71,11 @@ class SFTTrainer:
         evaluator: SFTEvaluator | None,
         samples: SampleWriter | None,
         best: CheckpointStore | None,
+        capsules: CapsuleWriter,
     ) -> None:
         """`best` keeps the checkpoint with the lowest held-out loss, or is None."""
         self.loop, self.settings, self.loader, self.policy = loop, settings, loader, policy
-        self.evaluator, self.samples, self.best = evaluator, samples, best
+        self.evaluator, self.samples, self.best, self.capsules = evaluator, samples, best, capsules
         self.state: LoopState = loop.start.state or LoopState.first(None)
         self.history = LossHistory()
 
@@ -93,7 +95,8 @@ class SFTTrainer:
                     batch = self.loader.get(step)
                     if not loop.is_last(step):
                         self.loader.prefetch(step + 1)
-                with loop.phase("update"):
+                with self.capsules.failures_kept(step, self.state) as known, loop.phase("update"):
+                    known.batch = batch.mini_batch
                     metrics = update(self.policy, batch)
                 self._finish_step(step, batch, metrics)
             return self._finish(step)
@@ -103,6 +106,9 @@ class SFTTrainer:
         self.loop.load()
         self.loader.seek(self.state.data_position)
         self.history = LossHistory.of(read_metrics(self.loop.folder.metrics_file))
+        if self.capsules.keep:
+            with self.loop.phase("capsule"):
+                self.capsules.begin(self.loop.start.global_step, self.state)
         self.loop.begin(self.state, self._evaluate)
 
     def _finish_step(self, step: int, batch: SFTBatch, metrics: dict[str, float]) -> None:
@@ -118,6 +124,9 @@ class SFTTrainer:
         if evaluation and self.best is not None and self.history.best_step == step:
             with self.loop.saves.attempt():
                 self.loop.write_checkpoint(self.best, step, self.state)
+        if self.capsules.keep:
+            with self.loop.phase("capsule"), self.loop.saves.attempt():
+                self.capsules.write(step, self.state, batch.mini_batch, measured)
         self.loop.conclude(step, self.state, ends=self._has_stalled())
 
     def _finish(self, step: int) -> SFTResult:

@@ -25,6 +25,7 @@ from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.inference.vllm_settings import vllm_settings
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.runs.build_engines import engine_settings
+from skyrl_train.telemetry import stacks
 from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.process_trees import command_line, descendants, is_running
 from tests.weight_cases import in_buckets
@@ -56,6 +57,7 @@ def settings_apart(device: str = "cpu") -> EngineSettings:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[VLLMEngine]:
+    stacks.begin("tests")
     opened = VLLMEngine(settings_apart())
     yield opened
     opened.close()
@@ -151,6 +153,20 @@ def check_updates_under_way(engine: VLLMEngine, *, tolerance: float) -> None:
         found = boundaries(reported, by_version, tolerance)
         print(f"\n{each.request_id}: weights changed at tokens {found[1:]}")
         assert len(set(found)) == NUM_UPDATES + 1, "each update came while it was generated"
+
+
+def test_its_processes_say_what_they_are_doing_or_that_they_are_stopped(engine: VLLMEngine) -> None:
+    pids = {title: pid for pid, title in engine._processes._titles.items() if title.startswith("VLLM::")}
+    told = stacks.here()
+    for title, pid in pids.items():
+        assert f"vLLM, pid {pid}:\n" in told, title
+    assert "run_busy_loop" in told, "what the core does"
+    victim = max(pids.values())
+    os.kill(victim, signal.SIGSTOP)
+    try:
+        assert f"vLLM, pid {victim}: is stopped by a signal (state T)" in stacks.here()
+    finally:
+        os.kill(victim, signal.SIGCONT)
 
 
 def test_a_stopped_core_is_silent_and_a_killed_one_is_noticed_at_once(engine: VLLMEngine, endless: None) -> None:

@@ -160,3 +160,45 @@ def test_a_gradient_out_of_range_is_traced_to_its_trajectory_and_token(tmp_path:
     ]
     assert any(told)
     assert not all(told) or len(told) == 1
+
+
+SUPERVISED = ("data.validation=[]", "trainer.export=none", "trainer.ckpt_interval=0", "trainer.batch_size=32")
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_a_supervised_step_comes_out_again_bit_by_bit_and_a_bad_token_of_it_is_found(
+    tmp_path: Path, layout: str
+) -> None:
+    run = tmp_path / "run"
+    chosen = (*SUPERVISED, "trainer.num_steps=3", "trainer.capsules=2", f"trainer.layout={layout}")
+    status, said = wait_for(start_command(run, *chosen, module="skyrl_train.main_sft"))
+    assert status == 0, said[-3000:]
+    status, said = capsule("run", run, "--step", 3, "--output", tmp_path / "again")
+    assert status == 0, said
+    assert "every bit is compared" in said
+    state = run / "capsules" / "states" / "step_000003" / "policy"
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "again" / "policy" / name).read_bytes() == (state / name).read_bytes()
+
+    folder = run / "capsules" / "step_000003"
+    batch = read_batch(folder / "batch.safetensors")
+    token = int(batch["loss_mask"].nonzero()[200])
+    offsets = spoilt(folder, "loss_weights", token, float("nan"))
+    row = int(torch.searchsorted(offsets, token, right=True)) - 1
+    status, said = capsule("bisect", run, "--step", 3)
+    assert status == 0, said
+    assert f"position {token - int(offsets[row])}, token {int(batch['input_ids'][token])}" in said
+    assert batch.metadata.uids[row] in said
+
+
+def test_a_supervised_step_that_is_refused_names_the_command_that_finds_the_weight(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    spoils = "trainer.optimizer.name=tests.capsule_parts:spoils_a_weight"
+    status, said = wait_for(
+        start_command(run, *SUPERVISED, "trainer.num_steps=3", spoils, module="skyrl_train.main_sft")
+    )
+    assert status == 2, said[-3000:]
+    assert f"skyrl-capsule bisect {run} --step 2" in said.replace("\n", " ")
+    status, said = capsule("bisect", run, "--step", 2)
+    assert status == 0, said
+    assert "first at [1, 2]" in said

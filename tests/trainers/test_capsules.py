@@ -18,6 +18,7 @@ from skyrl_train.trainers.manifest import sha256_of, verify
 from skyrl_train.trainers.state import TrainerState
 from skyrl_train.types import RolloutBatch
 from tests.fakes_trainer import FakeGenerator, FakeLearner, FakeRun, fake_run, make_config
+from tests.sft_runs import RecordingLearner, sft_run
 from tests.trainers.test_ppo_resume import Killed, killed_in
 
 
@@ -164,3 +165,28 @@ def test_an_engines_log_probability_that_is_no_number_is_traced_to_its_token(tmp
     assert "logprobs is nan" in found.lines[0]
     uid = run.generator.calls[-1][2][1]
     assert f"trajectory {uid}/1, turn 0, response token 1" in found.lines[1]
+
+
+def test_supervised_steps_have_capsules_too_and_a_refused_one_names_the_command(tmp_path: Path) -> None:
+    run = sft_run(tmp_path, learner=RecordingLearner(fail_at=4), capsules=2)
+    with pytest.raises(NonFiniteError) as refused:
+        run.run()
+    assert f"skyrl-capsule bisect {tmp_path} --step 4" in str(refused.value)
+    root = run.folder.capsules
+    assert (steps_in(root), steps_in(root / "states"), steps_in(root / "failed")) == ([2, 3], [1, 2, 3], [4])
+    for folder in (root / "step_000003", root / "failed" / "step_000004"):
+        verify(folder)
+        capsule = Capsule.read(folder)
+        assert capsule.total_steps == run.total_steps
+        assert capsule.denominators is not None
+        batch = read_batch(folder / "batch.safetensors")
+        assert capsule.denominators.num_tokens == int(batch["loss_mask"].sum())
+        assert float(batch["loss_weights"].sum()) == pytest.approx(1.0)
+    assert Capsule.read(root / "step_000003").metrics["batch/examples"] == 4.0
+
+
+def test_a_supervised_run_without_capsules_keeps_the_refused_step_alone(tmp_path: Path) -> None:
+    run = sft_run(tmp_path, learner=RecordingLearner(fail_at=2))
+    with pytest.raises(NonFiniteError, match="--step 2"):
+        run.run()
+    assert [each.name for each in run.folder.capsules.iterdir()] == ["failed"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from skyrl_train.capsules.search import (
     non_finite_column,
     non_finite_tensors,
     place_of,
+    suspects,
     with_loss_on,
 )
 from skyrl_train.runs.rl import assembly_settings
@@ -50,9 +52,32 @@ def test_the_first_item_with_which_a_beginning_is_bad_is_found(count: int) -> No
         assert first_bad(count, lambda length, bad=bad: length > bad) == bad  # type: ignore[misc]
 
 
-def test_the_largest_part_is_found_by_its_size() -> None:
-    sizes = [1.0, 2.0, 90.0, 3.0, 4.0]
-    assert largest_part(range(5), lambda part: sum(sizes[each] for each in part)) == 2
+def test_the_largest_part_is_found_by_its_vector_with_half_of_them_computed() -> None:
+    vectors, asked = torch.tensor([[1.0, 0], [2, 1], [0, 9], [4, 0], [3, 3]]), list[list[int]]()
+
+    def vector(part: Sequence[int]) -> torch.Tensor:
+        asked.append(list(part))
+        return vectors[list(part)].sum(0)
+
+    assert largest_part(range(5), vector) == (2, 9.0)
+    assert asked == [[0, 1, 2, 3, 4], [0, 1], [2]]
+
+
+def test_those_worth_a_look_are_of_the_groups_that_are_largest_together() -> None:
+    norms, asked = [1.0] * 100, list[int]()
+    norms[57] = 12.0
+
+    def size(some: Sequence[int]) -> float:
+        asked.append(len(some))
+        return math.sqrt(sum(norms[index] ** 2 for index in some))
+
+    found = suspects(100, size)
+    assert found[57] == max(found.values()) == 12.0
+    assert len(found) == 20
+    assert sorted(found.values())[-2] == 1.0
+    assert (asked.count(10), asked.count(1)) == (10, 20)
+    assert suspects(1, lambda some: float(len(some))) == {0: 1.0}
+    assert suspects(0, lambda some: float(len(some))) == {}
 
 
 def test_what_is_large_is_told_from_the_many_that_are_near_zero_and_from_the_one_that_is_too_large() -> None:

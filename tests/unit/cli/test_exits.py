@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -18,6 +17,7 @@ from skyrl_train.cli import exits
 from skyrl_train.cli.exits import exit_on_errors
 from skyrl_train.errors import DeadlineError, EngineError, SkyrlTrainError
 from skyrl_train.runs.common import Parts
+from skyrl_train.telemetry import stacks
 from skyrl_train.telemetry.console import RunConsole
 
 NODE = OmegaConf.create({"output_dir": "outputs"})
@@ -136,10 +136,9 @@ def test_closing_that_hangs_ends_with_the_process_and_the_status_of_the_error() 
     assert "wait" in done.stderr
 
 
-def test_a_deadline_leaves_the_stacks_of_all_threads_in_the_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log, waits, goes_on = tmp_path / "run.log", threading.Event(), threading.Event()
+def test_a_deadline_leaves_the_stacks_of_all_processes_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    waits, goes_on = threading.Event(), threading.Event()
 
     def wait_for_what_never_comes() -> None:
         waits.set()
@@ -147,13 +146,20 @@ def test_a_deadline_leaves_the_stacks_of_all_threads_in_the_log(
 
     thread = threading.Thread(target=wait_for_what_never_comes, daemon=True)
     thread.start()
+    code = "from skyrl_train.telemetry import stacks; stacks.answer('worker'); print(flush=True); input()"
+    stacks.begin("trainer")
+    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline()
     assert waits.wait(10)
-    with log.open("wb") as file:
-        monkeypatch.setattr(exits, "log_descriptors", [file.fileno()])
+    try:
         assert exits.Ending(NODE)._tell(DeadlineError("a disk", 5.0)) == 2
-        assert "in wait_for_what_never_comes" in log.read_text()
-        size = log.stat().st_size
+        assert "in wait_for_what_never_comes" in caplog.text
+        assert f"worker, pid {child.pid}:" in caplog.text
+        caplog.clear()
         exits.Ending(NODE)._tell(SkyrlTrainError("no such file"))
-        assert log.stat().st_size == size
-    goes_on.set()
-    thread.join(10)
+        assert "pid" not in caplog.text
+    finally:
+        child.communicate(timeout=10)
+        goes_on.set()
+        thread.join(10)

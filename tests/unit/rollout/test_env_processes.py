@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,6 +67,21 @@ def test_an_environment_whose_worker_was_ended_by_another_goes_on_where_it_was()
     said, reason, metrics = asyncio.run(two())
     assert (said, metrics["steps"]) == (["1", "2"], 2.0)
     assert reason == "Counting.step: its worker process exited with status 9"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes answer on Linux alone")
+def test_a_step_that_hangs_says_where() -> None:
+    async def one() -> str:
+        among = environments(timeout_s=0.5)
+        hanging = await started(among, slow_s=60.0)
+        with pytest.raises(Broken) as caught:
+            await hanging.step("x")
+        await among.aclose()
+        return caught.value.message
+
+    said, place = asyncio.run(one()).split("; it was at ")
+    assert said == "Counting.step did not answer within 0.5 s"
+    assert re.fullmatch(r".*/tests/environment_cases\.py, line \d+, in step", place)
 
 
 def test_what_a_state_says_of_its_process_does_not_keep_an_environment_from_being_made_again(tmp_path: Path) -> None:
