@@ -32,7 +32,7 @@ from skyrl_train.memory.model_sizes import local_folder, model_sizes
 from skyrl_train.model.vocabulary import check_special_tokens_of, stated_vocabulary_size
 from skyrl_train.plan.dry_run import make_plan_report, placement_report
 from skyrl_train.plan.estimate import RowLengths, recorded_lengths
-from skyrl_train.plan.memory import plan_memory
+from skyrl_train.plan.memory import head_violations, plan_memory
 from skyrl_train.plan.report import render_text, to_json
 from skyrl_train.plan.time import rates_of
 from skyrl_train.rollout.chat_tokens import ChatTokens, check_tools
@@ -77,7 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if asked_for_memory:
                     raise
                 notes.append(f"Memory is left out. {error}")
-            violations = [*validate_config(config), *(memory.violations() if memory else ())]
+            violations = [
+                *validate_config(config),
+                *head_violations(config),
+                *(memory.violations() if memory else ()),
+            ]
         except ConfigError as error:  # no placement can be chosen: the rules are those of all else
             violations = [*error.violations, *validate_config(config, refused=["placement"])]
         violations += task_violations(config.environment)

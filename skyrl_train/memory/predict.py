@@ -13,6 +13,7 @@ XLA, where `trainer.memory_probe=xla` asks it, is one more probe, of the same si
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -61,6 +62,8 @@ class DeviceShare:
 
     num_shards: int = 1
     """Ranks over which it is spread, where it is `sharded`."""
+    sequence: int = 1
+    """Ranks that compute a micro-batch together, each a part of its positions (`strategy.sequence_parallel_size`)."""
     sharded: bool = False
     cpu_offload: bool = False
     """Whether shards, their gradients and optimizer state are in host memory."""
@@ -109,6 +112,16 @@ class DeviceShare:
             return {}
         return counts.exchanged(compute_bytes=self.compute_bytes, num_shards=self.num_shards, training=training)
 
+    def exchanged_heads(self, sizes: ModelSizes, *, positions: int) -> dict[str, int]:
+        """Return what ranks that share a micro-batch of so many `positions` hold to exchange positions for heads around the
+        attention of one layer: queries, keys and values apart, as they are sent, and as they come."""
+        if self.sequence == 1:
+            return {}
+        # Fewer key and value heads than ranks are copied.
+        kv_heads = math.lcm(sizes.num_kv_heads, self.sequence)
+        features = (sizes.num_heads + 2 * kv_heads) * sizes.head_dim
+        return {"exchanged heads": 3 * features * -(-positions // self.sequence) * self.compute_bytes}
+
 
 @dataclass(kw_only=True)
 class Effort:
@@ -146,7 +159,7 @@ class PredictedPasses:
     config: Mapping[str, Any]
     """The model's own, from which its sizes follow."""
     longest: int
-    """Tokens of a row: the longest legal one."""
+    """Tokens of a row: the longest legal one. Ranks that compute it together have a part each."""
     share: DeviceShare
     effort: Effort
     make_learner: Callable[[int], Probed]
@@ -176,6 +189,7 @@ class PredictedPasses:
         training = phase == "training"
         kinds = self.share.resident(self.counts, training=training)
         kinds |= self.share.exchanged(self.counts, training=training)
+        kinds |= self.share.exchanged_heads(self.sizes, positions=rows * self.longest)
         kinds |= peaks.kinds
         return MemoryEstimate(moment=peaks.moment, kinds={kind: count for kind, count in kinds.items() if count})
 
@@ -206,7 +220,7 @@ class PredictedPasses:
         before, rows = 1, 2
         while not is_enough(rows, self._probe(phase, rows).peak_bytes):
             larger = 4 if rows == 2 else 4 * rows
-            if larger * self.longest > _MOST_POSITIONS:
+            if larger * self._own_length > _MOST_POSITIONS:
                 break
             before, rows = rows, larger
         return before, rows
@@ -214,6 +228,7 @@ class PredictedPasses:
     def _probe(self, phase: Phase, rows: int) -> MemoryProbe:
         training = phase == "training"
         beside = sum(self.share.exchanged(self.counts, training=training).values()) + self.resident_bytes(phase)
+        beside += sum(self.share.exchanged_heads(self.sizes, positions=rows * self.longest).values())
         return MemoryProbe(
             rows=rows,
             longest=self.longest,
@@ -239,10 +254,15 @@ class PredictedPasses:
 
             recomputes = self.settings.model.gradient_checkpointing
             model = CompiledModel(model=self.sizes, compute_bytes=self.share.compute_bytes, checkpointing=recomputes)
-            growing = model.probe(training=training, resident_bytes=0)(rows, self.longest).peak_bytes
+            growing = model.probe(training=training, resident_bytes=0)(rows, self._own_length).peak_bytes
             return PassPeaks(sections={"at any moment": growing}, kept=0)
-        found = [prober.sections(rows, self.longest, training=training) for prober in self._tracers()]
+        found = [prober.sections(rows, self._own_length, training=training) for prober in self._tracers()]
         return found[0].between(found[-1], 1.0 + self._layers_beyond)
+
+    @property
+    def _own_length(self) -> int:
+        """Tokens of a row on one rank."""
+        return -(-self.longest // self.share.sequence)
 
     @property
     def _depths(self) -> tuple[int, ...]:
@@ -278,7 +298,7 @@ class PredictedPasses:
             for file in sorted((Path(next(iter(skyrl_train.__path__))) / folder).glob("*.py"))
         ]
         model = {name: getattr(own.model, name) for name in ("dtype", "gradient_checkpointing", "attention")}
-        batching = [own.micro_batching.layout, own.merge_turns, self.longest, self.effort.how]
+        batching = [own.micro_batching.layout, own.merge_turns, self._own_length, self.effort.how]
         loss = [asdict(own.algorithm), own.on_policy, own.temperature]
         share = [self.share.sharded, self.share.device_type]
         # Neither the number of ranks nor the device's size is part of it: what depends on them is counted, not traced.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from skyrl_train.config.learners import LearnerSettings, ScheduleLength, run_mod
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.placement import mesh_sizes
 from skyrl_train.config.schema import Config
-from skyrl_train.errors import MemoryLimitError, Violation
+from skyrl_train.errors import MemoryLimitError, ModelError, Violation
 from skyrl_train.memory.model_sizes import meta_model, model_sizes, of_depth, read_config
 from skyrl_train.memory.predict import DeviceShare, Effort, Phase, PredictedPasses
 from skyrl_train.wording import three_digits
@@ -207,11 +208,31 @@ def planned_models(config: Config) -> Iterator[LearnerSettings]:
         yield replace(settings, model=replace(settings.model, path=path))
 
 
+def head_violations(config: Config) -> Iterator[Violation]:
+    """Yield why ranks cannot share the micro-batches of a model whose config is on this machine: around attention they take
+    its heads apart."""
+    size, field = config.strategy.sequence_parallel_size, "strategy.sequence_parallel_size"
+    for settings in planned_models(config) if size > 1 else ():
+        with suppress(ModelError):
+            heads = model_sizes(settings.model.path, revision=settings.model.revision).num_heads
+            fitting = [each for each in range(1, min(heads, 2 * size) + 1) if heads % each == 0]
+            if heads % size:
+                yield Violation(
+                    field=field,
+                    rule=f"must divide the {heads} attention heads of {settings.model.path} ({settings.role})",
+                    value=str(size),
+                    remedy=f"try {field}={max((each for each in fitting if each < size), default=1)}"
+                    + (f" or {field}={larger}" if (larger := max(fitting)) > size else ""),
+                )
+
+
 def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort: Effort) -> PredictedPasses:
     model, longest = settings.model, config.generator.max_context_length
     architecture = read_config(model.path, revision=model.revision)
+    mesh = mesh_sizes(settings.strategy, num_ranks)
     share = DeviceShare(
-        num_shards=mesh_sizes(settings.strategy, num_ranks).shard,
+        num_shards=mesh.shard,
+        sequence=mesh.sequence,
         sharded=settings.strategy.kind == "fsdp2",  # a custom one has whole models, as far as is known
         cpu_offload=settings.strategy.cpu_offload,
         gradient_sync=settings.strategy.gradient_sync,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from skyrl_train.config.schema import Config, CriticConfig
+from skyrl_train.config.schema import Config, CriticConfig, StrategyConfig
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.memory import predict
 from skyrl_train.memory.model_sizes import ParameterCounts
 from skyrl_train.memory.predict import DeviceShare, Effort, PredictedPasses
-from skyrl_train.plan.memory import models_of
+from skyrl_train.plan.memory import head_violations, models_of
 from tests.learner_cases import save_tiny_model
 
 LONGEST = 24
@@ -146,3 +147,33 @@ def test_ranks_of_a_sharded_model_exchange_layers_and_gradients() -> None:
     }
     assert "gradients in flight" not in shares.exchanged(replace(COUNTS, trained=10), training=True)
     assert DeviceShare().exchanged(COUNTS, training=True) == {}
+
+
+def test_ranks_that_share_a_row_hold_their_positions_of_it_and_what_they_exchange(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path / "model")
+    alone = predicted(folder)
+    shared = replace(alone, share=replace(alone.share, sequence=4), _probers=[])
+    short = replace(alone, longest=LONGEST // 4, _probers=[])
+    # A row of 24 tokens over four ranks takes what one of 6 takes, and the heads that are on their way.
+    sizes = alone.sizes
+    features = sizes.num_heads + 2 * math.lcm(sizes.num_kv_heads, 4)
+    found = shared.estimate("training", 1).kinds
+    assert found["exchanged heads"] == 3 * features * sizes.head_dim * 6 * 4
+    del found["exchanged heads"]
+    assert found == short.estimate("training", 1).kinds
+    limit = short.estimate("training", 3).peak_bytes
+    assert LONGEST <= shared.token_budget("training", limit) <= 4 * short.token_budget("training", limit)
+
+
+def test_a_plan_refuses_ranks_that_do_not_divide_the_heads() -> None:
+    config = replace(
+        Config(),
+        model=replace(Config().model, path="Qwen/Qwen2.5-7B-Instruct"),
+        strategy=StrategyConfig(name="fsdp2", sequence_parallel_size=8),
+    )
+    (found,) = head_violations(config)
+    assert found.rule == "must divide the 28 attention heads of Qwen/Qwen2.5-7B-Instruct (policy)"
+    assert found.remedy == "try strategy.sequence_parallel_size=7 or strategy.sequence_parallel_size=14"
+    for size, path in ((7, "Qwen/Qwen2.5-7B"), (8, "meta-llama/Llama-3.1-8B"), (1, "Qwen/Qwen2.5-7B")):
+        strategy = replace(config.strategy, sequence_parallel_size=size)
+        assert not list(head_violations(replace(config, strategy=strategy, model=replace(config.model, path=path))))
