@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import DeadlineError, EngineError, ModelError
 from skyrl_train.inference.decode import Decoder, Response
+from skyrl_train.inference.grouped_attention import use_grouped_attention
 from skyrl_train.inference.kv_cache import num_attention_layers
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.model.causal_lm import load_causal_lm
@@ -274,7 +275,9 @@ def build_engine(settings: EngineSettings, tokenizer: Tokenizer) -> HFEngine:
 def load_for_engine(model: ModelConfig, device: str) -> PreTrainedModel:
     """The model of an engine, which is given whole weights and trains none. Raises ModelError."""
     whole = replace(model, quantization="none")
-    return load_causal_lm(whole, device, dtype=weight_dtype(whole, frozen=True))
+    loaded = load_causal_lm(whole, device, dtype=weight_dtype(whole, frozen=True))
+    use_grouped_attention(loaded)
+    return loaded
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:

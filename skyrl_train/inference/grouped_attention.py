@@ -1,0 +1,66 @@
+"""Attention of few new tokens over a cache, for models whose query heads share keys and values.
+
+transformers' own repeats keys and values for each query head before a masked call, which copies the whole cache in every
+layer for every token. The query heads that share a key are queries like any other: here they are put beside each other,
+`[rows, key heads, sharing heads x tokens, size]`, and the cache is read as it lies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from skyrl_train.inference.kv_cache import num_attention_layers
+
+GROUPED = "skyrl_grouped"
+"""The name under which transformers finds `grouped_attention`."""
+
+
+def use_grouped_attention(model: PreTrainedModel) -> None:
+    """Have a model of attention layers that takes torch's fused attention take it this way; on a CPU, which is where the
+    copies were measured."""
+    fused = model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+    if fused and model.device.type == "cpu" and num_attention_layers(model) is not None:
+        AttentionInterface.register(GROUPED, grouped_attention)
+        AttentionMaskInterface.register(GROUPED, sdpa_mask)
+        model.set_attn_implementation(GROUPED)
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """As `sdpa_attention_forward`: query `[rows, heads, tokens, size]`, key and value `[rows, key heads, columns, size]`,
+    mask bool or to be added, `[rows or 1, 1, tokens, columns]`; returns `[rows, tokens, heads, size]`."""
+    rows, heads, tokens, _ = query.shape
+    sharing = heads // key.shape[1]
+    # without a mask, several tokens see each other causally, for which torch's own call needs no copies
+    unmasked = attention_mask is None and tokens > 1
+    per_head = attention_mask is not None and attention_mask.shape[1] > 1
+    if sharing == 1 or unmasked or per_head or others.get("position_bias") is not None:
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
+        )
+        return found
+    if attention_mask is not None:
+        attention_mask = attention_mask[:, :, None].expand(-1, -1, sharing, -1, -1).flatten(2, 3)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(rows, key.shape[1], sharing * tokens, query.shape[-1]),
+        key,
+        value,
+        attn_mask=attention_mask,
+        dropout_p=dropout,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+    )
+    return out.view(rows, heads, tokens, value.shape[-1]).transpose(1, 2).contiguous(), None
