@@ -172,9 +172,9 @@ class SpreadLearner:
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         return self._scored(batch, self.learner.forward)
 
-    def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
+    def forward_with_entropy(self, batch: TrainingInputBatch) -> Tensor:
         assert isinstance(self.learner, PolicyLearner)
-        return self._scored(batch, self.learner.forward_entropy)
+        return self._scored(batch, self.learner.forward_with_entropy)
 
     def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
         assert isinstance(self.learner, PolicyLearner)

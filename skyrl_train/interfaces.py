@@ -51,11 +51,11 @@ class Environment(Protocol):
 class ScoresDistributions(Protocol):
     """A policy that says more of the distributions that tokens were drawn from than the drawn token's log-probability.
 
-    `[num_tokens]` each, where and as `Learner.forward` answers.
+    A number for each token, `[num_tokens]`, where and as `Learner.forward` answers.
     """
 
-    def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
-        """Entropy in nats."""
+    def forward_with_entropy(self, batch: TrainingInputBatch) -> Tensor:
+        """`[num_tokens, 2]`: what `Learner.forward` answers, and the entropy in nats, of one forward."""
         ...
 
     def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:

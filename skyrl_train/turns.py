@@ -151,6 +151,9 @@ class Turn:
     """Finite; the environment's reward for this turn."""
     observations: tuple[Mapping[str, Any], ...] = ()
     """Chat messages: what the environment, or the tools that the response called, said to it."""
+    tool_calls: tuple[Mapping[str, Any], ...] = ()
+    """The calls that were read in the response, as an assistant's message holds them; one that could not be read has
+    `error`. Nothing is computed of them: the text has them too."""
     stop_reason: StopReason
     weight_versions: tuple[VersionRun, ...]
     """Which weights sampled the response: runs in order, the first from token 0. `((0, 7),)` for version 7 alone."""

@@ -218,6 +218,12 @@ class FakeLearner:
     def forward(self, batch: TrainingInputBatch) -> Tensor:
         return torch.where(batch["loss_mask"], torch.tensor(logprob_of(self.weight)), torch.tensor(0.0))
 
+    def forward_with_entropy(self, batch: TrainingInputBatch) -> Tensor:
+        return torch.stack((self.forward(batch), 0.5 * batch["loss_mask"]), dim=1)
+
+    def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
+        raise NotImplementedError
+
     def forward_backward(self, mini_batch: MiniBatch) -> StepMetrics:
         batch = mini_batch.batch
         self._gradient += float((batch["loss_weights"] * batch["rewards"]).sum())

@@ -210,7 +210,7 @@ class _Maker:
             "error": "NonFiniteError: the loss is nan" if purpose == "failed" else None,
             "trajectory_reward": None if fails else float(is_right),
             "env_class": ("word_problems", "search")[prompt % 2],
-            "dataset": None,
+            "dataset": ("sums", "shop")[prompt % 2],
         }
         first = {
             "rewards": json.dumps({"environment": float(is_right), "format": 0.2}),

@@ -49,14 +49,14 @@ class StagedBatch:
         return len(self.order) - self.num_rows
 
     def collect(self, results: Sequence[Tensor]) -> Tensor:
-        """`[num_tokens]` in the batch's own order, without dummy rows, from each rank's flat `[tokens of its shard]`.
+        """`[num_tokens, ...]` in the batch's own order, without dummy rows, from each rank's `[tokens of its shard, ...]`.
 
         Raises BatchError naming a rank whose result does not fit its shard.
         """
         if len(results) != len(self.shards):
             raise BatchError(f"{len(results)} results for {len(self.shards)} ranks")
         for rank, (result, shard) in enumerate(zip(results, self.shards)):
-            if tuple(result.shape) != (shard.num_tokens,):
+            if tuple(result.shape) != (shard.num_tokens, *results[0].shape[1:]):
                 raise BatchError(f"rank {rank} returned {tuple(result.shape)} for a shard of {shard.num_tokens} tokens")
         return restore_rows(torch.cat(list(results)), self.order, self.row_offsets)[: self.num_tokens]
 

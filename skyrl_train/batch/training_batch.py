@@ -53,6 +53,7 @@ SCHEMA: dict[str, ColumnSpec] = {
     "returns": ColumnSpec(torch.float32, 0.0, True, "token"),
     "loss_weights": ColumnSpec(torch.float64, 0.0, True, "token"),
     "sum_pi_squared": ColumnSpec(torch.float32, 0.0, True, "token"),
+    "entropies": ColumnSpec(torch.float32, 0.0, True, "token"),
     "entropy_coef": ColumnSpec(torch.float64, 0.0, True, "token"),
     "policy_weights": ColumnSpec(torch.float64, 0.0, True, "token"),
     "sequence_log_ratio": ColumnSpec(torch.float64, 0.0, True, "token"),
@@ -274,11 +275,11 @@ class TrainingInputBatch:
         return padding_of(self.lengths) if self.padded_positions is None else self.padded_positions
 
     def from_padded(self, padded: Tensor) -> Tensor:
-        """The inverse of `padded`: `[num_rows, at least max_len]` to flat `[num_tokens]`."""
+        """The inverse of `padded`: `[num_rows, at least max_len, ...]` to flat `[num_tokens, ...]`."""
         width, positions = self.padding()
-        if padded.dim() != 2 or padded.shape[0] != self.num_rows or padded.shape[1] < width:
+        if padded.dim() < 2 or padded.shape[0] != self.num_rows or padded.shape[1] < width:
             raise BatchError(f"shape {tuple(padded.shape)} where [{self.num_rows}, {width}] was expected")
-        return padded[:, :width].reshape(-1)[positions]
+        return padded[:, :width].flatten(0, 1)[positions]
 
     def to(self, device: torch.device | str) -> TrainingInputBatch:
         """All columns on `device`."""

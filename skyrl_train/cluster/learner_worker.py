@@ -101,9 +101,9 @@ class LearnerRank:
         """Return the log-probabilities of the policy's model with its adapter off."""
         return _numpy(self._policy().forward_base(unpack(rows)))
 
-    def forward_entropy(self, rows: Shipped) -> Scores:
-        """Return the policy's entropies."""
-        return _numpy(self._policy().forward_entropy(unpack(rows)))
+    def forward_with_entropy(self, rows: Shipped) -> Scores:
+        """Return the policy's log-probabilities and entropies."""
+        return _numpy(self._policy().forward_with_entropy(unpack(rows)))
 
     def forward_sum_pi_squared(self, rows: Shipped) -> Scores:
         """Return the policy's sums of squared probabilities."""

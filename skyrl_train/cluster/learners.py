@@ -76,9 +76,9 @@ class RayLearner:
         """Return what `forward` does with the policy's adapter off."""
         return self._scores(LearnerRank.forward_base, batch)
 
-    def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
-        """Return entropies in place of log-probabilities."""
-        return self._scores(LearnerRank.forward_entropy, batch)
+    def forward_with_entropy(self, batch: TrainingInputBatch) -> Tensor:
+        """Return log-probabilities and entropies, `[num_tokens, 2]`."""
+        return self._scores(LearnerRank.forward_with_entropy, batch)
 
     def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
         """Return sums of squared probabilities in place of log-probabilities."""

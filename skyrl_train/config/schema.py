@@ -282,13 +282,14 @@ class TrackerConfig:
 class RolloutsConfig:
     """`rollouts`: what `trainer.dump_rollouts` keeps of rollouts on disk."""
 
-    columns: tuple[Literal["advantages", "policy_logprobs", "reference_logprobs"], ...] = (
+    columns: tuple[Literal["advantages", "policy_logprobs", "reference_logprobs", "entropies"], ...] = (
         "advantages",
         "policy_logprobs",
         "reference_logprobs",
     )
     """What is written of each token beside its id, mask, version and the engine's log-probability, where a step has it.
-    Replay reads none of them."""
+    `entropies` makes scoring compute them: in the policy's forward where there is one, else by one of their own. Replay
+    reads none of these."""
     columns_dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: they are rounded to it, and the file says so."""
     keep_last: NonNegativeInt = 0

@@ -148,10 +148,12 @@ class ModelEngine:
         yield from self.strategy.whole_gradients(self.model)
         yield from _moments(self._optimizer, self.parameters)
 
-    def forward(self, batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
-        """`[num_tokens]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
+    def forward(self, batch: TrainingInputBatch, score: ScoreRows, *, numbers: tuple[int, ...] = ()) -> Tensor:
+        """`[num_tokens, *numbers]` on the CPU: `score` of every row that has loss tokens, 0 elsewhere."""
         self.offloader.require(optimizer=False)
-        return self.oom_retry.run(batch, lambda planned: self.passes.score(planned, batch, score), training=False)
+        return self.oom_retry.run(
+            batch, lambda planned: self.passes.score(planned, batch, score, numbers=numbers), training=False
+        )
 
     def forward_backward(
         self, batch: TrainingInputBatch, loss_of: LossOfRows, *, num_documents: int = 0

@@ -126,9 +126,16 @@ class Passes:
         return [Planned(batch=part.batch, rows=rows[part.rows], layout=part.layout) for part in parts]
 
     @torch.no_grad()
-    def score(self, planned: Sequence[Planned], batch: TrainingInputBatch, score: ScoreRows) -> Tensor:
-        """`[num_tokens]` of `batch` on the CPU: `score` of every planned row, 0 elsewhere."""
-        scores = torch.zeros(batch.num_tokens, dtype=self._score_dtype())
+    def score(
+        self,
+        planned: Sequence[Planned],
+        batch: TrainingInputBatch,
+        score: ScoreRows,
+        *,
+        numbers: tuple[int, ...] = (),
+    ) -> Tensor:
+        """`[num_tokens, *numbers]` of `batch` on the CPU: `score` of every planned row, 0 elsewhere."""
+        scores = torch.zeros(batch.num_tokens, *numbers, dtype=self._score_dtype())
         found: list[tuple[Tensor, Tensor]] = []
         for part in planned:
             with self._computing(part) as (rows, layout):

@@ -84,11 +84,15 @@ class PolicyLearner(HoldsModel):
             ),
         )
 
-    def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
-        """`[num_tokens]` on the CPU: entropy (nats) of the distribution that each token with `loss_mask` was drawn from."""
-        return self.engine.forward(
-            batch, lambda hidden, rows, layout: self._scores(hidden, rows, layout, with_entropy=True).entropy
-        )
+    def forward_with_entropy(self, batch: TrainingInputBatch) -> Tensor:
+        """`[num_tokens, 2]` on the CPU: what `forward` gives, and the entropy (nats) of the distribution that a token with
+        `loss_mask` was drawn from."""
+
+        def score(hidden: Tensor, rows: TrainingInputBatch, layout: Layout) -> Tensor:
+            scores = self._scores(hidden, rows, layout, with_entropy=True)
+            return torch.stack((scores.logprobs, scores.entropy), dim=-1)
+
+        return self.engine.forward(batch, score, numbers=(2,))
 
     def forward_base(self, batch: TrainingInputBatch) -> Tensor:
         """Return scores as `forward` does, with the adapter off: by the model that training started from, which sends tokens

@@ -47,10 +47,10 @@ class LearnerOnSharedDevice:
         self._on_device()
         return self._policy().forward_base(batch)
 
-    def forward_entropy(self, batch: TrainingInputBatch) -> Tensor:
-        """Entropies in place of log-probabilities."""
+    def forward_with_entropy(self, batch: TrainingInputBatch) -> Tensor:
+        """`[num_tokens, 2]`: log-probabilities and entropies."""
         self._on_device()
-        return self._policy().forward_entropy(batch)
+        return self._policy().forward_with_entropy(batch)
 
     def forward_sum_pi_squared(self, batch: TrainingInputBatch) -> Tensor:
         """Sums of squared probabilities in place of log-probabilities."""

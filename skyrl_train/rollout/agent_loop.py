@@ -12,7 +12,7 @@ from skyrl_train.errors import DeadlineError, EngineError
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession, StepResult, ToolResult, describe
-from skyrl_train.rollout.tools.formats import UNREADABLE, Calls, ToolCall, ToolParser, call_messages
+from skyrl_train.rollout.tools.formats import UNREADABLE, Calls, ToolCall, ToolParser, call_messages, recorded_calls
 from skyrl_train.rollout.tools.toolbox import Schema
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import (
@@ -142,7 +142,8 @@ class AgentLoop:
             calls = () if is_last else self._calls_in(output)
             said_calls = call_messages(calls, turn_index=len(self._turns))
             result = await self._answer_to(text, calls, said_calls)
-            self._add_turn(prompt, output, text, result)
+            told = [{**said, "error": call.error} if call.error else said for call, said in zip(calls, said_calls)]
+            self._add_turn(prompt, output, text, result, told)
             if result.done:
                 return Outcome.TRUNCATED if result.truncated else Outcome.DONE
             if is_last:
@@ -291,7 +292,14 @@ class AgentLoop:
         unchanged = np.array_equal(first, self._job.prompt_token_ids)
         return self._job.teacher_token_ids if unchanged else self._job.teacher_token_ids[:0]
 
-    def _add_turn(self, prompt: TokenIds, output: GenerationOutput, text: str, result: StepResult) -> None:
+    def _add_turn(
+        self,
+        prompt: TokenIds,
+        output: GenerationOutput,
+        text: str,
+        result: StepResult,
+        calls: Sequence[Mapping[str, object]],
+    ) -> None:
         parent, added = find_parent(self._turns, prompt)
         turn = Turn(
             parent=parent,
@@ -301,6 +309,7 @@ class AgentLoop:
             response_text=text,
             reward=result.reward,
             observations=tuple(result.observations),
+            tool_calls=recorded_calls(calls),
             stop_reason=output.stop_reason,
             weight_versions=output.weight_versions,
             routed_experts=new_routing(output.routed_experts, parent, added, len(output.token_ids)),

@@ -221,6 +221,7 @@ def ppo_settings(config: Config) -> PPOSettings:
         n_samples_per_prompt=config.generator.n_samples_per_prompt,
         sampling=sampling_params(config.generator.sampling),
         seed=config.seed,
+        scores_entropies=config.trainer.dump_rollouts and "entropies" in config.rollouts.columns,
     )
 
 

@@ -7,8 +7,9 @@ their turns. A trajectory that failed before its first turn has one row, whose `
     of the trajectory  uid, sample, num_turns, outcome, failure_kind, failure_message, failure_turn, trajectory_reward (the
                        sum over its turns), greedy_reward, env_class, dataset: in each of its rows
                        prompt, extras, tools, first_messages, metrics, rewards (JSON), teacher_prompt_token_ids: in its first
-    of the turn        turn, parent, reward, text, observations (JSON), tool_calls (JSON; null: they are in the text),
-                       stop_reason, versions, added_token_ids, response_token_ids, routed_experts (flat, with its shape)
+    of the turn        turn, parent, reward, text, observations (JSON), tool_calls (JSON; null where none was
+                       read), stop_reason, versions, added_token_ids, response_token_ids, routed_experts (flat, with its
+                       shape)
     of its tokens      logprobs (the engine's), loss_mask, advantages, policy_logprobs, reference_logprobs, entropies:
                        lists as long as response_token_ids; null where there are none
 

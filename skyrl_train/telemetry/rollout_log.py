@@ -101,6 +101,8 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
         "response_token_ids": turn.response_token_ids.tolist(),
         "observations": [dict(message) for message in turn.observations],
     }
+    if turn.tool_calls:
+        record["tool_calls"] = [dict(call) for call in turn.tool_calls]
     if len(turn.response_logprobs):
         record["logprobs"] = turn.response_logprobs.tolist()
     if len(turn.loss_mask):
@@ -231,6 +233,7 @@ def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
         response_text=_of_type(record.get("text", ""), str, "text"),
         reward=finite(record["reward"], "reward"),
         observations=_messages(record, "observations"),
+        tool_calls=_messages(record, "tool_calls"),
         stop_reason=StopReason(record.get("stop_reason", StopReason.STOP.value)),
         weight_versions=_versions(record.get("weight_versions", [[0, record.get("weight_version", 0)]])),
         routed_experts=decode_routing(record["routed_experts"]) if "routed_experts" in record else NO_ROUTING,
@@ -242,7 +245,7 @@ def _messages(record: Mapping[str, Any], name: str) -> tuple[ChatMessage, ...]:
 
 
 def messages(value: object, name: str) -> tuple[ChatMessage, ...]:
-    """Return a list of chat messages. Raises ValueError, with the field's name, for anything else."""
+    """Return a list of chat messages, or of calls. Raises ValueError, with the field's name, for anything else."""
     found = _of_type(value, list, name)
     if problem := json_problem({name: found}):
         raise ValueError(problem)

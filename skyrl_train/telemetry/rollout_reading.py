@@ -35,7 +35,7 @@ _SMALL = 2**27
 _UNREADABLE = (OSError, ValueError, TypeError, LookupError, MemoryError, OverflowError, NotImplementedError)
 """What pyarrow raises for files that are damaged: its errors are subclasses of these."""
 _REQUIRED = ("uid", "turn", "added_token_ids", "response_token_ids", "reward")
-_NOT_READ = frozenset({"purpose", "error", "trajectory_reward", "tool_calls", *FLOAT_COLUMNS})
+_NOT_READ = frozenset({"purpose", "error", "trajectory_reward", *FLOAT_COLUMNS})
 """Columns that a batch of rollouts has no place for."""
 
 
@@ -203,7 +203,7 @@ def _decode_turn(row: Mapping[str, Any], number: int, *, allow_infinite: bool) -
         loss_mask=_or_none(row["loss_mask"], np.bool_),
         response_text=row["text"] or "",
         reward=row["reward"],
-        observations=tuple(messages(parse_json(row["observations"] or "[]"), "observations")),
+        **{name: messages(parse_json(row[name] or "[]"), name) for name in ("observations", "tool_calls")},
         stop_reason=StopReason(row["stop_reason"] or StopReason.STOP.value),
         weight_versions=(VersionRun(0, 0),) if runs is None else tuple(VersionRun(*run) for run in runs.tolist()),
         routed_experts=routed,

@@ -267,6 +267,7 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
         "reward": turn.reward,
         "text": writable_text(turn.response_text),
         "observations": json_text(turn.observations),
+        "tool_calls": json_text(turn.tool_calls) if turn.tool_calls else None,
         "stop_reason": turn.stop_reason.value,
         "versions": turn.weight_versions,
         "added_token_ids": turn.added_token_ids,

@@ -126,7 +126,13 @@ class PPOTrainer:
                         )
                     known.batch = batch
                     with loop.phase("score"):
-                        batch = steps.score(batch, learners, settings.trainer, rollouts=generated.rollouts)
+                        batch = steps.score(
+                            batch,
+                            learners,
+                            settings.trainer,
+                            rollouts=generated.rollouts,
+                            with_entropies=settings.scores_entropies,
+                        )
                     known.batch = batch
                     with loop.phase("estimate"):
                         batch = steps.estimate(
@@ -135,6 +141,7 @@ class PPOTrainer:
                     known.batch = batch
                     with loop.phase("log"):
                         self._keep(generated.rollouts, batch, step)
+                        known.batch = batch = batch.without_columns("entropies")  # nothing else reads them
                     with loop.phase("update"):
                         update = steps.update(
                             batch,

@@ -39,7 +39,12 @@ FLUSH_TIMEOUT_S = 1800.0
 CLOSE_TIMEOUT_S = 30.0
 _FILE = re.compile(r"\.?(?P<kind>[a-z]+)_step_(?P<step>\d+)\.(?:parquet|jsonl)(?:\.tmp)?")
 """Versions before wrote JSON lines."""
-_COLUMNS = {"advantages": "advantages", "policy_logprobs": "old_logprobs", "reference_logprobs": "ref_logprobs"}
+_COLUMNS = {
+    "advantages": "advantages",
+    "policy_logprobs": "old_logprobs",
+    "reference_logprobs": "ref_logprobs",
+    "entropies": "entropies",
+}
 """What is written of each token beside the rollouts themselves, and the batch's names for it."""
 
 

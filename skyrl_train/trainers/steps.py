@@ -66,6 +66,8 @@ class PPOSettings:
     sampling: SamplingParams
     """Of training rollouts."""
     seed: int
+    scores_entropies: bool = False
+    """Whether entropies of the trained tokens are wanted, which no loss reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,12 +185,21 @@ def assemble(
 
 
 def score(
-    batch: TrainingInputBatch, learners: Learners, trainer: TrainerConfig, *, rollouts: RolloutBatch | None = None
+    batch: TrainingInputBatch,
+    learners: Learners,
+    trainer: TrainerConfig,
+    *,
+    rollouts: RolloutBatch | None = None,
+    with_entropies: bool = False,
 ) -> TrainingInputBatch:
     """Adds `old_logprobs` where they can matter, and `ref_logprobs` and `values` where there is a reference and a
-    critic. A policy that is its own teacher reads the teacher's prompts from the `rollouts` that the batch is made of."""
+    critic. A policy that is its own teacher reads the teacher's prompts from the `rollouts` that the batch is made of.
+    `with_entropies` adds `entropies`, of the forward that gives `old_logprobs` where there is one."""
     columns: dict[str, Tensor] = {}
-    if needs_old_logprobs(trainer):
+    if with_entropies:
+        logprobs, columns["entropies"] = _scorer(learners.policy).forward_with_entropy(batch).T.contiguous()
+        columns |= {"old_logprobs": logprobs} if needs_old_logprobs(trainer) else {}
+    elif needs_old_logprobs(trainer):
         columns["old_logprobs"] = learners.policy.forward(batch)
     if is_self_taught(trainer.algorithm) and rollouts is not None:
         columns["ref_logprobs"] = teacher_logprobs(batch, rollouts, learners.policy.forward)
@@ -254,7 +265,9 @@ class Steering:
         """The closed mini-batch with the columns that its loss reads across rows, and what was found."""
 
         def score_now(what: Literal["logprobs", "entropy"], rows: TrainingInputBatch) -> Tensor:
-            return self._policy.forward(rows) if what == "logprobs" else _scorer(self._policy).forward_entropy(rows)
+            if what == "logprobs":
+                return self._policy.forward(rows)
+            return _scorer(self._policy).forward_with_entropy(rows)[:, 1]
 
         rows, metrics = with_step_columns(mini_batch.batch, self._algorithm, score_now)
         if self._algorithm.entropy_controller == "adaptive":

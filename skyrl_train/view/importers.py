@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,15 @@ def _sample_rows(file: RolloutFile) -> Iterator[Row]:
 def _trl_rows(file: RolloutFile) -> Iterator[Row]:
     """TRL: `log_completions=True` writes `completions/completions_00010.parquet` with step, prompt, completion, one column a
     reward function, extra columns and advantage. A prompt and a completion are a text or a list of messages."""
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     seen: Counter[str] = Counter()
     with pq.ParquetFile(file.path) as table:
+        columns = [
+            each for each in table.schema_arrow if each.name not in ("step", "prompt", "completion", "advantage")
+        ]
+        rewarded = {each.name for each in takewhile(lambda each: pa.types.is_floating(each.type), columns)}
         for batch in table.iter_batches():
             for record in batch.to_pylist():
                 prompt, completion = record.pop("prompt", None), record.pop("completion", None)
@@ -127,8 +133,7 @@ def _trl_rows(file: RolloutFile) -> Iterator[Row]:
                     for name, value in record.items()
                     if isinstance(value, (int, float)) and name != "step" and math.isfinite(value)
                 }
-                rewards = {name: value for name, value in numbers.items() if "reward" in name}
-                rewards = rewards or {name: value for name, value in numbers.items() if name != "advantage"}
+                rewards = {name: value for name, value in numbers.items() if name in rewarded}
                 record.pop("step", None)
                 uid = _digest(prompt)
                 seen[uid] += 1

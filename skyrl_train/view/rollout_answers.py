@@ -118,7 +118,7 @@ class RolloutAnswers:
         limit, offset = arguments.count("limit", 50, most=500), arguments.count("offset", 0)
         sample = (
             '{"sample": sample, "reward": reward, "outcome": outcome, "failure_kind": failure_kind, "tokens": tokens, '
-            '"num_turns": num_turns}'
+            '"num_turns": num_turns, "dataset": dataset, "stop_reason": stop_reason}'
         )
         sql = f"""SELECT purpose, step, uid, any_value(environment) AS environment,
             any_value(prompt_excerpt) AS prompt_excerpt, count(*) AS num_samples, count(failure_kind) AS num_failed,

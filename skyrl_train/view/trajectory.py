@@ -139,7 +139,14 @@ def token_columns(row: Mapping[str, Any], clip: tuple[float, float] | None) -> J
         values = row[name]
         return [_finite(value) for value in values] if values and len(values) == num_tokens else None
 
-    engine, policy, advantage = column("logprobs"), column("policy_logprobs"), column("advantages")
+    mask = list(row["loss_mask"]) if row["loss_mask"] and len(row["loss_mask"]) == num_tokens else None
+
+    def trained(name: str) -> list[float | None] | None:
+        """What the trainer knows: nothing of tokens that it does not train on."""
+        values = column(name)
+        return [each if kept else None for each, kept in zip(values, mask)] if values and mask else values
+
+    engine, policy, advantage = column("logprobs"), trained("policy_logprobs"), trained("advantages")
     difference = ratio = clipped = None
     if engine and policy:
         difference = [None if a is None or b is None else round(b - a, 7) for a, b in zip(engine, policy)]
@@ -150,17 +157,16 @@ def token_columns(row: Mapping[str, Any], clip: tuple[float, float] | None) -> J
             None if r is None or a is None else (r > 1 + high and a > 0) or (r < 1 - low and a < 0)
             for r, a in zip(ratio, advantage)
         ]
-    mask = row["loss_mask"]
     return {
         "logprob": engine,
         "policy_logprob": policy,
-        "reference_logprob": column("reference_logprobs"),
+        "reference_logprob": trained("reference_logprobs"),
         "difference": difference,
         "advantage": advantage,
-        "entropy": column("entropies"),
+        "entropy": trained("entropies"),
         "ratio": ratio,
         "clipped": clipped,
-        "mask": list(mask) if mask and len(mask) == num_tokens else None,
+        "mask": mask,
         "version": _versions(row["versions"], num_tokens),
     }
 

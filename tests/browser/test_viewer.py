@@ -223,6 +223,19 @@ def test_an_exported_report_needs_no_server(chromium: Any, folders: dict[str, Pa
     assert page.js("return document.querySelectorAll('figure canvas').length") >= 5
     page.open("trajectories", run="demo", reward_max=0).until("return document.querySelector('a.trajectory')")
     assert set(page.texts("a.trajectory .reward")) == {"0"}
+    held = page.js(
+        "return JSON.parse(document.getElementById('skyrl-view-data').textContent)"
+        ".answers['api/trajectories?run=demo'].rows"
+    )
+    for name in ("dataset", "stop_reason", "sample"):
+        for value in {row[name] for row in held} - {None}:
+            chosen = sum(row[name] == value for row in held)
+            assert chosen < len(held)
+            page.open("trajectories", run="demo", **{name: value}).until(
+                "return document.querySelector('a.trajectory')"
+            )
+            assert page.texts(".found") == [f"{chosen} trajector{'y' if chosen == 1 else 'ies'}"]
+    page.open("groups", run="demo", sample=3, stop_reason="stop").until("return document.querySelector('a.group')")
     page.open("trajectories", run="demo", text="(?i)LET ME THINK").until(
         "return document.querySelector('a.trajectory')"
     )
@@ -233,6 +246,24 @@ def test_an_exported_report_needs_no_server(chromium: Any, folders: dict[str, Pa
     assert page.js("return performance.getEntriesByType('resource').length") == 0
     assert page.js("return window.pwned") is None
     assert page.errors() == []
+
+
+def test_what_a_search_finds_is_marked_in_the_trajectory(page: Page) -> None:
+    marked = "return [...(CSS.highlights.get('found') || [])].map((range) => range.toString())"
+    page.open("trajectories", run="demo", text=r"think\.\n6.7=").until("return document.querySelector('a.trajectory')")
+    page.follow("a.trajectory")
+    assert {text.replace("↵", "") for text in page.js(marked)} == {"think.\n6*7="}
+    assert page.texts("#found")[0].endswith(r"of think\.\n6.7=")
+    page.press(RIGHT).settled()
+    assert "text=think" in page.js("return location.hash")
+
+    page.open("trajectory", run="demo", purpose="train", step=2, uid="train-0", sample=0, text="<script>|(?:think)")
+    assert "<script>" in page.js(marked)
+    assert page.js("return window.pwned") is None
+    page.open("trajectory", run="demo", purpose="train", step=2, uid="train-0", sample=0, text="(a*)*b")
+    assert (page.js(marked), "by the server alone" in page.texts("#found")[0]) == ([], True)
+    page.open("trajectory", run="demo", purpose="train", step=2, uid="train-0", sample=0)
+    assert (page.js(marked), page.texts("#found")) == ([], [""])
 
 
 def test_text_of_a_model_never_becomes_markup(page: Page) -> None:

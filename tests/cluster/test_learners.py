@@ -118,7 +118,7 @@ def scores_of(learner: PolicyLearner | RayLearner) -> dict[str, Tensor]:
     batch = make_batch(LENGTHS)
     return {
         "logprobs": learner.forward(batch),
-        "entropy": learner.forward_entropy(batch),
+        "entropy": learner.forward_with_entropy(batch)[:, 1],
         "sum_pi_squared": learner.forward_sum_pi_squared(batch),
     }
 

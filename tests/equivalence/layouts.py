@@ -287,7 +287,7 @@ def learner_gradient(
     mini_batch = closed(step, batch_of, layout, rescoring(model, step, batch_of, layout, regime))
     learner = learner_of(model, step, layout)
     learner.engine.zero_grad()
-    scores = {"logprobs": learner.forward, "entropy": learner.forward_entropy}
+    scores = {"logprobs": learner.forward, "entropy": lambda batch: learner.forward_with_entropy(batch)[:, 1]}
     rows, _ = with_step_columns(mini_batch.batch, step.algorithm, lambda what, batch: scores[what](batch))
     for shard in stage(rows, layout.dp_size).shards:
         learner.forward_backward(replace(mini_batch, batch=shard))

@@ -112,11 +112,12 @@ def test_numbers_of_distributions_are_those_of_the_full_softmax(tmp_path: Path, 
         logits = plain(input_ids=batch.padded("input_ids").long()).logits
     log_p = logits.log_softmax(-1)[:, :-1]
     mask = batch.padded("loss_mask")[:, 1:]
-    found = {"entropy": learner.forward_entropy(batch), "squares": learner.forward_sum_pi_squared(batch)}
+    found = {"entropy": learner.forward_with_entropy(batch)[:, 1], "squares": learner.forward_sum_pi_squared(batch)}
     expected = {"entropy": -(log_p.exp() * log_p).sum(-1), "squares": log_p.exp().square().sum(-1)}
     for name, column in found.items():
         assert torch.allclose(column[batch["loss_mask"]], expected[name][mask], atol=1e-12), name
         assert not column[~batch["loss_mask"]].any()
+    assert torch.equal(learner.forward_with_entropy(batch)[:, 0], learner.forward(batch))
 
 
 @pytest.mark.parametrize("name", ["gspo", "gmpo", "vespo"])

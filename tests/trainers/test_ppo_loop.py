@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from pyarrow.parquet import read_table
 
+from skyrl_train.config.schema import RolloutsConfig
 from skyrl_train.errors import ActorLostError, BatchError, NonFiniteError, StopRequested
 from skyrl_train.telemetry.learning_curve import draw_learning_curve
 from skyrl_train.telemetry.metrics_log import MetricsLog, phase_seconds, read_metrics
@@ -173,6 +174,38 @@ def test_rollouts_are_logged_with_the_advantages_of_their_step(tmp_path):
     turns = read_table(file).to_pylist()
     assert all(len(turn["advantages"]) == len(turn["response_token_ids"]) for turn in turns)
     assert any(value != 0 for turn in turns for value in turn["advantages"])
+
+
+@pytest.mark.parametrize("policy_mini_batch_size", [2, 4])
+def test_entropies_are_kept_where_they_are_asked_for_and_change_nothing_else(tmp_path, policy_mini_batch_size):
+    """Mini-batches of 4 are whole batches, whose policy is not scored otherwise."""
+
+    class Counting(FakeLearner):
+        num_forwards = 0
+
+        def forward(self, batch):
+            self.num_forwards += 1
+            assert "entropies" not in batch
+            return super().forward(batch)
+
+        def forward_backward(self, mini_batch):
+            assert "entropies" not in mini_batch.batch
+            assert ("old_logprobs" in mini_batch.batch) == (policy_mini_batch_size == 2)
+            return super().forward_backward(mini_batch)
+
+    found = []
+    for name, columns in (("without", ("policy_logprobs",)), ("with", ("policy_logprobs", "entropies"))):
+        config = make_config(tmp_path / name, policy_mini_batch_size=policy_mini_batch_size)
+        run = fake_run(tmp_path / name, config=replace(config, rollouts=RolloutsConfig(columns=columns)))
+        run.learner = Counting()
+        run.run()
+        rows = read_table(run.folder.rollouts / "train_step_000003.parquet").to_pylist()
+        found.append((run.learner.weight, run.learner.num_forwards, [row.pop("entropies") for row in rows], rows))
+    (weight, num_forwards, nothing, rows), (same, with_entropies, entropies, same_rows) = found
+    assert (weight, rows) == (same, same_rows)
+    assert (num_forwards, with_entropies) == ((4, 4) if policy_mini_batch_size == 2 else (0, 4))
+    assert set(nothing) == {None}
+    assert [set(each) for each in entropies] == [{0.5}] * len(rows)
 
 
 def test_a_record_means_that_the_rollouts_of_its_step_are_on_disk(tmp_path, monkeypatch):

@@ -36,7 +36,7 @@ from skyrl_train.rollout.agents.unsupported import tell_once, unsupported
 from skyrl_train.rollout.env_boundary import Broken, describe
 from skyrl_train.rollout.plain_data import plain
 from skyrl_train.rollout.token_stream import listening
-from skyrl_train.rollout.tools.formats import call_messages, text_before_calls
+from skyrl_train.rollout.tools.formats import call_messages, recorded_calls, text_before_calls
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import (
     ChatMessage,
@@ -242,7 +242,8 @@ class Session:
         output = await self._generate(prompt, completion, self._seed(prompt, completion))
         asked, text = completion.asked, self._chat.text(output.token_ids)
         message = self._message(completion, output, text)
-        completion.sampled = Sampled(messages=asked.messages, prompt=prompt, output=output, text=text)
+        calls = recorded_calls(message.get("tool_calls", ()))
+        completion.sampled = Sampled(messages=asked.messages, prompt=prompt, output=output, text=text, calls=calls)
         self._known[_digests(asked.tools, [*asked.messages, message])[-1]] = completion.sampled
         self.refused = None
         finish = "length" if output.stop_reason is StopReason.LENGTH else "stop"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +20,8 @@ class Sampled:
     output: GenerationOutput
     text: str
     """Of the whole response."""
+    calls: tuple[Mapping[str, Any], ...] = ()
+    """That were read in it, as its message has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +80,7 @@ def _turn(sampled: Sampled, parent: int | None, added: TokenIds) -> Turn:
         response_logprobs=np.array(output.logprobs, dtype=np.float32),
         response_text=sampled.text,
         reward=0.0,
+        tool_calls=sampled.calls,
         stop_reason=output.stop_reason,
         weight_versions=output.weight_versions,
         routed_experts=new_routing(output.routed_experts, parent, added, len(output.token_ids)),

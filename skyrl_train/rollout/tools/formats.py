@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_train.rollout.tools.toolbox import Schema
+from skyrl_train.telemetry.json_text import json_problem, writable_text
 from skyrl_train.types import Tokenizer
 
 RESPONSE_TEMPLATE = "response_template"
@@ -133,6 +134,17 @@ def call_messages(calls: Calls, *, turn_index: int) -> list[dict[str, Any]]:
         }
         for index, call in enumerate(calls)
     ]
+
+
+def recorded_calls(said: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """Return calls, as messages hold them, for a turn's record: of one whose arguments JSON in UTF-8 cannot hold, or only
+    deeper than it is read, `error` says so in their place."""
+    recorded = []
+    for call in said:
+        problem = json_problem(call)
+        function = {"name": writable_text(call["function"]["name"]), "arguments": {}}
+        recorded.append({**call, "function": function, "error": writable_text(problem)} if problem else call)
+    return tuple(recorded)
 
 
 def text_before_calls(text: str) -> str:

@@ -73,31 +73,34 @@ function fits(row, filters, path) {
     (!filters[`${name}_max`] || (low !== null && low <= Number(filters[`${name}_max`])));
   const samples = path === "api/groups" ? row.samples : [row];
   return (
-    among("purpose", row.purpose) &&
-    among("environment", row.environment) &&
-    among("uid", row.uid) &&
+    ["purpose", "environment", "uid"].every((name) => among(name, row[name])) &&
     within("step", row.step) &&
     samples.some(
       (sample) =>
-        among("outcome", sample.outcome) &&
-        among("failure_kind", sample.failure_kind) &&
+        ["sample", "dataset", "outcome", "failure_kind", "stop_reason"].every((name) => among(name, sample[name])) &&
         within("reward", sample.reward) &&
         within("tokens", sample.tokens) &&
-        within("turns", sample.num_turns),
-    ) &&
-    (!filters.text || samples.some((sample) => textFits(row, sample, filters)))
+        within("turns", sample.num_turns) &&
+        (!filters.text || textFits(row, sample, filters)),
+    )
   );
 }
 
-// RE2's flag `(?i)` is JavaScript's `i`.
-function textFits(row, sample, filters) {
-  const isAnyCase = filters.text.startsWith("(?i)");
-  let pattern;
+// Returns a search as JavaScript has it: RE2's flag `(?i)` is its `i`. Throws an Error for what is no pattern here, and
+// for what repeats a repetition, which takes exponential time here.
+function patternOf(text) {
+  const isAnyCase = text.startsWith("(?i)");
+  if (/[*+}]\)*[*+{]/.test(text.replace(/\\./g, "")))
+    throw new Error(`text=${text}: repetitions of repetitions are searched by the server alone.`);
   try {
-    pattern = new RegExp(isAnyCase ? filters.text.slice(4) : filters.text, isAnyCase ? "iu" : "u");
+    return new RegExp(isAnyCase ? text.slice(4) : text, isAnyCase ? "gimu" : "gmu");
   } catch (error) {
-    throw new Error(`text=${filters.text} is no regular expression: ${error.message}`);
+    throw new Error(`text=${text} is no regular expression here: ${error.message}`);
   }
+}
+
+function textFits(row, sample, filters) {
+  const pattern = patternOf(filters.text);
   const full =
     exportedReport.answers[
       address("api/trajectory", {
@@ -109,9 +112,13 @@ function textFits(row, sample, filters) {
       })
     ];
   const texts = full
-    ? [JSON.stringify(full.prompt), ...full.turns.flatMap((turn) => [turn.text, JSON.stringify(turn.observations)])]
+    ? [
+        JSON.stringify(full.prompt),
+        full.failure && full.failure.message,
+        ...full.turns.flatMap((turn) => [turn.text, JSON.stringify(turn.observations), JSON.stringify(turn.tool_calls)]),
+      ]
     : [row.prompt_excerpt, row.text_excerpt];
-  return texts.some((text) => pattern.test(text || ""));
+  return texts.some((text) => (text || "").search(pattern) >= 0);
 }
 
 // The address of a view: `#/trajectories?run=quickstart&step_from=3`. All that a view shows follows from it, so that a link

@@ -27,7 +27,7 @@ const KEYS = [
   ["?", "these keys"],
   ["Esc", "close, leave a field"],
 ];
-const page = { runs: [], redraws: new Set(), tellProblems };
+const page = { runs: [], tellProblems };
 const places = new Map(); // how far each view was scrolled when it was left
 let view = null,
   generation = 0;
@@ -74,7 +74,6 @@ async function route() {
   if (!page.runs.some((run) => run.id === state.run)) state.run = page.runs.length ? page.runs[0].id : "";
   frame(state);
   foundProblems.clear();
-  page.redraws.clear();
   const waiting = setTimeout(() => replaceChildren(main, h("p.empty", { role: "status" }, "Reading…")), 200);
   let next;
   try {

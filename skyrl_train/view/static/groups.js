@@ -33,7 +33,7 @@ async function groupView(state) {
           "a",
           {
             class: String(point.step) === state.step && point.purpose === state.purpose ? "chip on" : "chip",
-            href: groupLink(state.run, { ...point, uid: state.uid }),
+            href: groupLink(state, { ...point, uid: state.uid }),
           },
           `${point.purpose === "eval" ? "eval " : ""}step ${point.step}: ${shown(point.solved)}`,
         ),
@@ -41,7 +41,10 @@ async function groupView(state) {
   );
   return {
     title: `Group ${state.uid}`,
-    shown: figure.draw,
+    shown: () => {
+      figure.draw();
+      markFound(state.text);
+    },
     element: h(
       "div",
       crumbs(
@@ -74,7 +77,7 @@ function sampleColumn(sample, state, facets) {
     h(
       "header",
       h("span.reward", { style: { "--shade": rewardColour(sample.reward, facets) } }, shown(sample.reward)),
-      h("a.jump", { href: trajectoryLink(state.run, { ...state, sample: sample.sample }) }, `sample ${sample.sample}`),
+      h("a.jump", { href: trajectoryLink(state, { ...state, sample: sample.sample }) }, `sample ${sample.sample}`),
       h("small.muted", `${count(sample.num_turns, "turn")}, ${count(sample.tokens, "token")}`),
     ),
     sample.failure_kind ? h("p.failure", `${sample.failure_kind}: ${sample.failure_message || ""}`) : null,
@@ -92,7 +95,7 @@ async function failuresView(state) {
     kind.count,
     h(
       "a.jump",
-      { href: trajectoryLink(state.run, kind.first) },
+      { href: trajectoryLink(state, kind.first) },
       `step ${kind.first.step}, ${kind.first.uid} #${kind.first.sample}${kind.first.turn === null ? "" : `, turn ${kind.first.turn}`}`,
     ),
     h(

@@ -9,12 +9,13 @@ function filtersOf(state) {
   return Object.fromEntries(FILTERS.filter((name) => state[name]).map((name) => [name, state[name]]));
 }
 
-function trajectoryLink(run, row) {
-  return link({ view: "trajectory", run, purpose: row.purpose, step: row.step, uid: row.uid, sample: row.sample });
+// Links to what a row is of. `text`: what is searched, which is marked there.
+function trajectoryLink({ run, text }, { purpose, step, uid, sample }) {
+  return link({ view: "trajectory", run, purpose, step, uid, sample, text });
 }
 
-function groupLink(run, row) {
-  return link({ view: "group", run, purpose: row.purpose, step: row.step, uid: row.uid });
+function groupLink({ run, text }, { purpose, step, uid }) {
+  return link({ view: "group", run, purpose, step, uid, text });
 }
 
 // Colour of a reward between the run's lowest (orange) and highest (blue).
@@ -292,7 +293,7 @@ const trajectoriesView = listView(
   (row, state, facets) =>
     h(
       "a.trajectory",
-      { href: trajectoryLink(state.run, row) },
+      { href: trajectoryLink(state, row) },
       h("span.step", `${row.step}`, h("small", row.purpose === "train" ? "" : row.purpose)),
       h("span.reward", { style: { "--shade": rewardColour(row.reward, facets) } }, shown(row.reward)),
       h("span", { class: `outcome ${row.outcome}`, title: row.failure_message || "" }, row.failure_kind || row.outcome),
@@ -315,7 +316,7 @@ const groupsView = listView(
   (row, state, facets) =>
     h(
       "a.group",
-      { href: groupLink(state.run, row) },
+      { href: groupLink(state, row) },
       h("span.step", `${row.step}`, h("small", row.purpose === "train" ? "" : row.purpose)),
       h(
         "span.samples",

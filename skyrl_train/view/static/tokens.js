@@ -77,6 +77,45 @@ function scaleLegend(column) {
   return [...entries, h("span.muted", { title: column.meaning }, column.meaning)];
 }
 
+// Marks what a search finds in the texts on the page, as ranges of them: no element is made, and a match may span tokens.
+// Tells how many there are in `told`; returns the element of the first.
+function markFound(text, told) {
+  if (!window.Highlight) return null;
+  CSS.highlights.delete("found");
+  if (!text) return null;
+  const ranges = [];
+  try {
+    for (const element of document.querySelectorAll("#main .content:not(.ids, .raw .content), #main .call code, #main .failure"))
+      ranges.push(...rangesOf(element, patternOf(text)));
+  } catch (error) {
+    if (told) told.textContent = error.message;
+    return null;
+  }
+  CSS.highlights.set("found", new Highlight(...ranges));
+  if (told) told.textContent = `${count(ranges.length, "match").replace("matchs", "matches")} of ${text}`;
+  return ranges.length ? ranges[0].startContainer.parentElement : null;
+}
+
+function rangesOf(element, pattern) {
+  const isText = (node) => (node.parentElement.closest(".break") ? NodeFilter.FILTER_REJECT : NodeFilter.FILTER_ACCEPT);
+  const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT, isText);
+  const nodes = [];
+  let whole = "";
+  while (walker.nextNode()) {
+    nodes.push({ node: walker.currentNode, start: whole.length });
+    whole += walker.currentNode.data;
+  }
+  const found = [...whole.matchAll(pattern)].filter(([match]) => match);
+  return found.map(({ 0: match, index }) => {
+    const range = new Range(),
+      first = nodes.findLast(({ start }) => start <= index),
+      last = nodes.findLast(({ start }) => start < index + match.length);
+    range.setStart(first.node, index - first.start);
+    range.setEnd(last.node, index + match.length - last.start);
+    return range;
+  });
+}
+
 // Tells a token's numbers: under the pointer, after a tap, or with the arrow keys.
 function inspect(response, tokens, turn) {
   const tip = document.getElementById("tip");

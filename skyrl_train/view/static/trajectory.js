@@ -1,13 +1,14 @@
 "use strict";
 // One trajectory: its turns as a chat, as a tree where prefixes are shared, its tokens coloured by a column.
 
-async function trajectoryView(state, page) {
+async function trajectoryView(state) {
   const key = { run: state.run, purpose: state.purpose, step: state.step, uid: state.uid, sample: state.sample };
   const trajectory = await ask("api/trajectory", key);
   let column = trajectory.columns.find(({ name }) => name === state.colour) || trajectory.columns[0] || null;
   const chosen = state.turn === undefined ? null : Number(state.turn);
   const onPath = pathTo(trajectory.turns, chosen);
-  const legend = h("div.legend", { id: "scale" });
+  const legend = h("div.legend", { id: "scale" }),
+    found = h("span.muted", { id: "found", role: "status" });
   const turns = trajectory.turns.map((turn) => turnElement(turn, trajectory, onPath));
   const paint = () => {
     replaceChildren(legend, scaleLegend(column));
@@ -29,18 +30,18 @@ async function trajectoryView(state, page) {
     foundProblems.add(
       "The run's tokenizer is not available offline: texts are shown whole, and a token's numbers under its id.",
     );
-  page.redraws.add(paint);
   const { previous, next } = trajectory.neighbours;
   const neighbour = (to, text, name) =>
-    to ? h("a.button.quiet", { href: trajectoryLink(state.run, to), id: name, rel: name }, text) : null;
+    to ? h("a.button.quiet", { href: trajectoryLink(state, to), id: name, rel: name }, text) : null;
   return {
     title: `${trajectory.uid} #${trajectory.sample}`,
     shown: () => {
       paint();
       const target = chosen === null ? null : document.getElementById(`turn-${chosen}`);
+      const first = markFound(state.text, found);
       if (target) target.scrollIntoView({ block: "start" });
+      else if (first) first.scrollIntoView({ block: "center" });
     },
-    turnsOnPage: turns.length,
     element: h(
       "div",
       h(
@@ -48,7 +49,7 @@ async function trajectoryView(state, page) {
         crumbs(
           state,
           [`step ${trajectory.step}`, { view: "trajectories", step_min: trajectory.step, step_max: trajectory.step }],
-          [trajectory.uid, { view: "group", purpose: state.purpose, step: state.step, uid: state.uid }],
+          [trajectory.uid, { view: "group", purpose: state.purpose, step: state.step, uid: state.uid, text: state.text }],
           [`sample ${trajectory.sample}`],
           h("span.muted", `reward ${shown(trajectory.reward)} · ${trajectory.outcome}`),
         ),
@@ -67,7 +68,7 @@ async function trajectoryView(state, page) {
               )
             : null,
           trajectory.error ? h("p.failure", `The step failed: ${trajectory.error}`) : null,
-          h("div.controls.sticky", pick, legend),
+          h("div.controls.sticky", pick, legend, found),
           turns.length
             ? turns.map((turn) => turn.element)
             : [
@@ -191,6 +192,7 @@ function callElement(call) {
       "code",
       `${name || "?"}(${typeof given === "string" ? given : JSON.stringify(given === undefined ? call : given)})`,
     ),
+    call.error ? h("span.outcome.failed", ` ${call.error}`) : null,
   );
 }
 

@@ -133,6 +133,27 @@ def test_what_is_wrong_with_a_call_is_told_to_the_model(
     assert (trajectory.reward, tool_counts(trajectory)) == (1.0, counts)
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "arguments", "error"),
+    [
+        (call("add", a=2, b=3), "add", {"a": 2, "b": 3}, None),
+        (call("nothing", deep=[{"a": "\u2713"}]), "nothing", {"deep": [{"a": "\u2713"}]}, None),
+        ('<tool_call>{"name": "add", "arguments"</tool_call>', "add", {}, "Expecting ':' delimiter"),
+        (call("add", a=float("nan")), "add", {}, "'function.arguments.a' is nan"),
+        (call("add", a=json.loads("[" * 90 + "]" * 90)), "add", {}, "is nested deeper than 64 levels"),
+    ],
+)
+def test_calls_are_recorded_with_their_turn_as_far_as_a_file_can_hold_them(
+    run: Any, text: str, name: str, arguments: dict[str, Any], error: str | None
+) -> None:
+    first, second = run([text, "5"], [ADD]).turns
+    (recorded,) = first.tool_calls
+    assert recorded["function"] == {"name": name, "arguments": arguments}
+    assert (error is None) == ("error" not in recorded)
+    assert error is None or error in recorded["error"]
+    assert second.tool_calls == ()
+
+
 def test_a_parser_that_raises_is_a_call_that_cannot_be_read(run: Any) -> None:
     answers = iter([(), ()])
     trajectory = run(

@@ -53,7 +53,8 @@ def make_turn(**changes: Any) -> Turn:
 
 def make_trajectory(sample: int = 0, **changes: Any) -> Trajectory:
     said = ({"role": "tool", "content": "no", "name": "add"},)
-    second = make_turn(parent=0, added_token_ids=(4,), loss_mask=(True, False), observations=said)
+    call = {"id": "000010000", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "\u2713"}}}
+    second = make_turn(parent=0, added_token_ids=(4,), loss_mask=(True, False), observations=said, tool_calls=(call,))
     third = make_turn(parent=None, response_logprobs=(), routed_experts=ROUTED, weight_versions=((0, 5),))
     fields: dict[str, Any] = {
         "prompt_uid": "train-17",

@@ -179,6 +179,10 @@ def test_a_token_has_its_text_and_its_numbers(ask: Asked, rows: list[Json]) -> N
         next(each for each in rows if keys_of([each]) == keys_of([row]))["observations"]
     )
     for index, (engine, policy) in enumerate(zip(row["logprobs"], row["policy_logprobs"])):
+        if not row["loss_mask"][index]:  # the trainer computes nothing of it
+            assert {tokens[name][index] for name in ("difference", "ratio", "clipped", "entropy")} == {None}
+            continue
+        assert tokens["entropy"][index] == pytest.approx(row["entropies"][index], rel=1e-6)
         assert tokens["difference"][index] == pytest.approx(policy - engine, abs=1e-6)
         assert tokens["ratio"][index] == pytest.approx(math.exp(policy - engine), rel=1e-5)
         high, low = tokens["ratio"][index] > 1.28, tokens["ratio"][index] < 0.8
@@ -423,7 +427,7 @@ def test_what_the_store_writes_is_what_is_shown(tmp_path: Path) -> None:
     assert listing == [(0, 1.0, 2, "done"), (1, None, None, "failed")]
     one = ask("trajectory", step=9, uid="train-1", sample=0)
     tokens = one["turns"][0]["tokens"]
-    assert (tokens["logprob"], tokens["advantage"], tokens["mask"]) == ([-0.5, -0.25], [0.5, 0.5], [True, False])
+    assert (tokens["logprob"], tokens["advantage"], tokens["mask"]) == ([-0.5, -0.25], [0.5, None], [True, False])
     assert (tokens["version"], tokens["ids"], tokens["policy_logprob"]) == ([7, 8], [3, 4], None)
     assert one["turns"][0]["observations"] == [{"role": "tool", "content": "ok"}]
     assert (one["rewards"], one["extras"], one["environment"]) == ({"right": 1.0}, {"a": [1]}, "gsm8k")

@@ -16,6 +16,8 @@ from skyrl_train.view.rollouts import RolloutIndex
 from skyrl_train.view.sources import find_runs
 
 Json = dict[str, Any]
+DUMPS = Path(__file__).parents[2] / "other_trainers/dumps"
+"""Made by `other_trainers/dump_completions.py`."""
 
 
 def answers_of(tmp_path: Path, folder: Path) -> Answers:
@@ -82,6 +84,35 @@ def test_generations_of_verl_are_groups_of_their_inputs(tmp_path: Path) -> None:
     assert one["turns"][0]["text"] == "<script>"
     assert (one["rewards"], one["metrics"], one["extras"]) == ({"score": 0.0}, {"acc": 0.0}, {"gts": "4"})
     assert [point["step"] for point in get(answers, "prompt", uid=one["uid"])["points"]] == [3, 4]
+
+
+def test_what_trl_itself_dumps_is_shown(tmp_path: Path) -> None:
+    answers = answers_of(tmp_path, DUMPS / "trl")
+    run = get(answers, "runs")["runs"][0]
+    assert (run["kind"], run["last_step"], run["num_rollout_files"]) == ("trl", 2, 2)
+    (group,) = get(answers, "groups", step_min=1, step_max=1)["rows"]
+    assert group["num_samples"] == 4
+    one = get(answers, "trajectory", step=1, uid=group["uid"], sample=0)
+    assert one["prompt"] == [{"role": "user", "content": "What is 0 + 1?"}]
+    assert one["turns"][0]["text"] == "#### 4"
+    assert one["rewards"] == {"ends": 1.0, "short_reward": pytest.approx(1 / 7)}
+    assert (one["reward"], list(one["metrics"])) == (pytest.approx(8 / 7), ["advantage"])
+    assert len(get(answers, "metrics")["series"]["reward/mean"]) == 2
+    assert get(answers, "overview")["problems"] == []
+
+
+def test_what_verl_itself_dumps_is_shown(tmp_path: Path) -> None:
+    answers = answers_of(tmp_path, DUMPS / "verl")
+    run = get(answers, "runs")["runs"][0]
+    assert (run["kind"], run["last_step"], run["num_rollout_files"]) == ("verl", 2, 2)
+    found = get(answers, "groups", step_min=2)
+    assert [(group["num_samples"], group["reward_mean"]) for group in found["rows"]] == [(2, 0.5), (2, 0.5)]
+    (row,) = get(answers, "trajectories", step_min=2, text="<b>")["rows"]
+    one = get(answers, "trajectory", step=2, uid=row["uid"], sample=row["sample"])
+    assert one["prompt"] == [{"role": "user", "content": "user\nWhat is 4*3?\nassistant\n"}]
+    assert (one["turns"][0]["text"], one["rewards"], one["metrics"]) == ("<b>twelve</b>", {"score": 0.0}, {"acc": 0.0})
+    assert one["extras"] == {"gts": "12"}
+    assert found["problems"] == []
 
 
 def test_json_lines_of_older_versions_are_read_with_whole_prompts_or_what_turns_add(tmp_path: Path) -> None:

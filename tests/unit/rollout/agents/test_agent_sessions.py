@@ -141,6 +141,7 @@ def test_calls_are_told_apart_from_the_text_before_them_and_go_on_as_sampled() -
     assert first["content"] == "I add\n"
     assert [call["function"]["arguments"] for call in first["tool_calls"]] == [{"a": 2, "b": 3}] * 2
     assert [turn.parent for turn in trajectory.turns] == [None, 0]
+    assert [turn.tool_calls for turn in trajectory.turns] == [tuple(first["tool_calls"]), ()]
     assert counted == {"turns": 2, "roots": 1}
 
 
