@@ -1,4 +1,4 @@
-"""The plot of `bench_update.py growth`."""
+"""The plot of `scripts/bench/update.py growth`."""
 
 from __future__ import annotations
 

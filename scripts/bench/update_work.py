@@ -1,4 +1,4 @@
-"""The work that every trainer in `bench_update.py` does: models and rollouts, from a seed. Knows no trainer.
+"""The work that every trainer in `update.py` does: models and rollouts, from a seed. Knows no trainer.
 
 Two Qwen2-style models with random weights. `mid` spends about a quarter of its matrix products in the output head, as
 Qwen2.5-0.5B does. Rollouts are random tokens of realistic lengths: groups of samples with long-tailed responses, and
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,9 @@ class ModelSize:
 
 SIZES = {
     "tiny": ModelSize(128, 4, 4, 2, 384, 320),
+    "small": ModelSize(256, 6, 8, 2, 704, 2048),
     "mid": ModelSize(384, 6, 6, 2, 1024, 8192),
+    "large": ModelSize(512, 8, 8, 2, 1408, 16384),
     "qwen2.5-0.5b": ModelSize(896, 24, 14, 2, 4864, 151936),
 }
 
@@ -88,14 +91,24 @@ class Conversation:
         return self.prompt_ids, ids, mask
 
 
-def single_turn(vocabulary: int, *, prompts: int = 4, samples: int = 8, seed: int = 1) -> list[Conversation]:
-    """Prompts of 120 to 280 tokens; responses of 20 to 800, log-normal around 180."""
+def single_turn(
+    vocabulary: int,
+    *,
+    prompts: int = 4,
+    samples: int = 8,
+    seed: int = 1,
+    prompt_tokens: Sequence[int] = (120, 280),
+    response_median: int = 180,
+    longest_response: int = 800,
+) -> list[Conversation]:
+    """Prompts of the stated least and most tokens; responses of 20 tokens or more, log-normal."""
     lengths, tokens = random.Random(seed), random.Random(seed + 1000)
     found = []
     for prompt in range(prompts):
-        prompt_ids = _ids(tokens, lengths.randint(120, 280), vocabulary)
+        prompt_ids = _ids(tokens, lengths.randint(*prompt_tokens), vocabulary)
         for advantage in _advantages(lengths, samples):
-            response = [*_ids(tokens, _long_tailed(lengths, 20, 800, 180, 0.9) - 1, vocabulary), EOS]
+            length = _long_tailed(lengths, 20, longest_response, response_median, 0.9)
+            response = [*_ids(tokens, length - 1, vocabulary), EOS]
             found.append(Conversation(prompt, prompt_ids, [(response, [])], advantage))
     return found
 
@@ -119,6 +132,20 @@ def step_wise(
 
 
 KINDS = {"single": single_turn, "step": step_wise}
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "typical": ("single", {}),
+    "long prompt, short answer": ("single", {"prompt_tokens": (700, 1000), "response_median": 60}),
+    "short prompt, long answer": (
+        "single",
+        {"prompt_tokens": (30, 60), "response_median": 400, "longest_response": 1600},
+    ),
+    "one group of 8": ("single", {"prompts": 1}),
+    "3 turns": ("step", {"turns": 3}),
+    "8 turns": ("step", {"turns": 8}),
+    "32 turns": ("step", {"turns": 32, "prompts": 1, "samples": 2}),
+}
+"""Name to the kind of rollouts and what is stated of them."""
 
 
 def _long_tailed(rng: random.Random, low: int, high: int, median: float, sigma: float) -> int:

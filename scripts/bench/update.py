@@ -1,22 +1,20 @@
 """Time and memory of a policy update: identical rollouts, model and gradient; only layout, or trainer, differs.
 
-    python scripts/bench_update.py compare --models tiny,mid --kinds single,step --rounds 3
-    python scripts/bench_update.py growth                      # cost against turns and samples, and the plot
-    python scripts/bench_update.py head                        # logits memory at a large vocabulary
-    python scripts/bench_update.py --device cuda               # tokens/s and GPU, model FLOPs utilisation; or --device cpu
+    python scripts/bench/update.py compare --models tiny,mid --kinds single,step --rounds 3
+    python scripts/bench/update.py growth                      # cost against turns and samples, and the plot
+    python scripts/bench/update.py head                        # logits memory at a large vocabulary
+    python scripts/bench/update.py --device cuda               # tokens/s and GPU, model FLOPs utilisation; or --device cpu
 
 Every measurement is a process of its own, one thread, so that peak memory is its own; variants take turns, round after
 round, and medians of CPU seconds are quoted. A variant's gradient is compared with the first one's before its time
-counts. TRL, verl and OpenRLHF are measured where they can be imported. Each may lie in a folder of its own, which
-is put before everything else for its processes alone, so that all run on one torch:
+counts. TRL, verl and OpenRLHF are measured where they can be imported, or lie in a folder of their own, which is put before
+everything else for its processes alone, so that all run on one torch:
 
-    pip install --no-deps --target ~/peers/trl trl==1.16 accelerate
-    pip install --no-deps --target ~/peers/openrlhf openrlhf==0.11.2 pylatexenc
-    pip install --no-deps --target ~/peers/verl verl==0.9.1 tensordict==0.10.0 transformers==5.10.4 \\
-        "tokenizers<=0.23.0" "huggingface-hub<2" trl==0.27.0 codetiming pylatexenc torchdata pyvers orjson cloudpickle
-    python scripts/bench_update.py compare --at trl=~/peers/trl --at verl=~/peers/verl --at openrlhf=~/peers/openrlhf
+    python scripts/bench/update.py peers           # pip installs the releases below into ~/.cache/skyrl_train/peers, once
+    python scripts/bench/update.py shapes          # how many times faster, over shapes of rollouts; a missing peer is named
 
-`--tokens` is the cap of a micro-batch for all but TRL, which counts rows and gets 8.
+`--at NAME=FOLDER` names another folder. `--tokens` is the cap of a micro-batch for all but TRL, which counts rows and
+gets 8.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -33,8 +32,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
+
+from update_work import SHAPES  # noqa: E402
 
 OURS = ("padded", "packed", "merged", "shared", "auto")
 PEERS: dict[str, tuple[str, dict[str, bool]]] = {
@@ -45,9 +46,31 @@ PEERS: dict[str, tuple[str, dict[str, bool]]] = {
     "openrlhf": ("openrlhf", {"packed": False}),
     "openrlhf_packed": ("openrlhf", {"packed": True}),
 }
-"""Name to package, whose driver is `bench/update_PACKAGE.py`, and form."""
+"""Name to package, whose driver is `update_PACKAGE.py`, and form."""
+PACKAGES = {
+    "trl": ["trl==1.16", "accelerate"],
+    "verl": [
+        "verl==0.9.1",
+        "tensordict==0.10.0",
+        "transformers==5.10.4",
+        "tokenizers<=0.23.0",
+        "huggingface-hub<2",
+        "trl==0.27.0",
+        "codetiming",
+        "pylatexenc",
+        "torchdata",
+        "pyvers",
+        "orjson",
+        "cloudpickle",
+    ],
+    "openrlhf": ["openrlhf==0.11.2", "pylatexenc"],
+}
+"""What `peers` installs, without dependencies: torch and the rest are this environment's."""
+CACHE = Path.home() / ".cache" / "skyrl_train" / "peers"
 MAX_DISTANCE = 1e-5
 """Relative L2 between gradients in float32."""
+MAX_DISTANCE_BF16 = 0.05
+"""The same in bfloat16, of which each trainer rounds other sums."""
 
 
 def main() -> None:
@@ -82,6 +105,16 @@ def main() -> None:
     head.add_argument("--vocabulary", type=int, default=151_936)
     head.add_argument("--hidden", type=int, default=896)
     head.add_argument("--tokens", default="1024,2048")
+    shapes = commands.add_parser("shapes")
+    shapes.add_argument("--models", default="tiny,small")
+    shapes.add_argument("--shapes", default=",".join(SHAPES))
+    shapes.add_argument("--at", action="append", default=[], metavar="PACKAGE=FOLDER")
+    shapes.add_argument("--rounds", type=int, default=3)
+    shapes.add_argument("--steps", type=int, default=1, help="timed updates in each process")
+    shapes.add_argument("--untimed", type=int, default=1, help="updates before them")
+    shapes.add_argument("--bf16", action="store_true")
+    _common(shapes)
+    commands.add_parser("peers")
     one = commands.add_parser("one", help="a single measurement, as JSON")
     one.add_argument("spec", help="JSON")
     args = parser.parse_args()
@@ -89,8 +122,15 @@ def main() -> None:
         run_device(args)
         return
     if args.command is None:
-        parser.error("name a command (compare, growth, head), or --device")
-    {"compare": run_compare, "growth": run_growth, "head": run_head, "one": run_one}[args.command](args)
+        parser.error("name a command (shapes, compare, growth, head, peers), or --device")
+    {
+        "shapes": run_shapes,
+        "compare": run_compare,
+        "growth": run_growth,
+        "head": run_head,
+        "peers": run_peers,
+        "one": run_one,
+    }[args.command](args)
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
@@ -114,14 +154,89 @@ def run_device(args: argparse.Namespace) -> None:
 
 def run_compare(args: argparse.Namespace) -> None:
     """A table for each model and kind of rollouts."""
-    folders = {name: str(Path(folder).expanduser()) for name, _, folder in (each.partition("=") for each in args.at)}
+    folders = _folders(args)
     variants = [name for name in args.variants.split(",") if name not in PEERS or _is_there(PEERS[name][0], folders)]
     for model in args.models.split(","):
         for kind in args.kinds.split(","):
-            found = _interleaved(
-                args, model, kind, [name for name in variants if kind == "step" or _is_apart(name)], folders
+            found, _ = _interleaved(
+                args, model, kind, [name for name in variants if kind == "step" or _is_apart(name)], folders, {}
             )
             _print_table(f"{model}, {kind}{', bf16' if args.bf16 else ''}", found)
+
+
+def _folders(args: argparse.Namespace) -> dict[str, str]:
+    """Name of each package that lies in a folder of its own, to the folder."""
+    cached = {name: str(CACHE / name) for name in PACKAGES if (CACHE / name / "installed").is_file()}
+    named = (each.partition("=") for each in args.at)
+    return cached | {name: str(Path(folder).expanduser()) for name, _, folder in named}
+
+
+def run_peers(_args: argparse.Namespace) -> None:
+    """Install the other trainers, each in a folder of its own, once."""
+    for name, requirements in PACKAGES.items():
+        folder, wanted = CACHE / name, "\n".join(requirements)
+        done = folder / "installed"
+        if done.is_file() and done.read_text(encoding="utf-8") == wanted:
+            print(f"{name}: {folder}")
+            continue
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            str(folder),
+            *requirements,
+        ]
+        outcome = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+        if outcome.returncode:
+            print(f"{name}: not installed: {(outcome.stderr.strip().splitlines() or ['pip failed'])[-1]}")
+        else:
+            done.write_text(wanted, encoding="utf-8")
+            print(f"{name}: {folder}")
+
+
+def run_shapes(args: argparse.Namespace) -> None:
+    """One table a model: over shapes, our update's seconds, and how many times as long each peer's takes."""
+    folders = _folders(args)
+    there = [name for name in PEERS if _is_there(PEERS[name][0], folders)]
+    for package in PACKAGES:
+        if not any(PEERS[name][0] == package for name in there):
+            print(f"{package} is missing: python scripts/bench/update.py peers")
+    for model in args.models.split(","):
+        print(
+            f"\n{model}{', bf16' if args.bf16 else ''}\n\n| shape | rows | positions | CPU s | {' | '.join(there)} | best |"
+        )
+        print("|---" * (len(there) + 5) + "|", flush=True)
+        for shape in args.shapes.split(","):
+            kind, work = SHAPES[shape]
+            variants = [name for name in there if kind == "step" or _is_apart(name)]
+            found, missing = _interleaved(args, model, kind, ["auto", *variants], folders, work, may_fail=True)
+            ours = found.pop("auto")
+            times = {name: row["cpu_s"] / ours["cpu_s"] for name, row in found.items()}
+            far = [name for name, row in found.items() if row["distance"] > _most_distance(args)]
+            cells = [
+                f"{times[name]:.1f}x{' **differs**' if name in far else ''}" if name in times else missing.get(name, "")
+                for name in there
+            ]
+            best = min((time for name, time in times.items() if name not in far), default=float("nan"))
+            line = [
+                shape,
+                f"{ours['rows']}",
+                f"{ours['positions']:,}",
+                f"{ours['cpu_s']:.2f}",
+                *cells,
+                f"**{best:.1f}x**",
+            ]
+            print(f"| {' | '.join(line)} |", flush=True)
+
+
+def _most_distance(args: argparse.Namespace) -> float:
+    """Relative L2 beyond which gradients differ by more than rounding."""
+    return MAX_DISTANCE_BF16 if args.bf16 else MAX_DISTANCE
 
 
 def _is_apart(variant: str) -> bool:
@@ -130,12 +245,21 @@ def _is_apart(variant: str) -> bool:
 
 
 def _interleaved(
-    args: argparse.Namespace, model: str, kind: str, variants: list[str], folders: dict[str, str]
-) -> dict[str, dict[str, Any]]:
+    args: argparse.Namespace,
+    model: str,
+    kind: str,
+    variants: list[str],
+    folders: dict[str, str],
+    work: dict[str, Any],
+    *,
+    may_fail: bool = False,
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Medians of each variant, and, with `may_fail`, the reasons of those other than the first that failed."""
     samples: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds):
-            for variant in variants:
+            for variant in (each for each in variants if each not in failed):
                 spec = {
                     "model": model,
                     "kind": kind,
@@ -145,29 +269,42 @@ def _interleaved(
                     "tokens": args.tokens,
                     "bf16": args.bf16,
                     "gradients": f"{folder}/{variant}.pt" if number == 0 else "",
+                    "work": work,
                 }
                 overlay = folders.get(PEERS[variant][0], "") if variant in PEERS else ""
-                samples[variant].append(_measure(spec, args.json, overlay))
-        distances = _distances(Path(folder), variants)
-    return {
+                try:
+                    samples[variant].append(_measure(spec, args.json, overlay))
+                except MeasurementError as error:
+                    if not may_fail or variant == variants[0]:
+                        raise SystemExit(f"{spec} failed:\n{error}") from None
+                    failed[variant] = str(error).strip().splitlines()[-1][:80]
+        measured = [variant for variant in variants if variant not in failed]
+        distances = _distances(Path(folder), measured)
+    found = {
         variant: {
-            "cpu_s": statistics.median(s for each in runs for s in each["cpu_s"]),
-            "positions": runs[0]["positions"],
-            "peak_mib": statistics.median(each["peak_mib"] for each in runs),
+            "cpu_s": statistics.median(s for each in samples[variant] for s in each["cpu_s"]),
+            "positions": samples[variant][0]["positions"],
+            "rows": samples[variant][0].get("rows", 0),
+            "peak_mib": statistics.median(each["peak_mib"] for each in samples[variant]),
             "distance": distances[variant],
         }
-        for variant, runs in samples.items()
+        for variant in measured
     }
+    return found, failed
+
+
+class MeasurementError(Exception):
+    """A measuring process failed; the text is the end of what it printed."""
 
 
 def _measure(spec: dict[str, Any], log: str | None, overlay: str = "") -> dict[str, Any]:
-    """`overlay` is a folder of packages that come first."""
+    """`overlay` is a folder of packages that come first. Raises MeasurementError."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [overlay, os.environ.get("PYTHONPATH", "")]))
     command = [sys.executable, __file__, "one", json.dumps(spec)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
     if done.returncode:
-        raise SystemExit(f"{spec} failed:\n{done.stderr[-3000:]}")
+        raise MeasurementError(done.stderr[-3000:] or f"exit status {done.returncode}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     if log:
         with open(log, "a", encoding="utf-8") as file:
@@ -204,7 +341,7 @@ def _run_ours(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict
         ours.update()
         if number >= spec["untimed"]:
             seconds.append(time.process_time() - start)
-    return {"cpu_s": seconds, "positions": ours.positions, "peak_mib": _peak_mib()}
+    return {"cpu_s": seconds, "positions": ours.positions, "rows": ours.batch.num_rows, "peak_mib": _peak_mib()}
 
 
 def _run_peer(spec: dict[str, Any], size: Any, conversations: list[Any]) -> dict[str, Any]:
