@@ -182,7 +182,7 @@ def check_failures(done: Sequence[Trajectory], total: int, *, limit: float) -> N
     raise error(
         f"{len(failures)} of {total} trajectories failed, more than environment.max_failed_fraction={limit:g}:\n"
         + "\n".join(lines)
-        + "\nMend the cause, or raise environment.max_failed_fraction to carry on without them."
+        + "\nFix the cause, or raise environment.max_failed_fraction to carry on without them."
     )
 
 
