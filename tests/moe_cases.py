@@ -16,7 +16,7 @@ from tests.learner_cases import VOCABULARY, save_tiny_tokenizer
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 8, 2, 2
 EXPERTS = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 16}
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -36,7 +36,7 @@ def make_moe(kind: str = "qwen3_moe", *, seed: int = 0, **changes: Any) -> PreTr
     """A random model of 2 layers with 8 experts each, of which a token is sent to 2."""
     torch.manual_seed(seed)
     with quiet_transformers():
-        config = AutoConfig.for_model(kind, **{**_SIZES, **EXPERTS, **changes})
+        config = AutoConfig.for_model(kind, **{**SIZES, **EXPERTS, **changes})
         made: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     return made.eval()
 

@@ -12,17 +12,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from skyrl_train.config.agents import AGENT, launcher_of, with_target
+from skyrl_train.config.expert_rules import EXPERT_PARALLEL, num_experts
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import AGENT_LOOPS, LAUNCHERS
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig
 from skyrl_train.config.platform import detect_platform
-from skyrl_train.config.schema import DataConfig, EnvironmentConfig, ModelConfig
+from skyrl_train.config.schema import DataConfig, EnvironmentConfig, ModelConfig, StrategyConfig
 from skyrl_train.config.sft import SFTDataConfig
 from skyrl_train.config.validate import near_path
 from skyrl_train.data.hub import endpoint, is_cached, is_reachable
 from skyrl_train.data.rows import find_sources
-from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.errors import ConfigError, DataError, ModelError, Violation
+from skyrl_train.memory.model_sizes import read_config
 from skyrl_train.registry import did_you_mean, part_name, split_spec
 from skyrl_train.rollout.env_local import violations_in_process
 from skyrl_train.rollout.environments import (
@@ -210,6 +212,26 @@ def _attention(model: ModelConfig, placement: PlacementConfig, platform: Platfor
         )
 
 
+def _divided_experts(model: ModelConfig, strategy: StrategyConfig) -> Iterator[Violation]:
+    """Whether the model has experts, and in groups of equal size; of a config that cannot be had nothing is known."""
+    size = strategy.expert_parallel_size
+    if size == 1:
+        return
+    try:
+        architecture = read_config(model.path, revision=model.revision)
+    except ModelError:
+        return
+    count = num_experts(architecture)
+    if count and not count % size:
+        return
+    what = f"{model.path} ({architecture.get('model_type')})"
+    rule = f"must divide the {count} experts of {what}" if count else f"is for mixtures of experts, and {what} is dense"
+    fitting = " or ".join(
+        f"{EXPERT_PARALLEL}={each}" for each in range(2, count + 1) if each <= size and not count % each
+    )
+    yield Violation.of(EXPERT_PARALLEL, size, rule, f"try {fitting}" if fitting else f"set {EXPERT_PARALLEL}=1")
+
+
 def _is_here(placement: PlacementConfig) -> bool:
     """Whether every process of the run is on this machine."""
     return not placement.auto and not placement.ray_address
@@ -221,6 +243,7 @@ MACHINE_RULES: tuple[Rule, ...] = (
     *(partial(_models, name=name) for name in ("path", "tokenizer_path")),
     _device,
     _attention,
+    _divided_experts,
 )
 """What any kind of run needs of this machine."""
 RL_MACHINE_RULES: tuple[Rule, ...] = (*MACHINE_RULES, _environment, _tools, _rewards, _engine, _launcher)

@@ -51,6 +51,12 @@ class StrategyConfig:
     """Ranks over which parameters, gradients and optimizer state are sharded (fsdp2); 0 is all of them. Groups of so many
     ranks hold the same, and sum gradients among each other: less memory is saved, but what is gathered in each pass stays
     within a group, such as a node. Must divide the ranks of every model."""
+    expert_parallel_size: LayoutOnly[PositiveCount] = 1
+    """So many neighbouring ranks divide the experts of each layer of a mixture, and tokens travel to them; all else stays as
+    `name` says. Must divide the ranks and the experts of every model, and not go beyond `fsdp_size` ranks."""
+    layers_ahead: Free[NonNegativeCount | None] = None
+    """Decoder layers whose parameters are gathered ahead of the one at work (fsdp2): more memory, less waiting. 0: as FSDP2
+    does by itself, one ahead in backward passes alone. null: 1 where experts are divided, else 0."""
     cpu_offload: bool = False
     """Keep parameters and optimizer state in host memory (fsdp2)."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "auto"
@@ -163,7 +169,12 @@ class MeshSizes:
 def mesh_sizes(strategy: StrategyConfig, num_ranks: int) -> MeshSizes:
     """Return how `num_ranks` ranks of a sharded model are laid out, where the rules of `strategy` hold."""
     shard = strategy.fsdp_size or num_ranks
-    return MeshSizes(replicate=max(1, num_ranks // shard), shard=shard, sequence=strategy.sequence_parallel_size)
+    return MeshSizes(
+        replicate=max(1, num_ranks // shard),
+        shard=shard,
+        sequence=strategy.sequence_parallel_size,
+        expert=strategy.expert_parallel_size,
+    )
 
 
 WHOLE_GRADIENTS_SHARE = 0.1

@@ -8,6 +8,7 @@ from functools import partial
 
 from skyrl_train.config.algorithm import AlgorithmConfig, needs_reference
 from skyrl_train.config.bundles import shares_devices
+from skyrl_train.config.expert_rules import EXPERT_RULES, RL_EXPERT_RULES
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.parts import WEIGHT_TRANSPORTS
@@ -304,6 +305,7 @@ PLACEMENT_RULES: tuple[Rule, ...] = (
     _fewer_workers,
     _silence,
     *STRATEGY_RULES,
+    *EXPERT_RULES,
 )
 """What contradicts itself in any kind of run."""
 ENGINE_PLACEMENT_RULES: tuple[Rule, ...] = (
@@ -314,5 +316,6 @@ ENGINE_PLACEMENT_RULES: tuple[Rule, ...] = (
     _colocated_engines,
     _weight_transport,
     *MODEL_STRATEGY_RULES,
+    *RL_EXPERT_RULES,
 )
 """What several models and inference engines cannot be asked for."""

@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from skyrl_train.distributed.experts import ExpertGroup, divide_experts
 from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.errors import ModelError
 from skyrl_train.memory.oom_consensus import OomConsensus, RendezvousAllGather, RendezvousReduceScatter
+from skyrl_train.model.experts import expert_modules
 from skyrl_train.model.last_layer import decoder_layers
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ def shard_model(
     dtype: torch.dtype,
     cpu_offload: bool,
     consensus: OomConsensus,
+    experts: ExpertGroup | None = None,
 ) -> None:
     """Shards `model` in place over `mesh`, each decoder layer on its own and the rest with the root, and gives it a method
     `compute(function)` that runs `function` as if it were the model's forward.
@@ -45,6 +48,7 @@ def shard_model(
         fully_shard,
         register_fsdp_forward_method,
     )
+    from torch.distributed.tensor import Shard
 
     full: dict[str, Any] = model.state_dict() if dist.get_rank() == 0 else {}
     _require_same_names([name for name, _ in model.named_parameters()])
@@ -56,6 +60,11 @@ def shard_model(
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy(),
     }
+    if experts is not None:
+        # By their second dimension: the first is divided already, and whole experts need not divide over what is left.
+        among = {"mesh": experts.same_experts, "shard_placement_fn": lambda _: Shard(1)}
+        for module in divide_experts(model, experts):
+            fully_shard(module, **options | among)
     for layer in decoder_layers(model):
         fully_shard(layer, **options)
     fully_shard(model, **options)
@@ -71,6 +80,20 @@ def shard_model(
     as_any: Any = model
     as_any.compute = MethodType(_compute, model)
     register_fsdp_forward_method(model, "compute")
+
+
+def gather_ahead(model: PreTrainedModel, count: int) -> None:
+    """Has each decoder layer of a sharded model begin to gather the parameters of the next `count` layers, in a backward
+    pass of those before it, ahead of what it computes itself. By itself FSDP2 gathers a layer when the host comes to it,
+    and one ahead in backward passes: too late where the host waits for the device within each layer."""
+    from torch.distributed.fsdp import FSDPModule
+
+    # a layer, then what of it is sharded by itself, in the order in which a forward comes to them
+    parts = [[part for part in layer.modules() if isinstance(part, FSDPModule)] for layer in decoder_layers(model)]
+    for number, (layer, *_) in enumerate(parts):
+        following, before = parts[number + 1 : number + 1 + count], parts[max(0, number - count) : number]
+        layer.set_modules_to_forward_prefetch([part for each in following for part in each])
+        layer.set_modules_to_backward_prefetch([part for each in reversed(before) for part in each])
 
 
 def reshard(model: nn.Module) -> None:
@@ -91,11 +114,12 @@ def sum_gradients(model: nn.Module, *, now: bool) -> None:
     root.set_requires_gradient_sync(now)
 
 
-def whole_gradient_bytes(model: nn.Module) -> int:
-    """Return how many bytes gradients take, in the type of sums, of all trained parameters of a model that is not sharded
-    yet."""
+def whole_gradient_bytes(model: nn.Module, *, expert_ranks: int = 1) -> int:
+    """Return how many bytes gradients take on a rank, in the type of sums, of all trained parameters of a model that is not
+    sharded yet, whose experts so many ranks will divide."""
+    divided = {parameter for module in expert_modules(model).values() for parameter in module.parameters()}
     return sum(
-        parameter.numel() * max(4, parameter.element_size())
+        parameter.numel() * max(4, parameter.element_size()) // (expert_ranks if parameter in divided else 1)
         for parameter in model.parameters()
         if parameter.requires_grad
     )
@@ -103,12 +127,14 @@ def whole_gradient_bytes(model: nn.Module) -> int:
 
 def hold_whole_gradients(model: nn.Module) -> None:
     """Zeros in place of the gradients that earlier micro-batches of a step left whole."""
+    from torch.distributed.tensor import DTensor
+
     for parameter in _sharded_parameters(model):
         if parameter.sharded_param.requires_grad:
-            parameter.unsharded_accumulated_grad = torch.zeros(
-                parameter._orig_size,
-                dtype=parameter.sharded_param.dtype,
-                device=parameter.device,
+            zeros = torch.zeros(parameter._orig_size, dtype=parameter.sharded_param.dtype, device=parameter.device)
+            whole = parameter._unsharded_dtensor_spec  # of what is divided over other ranks, too
+            parameter.unsharded_accumulated_grad = (
+                zeros if whole is None else DTensor.from_local(zeros, whole.mesh, whole.placements, run_check=False)
             )
 
 

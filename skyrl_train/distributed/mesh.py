@@ -10,19 +10,21 @@ A rank's number counts `tensor` fastest, then `shard`, then `replicate`. With 8 
     replicate 0:  shard 0: ranks 0 1    shard 1: ranks 2 3        replicate 1:  shard 0: ranks 4 5    shard 1: ranks 6 7
 
 Ranks along `sequence` and `expert` are neighbours on the axis `shard`, at the same place of the others: parameters outside
-of experts are sharded over them like over any others.
+of experts are sharded over them like over any others. `same_experts` goes from one group of `expert` to the next: those of
+one expert are sharded along it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from skyrl_train.config.placement import MeshSizes
 from skyrl_train.distributed.process_group import as_default_group
@@ -30,19 +32,29 @@ from skyrl_train.distributed.process_group import as_default_group
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-Axis = Literal["replicate", "shard", "tensor", "sequence", "expert"]
+T = TypeVar("T", bound=Tensor)
+Axis = Literal["replicate", "shard", "tensor", "sequence", "expert", "same_experts"]
 
 
 def ranks_along(sizes: MeshSizes, axis: Axis) -> list[list[int]]:
     """Return the ranks of each group along `axis`, in order; every rank is in one of them."""
     grid = torch.arange(sizes.num_ranks).view(sizes.replicate, sizes.shard, sizes.tensor)
-    if axis in ("sequence", "expert"):
+    if axis in ("sequence", "expert", "same_experts"):
         size = sizes.sequence if axis == "sequence" else sizes.expert
-        lines = grid.view(sizes.replicate, -1, size, sizes.tensor).movedim(2, -1)
+        lines = grid.view(sizes.replicate, -1, size, sizes.tensor).movedim(1 if axis == "same_experts" else 2, -1)
     else:
         lines = grid.movedim(("replicate", "shard", "tensor").index(axis), -1)
     found: list[list[int]] = lines.flatten(0, -2).tolist()
     return found
+
+
+def by_mesh(tensors: Iterable[T]) -> list[list[T]]:
+    """Return the tensors in groups that are spread over the same mesh, or over none: kernels over many tensors at once take
+    no others together."""
+    groups: dict[object, list[T]] = {}
+    for tensor in tensors:
+        groups.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(groups.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +91,12 @@ class RankMesh:
         return self._named["tensor"]
 
     @cached_property
+    def experts(self) -> DeviceMesh:
+        """The mesh of experts: `same_experts` x `expert`, behind `replicate` where there is one."""
+        replicate: list[Axis] = ["replicate"] if self.sizes.replicate > 1 else []
+        return self._over([*replicate, "same_experts", "expert"])
+
+    @cached_property
     def _rank(self) -> int:
         return dist.get_rank()
 
@@ -89,12 +107,18 @@ class RankMesh:
     @cached_property
     def _named(self) -> DeviceMesh:
         """The mesh of all ranks, of which the others are parts."""
-        from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+        from torch.distributed.device_mesh import init_device_mesh
 
         axes = list(self._axes())
         if axes == ["shard"]:
             return init_device_mesh(self.device_type, (self.sizes.shard,), mesh_dim_names=("shard",))
-        shape = [getattr(self.sizes, axis) for axis in axes]
+        return self._over(axes)
+
+    def _over(self, axes: list[Axis]) -> DeviceMesh:
+        """The mesh of all ranks, which these axes number in their order."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        shape = [len(ranks_along(self.sizes, axis)[0]) for axis in axes]
         return DeviceMesh.from_group(
             [self.group(axis) for axis in axes],
             self.device_type,

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from skyrl_train.batch.layout import PositionGroup
 from skyrl_train.config.parts import STRATEGIES
 from skyrl_train.config.placement import MeshSizes, StrategyConfig, sums_once_a_step
+from skyrl_train.distributed import collectives
+from skyrl_train.distributed.experts import ExpertGroup, divide_experts
 from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.errors import ConfigError, RankOutOfMemory, Violation
@@ -36,9 +38,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 GradientSync = Literal["auto", "step", "micro_batch"]
-
-_BUCKET_BYTES = 64 * 2**20
-"""Gradients that are summed in one collective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,9 @@ class RankSettings:
     group: SequenceGroup | None = None
     """The ranks that this one computes each micro-batch with (`strategy.sequence_parallel_size`); None: it does so alone."""
     mesh: RankMesh | None = None
-    """How the ranks of a sharded model are laid out; None: parameters are sharded over all of them."""
+    """How the ranks of a model are laid out; None: they all hold parts of each parameter, or all of it."""
+    layers_ahead: int | None = None
+    """`strategy.layers_ahead`."""
 
 
 class ModelStrategy:
@@ -72,7 +73,11 @@ class ModelStrategy:
     num_shards: int = 1
     """Ranks over which parameters are sharded; groups of so many hold the same."""
     sharded: bool = False
-    """Whether parameters are DTensors of which each rank holds a part."""
+    """Whether parameters, or experts, are DTensors of which each rank holds a part."""
+    receives: bool = False
+    """Whether rank 0 alone reads weights, of which the others receive their parts."""
+    expert_ranks: int = 1
+    """Ranks among which experts are divided."""
     device: torch.device | None = None
     """Where passes are computed; None is where the parameters are."""
     group: PositionGroup | None = None
@@ -145,51 +150,83 @@ class SingleProcess(ModelStrategy):
     """`single`: one process."""
 
 
-class Replicated(ModelStrategy):
-    """`ddp`: a replica per rank of the default process group."""
+class ManyRanks(ModelStrategy):
+    """What ranks of the default process group do alike, however they hold the model."""
 
-    def __init__(self, group: SequenceGroup | None = None) -> None:
-        self.group = group
-        self._consensus = _consensus(group)
+    def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.num_ranks = dist.get_world_size()
+
+    def agree(self, count: int) -> int:
+        """Return the largest count of all ranks."""
+        return collectives.largest(count)
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Return the L2 norm over all parts of all gradients, each counted once."""
+        return collectives.total_norm(gradients)
+
+    def first_reason(self, reason: str) -> str:
+        """Return the lowest rank's reason that is not empty."""
+        return collectives.first_reason(reason, self.num_ranks)
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """Return the whole tensor, gathered from the ranks that have parts of it."""
+        return collectives.full(tensor)
+
+    def of_rank_0(self, value: T) -> T:
+        """Return what rank 0 gave."""
+        return collectives.of_rank_0(value)
+
+
+class Replicated(ManyRanks):
+    """`ddp`: a replica per rank of the default process group, but for experts that are divided over ranks."""
+
+    def __init__(
+        self,
+        group: SequenceGroup | None = None,
+        *,
+        mesh: RankMesh | None = None,
+    ) -> None:
+        """`mesh` says among which ranks experts are divided; None: each rank has them all."""
+        super().__init__()
+        self.group = group
+        self._experts = experts = _expert_group(mesh)
+        self.sharded = experts is not None
+        self.expert_ranks = 1 if experts is None else experts.size
+        self._consensus = _consensus(group, experts)
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Gives each rank what rank 0 has: one differing byte at the start would never be noticed."""
         with torch.no_grad():
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, src=0)
-
-    def agree(self, count: int) -> int:
-        """Return the largest count of all ranks."""
-        return _largest(count)
+        if self._experts is not None:
+            divide_experts(model, self._experts, in_memory_of_their_own=True)
 
     def in_consensus(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
-        """Ranks meet at the end, and before each collective of ranks that share forwards: else replicas do not talk."""
+        """Ranks meet at the end, and before each collective of ranks that share forwards or experts: else replicas do not
+        talk."""
         return self._consensus.run(work)
 
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sums all gradients, in buckets of one type."""
+        """Sums all gradients, in buckets of one type: over all ranks, or those with the same experts."""
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        for bucket in _buckets(gradients):
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            dist.all_reduce(flat, op=dist.ReduceOp.SUM)
-            for gradient, part in zip(bucket, torch.split(flat, [gradient.numel() for gradient in bucket])):
-                gradient.copy_(part.view_as(gradient))
+        collectives.add_up([each for each in gradients if not collectives.is_divided(each)], None)
+        if self._experts is not None:
+            own: list[Any] = [each for each in gradients if collectives.is_divided(each)]
+            collectives.add_up([each.to_local() for each in own], self._experts.same_group)
 
-    def first_reason(self, reason: str) -> str:
-        """Return the lowest rank's reason that is not empty."""
-        return _first_reason(reason, self.num_ranks)
+    def gather(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
+        """Return whole tensors, those of a layer's experts gathered together."""
+        from skyrl_train.distributed.gather import gather_whole
 
-    def of_rank_0(self, value: T) -> T:
-        """Return what rank 0 gave."""
-        return _of_rank_0(value)
+        return gather_whole(tensors, dtypes)
 
 
-class Sharded(ModelStrategy):
+class Sharded(ManyRanks):
     """`fsdp2`: `fully_shard` on each decoder layer and on the model, over the ranks of the default process group."""
 
-    sharded = True
+    sharded = receives = True
 
     def __init__(
         self,
@@ -200,12 +237,12 @@ class Sharded(ModelStrategy):
         gradient_sync: GradientSync = "auto",
         group: SequenceGroup | None = None,
         mesh: RankMesh | None = None,
+        layers_ahead: int | None = None,
     ) -> None:
-        """`dtype` is that of forward passes; `gradient_sync` is `strategy.gradient_sync`; without a `mesh` all ranks are one
-        group."""
+        """`dtype` is that of forward passes; `gradient_sync` is `strategy.gradient_sync`, `layers_ahead` its namesake;
+        without a `mesh` all ranks are one group."""
+        super().__init__()
         self.group = group
-        self.rank = dist.get_rank()
-        self.num_ranks = dist.get_world_size()
         self.mesh = mesh or _one_axis(device)
         self.num_shards = self.mesh.sizes.shard
         self.device = device
@@ -213,16 +250,22 @@ class Sharded(ModelStrategy):
         self._dtype = dtype
         self._cpu_offload = cpu_offload
         self._gradient_sync = gradient_sync
-        self._consensus = _consensus(group)
+        self._experts = experts = _expert_group(self.mesh)
+        self.expert_ranks = 1 if experts is None else experts.size
+        self._consensus = _consensus(group, experts)
+        # Layers with experts on other ranks wait for the device, and the host would come late to the next one.
+        self._layers_ahead = int(experts is not None) if layers_ahead is None else layers_ahead
         self._gathers: Callable[[], Iterable[Tensor]] = tuple
         self.keeps_whole_gradients = False
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Shards the model and sends each rank its part of rank 0's parameters. Ranks agree on when to sum gradients."""
-        from skyrl_train.distributed.fsdp import gathering, shard_model, whole_gradient_bytes
+        from skyrl_train.distributed.fsdp import gather_ahead, gathering, shard_model, whole_gradient_bytes
 
         once = sums_once_a_step(
-            self._gradient_sync, gradient_bytes=whole_gradient_bytes(model), device_bytes=_device_bytes(self._device)
+            self._gradient_sync,
+            gradient_bytes=whole_gradient_bytes(model, expert_ranks=self.expert_ranks),
+            device_bytes=_device_bytes(self._device),
         )
         self.keeps_whole_gradients = not self.agree(int(not once))
         shard_model(
@@ -232,12 +275,11 @@ class Sharded(ModelStrategy):
             dtype=self._dtype,
             cpu_offload=self._cpu_offload,
             consensus=self._consensus,
+            experts=self._experts,
         )
+        if self._layers_ahead:
+            gather_ahead(model, self._layers_ahead)
         self._gathers = gathering(model)
-
-    def agree(self, count: int) -> int:
-        """Return the largest count of all ranks: every forward gathers parameters from all of them."""
-        return _largest(count)
 
     def compute(self, model: PreTrainedModel, function: Callable[[], T]) -> T:
         """Runs `function` as a forward of `model`, so that the parameters outside its layers are whole meanwhile."""
@@ -283,29 +325,11 @@ class Sharded(ModelStrategy):
     def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Does nothing: the backward pass has summed them."""
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """Return the L2 norm over all shards of all gradients."""
-        return self.full(torch.nn.utils.get_total_norm(gradients))
-
-    def first_reason(self, reason: str) -> str:
-        """Return the lowest rank's reason that is not empty."""
-        return _first_reason(reason, self.num_ranks)
-
-    def full(self, tensor: Tensor) -> Tensor:
-        """Return the whole tensor, gathered from all ranks."""
-        from torch.distributed.tensor import DTensor
-
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
     def gather(self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]) -> list[Tensor]:
         """Return whole tensors, on the device: shards that lie in host memory are moved there first."""
         from skyrl_train.distributed.gather import gather_whole
 
         return gather_whole(tensors, dtypes, self._device)
-
-    def of_rank_0(self, value: T) -> T:
-        """Return what rank 0 gave."""
-        return _of_rank_0(value)
 
 
 def single(ranks: RankSettings) -> ModelStrategy:  # noqa: ARG001
@@ -315,7 +339,7 @@ def single(ranks: RankSettings) -> ModelStrategy:  # noqa: ARG001
 
 def ddp(ranks: RankSettings) -> ModelStrategy:
     """A replica per rank; gradients are summed once per optimizer step."""
-    return Replicated(ranks.group)
+    return Replicated(ranks.group, mesh=ranks.mesh)
 
 
 def fsdp2(ranks: RankSettings) -> ModelStrategy:
@@ -327,6 +351,7 @@ def fsdp2(ranks: RankSettings) -> ModelStrategy:
         gradient_sync=ranks.gradient_sync,
         group=ranks.group,
         mesh=ranks.mesh,
+        layers_ahead=ranks.layers_ahead,
     )
 
 
@@ -356,42 +381,13 @@ def _device_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // dist.get_world_size()
 
 
-def _consensus(group: SequenceGroup | None) -> OomConsensus:
-    consensus = OomConsensus(_largest)
-    if group is not None:
-        group.before_collective = consensus.before_collective
+def _expert_group(mesh: RankMesh | None) -> ExpertGroup | None:
+    return ExpertGroup(mesh) if mesh is not None and mesh.sizes.expert > 1 else None
+
+
+def _consensus(*groups: SequenceGroup | ExpertGroup | None) -> OomConsensus:
+    consensus = OomConsensus(collectives.largest)
+    for group in groups:
+        if group is not None:
+            group.before_collective = consensus.before_collective
     return consensus
-
-
-def _of_rank_0(value: T) -> T:
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
-
-
-def _largest(count: int) -> int:
-    value = torch.tensor(count, dtype=torch.int64)
-    dist.all_reduce(value, op=dist.ReduceOp.MAX)
-    return int(value)
-
-
-def _first_reason(reason: str, num_ranks: int) -> str:
-    if not _largest(int(bool(reason))):
-        return ""
-    reasons: list[str] = [""] * num_ranks
-    dist.all_gather_object(reasons, reason)
-    return next(f"{found} (rank {rank})" for rank, found in enumerate(reasons) if found)
-
-
-def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Neighbours of one type, about `_BUCKET_BYTES` together."""
-    buckets: list[list[Tensor]] = []
-    size = 0
-    for gradient in gradients:
-        num_bytes = gradient.numel() * gradient.element_size()
-        if not buckets or size + num_bytes > _BUCKET_BYTES or buckets[-1][0].dtype != gradient.dtype:
-            buckets.append([])
-            size = 0
-        buckets[-1].append(gradient)
-        size += num_bytes
-    return buckets

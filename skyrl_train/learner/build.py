@@ -22,9 +22,11 @@ from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.profiling import Profiler
+from skyrl_train.memory.model_sizes import meta_model, read_config
 from skyrl_train.model.attention import leave_uncompiled
 from skyrl_train.model.causal_lm import empty_causal_lm, load_causal_lm, load_tokenizer
 from skyrl_train.model.expert_routing import follow_routing
+from skyrl_train.model.experts import check_experts
 from skyrl_train.model.last_layer import decoder_layers
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.lora import add_adapter
@@ -63,6 +65,7 @@ def build_strategy(settings: LearnerSettings, device: torch.device, *, num_ranks
         dtype=_compute_dtype(settings.model),
         cpu_offload=chosen.cpu_offload,
         gradient_sync=chosen.gradient_sync,
+        layers_ahead=chosen.layers_ahead,
         group=SequenceGroup(size, timeout_s=deadline) if size > 1 else None,
         mesh=RankMesh(sizes=sizes, device_type=device.type, timeout_s=deadline),
     )
@@ -101,12 +104,14 @@ def build_engine(
     that receive their shards from rank 0. Raises ModelError, ConfigError.
     """
     spread, model = strategy or SingleProcess(), settings.model
+    if spread.expert_ranks > 1:
+        _require_divisible_experts(model, spread)
     batching = settings.micro_batching
     dtype = weight_dtype(model, frozen=settings.frozen)
-    if spread.rank and spread.sharded:
+    if spread.rank and spread.receives:
         loaded, layout = empty(model, dtype=dtype), batching.layout
     else:
-        loaded = load(model, "cpu" if spread.sharded else settings.platform.device, dtype=dtype)
+        loaded = load(model, "cpu" if spread.receives else settings.platform.device, dtype=dtype)
         layout = supported_layout(
             loaded,
             batching.layout,
@@ -118,7 +123,7 @@ def build_engine(
     if model.compile:
         compile_layers(loaded, name=model.path)
     if settings.replays_routing:
-        follow_routing(loaded, name=model.path, try_it=not (spread.rank and spread.sharded))
+        follow_routing(loaded, name=model.path, try_it=not (spread.rank and spread.receives))
     batching = replace(batching, layout=spread.of_rank_0(layout))
     engine = ModelEngine(
         loaded,
@@ -138,6 +143,12 @@ def build_engine(
         folder, device = Path(settings.profiles), engine.passes.device
         engine.profiler = Profiler(settings.profile_steps, folder, name=settings.role, rank=spread.rank, device=device)
     return engine
+
+
+def _require_divisible_experts(model: ModelConfig, spread: ModelStrategy) -> None:
+    """Raises ModelError, before weights are read, for a model whose experts cannot be divided over the ranks."""
+    formed = meta_model(read_config(model.path, revision=model.revision), name=model.path)
+    check_experts(formed, size=spread.expert_ranks, num_shards=spread.num_shards, name=model.path)
 
 
 def _compute_dtype(model: ModelConfig) -> torch.dtype:

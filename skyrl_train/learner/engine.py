@@ -21,6 +21,7 @@ from skyrl_train.batch.schedule import learning_rate, schedule_position
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.distributed.mesh import by_mesh
 from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import CheckpointError, NonFiniteError, SaveError, SkyrlTrainError
@@ -191,7 +192,8 @@ class ModelEngine:
         grad_norm = self.strategy.total_norm(gradients)
         self._require_finite(float(grad_norm))
         if config.max_grad_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), config.max_grad_norm, grad_norm)
+            for alike in by_mesh(self.parameters.values()):
+                torch.nn.utils.clip_grads_with_norm_(alike, config.max_grad_norm, grad_norm)
         position = schedule_position(
             optimizer_steps=self.num_optimizer_steps,
             documents=self.num_documents,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.schema import OptimizerConfig
+from skyrl_train.distributed.mesh import by_mesh
 from skyrl_train.errors import CheckpointError, ConfigError, Violation
 from skyrl_train.registry import part_name
 
@@ -19,11 +20,13 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
 
     Raises ConfigError where a custom part makes something else.
     """
+    matrices = [p for p in parameters.values() if p.ndim >= 2]
+    vectors = [p for p in parameters.values() if p.ndim < 2]
     groups: ParameterGroups = [
-        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": alike, "weight_decay": decay}
+        for chosen, decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        for alike in by_mesh(chosen)
     ]
-    groups = [group for group in groups if group["params"]]
     made = OPTIMIZERS.resolve(config.name)(groups, config)
     if not isinstance(made, torch.optim.Optimizer):
         rule, remedy = "must make a torch.optim.Optimizer", "Return one that was given the groups"

@@ -16,7 +16,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,25 @@ class ParameterCounts:
     """Of the largest decoder layer."""
     root: int
     """Of what is in no decoder layer."""
+    block_experts: int = 0
+    """Those of the largest decoder layer's experts."""
+    experts: int = 0
+    """Of all experts."""
+    trained_experts: int = 0
+
+    def on_a_rank(self, expert_ranks: int) -> ParameterCounts:
+        """Return what a rank has of a whole model, where so many divide the experts."""
+        elsewhere, trained = (count - count // expert_ranks for count in (self.experts, self.trained_experts))
+        block = self.block_experts // expert_ranks
+        return replace(
+            self,
+            total=self.total - elsewhere,
+            trained=self.trained - trained,
+            block=self.block - self.block_experts + block,
+            block_experts=block,
+            experts=self.experts - elsewhere,
+            trained_experts=self.trained_experts - trained,
+        )
 
     def exchanged(self, *, compute_bytes: int, num_shards: int, training: bool) -> dict[str, int]:
         """Return what a sharded model's pass holds beside its shards and its activations, in bytes by kind: what is outside
@@ -88,11 +107,9 @@ class ParameterCounts:
 
     def with_more(self, deeper: ParameterCounts, share: float) -> ParameterCounts:
         """Return counts on the line from this model to a `deeper` one: 1 is there, more is beyond."""
-        total, trained = (
-            round(here + share * (there - here))
-            for here, there in ((self.total, deeper.total), (self.trained, deeper.trained))
-        )
-        return ParameterCounts(total=total, trained=trained, block=self.block, root=self.root)
+        grow = ("total", "trained", "experts", "trained_experts")
+        pairs = {name: (getattr(self, name), getattr(deeper, name)) for name in grow}
+        return replace(self, **{name: round(here + share * (there - here)) for name, (here, there) in pairs.items()})
 
 
 def known_architectures() -> Mapping[str, Mapping[str, Any]]:

@@ -63,6 +63,7 @@ class Ranks(Protocol):
     num_ranks: int
     num_shards: int
     sharded: bool
+    expert_ranks: int
     keeps_whole_gradients: bool
 
     def agree(self, count: int) -> int:

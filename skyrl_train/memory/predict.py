@@ -65,6 +65,8 @@ class DeviceShare:
     sequence: int = 1
     """Ranks that compute a micro-batch together, each a part of its positions (`strategy.sequence_parallel_size`)."""
     sharded: bool = False
+    expert_ranks: int = 1
+    """Ranks among which experts are divided."""
     cpu_offload: bool = False
     """Whether shards, their gradients and optimizer state are in host memory."""
     gradient_sync: Literal["auto", "step", "micro_batch"] = "micro_batch"
@@ -84,20 +86,22 @@ class DeviceShare:
 
     def resident(self, counts: ParameterCounts, *, training: bool) -> dict[str, int]:
         """Return what lies on the device whatever the micro-batch, in bytes by kind; gradients only while training."""
-        gradients = 4 * counts.trained * training
+        own = counts.on_a_rank(self.expert_ranks)
         whole: dict[str, int] = {}
-        if self.sharded and gradients:
+        if self.sharded and own.trained and training:
+            gradients = 4 * own.trained
             once = sums_once_a_step(self.gradient_sync, gradient_bytes=gradients, device_bytes=self.device_bytes)
             whole = {"gradients": gradients} if once else {}
         if self.sharded and self.cpu_offload:
             return whole
-        trained = 0 if self.is_scored_only else counts.trained
+        # The experts of a rank are sharded over those that have the same: all ranks together hold each parameter once.
+        held, shards = (counts, self.num_shards) if self.sharded else (own, 1)
+        trained = 0 if self.is_scored_only else held.trained
         kinds = {
-            "parameters": self._frozen(counts, counts.total - trained) + 4 * trained,
-            "gradients": gradients,
-            "optimizer state": self.state_bytes * counts.trained,
+            "parameters": self._frozen(held, held.total - trained) + 4 * trained,
+            "gradients": 4 * held.trained * training,
+            "optimizer state": self.state_bytes * held.trained,
         }
-        shards = self.num_shards if self.sharded else 1
         return {**{kind: -(-count // shards) for kind, count in kinds.items() if count}, **whole}
 
     def _frozen(self, counts: ParameterCounts, num_frozen: int) -> int:
@@ -110,7 +114,8 @@ class DeviceShare:
         """Return what ranks of a sharded model hold of each other's parts in a pass, in bytes by kind."""
         if not self.sharded:
             return {}
-        return counts.exchanged(compute_bytes=self.compute_bytes, num_shards=self.num_shards, training=training)
+        own = counts.on_a_rank(self.expert_ranks)
+        return own.exchanged(compute_bytes=self.compute_bytes, num_shards=self.num_shards, training=training)
 
     def exchanged_heads(self, sizes: ModelSizes, *, positions: int) -> dict[str, int]:
         """Return what ranks that share a micro-batch of so many `positions` hold to exchange positions for heads around the

@@ -317,6 +317,7 @@ def _facts(engine: SizedEngine, limits: SizingLimits, limit_bytes: int) -> dict[
         "layout": f"{passes.layout}{', merged turns' if passes.merge_turns else ''}",
         "strategy": f"{type(engine.strategy).__name__} over {engine.strategy.num_ranks}"
         + (f" in {engine.strategy.num_shards} shards" if engine.strategy.sharded else "")
+        + (f", experts over {engine.strategy.expert_ranks}" if engine.strategy.expert_ranks > 1 else "")
         + (", whole gradients" if engine.strategy.keeps_whole_gradients else ""),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "limit_bytes": str(limit_bytes),

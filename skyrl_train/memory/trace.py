@@ -28,6 +28,7 @@ from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.memory.fit import IN_BACKWARD, IN_EMBEDDING, IN_HEAD, IN_LAYER, PassPeaks
 from skyrl_train.memory.meter import CountingMeter
 from skyrl_train.memory.model_sizes import ParameterCounts
+from skyrl_train.model.experts import expert_modules
 from skyrl_train.model.last_layer import decoder_layers
 from skyrl_train.model.tiles import tiles_for_trace
 
@@ -42,7 +43,19 @@ def count_parameters(engine: SizedEngine) -> ParameterCounts:
     blocks = [sum(each.numel() for each in layer.parameters()) for layer in decoder_layers(engine.model)] or [0]
     total = sum(each.numel() for each in engine.model.parameters())
     trained = sum(each.numel() for each in engine.parameters.values())
-    return ParameterCounts(total=total, trained=trained, block=max(blocks), root=total - sum(blocks))
+    experts = [
+        [each for module in expert_modules(layer).values() for each in module.parameters()]
+        for layer in decoder_layers(engine.model)
+    ]
+    return ParameterCounts(
+        total=total,
+        trained=trained,
+        block=max(blocks),
+        root=total - sum(blocks),
+        block_experts=max((sum(each.numel() for each in layer) for layer in experts), default=0),
+        experts=sum(each.numel() for layer in experts for each in layer),
+        trained_experts=sum(each.numel() for layer in experts for each in layer if each.requires_grad),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from skyrl_train.batch.boundaries import moved
 from skyrl_train.batch.layout import Layout
 from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch
+from skyrl_train.config.expert_rules import num_experts
 from skyrl_train.errors import BatchError, ModelError
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 
 _ROUTING = "_skyrl_expert_routing"
 """Attribute of a model whose routers are followed."""
-_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""Names of that number in configs of transformers."""
 _OFF = "Set trainer.moe_routing_replay=false"
 
 
@@ -40,19 +39,18 @@ class ExpertRouting:
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         """Raises ModelError for a model without experts."""
         config = model.config.get_text_config()
-        counts = [int(getattr(config, each)) for each in _NUM_EXPERTS if getattr(config, each, None)]
+        self.num_experts = num_experts(config.to_dict())
         routers = {
             int(number[1]): module
             for key, module in model.named_modules()
             if "Router" in type(module).__name__ and (number := re.search(r"layers\.(\d+)\.", key))
         }
         self.top_k = int(getattr(config, "num_experts_per_tok", None) or 0)
-        if not (counts and routers and self.top_k):
+        if not (self.num_experts and routers and self.top_k):
             raise ModelError(
                 f"model path {name!r}: trainer.moe_routing_replay=true, but {type(model).__name__} has no router that "
                 f"chooses among experts. {_OFF}"
             )
-        self.num_experts = counts[0]
         self.num_layers = int(config.num_hidden_layers)
         self.given: Tensor | None = None
         """int16 `[positions, layers * top_k]`: experts of each position of the running forward; -1: the router's own."""

@@ -234,6 +234,7 @@ def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort
         num_shards=mesh.shard,
         sequence=mesh.sequence,
         sharded=settings.strategy.kind == "fsdp2",  # a custom one has whole models, as far as is known
+        expert_ranks=settings.strategy.expert_parallel_size,
         cpu_offload=settings.strategy.cpu_offload,
         gradient_sync=settings.strategy.gradient_sync,
         device_bytes=int(config.plan.device_memory_gb * 1e9),

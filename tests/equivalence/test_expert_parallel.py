@@ -1,0 +1,190 @@
+"""Experts divided over ranks: one gradient, one norm and the same weights after a step as one process has them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from skyrl_train.batch.minibatch import MiniBatch
+from skyrl_train.batch.stage import stage
+from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.config.placement import mesh_sizes
+from skyrl_train.config.rules import LayoutName
+from skyrl_train.config.schema import ModelConfig, OptimizerConfig, StrategyConfig
+from skyrl_train.distributed.mesh import RankMesh
+from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, SingleProcess, make_strategy
+from skyrl_train.learner.engine import ModelEngine
+from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.model.expert_routing import follow_routing
+from tests.equivalence.layouts import Layout, closed, fixed_rollouts
+from tests.equivalence.test_routing_replay import STEP, DoubleRouter, double_moe
+from tests.gloo_ranks import on_ranks
+from tests.layout_cases import distance, use_layout
+from tests.learner_cases import fixed_rows
+from tests.moe_cases import with_experts
+
+pytestmark = pytest.mark.slow
+LAYOUTS: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """By one rank, whole."""
+
+    gradients: dict[str, Tensor]
+    """By layout, and with recorded experts."""
+    norm: float
+    weights: Tensor
+    """After a step that clips."""
+
+
+def make_model() -> PreTrainedModel:
+    made = double_moe()
+    for layer in made.model.layers:
+        layer.mlp.gate = DoubleRouter(layer.mlp.gate.weight)
+    follow_routing(made, name="m")
+    return made
+
+
+def learner_of(spread: ModelStrategy) -> PolicyLearner:
+    optimizer = OptimizerConfig(lr=0.01, max_grad_norm=0.1)
+    engine = ModelEngine(
+        make_model(), name="policy", micro_batching=fixed_rows(1), optimizer=optimizer, strategy=spread
+    )
+    return PolicyLearner(engine, model=ModelConfig(), algorithm=STEP.algorithm, temperature=1.0)
+
+
+def shard_of(rank: int, num_ranks: int, *, recorded: bool = False) -> MiniBatch:
+    rollouts = with_experts(fixed_rollouts()) if recorded else fixed_rollouts()
+    mini_batch = closed(STEP, rollouts, Layout(step_wise=True))
+    return replace(mini_batch, batch=stage(mini_batch.batch, num_ranks, together="prompt").shards[rank])
+
+
+def one_step(learner: PolicyLearner) -> float:
+    """A step of AdamW that clips; the norm of its gradient."""
+    spread = learner.engine.strategy
+    learner.forward_backward(shard_of(spread.rank, spread.num_ranks))
+    return float(learner.optim_step()["policy/grad_norm"].value)
+
+
+def weights_of(learner: PolicyLearner) -> Tensor:
+    full = learner.engine.strategy.full
+    return torch.cat([full(each.detach()).flatten() for each in learner.engine.model.parameters()])
+
+
+def measured(spread: ModelStrategy) -> Found:
+    learner = learner_of(spread)
+    engine = learner.engine
+
+    def gradient(layout: LayoutName, *, recorded: bool = False) -> Tensor:
+        engine.zero_grad()
+        use_layout(learner, layout, rows=2 + spread.rank)
+        learner.forward_backward(shard_of(spread.rank, spread.num_ranks, recorded=recorded))
+        spread.reduce_gradients(engine.parameters.values())
+        whole = [spread.full(each.grad).flatten() for each in engine.parameters.values() if each.grad is not None]
+        return torch.cat(whole).clone()
+
+    gradients = {layout: gradient(layout) for layout in LAYOUTS}
+    gradients["recorded"] = gradient("prefix_shared", recorded=True)
+    engine.zero_grad()
+    return Found(gradients=gradients, norm=one_step(learner), weights=weights_of(learner))
+
+
+def strategy(name: str) -> ModelStrategy:
+    """`fsdp2 2`: shards, and experts divided over two ranks; `fsdp2`: shards alone; `fsdp2 2 2`:
+    in groups of two."""
+    kind, *sizes = name.split()
+    expert, fsdp = (int(sizes[number]) if len(sizes) > number else default for number, default in enumerate((1, 0)))
+    config = StrategyConfig(name=kind, expert_parallel_size=expert, fsdp_size=fsdp)
+    mesh = RankMesh(sizes=mesh_sizes(config, dist.get_world_size()), device_type="cpu")
+    ranks = RankSettings(num_ranks=dist.get_world_size(), device=CPU, dtype=torch.float64, mesh=mesh)
+    return make_strategy(config, ranks)
+
+
+def run_rank(rank: int, folder: Path, names: tuple[str, ...]) -> dict[str, Found]:
+    return {name: measured(strategy(name)) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "names"), [(2, ("ddp 2", "fsdp2 2")), (4, ("ddp 2", "ddp 4", "fsdp2 2", "fsdp2 4", "fsdp2 2 2"))]
+)
+def test_experts_on_other_ranks_leave_gradient_norm_and_step(
+    tmp_path: Path, num_ranks: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    expected = measured(SingleProcess())
+    for ranks in on_ranks(run_rank, tmp_path, names, num_ranks=num_ranks):
+        for name, found in ranks.items():
+            for layout, gradient in expected.gradients.items():
+                assert distance(found.gradients[layout], gradient) < 1e-10, (name, layout)
+            assert found.norm == pytest.approx(expected.norm, rel=1e-10), name
+            assert distance(found.weights, expected.weights) < 1e-10, name
+
+
+SPREAD = ("fsdp2", "ddp 2", "ddp 4", "fsdp2 2", "fsdp2 4", "fsdp2 2 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WentOn:
+    """By one rank."""
+
+    weights: dict[tuple[str, str], Tensor]
+    """By (who saved, who went on), after the step behind the checkpoint."""
+    synced: dict[str, float]
+    """By who sent: how far a model of one process scores apart with the weights that it was sent."""
+    exported: dict[str, float]
+    """The same with those of the export; of rank 0."""
+
+
+def go_on(rank: int, folder: Path) -> WentOn:
+    """Each saves after a step; then each goes on from what each saved, `single` among them."""
+    learners = {name: learner_of(strategy(name)) for name in SPREAD}
+    for name, learner in learners.items():
+        one_step(learner)
+        learner.save(folder / name)
+    dist.barrier()
+    weights, synced, exported = {}, {}, {}
+    for name, learner in learners.items():
+        for saved in ("single", *SPREAD):
+            learner.load(folder / saved)
+            one_step(learner)
+            weights[saved, name] = weights_of(learner)
+        batch = shard_of(rank, 4).batch
+        scores = learner.forward(batch)
+        synced[name] = _distance_of_scores(dict(learner.weights()), batch, scores)
+        whole = learner.engine.whole_state_dict()
+        if rank == 0:
+            exported[name] = _distance_of_scores(whole, batch, scores)
+    return WentOn(weights=weights, synced=synced, exported=exported)
+
+
+def _distance_of_scores(weights: dict[str, Tensor], batch: TrainingInputBatch, scores: Tensor) -> float:
+    alone = learner_of(SingleProcess())
+    alone.engine.model.load_state_dict(weights)
+    return float((alone.forward(batch) - scores).abs().max())
+
+
+def test_every_way_to_spread_goes_on_from_every_other_and_gives_its_weights_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    learner = learner_of(SingleProcess())
+    one_step(learner)
+    learner.save(tmp_path / "single")
+    one_step(learner)
+    expected = weights_of(learner)
+    for found in on_ranks(go_on, tmp_path, num_ranks=4):
+        for (saved, name), weights in found.weights.items():
+            assert distance(weights, expected) < 1e-10, (saved, name)
+        assert max([*found.synced.values(), *found.exported.values()]) < 1e-10
+    for saved in SPREAD:
+        learner.load(tmp_path / saved)
+        one_step(learner)
+        assert distance(weights_of(learner), expected) < 1e-10, saved
