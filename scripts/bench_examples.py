@@ -22,6 +22,7 @@ EXAMPLES = {
     "curriculum": ("examples/curriculum/train.py", "seed={seed}", "output_dir={folder}/run"),
     "gymnasium_frozenlake": ("examples/gymnasium_frozenlake/train.py", "--seed={seed}", "--output={folder}"),
     "reward_function": ("examples/reward_function.py", "seed={seed}", "output_dir={folder}/run"),
+    "vlm_colours": ("examples/vlm_colours/train.py", "--seed={seed}", "--output={folder}"),
     "tools": ("examples/tools.py", "--seed={seed}", "--output={folder}"),
 }
 """Programs and what they are told of a seed and a folder; the first may be given settings of a run, too."""

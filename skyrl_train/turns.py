@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from skyrl_train.images import ImageSpans, between, check_spans
+
 TokenIds: TypeAlias = NDArray[np.int32]
 """`[num_tokens]`, each from 0 to 2**31 - 1."""
 
@@ -160,6 +162,8 @@ class Turn:
     routed_experts: NDArray[np.int16] = field(default_factory=lambda: NO_ROUTING)
     """`[recorded, layers, k]` int16: to which experts each layer sent the last so many tokens before the response's last,
     which itself is not computed before the next turn. At most what is new since the parent's record."""
+    images: ImageSpans = ()
+    """Images among `added_token_ids`."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.response_token_ids)
@@ -184,7 +188,8 @@ class Turn:
         new = new_routing(experts, self.parent, columns["added_token_ids"], num_tokens)
         if len(experts) > len(new):
             raise ValueError(f"experts of {len(experts)} tokens, and the turn has {len(new)} new ones")
-        for name, value in {**columns, "weight_versions": versions}.items():
+        images = check_spans(self.images, len(columns["added_token_ids"]))
+        for name, value in {**columns, "weight_versions": versions, "images": images}.items():
             object.__setattr__(self, name, value)
 
     def __eq__(self, other: object) -> bool:
@@ -203,16 +208,20 @@ def new_routing(
     return routed[max(0, len(routed) - most) :]
 
 
-def find_parent(turns: Sequence[Turn], prompt_token_ids: ArrayLike) -> tuple[int | None, TokenIds]:
-    """Return what a turn with this whole prompt stores after `turns`: its parent and the tokens that it adds.
+def find_parent(
+    turns: Sequence[Turn], prompt_token_ids: ArrayLike, images: ImageSpans = ()
+) -> tuple[int | None, TokenIds]:
+    """Return what a turn with this whole prompt, in which `images` stand, stores after `turns`: its parent and the tokens
+    that it adds.
 
-    The parent is the turn with the longest prompt and response that the new prompt begins with, token by token, the
-    latest of equally long ones. Where there is none, the turn is a root and adds the whole prompt.
+    The parent is the turn with the longest prompt and response that the new prompt begins with, token by token and image
+    by image, the latest of equally long ones. Where there is none, the turn is a root and adds the whole prompt.
     """
     prompt = token_ids(prompt_token_ids)
     lengths = [start + len(turn.response_token_ids) for start, turn in zip(prompt_lengths(turns), turns)]
     for index in sorted(range(len(turns)), key=lambda index: (lengths[index], index), reverse=True):
-        if lengths[index] <= len(prompt) and _begins_with(prompt, segments(turns, index)):
+        same = lengths[index] <= len(prompt) and _begins_with(prompt, segments(turns, index))
+        if same and context_images(turns, index) == between(images, 0, lengths[index]):
             return index, token_ids(prompt[lengths[index] :])
     return None, prompt
 
@@ -224,6 +233,18 @@ def prompt_lengths(turns: Sequence[Turn]) -> list[int]:
         before = 0 if turn.parent is None else lengths[turn.parent] + len(turns[turn.parent].response_token_ids)
         lengths.append(before + len(turn.added_token_ids))
     return lengths
+
+
+def context_images(turns: Sequence[Turn], index: int) -> ImageSpans:
+    """Return the images in prompt and response of one turn."""
+    turn = turns[index]
+    if turn.parent is None:
+        return turn.images
+    before = context_images(turns, turn.parent)
+    if not turn.images:
+        return before
+    start = prompt_lengths(turns)[index] - len(turn.added_token_ids)
+    return (*before, *(span.moved(start) for span in turn.images))
 
 
 def segments(turns: Sequence[Turn], index: int) -> list[TokenIds]:

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from skyrl_train.turns import NO_IDS, NO_ROUTING, is_equal, reduced, segments
+from skyrl_train.images import ImageSpans
+from skyrl_train.turns import NO_IDS, NO_ROUTING, context_images, is_equal, reduced, segments
 from skyrl_train.turns import StopReason as StopReason
 from skyrl_train.turns import TokenIds as TokenIds
 from skyrl_train.turns import Turn as Turn
@@ -137,6 +138,8 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     seed: int
+    images: ImageSpans = ()
+    """Images in the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +219,10 @@ class Trajectory:
         """Return the whole context that the engine was given for one turn, `[prompt]` int32."""
         columns = segments(self.turns, turn_index)[:-1]
         return token_ids(np.concatenate(columns)) if len(columns) > 1 else columns[0]
+
+    def images(self, turn_index: int) -> ImageSpans:
+        """Return the images in prompt and response of one turn."""
+        return context_images(self.turns, turn_index)
 
     def prompt_lengths(self) -> list[int]:
         """Return the number of prompt tokens of each turn."""

@@ -25,6 +25,7 @@ from skyrl_train.batch.training_batch import ROUTED, BatchMetadata, TrainingInpu
 from skyrl_train.config.parts import TRAJECTORY_ROWS
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError
+from skyrl_train.images import ImageSpans
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.types import RolloutBatch, TokenIds, Trajectory, Turn, token_ids
 
@@ -45,6 +46,8 @@ class _Row:
     """`[tokens]` int32: prompt and response of the last turn."""
     routed_experts: NDArray[np.int16] | None = None
     """`[tokens, layers * k]`, -1 where none are known; None where they are not asked for."""
+    images: ImageSpans = ()
+    """Images among the tokens."""
 
 
 _PLACEHOLDER = token_ids([0] * DUMMY_ROW_LENGTH)
@@ -121,6 +124,7 @@ def assemble(
             critic_mini_batch_boundaries=None
             if settings.critic_shares is None
             else boundaries(trainer.critic_mini_batch_size, settings.critic_shares),
+            images=tuple(row.images for row in made) if any(row.images for row in made) else (),
         ),
     )
 
@@ -174,8 +178,17 @@ def _rows(rollouts: RolloutBatch, spec: PartSpec, *, with_experts: bool) -> Iter
             stop = start + len(row)
             starts = tuple(prompt_lengths[start:stop])
             is_last = step_index == len(rows) - 1
+            last = stop - 1
             yield _Row(
-                prompt_index, trajectory_index, step_index, is_last, row, starts, contexts[stop - 1], experts[stop - 1]
+                prompt_index,
+                trajectory_index,
+                step_index,
+                is_last,
+                row,
+                starts,
+                contexts[last],
+                experts[last],
+                trajectory.images(last),
             )
             start = stop
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_train.images import distinct
+
 if TYPE_CHECKING:
     from skyrl_train.batch.token_budget import Rows
     from skyrl_train.batch.training_batch import TrainingInputBatch
@@ -90,13 +92,28 @@ def least_between(shared: Rows, first: Rows, last: Rows) -> Rows:
 
 def sharing_keys(rows: TrainingInputBatch) -> NDArray[np.int32]:
     """`[num_tokens]`, at least 0: equal where one computation may serve both tokens, as far as they themselves go. That is
-    their id, and where the experts that tokens are sent to have been recorded, these with it."""
+    their id, or which part of which image they stand for; and where the experts that tokens are sent to have been
+    recorded, these with it."""
     ids: NDArray[np.int32] = rows["input_ids"].cpu().numpy()
+    if rows.metadata.images:
+        ids = _with_images(ids, rows)
     if "routed_experts" not in rows:
         return ids
     facts = np.concatenate([ids[:, None].view(np.int16), rows["routed_experts"].cpu().numpy()], axis=1)
     numbers: dict[bytes, int] = {}
     return np.fromiter((numbers.setdefault(fact.tobytes(), len(numbers)) for fact in facts), np.int32, len(facts))
+
+
+def _with_images(ids: NDArray[np.int32], rows: TrainingInputBatch) -> NDArray[np.int32]:
+    """The ids, with numbers above all of them in place of the tokens of images."""
+    found: NDArray[np.int32] = ids.copy()
+    above = int(ids.max(initial=0)) + 1
+    numbers = distinct(span for spans in rows.metadata.images for span in spans)
+    for offset, spans in zip(rows.row_offsets.tolist(), rows.metadata.images):
+        for span in spans:
+            first = above + numbers[span.image]
+            found[offset + span.start : offset + span.stop] = np.arange(first, first + span.image.num_tokens)
+    return found
 
 
 def hosts_of(rows: TrainingInputBatch) -> Rows:

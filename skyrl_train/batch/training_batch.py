@@ -8,7 +8,7 @@ Example: rows `[7, 8, 9]` and `[5, 6]` are `input_ids = [7, 8, 9, 5, 6]` with `r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -17,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from skyrl_train.batch.batch_metadata import BatchMetadata as BatchMetadata
+from skyrl_train.batch.batch_metadata import padded_metadata
 from skyrl_train.batch.boundaries import moved, offsets_of, padding_of, token_positions
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH
 from skyrl_train.errors import BatchError
@@ -91,34 +93,6 @@ def component_column(name: str) -> str:
 
 
 _FLOATS = (torch.float32, torch.float64)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BatchMetadata:
-    """What is known of the batch beside its tensors."""
-
-    uids: tuple[str, ...]
-    """The prompt of each row; rows of one prompt lie together."""
-    global_step: int
-    weight_version: int
-    """Of the weights that the update starts from: the learner's when the batch closes."""
-    max_staleness: int | None = None
-    """By how many versions the weights that sampled a trained token may be older; None: not bounded, as of recordings."""
-    prompt_end_indices: tuple[int, ...] | None = None
-    """One past the last row of each prompt. Derived for a whole batch; None once rows were taken from it."""
-    policy_mini_batch_boundaries: tuple[tuple[int, int], ...] | None = None
-    """`[start, stop)` rows of each of the policy's mini-batches; None as above."""
-    critic_mini_batch_boundaries: tuple[tuple[int, int], ...] | None = None
-    """The same for the critic; None also where there is no critic."""
-
-    def of_rows(self, uids: Iterable[str]) -> BatchMetadata:
-        """For other rows: these uids, and nothing that was derived from the old ones."""
-        return BatchMetadata(
-            uids=tuple(uids),
-            global_step=self.global_step,
-            weight_version=self.weight_version,
-            max_staleness=self.max_staleness,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,7 +170,9 @@ class TrainingInputBatch:
             token_columns={name: column[tokens] for name, column in self.token_columns.items()},
             row_columns={name: column[index] for name, column in self.row_columns.items()},
             row_offsets=offsets_of(self.lengths[index]),
-            metadata=self.metadata.of_rows(uids[row] for row in index.tolist()),
+            metadata=self.metadata.of_rows(
+                (uids[row] for row in index.tolist()), self.metadata.images_of(index.tolist())
+            ),
         )
 
     def slice(self, start: int, stop: int) -> TrainingInputBatch:
@@ -208,7 +184,7 @@ class TrainingInputBatch:
             token_columns={name: column[first:last].clone() for name, column in self.token_columns.items()},
             row_columns={name: column[start:stop].clone() for name, column in self.row_columns.items()},
             row_offsets=self.row_offsets[start : stop + 1] - self.row_offsets[start],
-            metadata=self.metadata.of_rows(self.metadata.uids[start:stop]),
+            metadata=self.metadata.of_rows(self.metadata.uids[start:stop], self.metadata.images[start:stop]),
         )
 
     @staticmethod
@@ -222,7 +198,10 @@ class TrainingInputBatch:
             token_columns={name: torch.cat([batch[name] for batch in batches]) for name in head.token_columns},
             row_columns={name: torch.cat([batch[name] for batch in batches]) for name in head.row_columns},
             row_offsets=offsets_of(torch.cat([batch.lengths for batch in batches])),
-            metadata=head.metadata.of_rows(uid for batch in batches for uid in batch.metadata.uids),
+            metadata=head.metadata.of_rows(
+                (uid for batch in batches for uid in batch.metadata.uids),
+                (each for batch in batches for each in batch.metadata.images or ((),) * batch.num_rows),
+            ),
         )
 
     def pad_rows(self, count: int, *, uid: str | None = None) -> TrainingInputBatch:
@@ -252,7 +231,7 @@ class TrainingInputBatch:
             token_columns={name: columns[name] for name in self.token_columns},
             row_columns={name: columns[name] for name in self.row_columns},
             row_offsets=offsets_of(lengths),
-            metadata=_padded_metadata(self.metadata, count, uid),
+            metadata=padded_metadata(self.metadata, count, uid),
         )
 
     def padded(self, name: str, *, rows: Tensor | None = None) -> Tensor:
@@ -322,23 +301,6 @@ def _spec(name: str) -> ColumnSpec:
     return SCHEMA[name]
 
 
-def _padded_metadata(metadata: BatchMetadata, count: int, uid: str | None) -> BatchMetadata:
-    if uid is not None and (not metadata.uids or uid != metadata.uids[-1]):
-        return metadata.of_rows((*metadata.uids, *[uid] * count))
-
-    def grow(boundaries: tuple[tuple[int, int], ...] | None) -> tuple[tuple[int, int], ...] | None:
-        return boundaries and (*boundaries[:-1], (boundaries[-1][0], boundaries[-1][1] + count))
-
-    ends = metadata.prompt_end_indices
-    return replace(
-        metadata,
-        uids=(*metadata.uids, *[metadata.uids[-1]] * count),
-        prompt_end_indices=ends and (*ends[:-1], ends[-1] + count),
-        policy_mini_batch_boundaries=grow(metadata.policy_mini_batch_boundaries),
-        critic_mini_batch_boundaries=grow(metadata.critic_mini_batch_boundaries),
-    )
-
-
 def _check_batch(batch: TrainingInputBatch) -> None:
     missing = [name for name, spec in SCHEMA.items() if not spec.optional and name not in batch]
     if missing:
@@ -358,6 +320,8 @@ def _check_batch(batch: TrainingInputBatch) -> None:
                 column.dtype == spec.dtype or (column.dtype in _FLOATS and spec.dtype in _FLOATS),
                 lambda: f"column {name!r} is {column.dtype} where {spec.dtype} was expected",  # noqa: B023
             )
+    images = batch.metadata.images
+    _require(len(images) in (0, batch.num_rows), lambda: f"images of {len(images)} rows for {batch.num_rows} rows")
     _require(
         len(batch.metadata.uids) == batch.num_rows, lambda: f"{len(batch.metadata.uids)} uids for {batch.num_rows} rows"
     )

@@ -155,12 +155,14 @@ def cut_capsules_after(capsules: Path, step: int) -> None:
 
 
 def write_batch(path: Path, batch: TrainingInputBatch) -> None:
-    """Write the columns, exactly, and what is known of the rows."""
+    """Write the columns, exactly, and what is known of the rows. Their images are those of the step's rollouts."""
     tensors = {"row_offsets": batch.row_offsets}
     tensors |= {f"token/{name}": column.contiguous() for name, column in batch.token_columns.items()}
     # Copied, as two of them may be one tensor, which the file refuses.
     tensors |= {f"row/{name}": column.clone() for name, column in batch.row_columns.items()}
-    save_file(tensors, path, metadata={"batch": json.dumps(dataclasses.asdict(batch.metadata))})
+    known = dataclasses.asdict(dataclasses.replace(batch.metadata, images=()))
+    del known["images"]
+    save_file(tensors, path, metadata={"batch": json.dumps(known)})
 
 
 def read_batch(path: Path) -> TrainingInputBatch:

@@ -43,6 +43,21 @@ class CurriculumConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ImagesConfig:
+    """`data.images`: images of prompts, for models that read them (docs/vision.md)."""
+
+    column: Free[str] = ""
+    """Column with a row's images (a path, bytes, an address, or a list of them), for parts `{type: image}` of its messages,
+    or put before its text. Empty: `images` or `image`, where that holds encoded images or the messages have such parts."""
+    urls: Free[tuple[str, ...]] = ()
+    """What addresses of images must begin with, e.g. `[https://my.host/pictures/]`. Empty: no image is fetched."""
+    max_bytes: Free[PositiveInt] = 20_000_000
+    """Size of an encoded image. A larger one is refused by its row."""
+    max_pixels: Free[PositiveInt] = 50_000_000
+    """Width times height of an image. A larger one is refused by its row."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """`data=`: prompts for training and for evaluation."""
 
@@ -85,6 +100,8 @@ class DataConfig:
     """Order of the training prompts in an epoch. by_seed: random, derived from `seed`."""
     curriculum: Annotated[CurriculumConfig, ReadWith("enabled")] = field(default_factory=CurriculumConfig)
     """Choose prompts by how often they are solved."""
+    images: ImagesConfig = field(default_factory=ImagesConfig)
+    """Images of prompts."""
     mix: Forks[tuple[Mapping[str, Any], ...]] = ()
     """Several data sets in place of `train` and `validation`, e.g. `[{train: a.jsonl, weight: 0.7}, {train: b.jsonl,
     weight: 0.3, environment: gsm8k}]`: each entry has a weight, its data, and what it states of `environment`, `sampling`

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.bundles import Layout, plan_layout
-from skyrl_train.config.data import held_out_sources
+from skyrl_train.config.data import ImagesConfig, held_out_sources
 from skyrl_train.config.fields import Rule
 from skyrl_train.config.generation import SamplingConfig
 from skyrl_train.config.learners import LearnerSettings, ScheduleLength, layout_of, micro_batch_settings
@@ -82,6 +82,8 @@ class SFTDataConfig:
     """Another order each epoch, derived from `seed`."""
     incomplete_step: Forks[Literal["keep", "drop", "wrap"]] = "wrap"
     """What is left of an epoch and fills no step: a short step, left out, or filled up from the next epoch."""
+    images: ImagesConfig = field(default_factory=ImagesConfig)
+    """Images of conversations, for models that read them."""
     cache: Free[bool] = True
     """Keep tokenised sources on disk, for later runs and for those that run at the same time."""
     cache_dir: Free[str] = ""

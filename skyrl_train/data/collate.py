@@ -76,7 +76,7 @@ def close_examples(examples: ExampleSet, indices: Ints, *, step: int) -> MiniBat
 
 def example_batch(examples: ExampleSet, indices: Ints, *, step: int) -> TrainingInputBatch:
     """Return one row for each example: each is a prompt, and a trajectory, of its own."""
-    flat = examples.gather(indices)
+    flat, images = examples.gather(indices), examples.images(indices)
     num_rows = len(indices)
     numbers = torch.arange(num_rows, dtype=torch.int32)
     return TrainingInputBatch(
@@ -93,7 +93,12 @@ def example_batch(examples: ExampleSet, indices: Ints, *, step: int) -> Training
             "is_padding": torch.zeros(num_rows, dtype=torch.bool),
         },
         row_offsets=offsets_of(torch.from_numpy(flat.lengths)),
-        metadata=BatchMetadata(uids=_uids(examples, indices), global_step=step, weight_version=step - 1),
+        metadata=BatchMetadata(
+            uids=_uids(examples, indices),
+            global_step=step,
+            weight_version=step - 1,
+            images=images if any(images) else (),
+        ),
     )
 
 

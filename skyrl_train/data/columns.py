@@ -130,15 +130,20 @@ def _message(value: object, place: str, name: str) -> ChatMessage:
     return message
 
 
-def _text(content: object, place: str, name: str) -> str | None:
-    """Return a text, or the text of parts (`[{"type": "text", "text": ...}]`); None for anything else.
+def _text(content: object, place: str, name: str) -> str | list[dict[str, str]] | None:
+    """Return a text, the text of parts (`[{"type": "text", "text": ...}]`), or these parts where references to images are
+    among them; None for anything else.
 
-    Raises DataError for a part that is no text: an image, say.
+    Raises DataError for a part that is neither.
     """
     if isinstance(content, str) or not isinstance(content, (list, tuple)):
         return content if isinstance(content, str) else None
-    texts = []
+    texts: list[str] = []
+    parts: list[dict[str, str]] = []
     for index, part in enumerate(content):
+        if isinstance(part, Mapping) and part.get("type") == "image" and isinstance(part.get("image"), str):
+            parts.append({"type": "image", "image": part["image"]})
+            continue
         text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
         if not isinstance(text, str):
             raise DataError(
@@ -146,7 +151,8 @@ def _text(content: object, place: str, name: str) -> str | None:
                 '{"type": "text", "text": "..."} are read: leave others out, or drop the row.'
             )
         texts.append(text)
-    return "".join(texts)
+        parts.append({"type": "text", "text": text})
+    return "".join(texts) if len(texts) == len(parts) else parts
 
 
 def _last_text(completion: object, place: str, column: str) -> str:

@@ -9,8 +9,9 @@ Example: `[7, 8, 9]` and `[5, 6]` become the row `[7, 8, 9, 5, 6]` with position
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.token_budget import Rows, balance_longest_first, split_packed
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError
+from skyrl_train.images import ImageSpans
 
 
 def plan_packing(lengths: Rows, *, max_tokens: int, align: int = 1, num_ranks: int = 1) -> list[Rows]:
@@ -84,9 +86,22 @@ def pack(mini_batch: MiniBatch, bins: Sequence[Rows], *, align: int = 1) -> Mini
         token_columns=rows.token_columns,
         row_columns={name: column[first[:-1]] for name, column in rows.row_columns.items()},
         row_offsets=rows.row_offsets[first],
-        metadata=rows.metadata.of_rows(rows.metadata.uids[index] for index in first[:-1].tolist()),
+        metadata=rows.metadata.of_rows(
+            (rows.metadata.uids[index] for index in first[:-1].tolist()), _packed_images(rows, first.tolist())
+        ),
     )
     return replace(mini_batch, batch=align_rows(packed, align))
+
+
+def _packed_images(rows: TrainingInputBatch, first: Sequence[int]) -> Iterator[ImageSpans]:
+    """Yield the images of each packed row, whose first row is `first[i]` of `rows`."""
+    offsets = rows.row_offsets.tolist()
+    for start, stop in pairwise(first) if rows.metadata.images else ():
+        yield tuple(
+            span.moved(offsets[row] - offsets[start])
+            for row in range(start, stop)
+            for span in rows.metadata.images[row]
+        )
 
 
 def align_rows(batch: TrainingInputBatch, align: int) -> TrainingInputBatch:

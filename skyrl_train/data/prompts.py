@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any, Literal
 
+from skyrl_train.config.data import ImagesConfig
 from skyrl_train.config.parts import PROMPT_ORDERS, ROW_FORMATS
 from skyrl_train.data.columns import (
     PromptColumns,
@@ -20,6 +21,7 @@ from skyrl_train.data.columns import (
     prompt_column,
     tools_of,
 )
+from skyrl_train.data.images import with_references
 from skyrl_train.data.rows import BY_NAME, Row, find_sources, read_rows
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import PartSpec, part_name
@@ -37,6 +39,7 @@ GSM8K_ENV_CLASS = "gsm8k_multi_turn"
 _TAKEN = ("prompt", "env_class", "uid", "tools", "completion")
 """Columns that are fields of a prompt, or that rewards are given under these names, and that extras leave out."""
 _BY_NAME = PromptColumns()
+_IMAGES = ImagesConfig()
 
 
 def load_prompts(
@@ -46,6 +49,7 @@ def load_prompts(
     reader: PartSpec = BY_NAME,
     row_format: PartSpec = "prompt",
     columns: PromptColumns = _BY_NAME,
+    images: ImagesConfig = _IMAGES,
 ) -> list[Prompt]:
     """Return all prompts of `sources`, every row checked.
 
@@ -56,6 +60,7 @@ def load_prompts(
         reader: How a source is read, as `data.reader`.
         row_format: What rows without a `prompt` are, as `data.row_format`.
         columns: Which columns hold what.
+        images: As `data.images`.
 
     Raises:
         DataError: A file is missing or damaged, or a row lacks what it needs; names file, row and remedy.
@@ -67,7 +72,8 @@ def load_prompts(
     for source in find_sources(sources, reader):
         for row in read_rows(source):
             named = look_up(row.values, columns.prompt_column) is not None
-            prompt = make_prompt(row if named else _formatted(row, with_prompt, part_name(row_format)), columns)
+            formed = row if named else _formatted(row, with_prompt, part_name(row_format))
+            prompt = make_prompt(with_references(formed, images), columns)
             if prompt.uid in places:
                 raise DataError(
                     f"{row.place}: uid {prompt.uid!r} is also that of {places[prompt.uid]}. "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import metadata
 from itertools import islice
 from pathlib import Path
@@ -17,12 +17,15 @@ from typing import Any, Literal
 
 import numpy as np
 
+from skyrl_train.config.data import ImagesConfig
 from skyrl_train.data import token_cache
-from skyrl_train.data.conversations import Content, PlainText, RowFormat, read_content
+from skyrl_train.data.conversations import Content, Conversation, PlainText, RowFormat, read_content
+from skyrl_train.data.images import ImageReading, references_in, with_references
 from skyrl_train.data.loss_spans import LossOn, LossSpans, Rendered, trained_messages
 from skyrl_train.data.rows import BY_NAME, Row, Source, find_sources, read_rows
-from skyrl_train.data.token_store import ExampleSet, SourcePart, TokenStore, store_of
+from skyrl_train.data.token_store import ExampleSet, PlacedReference, SourcePart, TokenStore, store_of
 from skyrl_train.errors import DataError
+from skyrl_train.images import Image, expanded, find_spans
 from skyrl_train.registry import PartSpec
 from skyrl_train.types import Tokenizer
 
@@ -33,6 +36,7 @@ Progress = Callable[[str, int], None]
 _ROWS_AT_ONCE = 512
 """Rows that the tokenizer gets together: it works on them in parallel."""
 _READ_BYTES = 1 << 20
+_IMAGES = ImagesConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +77,8 @@ def load_examples(
     limit: int = 0,
     cache_folder: Path | None = None,
     on_progress: Progress | None = None,
+    image_settings: ImagesConfig = _IMAGES,
+    images: ImageReading | None = None,
 ) -> Loaded:
     """Return the examples of all sources that `specs` name, in order.
 
@@ -82,6 +88,8 @@ def load_examples(
         reader: How a source is read, as `data.reader`.
         limit: Read only so many rows, from the first source on; 0 is all.
         cache_folder: Of `token_cache`; None tokenises in memory.
+        image_settings: As `data.images`.
+        images: How images are read, where the model reads any; its rows are tokenised in memory.
 
     Raises:
         DataError: A source is missing or damaged, a row lacks what it needs, or nothing is left to train on.
@@ -89,28 +97,29 @@ def load_examples(
     stores: list[tuple[str, TokenStore]] = []
     left = limit
     for source in find_sources(specs, reader):
-        store = _tokenised(source, tokenizer, form, left, cache_folder, on_progress)
+        encoder = _Encoder(tokenizer, form, image_settings, images)
+        store = _tokenised(source, encoder, left, cache_folder if images is None else None, on_progress)
         stores.append((source.name, store))
         if limit and (left := left - store.num_examples) <= 0:
             break
-    return _cut_to_length(stores, max_length, over_long)
+    return _cut_to_length(stores, max_length, over_long, None if images is None else images.read)
 
 
 def _tokenised(
     source: Source,
-    tokenizer: Tokenizer,
-    form: ExampleFormat,
+    encoder: _Encoder,
     limit: int,
     cache_folder: Path | None,
     on_progress: Progress | None,
 ) -> TokenStore:
     def make() -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
         rows = read_rows(source)
-        yield from tokenise(islice(rows, limit) if limit else rows, tokenizer, form, on_progress)
+        yield from encoder.tokenise(islice(rows, limit) if limit else rows, on_progress)
 
     if cache_folder is None:
-        return store_of(make())
-    key = cache_key(source, tokenizer, form, limit)
+        store = store_of(make())
+        return replace(store, images=tuple(encoder.placed) if any(encoder.placed) else ())
+    key = cache_key(source, encoder.tokenizer, encoder.form, limit)
     try:
         return token_cache.cached(cache_folder, key, make)
     except OSError as error:
@@ -142,13 +151,7 @@ def tokenise(
     on_progress: Progress | None = None,
 ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
     """Yield token ids and loss mask of each row, in order. Raises DataError naming the row."""
-    encoder = _Encoder(tokenizer, form)
-    done = 0
-    while group := list(islice(rows, _ROWS_AT_ONCE)):
-        yield from encoder.encode(group)
-        done += len(group)
-        if on_progress is not None:
-            on_progress(group[0].source, done)
+    yield from _Encoder(tokenizer, form, _IMAGES, None).tokenise(rows, on_progress)
 
 
 class _Encoder:
@@ -159,14 +162,29 @@ class _Encoder:
     prompts that it will be given.
     """
 
-    def __init__(self, tokenizer: Tokenizer, form: ExampleFormat) -> None:
-        self._tokenizer = tokenizer
-        self._form = form
+    def __init__(
+        self, tokenizer: Tokenizer, form: ExampleFormat, settings: ImagesConfig, images: ImageReading | None
+    ) -> None:
+        self.tokenizer, self.form = tokenizer, form
+        self.placed: list[tuple[PlacedReference, ...]] = []
+        """Of each example so far its images."""
+        self._images, self._image_settings = images, settings
         self._guard = _guard(tokenizer)
         self._spans: LossSpans | None = None
 
+    def tokenise(
+        self, rows: Iterator[Row], on_progress: Progress | None = None
+    ) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
+        done = 0
+        while group := list(islice(rows, _ROWS_AT_ONCE)):
+            yield from self.encode(group)
+            done += len(group)
+            if on_progress is not None:
+                on_progress(group[0].source, done)
+
     def encode(self, rows: Sequence[Row]) -> Iterator[tuple[Sequence[int], Sequence[bool]]]:
-        contents = [read_content(row, self._form.rows) for row in rows]
+        rows = [with_references(row, self._image_settings) for row in rows]
+        contents = [read_content(row, self.form.rows) for row in rows]
         texts = [self._rendered(content, row.place) for row, content in zip(rows, contents)]
         token_ids = self._tokenise([piece for text in texts for piece in _pieces(text)])
         position = 0
@@ -176,30 +194,60 @@ class _Encoder:
             position = stop
             if isinstance(content, PlainText):
                 ids, mask = self._ended(ids, mask)
+            else:
+                ids, mask = self._with_images(ids, mask, content, row.place)
             if not any(mask[1:]):
                 raise DataError(f"{row.place}: nothing to train on: no token has loss. Fix or drop the row.")
             yield ids, [False, *mask[1:]]
+
+    def _with_images(
+        self, ids: list[int], mask: list[bool], content: Conversation, place: str
+    ) -> tuple[list[int], list[bool]]:
+        """Return the tokens with as many placeholders for each image as it has tokens, and note where they stand."""
+        references = references_in(content.messages)
+        if self._images is None:
+            if references:
+                raise DataError(f"{place}: has images, and the model reads none. Give model.path one that does.")
+            return ids, mask
+        placeholder = self._images.placeholder
+        try:
+            images = [self._images.read(each) for each in references]
+            longer = expanded(ids, placeholder, images)
+            spans = find_spans(longer, placeholder, images)
+        except ValueError as error:
+            raise DataError(f"{place}: {error}. Fix or drop the row.") from error
+        sizes = iter(images)
+        mask = [
+            flag
+            for token, flag in zip(ids, mask)
+            for flag in [flag] * (next(sizes).num_tokens if token == placeholder else 1)
+        ]
+        places = zip(spans, references)
+        self.placed.append(
+            tuple(PlacedReference(span.start, span.image.num_tokens, reference) for span, reference in places)
+        )
+        return longer, mask
 
     def _rendered(self, content: Content, place: str) -> Rendered:
         if isinstance(content, PlainText):
             text = content.prompt + content.completion
             return Rendered(text=text, spans=((len(content.prompt), len(text)),))
         if self._spans is None:
-            self._spans = LossSpans(self._tokenizer, self._form.template_kwargs)
-        return self._spans.render(content, trained_messages(content, self._form.loss_on, place), place)
+            self._spans = LossSpans(self.tokenizer, self.form.template_kwargs)
+        return self._spans.render(content, trained_messages(content, self.form.loss_on, place), place)
 
     def _tokenise(self, pieces: Sequence[_Piece]) -> list[list[int]]:
         """Return the token ids of each piece, without any that the tokenizer adds."""
         guard, guard_id = self._guard
         texts = [piece.text if piece.opens else guard + piece.text for piece in pieces]
-        encoded = self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        encoded = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
         skip = [0 if piece.opens or guard_id is None else 1 for piece in pieces]
         return [list(ids[first:]) for ids, first in zip(encoded, skip)]
 
     def _ended(self, ids: list[int], mask: list[bool]) -> tuple[list[int], list[bool]]:
         """Put plain text between the tokens that begin and end one."""
-        bos, eos = getattr(self._tokenizer, "bos_token_id", None), self._tokenizer.eos_token_id
-        if bos is not None and self._tokenizer([""], add_special_tokens=True)["input_ids"][0][:1] == [bos]:
+        bos, eos = getattr(self.tokenizer, "bos_token_id", None), self.tokenizer.eos_token_id
+        if bos is not None and self.tokenizer([""], add_special_tokens=True)["input_ids"][0][:1] == [bos]:
             ids, mask = [bos, *ids], [False, *mask]
         return (ids, mask) if eos is None else ([*ids, int(eos)], [*mask, True])
 
@@ -254,7 +302,12 @@ def _guard(tokenizer: Tokenizer) -> tuple[str, int | None]:
     return "", None
 
 
-def _cut_to_length(stores: Sequence[tuple[str, TokenStore]], max_length: int, over_long: OverLong) -> Loaded:
+def _cut_to_length(
+    stores: Sequence[tuple[str, TokenStore]],
+    max_length: int,
+    over_long: OverLong,
+    read_image: Callable[[str], Image] | None,
+) -> Loaded:
     """Apply `over_long` to every source."""
     parts, digest = [], hashlib.sha256(f"{max_length} {over_long}".encode())
     truncated = dropped = without_loss = longest = 0
@@ -273,6 +326,11 @@ def _cut_to_length(stores: Sequence[tuple[str, TokenStore]], max_length: int, ov
             kept[too_long] = False
             dropped += len(too_long)
         else:
+            if (row := store.first_cut_image(max_length)) is not None:
+                raise DataError(
+                    f"{name}, row {row}: data.max_length={max_length} cuts an image off. Raise data.max_length, or set "
+                    "data.over_long=drop."
+                )
             empty = [row for row in too_long if not _has_loss(store, int(row), max_length)]
             kept[empty] = False
             without_loss += len(empty)
@@ -281,7 +339,9 @@ def _cut_to_length(stores: Sequence[tuple[str, TokenStore]], max_length: int, ov
         digest.update(np.ascontiguousarray(store.input_ids).data)
         digest.update(np.ascontiguousarray(store.loss_mask).data)
         digest.update(np.ascontiguousarray(store.offsets).data)
-    examples = ExampleSet(parts)
+        if store.images:
+            digest.update(repr(store.images).encode())
+    examples = ExampleSet(parts, read_image)
     if not len(examples):
         raise DataError(
             f"{', '.join(name for name, _ in stores) or 'the sources'}: no example is left to train on "

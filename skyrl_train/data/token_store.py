@@ -6,14 +6,24 @@ ExampleSet      the examples of several sources that are trained on, each cut to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_train.images import Image, ImageSpan, ImageSpans
+
 Ints = NDArray[np.int64]
+
+
+class PlacedReference(NamedTuple):
+    """An image among an example's tokens, by its reference: what it looks like is read when it is trained on."""
+
+    start: int
+    num_tokens: int
+    reference: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,10 +36,17 @@ class TokenStore:
     """`[tokens]`: True where the token is trained on. Never an example's first, which nothing predicts."""
     offsets: Ints
     """`[examples + 1]`."""
+    images: tuple[tuple[PlacedReference, ...], ...] = ()
+    """Of each example its images; empty where no example has any."""
 
     @property
     def num_examples(self) -> int:
         return len(self.offsets) - 1
+
+    def first_cut_image(self, max_length: int) -> int | None:
+        """Return the first example of which an image is not within so many tokens."""
+        ends = (placed[-1].start + placed[-1].num_tokens if placed else 0 for placed in self.images)
+        return next((row for row, end in enumerate(ends) if end > max_length), None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +74,10 @@ class SourcePart:
 class ExampleSet:
     """Examples of one or several sources under one numbering: those of the first source, then the second, and so on."""
 
-    def __init__(self, parts: Sequence[SourcePart]) -> None:
+    def __init__(self, parts: Sequence[SourcePart], read_image: Callable[[str], Image] | None = None) -> None:
+        """`read_image` gives the image of a reference, where stores have some."""
         self.parts = tuple(parts)
+        self._read_image = read_image
         self.lengths: Ints = _concatenate(
             [np.minimum(np.diff(part.store.offsets)[part.rows], part.max_length) for part in self.parts]
         )
@@ -95,6 +114,18 @@ class ExampleSet:
             input_ids[target] = part.store.input_ids[source]
             loss_mask[target] = part.store.loss_mask[source]
         return Flat(input_ids=input_ids, loss_mask=loss_mask, lengths=lengths)
+
+    def images(self, indices: Ints) -> tuple[ImageSpans, ...]:
+        """Return the images of each of the examples `indices`; nothing where no source has any."""
+        read = self._read_image
+        if read is None or not any(part.store.images for part in self.parts):
+            return ()
+        found: list[ImageSpans] = []
+        for index in indices.tolist():
+            part, row = self._locate(index)
+            placed = part.store.images[row] if part.store.images else ()
+            found.append(tuple(ImageSpan(each.start, read(each.reference)) for each in placed))
+        return tuple(found)
 
     def _locate(self, index: int) -> tuple[SourcePart, int]:
         number = int(np.searchsorted(self._first, index, side="right")) - 1

@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skyrl_train.errors import ModelError
+from skyrl_train.images import content_ids, position_offset
 from skyrl_train.inference.kv_cache import (
     BatchCache,
     KeptPrefixes,
@@ -60,6 +62,7 @@ class _Row:
 
     def __init__(self, request: GenerationRequest, listener: Listener | None = None) -> None:
         self.request, self._listener = request, listener
+        self._prompt = content_ids(request.prompt_token_ids, request.images) if request.images else None
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.weight_versions: list[VersionRun] = []
@@ -81,7 +84,8 @@ class _Row:
 
     @property
     def all_token_ids(self) -> tuple[int, ...]:
-        return (*self.request.prompt_token_ids, *self.token_ids)
+        """By which equal beginnings are told; of an image `images.content_ids`."""
+        return (*(self._prompt or self.request.prompt_token_ids), *self.token_ids)
 
     def response(self) -> Response:
         return Response(
@@ -188,11 +192,15 @@ class Decoder:
         lengths = torch.tensor([len(sequence) for sequence in sequences], device=self._model.device)
         if self._num_layers is None:
             place_of = {sequence: place for place, sequence in enumerate(dict.fromkeys(sequences))}
+            if any(row.request.images for row in rows):
+                raise ModelError("generator=hf reads images with models of attention layers alone")
             cache, logits = start_own_cache(self._model, torch.tensor(list(place_of), device=self._model.device))
             places = torch.tensor([place_of[sequence] for sequence in sequences], device=self._model.device)
             cache.take_rows(places)
-            return _Computed(cache=cache, logits=logits[places], lengths=lengths)
-        prefilled = prefill(self._model, self._num_layers, sequences, self._prefixes, self._pad_token_id)
+            return _Computed(cache=cache, logits=logits[places], lengths=lengths, positions=lengths)
+        images = {sequence: row.request.images for sequence, row in zip(sequences, rows) if row.request.images}
+        prefilled = prefill(self._model, self._num_layers, sequences, self._prefixes, self._pad_token_id, images)
+        further = [position_offset(row.request.images) for row in rows]
         return _Computed(
             cache=BatchCache(
                 self._num_layers,
@@ -201,6 +209,7 @@ class Decoder:
             ),
             logits=torch.stack([prefilled[sequence].logits for sequence in sequences]),
             lengths=lengths,
+            positions=lengths + torch.tensor(further, device=lengths.device) if images else lengths,
         )
 
     def _append(self, row: _Row, token_id: int, logprob: float, version: int) -> None:
@@ -238,6 +247,8 @@ class _Computed:
     """`[rows, vocab]`, of the next tokens."""
     lengths: Tensor
     """int64 `[rows]`, tokens."""
+    positions: Tensor
+    """int64 `[rows]`, of the next tokens."""
 
 
 class _DecodeState:
@@ -262,7 +273,7 @@ class _DecodeState:
         """Whether the weights that computed the keys and values, all of them, are those of one version."""
         self.mask = right_aligned_mask(computed.lengths, int(computed.lengths.max()))
         self._logits = computed.logits
-        self._positions = computed.lengths
+        self._positions = computed.positions
 
     def sample(self) -> tuple[Tensor, Tensor]:
         """Tokens and log-probabilities, one per computed row."""

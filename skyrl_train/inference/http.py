@@ -98,6 +98,8 @@ class HTTPEngine(UpdatableEngine):
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Tries again, with growing pauses, what the server did not answer or answered with a passing error: the seed
         makes the same tokens. Raises EngineError, DeadlineError."""
+        if request.images:
+            raise EngineError("generator=http reads no images. Set generator=hf")
         self._num_in_flight += 1
         try:
             return await self._ask(request)

@@ -6,16 +6,19 @@ length go together, so that little is padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from skyrl_train.images import ImageSpans
 from skyrl_train.inference.kv_cache import BatchCache, KeptPrefixes, RowState
+from skyrl_train.model.vision import shown, shown_prompts
 
 TokenIds = tuple[int, ...]
+_NO_IMAGES: Mapping[TokenIds, ImageSpans] = {}
 
 _LENGTH_RATIO = 1.25
 _LENGTH_SLACK = 8
@@ -37,6 +40,7 @@ class Prefilled:
 class _Work:
     prompt: TokenIds
     kept: RowState | None
+    images: ImageSpans = ()
 
     @property
     def rest(self) -> TokenIds:
@@ -45,10 +49,15 @@ class _Work:
 
 
 def prefill(
-    model: PreTrainedModel, num_layers: int, prompts: Sequence[TokenIds], prefixes: KeptPrefixes, pad_token_id: int
+    model: PreTrainedModel,
+    num_layers: int,
+    prompts: Sequence[TokenIds],
+    prefixes: KeptPrefixes,
+    pad_token_id: int,
+    images: Mapping[TokenIds, ImageSpans] = _NO_IMAGES,
 ) -> dict[TokenIds, Prefilled]:
-    """Every distinct prompt's state and logits."""
-    work = [_Work(prompt, prefixes.longest(prompt)) for prompt in dict.fromkeys(prompts)]
+    """Every distinct prompt's state and logits. Prompts with `images` are given by `images.content_ids`."""
+    work = [_Work(prompt, prefixes.longest(prompt), images.get(prompt, ())) for prompt in dict.fromkeys(prompts)]
     work.sort(key=lambda item: len(item.rest))
     done: dict[TokenIds, Prefilled] = {}
     for group in _groups(work):
@@ -84,16 +93,25 @@ def _prefill_group(
     input_ids = torch.tensor(
         [[pad_token_id] * (rest_width - len(item.rest)) + list(item.rest) for item in group], device=device
     )
+    given = shown_prompts(
+        model,
+        [(len(item.prompt), item.kept.num_tokens if item.kept else 0, item.images) for item in group],
+        width=rest_width,
+        device=device,
+    )
+    if given is not None:
+        input_ids = input_ids.where(input_ids >= 0, pad_token_id)
     kept_mask = right_aligned_mask(kept_lengths, kept_width)
     rest_mask = right_aligned_mask(rest_lengths, rest_width)
     mask = torch.cat([kept_mask, rest_mask], dim=1)
     cache = BatchCache(num_layers, reserve=kept_width + rest_width, rows=[item.kept for item in group])
-    output = model(
-        input_ids=input_ids,
-        use_cache=True,
-        logits_to_keep=1,
-        **cache.arguments(mask, (kept_lengths[:, None] + rest_mask.cumsum(dim=1) - 1).clamp(min=0)),
-    )
+    with shown(model, given):
+        output = model(
+            input_ids=input_ids,
+            use_cache=True,
+            logits_to_keep=1,
+            **cache.arguments(mask, (kept_lengths[:, None] + rest_mask.cumsum(dim=1) - 1).clamp(min=0)),
+        )
     return [
         Prefilled(cache.read_row(place, mask[place].nonzero()[:, 0]), output.logits[place, -1])
         for place in range(len(group))

@@ -32,6 +32,7 @@ from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.lora import add_adapter
 from skyrl_train.model.numerics import weight_dtype
 from skyrl_train.model.value_model import HEAD, empty_value_model, load_value_model
+from skyrl_train.model.vision import freeze_vision
 from skyrl_train.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -120,6 +121,8 @@ def build_engine(
         )
     if model.lora.rank:
         adapt(loaded, settings)
+    if "vision" in model.freeze:
+        freeze_vision(loaded, name=model.path)
     if model.compile:
         compile_layers(loaded, name=model.path)
     if settings.replays_routing:

@@ -31,6 +31,7 @@ from skyrl_train.model.expert_routing import replayed, replaying
 from skyrl_train.model.last_layer import reading
 from skyrl_train.model.layouts import hidden_states
 from skyrl_train.model.lora import forget_dropout_keys, set_dropout_keys
+from skyrl_train.model.vision import showing
 from skyrl_train.telemetry.metrics import Metric, StepMetrics, Sum, merge_metrics
 
 if TYPE_CHECKING:
@@ -178,10 +179,11 @@ class Passes:
                 num_rows=part.batch.num_rows, longest=longest, positions=layout.num_positions * ranks
             )
             routed = replaying(self.model, part.batch, layout, self.device)
+            images = showing(self.model, part.batch, layout, self.device)
             # What is padded for losses need not hold the experts.
             rows, layout = part.batch.without_columns(ROUTED).to(self.device), layout.to(self.device)
             traced = nullcontext() if self.without_memory is None else self.without_memory()
-            with routed, reading(self.model, rows, layout), traced:
+            with routed, images, reading(self.model, rows, layout), traced:
                 yield rows, layout
 
     def _compute(

@@ -25,6 +25,7 @@ from skyrl_train.data.hub import endpoint, is_reachable, problem_of
 from skyrl_train.errors import ModelError
 from skyrl_train.model.logprobs import OutputHead, token_scores
 from skyrl_train.model.numerics import asked_attention, in_4_bits, say_eager
+from skyrl_train.model.vision import add_vision, family_of
 from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
@@ -152,10 +153,8 @@ def require_finite(parameters: Iterable[tuple[str, Tensor]], model: ModelConfig)
 
 def from_pretrained(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tuple[PreTrainedModel, list[str]]:
     """`transformers`: the model of the class that its config.json names, and the parameters that its weights lack."""
-    from transformers import AutoModelForCausalLM
-
     with quiet_transformers():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(folder).from_pretrained(
             str(folder),
             dtype=dtype,
             attn_implementation=asked_attention(model),
@@ -172,6 +171,13 @@ def from_pretrained(folder: Path, dtype: torch.dtype, model: ModelConfig) -> tup
     if model.attention == "auto" and loaded[0].config.get_text_config()._attn_implementation == "eager":
         say_eager(type(loaded[0]).__name__)
     return loaded[0], sorted(loaded[1]["missing_keys"])
+
+
+def auto_class(folder: Path) -> Any:
+    """Return the class of transformers that makes the model in `folder`, with its vision tower where its family has one."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if family_of(folder) else AutoModelForCausalLM
 
 
 def _checked(loaded: object, model: ModelConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
@@ -204,7 +210,7 @@ def empty_causal_lm(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -
         place_model(formed, model, "cpu")
         formed.train()
         return formed
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.initialization import no_init_weights
 
     folder = resolve_model_path(model.path, model.revision)
@@ -213,7 +219,7 @@ def empty_causal_lm(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -
             config = AutoConfig.from_pretrained(
                 str(folder), trust_remote_code=model.trust_remote_code, local_files_only=True
             )
-            empty: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            empty: PreTrainedModel = auto_class(folder).from_config(
                 config,
                 dtype=dtype,
                 attn_implementation=asked_attention(model),
@@ -239,6 +245,7 @@ def refuse_missing(model: ModelConfig, missing: Sequence[str]) -> None:
 def place_model(loaded: PreTrainedModel, model: ModelConfig, device: torch.device | str) -> None:
     """Puts the model on `device`, without dropout, checkpointing its activations where asked for. Raises ModelError."""
     _disable_dropout(loaded)
+    add_vision(loaded)
     try:
         loaded.to(device)  # type: ignore[arg-type]
     except (RuntimeError, AssertionError) as error:

@@ -25,6 +25,8 @@ from skyrl_train.telemetry.files import sync_tree
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Of models that read images, beside the tokenizer's."""
 _TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """What safetensors calls the types that an export may have; others (8-bit sources) go out as the rest does."""
 
@@ -61,6 +63,9 @@ def export_model(
             loaded.config.save_pretrained(folder)
             loaded.config.dtype = held
         load_tokenizer(model).save_pretrained(folder)
+        for file in (resolve_model_path(model.path, model.revision) / name for name in PROCESSOR_FILES):
+            if file.is_file():
+                (folder / file.name).write_bytes(file.read_bytes())
         if adapter:
             write_adapter(folder / "adapter", dict(adapter), model.lora, base=model)
         mode = (folder / "config.json").stat().st_mode

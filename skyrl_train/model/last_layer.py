@@ -37,10 +37,18 @@ class ReadPositions:
     value: Tensor | None = None
 
 
+def language_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model of images and text that computes tokens; any other model itself."""
+    part: PreTrainedModel = getattr(model.base_model, "language_model", model)
+    return part
+
+
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers that the model's family declares indivisible; sharded ones are of a class derived from theirs."""
+    """The layers that the model's family declares indivisible; sharded ones are of a class derived from theirs. Those of a
+    vision tower are none: not every forward goes through them."""
     names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if any(kind.__name__ in names for kind in type(module).__mro__)]
+    parts = language_model(model).modules()
+    return [module for module in parts if any(kind.__name__ in names for kind in type(module).__mro__)]
 
 
 def narrow_last_layer(model: PreTrainedModel) -> None:

@@ -21,6 +21,7 @@ from skyrl_train.batch.training_batch import TrainingInputBatch, batch_of_length
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.errors import ModelError
 from skyrl_train.model.attention import ATTENTION, PADDED, register
+from skyrl_train.model.last_layer import language_model
 from skyrl_train.model.segments import Segments
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def _padded_attention(model: PreTrainedModel, device: torch.device) -> str:
 
 def _loaded_attention(model: PreTrainedModel) -> str:
     if not hasattr(model, _PADDED_ATTENTION):
-        loaded = str(model.config._attn_implementation)
+        loaded = str(language_model(model).config._attn_implementation)
         # The fused kernels leave a cap on the scores out.
         capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
         setattr(model, _PADDED_ATTENTION, "eager" if capped and loaded == "sdpa" else loaded)
@@ -90,8 +91,9 @@ def _use_attention(model: PreTrainedModel, name: str) -> None:
     if name in (ATTENTION, PADDED):
         register()
         _loaded_attention(model)
-    if model.config._attn_implementation != name:
-        model.set_attn_implementation(name)
+    part = language_model(model)  # a vision tower attends to its patches as it was loaded
+    if part.config._attn_implementation != name:
+        part.set_attn_implementation(name)
 
 
 def supported_layout(

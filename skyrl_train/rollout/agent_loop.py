@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.images import ImageSpans, between
 from skyrl_train.interfaces import InferenceEngine
 from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession, StepResult, ToolResult, describe
@@ -119,6 +120,8 @@ class AgentLoop:
         self._counts = dict.fromkeys(("tools/calls", "tools/failed", "tools/malformed"), 0.0)
         self._first_messages: tuple[ChatMessage, ...] = ()
         self._turns: list[Turn] = []
+        self._images: ImageSpans = ()
+        """Those of the prompt that is asked now."""
 
     async def run(self) -> Trajectory:
         """Return the trajectory; a failed one where the environment or the engine broke it. Other exceptions propagate."""
@@ -132,8 +135,10 @@ class AgentLoop:
             await self._session.close()
 
     async def _run_turns(self) -> Outcome:
-        history = await self._session.start([dict(message) for message in self._job.prompt.messages])
+        first = await self._session.start([dict(message) for message in self._job.prompt.messages])
+        history = self._chat.with_references(first)
         prompt = self._first_prompt(history)
+        self._images = self._chat.images_in(prompt, history)
         while True:
             output = await self._ask_engine(prompt)
             text = self._chat.text(output.token_ids)
@@ -142,6 +147,7 @@ class AgentLoop:
             calls = () if is_last else self._calls_in(output)
             said_calls = call_messages(calls, turn_index=len(self._turns))
             result = await self._answer_to(text, calls, said_calls)
+            result = replace(result, observations=self._chat.with_references(result.observations))
             told = [{**said, "error": call.error} if call.error else said for call, said in zip(calls, said_calls)]
             self._add_turn(prompt, output, text, result, told)
             if result.done:
@@ -152,6 +158,7 @@ class AgentLoop:
                 return Outcome.MAX_TURNS
             said: ChatMessage = {"role": "assistant", "content": text}
             history = [*history, {**said, "tool_calls": said_calls} if calls else said]
+            before = np.concatenate([prompt, np.array(output.token_ids, dtype=np.int32)])
             prompt = self._chat.next_prompt(
                 context=prompt,
                 response=output.token_ids,
@@ -160,6 +167,11 @@ class AgentLoop:
                 tools=self._tools,
             )
             history = [*history, *result.observations]
+            if np.array_equal(prompt[: len(before)], before):
+                said_now = self._chat.images_in(prompt, result.observations, start=len(before))
+                self._images = (*self._images, *said_now)
+            else:
+                self._images = self._chat.images_in(prompt, history)
             if self._room(prompt) < 1:
                 if calls or self._session.plays_itself:
                     await self._score_as_cut(text)
@@ -260,6 +272,7 @@ class AgentLoop:
             prompt_token_ids=tuple(prompt.tolist()),
             sampling=replace(sampling, max_generate_length=new_tokens),
             seed=self._job.request_seed(turn_index),
+            images=self._images,
         )
         timeout_s = self._limits.request_timeout_s
         try:
@@ -300,7 +313,7 @@ class AgentLoop:
         result: StepResult,
         calls: Sequence[Mapping[str, object]],
     ) -> None:
-        parent, added = find_parent(self._turns, prompt)
+        parent, added = find_parent(self._turns, prompt, self._images)
         turn = Turn(
             parent=parent,
             added_token_ids=added,
@@ -313,5 +326,6 @@ class AgentLoop:
             stop_reason=output.stop_reason,
             weight_versions=output.weight_versions,
             routed_experts=new_routing(output.routed_experts, parent, added, len(output.token_ids)),
+            images=between(self._images, len(prompt) - len(added), len(prompt)),
         )
         self._turns.append(turn)

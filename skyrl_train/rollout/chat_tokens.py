@@ -21,7 +21,9 @@ from typing import Any, Literal
 import numpy as np
 
 from skyrl_train.config.parts import ENVIRONMENTS, TOOLS
+from skyrl_train.data.images import ImageReading, references_in
 from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.images import ImageSpans, expanded
 from skyrl_train.registry import PartSpec, split_spec
 from skyrl_train.rollout.env_boundary import Broken, describe
 from skyrl_train.rollout.tools.toolbox import Schema
@@ -43,9 +45,12 @@ class ChatTokens:
         *,
         prompt_format: Literal["auto", "chat", "text"] = "auto",
         template_kwargs: Mapping[str, Any] = _NO_KWARGS,
+        images: ImageReading | None = None,
     ) -> None:
-        """`prompt_format` and `template_kwargs` as in `data`. Raises DataError where the chat template is of no use."""
+        """`prompt_format` and `template_kwargs` as in `data`; `images`: how they are read, None for a model that reads none.
+        Raises DataError where the chat template is of no use."""
         self._tokenizer, self._template_kwargs = tokenizer, template_kwargs
+        self._images = images
         self._special_ids = frozenset(getattr(tokenizer, "all_special_ids", ()))
         self.is_text = prompt_format == "text" or (prompt_format == "auto" and not tokenizer.chat_template)
         if self.is_text:
@@ -129,6 +134,25 @@ class ChatTokens:
                 return token_ids(np.concatenate([context, added]))
         return self.first_prompt([*history, *observations], tools)
 
+    def with_references(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return what an environment said with references in place of its images. Raises Broken (invalid_observation)."""
+        if self._images is None:
+            return list(messages)
+        try:
+            return self._images.with_references(messages)
+        except DataError as error:
+            raise Broken(FailureKind.INVALID_OBSERVATION, str(error)) from error
+
+    def images_in(self, prompt: TokenIds, messages: Sequence[ChatMessage], start: int = 0) -> ImageSpans:
+        """Return where the images of `messages`, whose tokens begin at `start`, stand in a prompt. Raises Broken
+        (invalid_observation)."""
+        if self._images is None:
+            return ()
+        try:
+            return self._images.spans(prompt, messages, start)
+        except (ValueError, DataError) as error:
+            raise Broken(FailureKind.INVALID_OBSERVATION, describe(error)) from error
+
     def closing(self, response: tuple[int, ...]) -> tuple[int, ...]:
         """Return what the template puts after an answer and `response` does not yet end with.
 
@@ -189,7 +213,12 @@ class ChatTokens:
             **({"tools": [dict(tool) for tool in tools]} if tools else {}),
             **self._template_kwargs,
         )
-        return tuple(int(token_id) for token_id in rendered)
+        token_ids = tuple(int(token_id) for token_id in rendered)
+        if self._images is not None:
+            return tuple(expanded(token_ids, self._images.placeholder, self._images.of(messages)))
+        if references_in(messages):
+            raise ValueError("it has images, and the model reads none: give model.path one that does")
+        return token_ids
 
 
 def _missing(after: tuple[int, ...], response: tuple[int, ...]) -> tuple[int, ...]:

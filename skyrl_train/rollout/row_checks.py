@@ -91,6 +91,7 @@ def checked_prompts(
         columns=PromptColumns(
             prompt_column=data.prompt_column, answer_column=data.answer_column, system_prompt=data.system_prompt
         ),
+        images=data.images,
     )
     check_rows(prompts, environment)
     check_all_rows(prompts, environment)

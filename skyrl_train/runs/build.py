@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from skyrl_train.config.bundles import Role
     from skyrl_train.config.data import DataConfig, EnvironmentConfig
     from skyrl_train.config.learners import RunModels
+    from skyrl_train.config.models import ModelConfig
     from skyrl_train.config.rewards import RewardEntry
     from skyrl_train.config.schema import Config
     from skyrl_train.data.curriculum import Curriculum
@@ -76,14 +77,17 @@ def build_rollouts(
 
         return RolloutParts(generator=recording, transport=NoTransport())
     from skyrl_train.config.mix import mixed_datasets
+    from skyrl_train.data.images import IMAGES
     from skyrl_train.inference.vllm_tools import make_tool_parser
     from skyrl_train.model.causal_lm import load_tokenizer
     from skyrl_train.model.vocabulary import vocabulary_size
     from skyrl_train.rollout.generator import RolloutGenerator
+    from skyrl_train.telemetry.run_folder import RunFolder
 
     tokenizer = load_tokenizer(config.model)
     assert engines is not None, "whatever is no recording is an engine"
     _load_reward_models(config, host, stack)
+    IMAGES.folder = RunFolder(Path(config.output_dir)).images
     generator = RolloutGenerator(
         engines.engine,
         tokenizer,
@@ -95,7 +99,7 @@ def build_rollouts(
         workers=_environment_workers(config, host),
         log=Path(config.output_dir) / "environments.log",
         parse_calls=make_tool_parser(config.environment.tool_format, tokenizer),
-        chat=chat_tokens(config.data, tokenizer),
+        chat=chat_tokens(config.data, tokenizer, config.model),
         mix=mixed_datasets(config.data, config.environment, config.generator.sampling)[0],
     )
     stack.callback(generator.close)
@@ -159,11 +163,14 @@ def build_stream(
     return stream
 
 
-def chat_tokens(data: DataConfig, tokenizer: Tokenizer) -> ChatTokens:
-    """Return how the prompts of a run become tokens. Raises DataError for an unusable chat template."""
+def chat_tokens(data: DataConfig, tokenizer: Tokenizer, model: ModelConfig) -> ChatTokens:
+    """Return how the prompts of a run become tokens. Raises DataError for an unusable chat template, ModelError for a model
+    of images without its processor."""
+    from skyrl_train.model.image_processor import image_reading
     from skyrl_train.rollout.chat_tokens import ChatTokens
 
-    return ChatTokens(tokenizer, prompt_format=data.prompt_format, template_kwargs=data.template_kwargs)
+    images = image_reading(model, data.images)
+    return ChatTokens(tokenizer, prompt_format=data.prompt_format, template_kwargs=data.template_kwargs, images=images)
 
 
 def _load_reward_models(config: Config, host: Host, stack: ExitStack) -> None:

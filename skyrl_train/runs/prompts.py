@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig
+from skyrl_train.config.image_rules import layout_violations
 from skyrl_train.config.models import ModelConfig
-from skyrl_train.errors import DataError
+from skyrl_train.config.placement import StrategyConfig
+from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.registry import split_spec
 from skyrl_train.rollout.row_checks import checked_prompts
 from skyrl_train.runs.build import chat_tokens
@@ -84,7 +86,7 @@ def _measured(
     if not prompts:
         return []
     tokenizer = load_tokenizer(model)
-    chat, tools = chat_tokens(data, tokenizer), tool_schemas(environment.tools)
+    chat, tools = chat_tokens(data, tokenizer, model), tool_schemas(environment.tools)
     check_tools(
         prompts,
         tools,
@@ -123,3 +125,21 @@ def _measured(
             f"{data.max_prompt_length} tokens{of_each} and are left out (the longest has {result.longest})"
         )
     return result.prompts
+
+
+def has_images(prompts: Sequence[Prompt]) -> bool:
+    """Whether a prompt has an image."""
+    from skyrl_train.data.images import references_in
+
+    return any(references_in(prompt.messages) for prompt in prompts)
+
+
+def require_exact_images(
+    model: ModelConfig, layout: str, strategy: StrategyConfig, others: Sequence[Violation] = ()
+) -> None:
+    """Raises ConfigError where rows with images are not exact for the family of the model, or for `others`."""
+    from skyrl_train.model.image_processor import pads_rows
+
+    found = [*others, *(layout_violations(layout, strategy.sequence_parallel_size) if pads_rows(model) else ())]
+    if found:
+        raise ConfigError(found)

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.batch_rules import data_parallel_size
+from skyrl_train.config.image_rules import part_violations
 from skyrl_train.config.learners import run_models
 from skyrl_train.config.mix import mixed_datasets
 from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.rewards import reward_entries, with_reward_components
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import validate_config
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.runs.build import (
     build_evaluator,
@@ -40,7 +41,7 @@ from skyrl_train.runs.common import (
     say_goodbye,
     tell_nobody,
 )
-from skyrl_train.runs.prompts import CheckedRows, measure_prompts, read_rows
+from skyrl_train.runs.prompts import CheckedRows, has_images, measure_prompts, read_rows, require_exact_images
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
 from skyrl_train.wording import counted, every
 
@@ -349,6 +350,9 @@ def load_data(config: Config, rows: Sequence[CheckedRows] | None = None) -> Data
         train, validation = measure_prompts(config.model, config.data, config.environment, rows[0], notes)
         source = PromptSource(train, batch_size, shuffle, seed, order=order)
         first, slots = [source.first_epoch()], lambda _: [0] * batch_size
+    if has_images([*train, *validation]):
+        violations = list(part_violations(config.model, config.generator, config.critic, config.reference))
+        require_exact_images(config.model, config.trainer.layout, config.strategy, violations)
     curriculum = None
     if config.data.curriculum.enabled:
         curriculum = Curriculum(datasets=first, slots=slots, seed=seed, config=config.data.curriculum)
@@ -382,6 +386,9 @@ def _replayed_data(config: Config) -> Data:
         total_steps=config.trainer.total_steps,
     )
     prompts = recording.prompts
+    if has_images(prompts):
+        rule = "its prompts have images, with which rollouts cannot be replayed. Generate them anew with generator=hf"
+        raise DataError(f"{config.generator.replay_path}: {rule}")
     return Data(
         train=recording.batch,
         fingerprint=DataFingerprint.of(prompts),

@@ -27,6 +27,7 @@ from skyrl_train.runs.common import (
     say_goodbye,
     tell_nobody,
 )
+from skyrl_train.runs.prompts import require_exact_images
 from skyrl_train.runs.restarts import Restarts, run_with_restarts
 from skyrl_train.runs.sft_data import SFTData, SFTPlan, StepSettings, build_loader, load_sft_data, plan_sft
 from skyrl_train.wording import counted, every
@@ -69,6 +70,9 @@ def train(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None
     )
     checkpoints = open_checkpoints(folder.checkpoints, config.trainer)
     data = load_sft_data(config.data, config.model, on_progress=lambda name, rows: _say_tokenised(console, name, rows))
+
+    if data.has_images:
+        require_exact_images(config.model, config.trainer.layout, config.strategy)
 
     def attempt(config: SFTConfig, restarts: Restarts) -> SFTResult | None:
         plan = plan_sft(step_settings(config), data)

@@ -36,6 +36,11 @@ class SFTData:
     notes: tuple[str, ...]
     """What was cut or left out, one line each."""
 
+    @property
+    def has_images(self) -> bool:
+        """Whether an example has an image."""
+        return any(part.store.images for each in (self.train, *self.validation.values()) for part in each.parts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTPlan:
@@ -100,6 +105,7 @@ def _load(
     from skyrl_train.data.sft import ExampleFormat, load_examples
     from skyrl_train.data.token_cache import default_folder
     from skyrl_train.model.causal_lm import load_tokenizer
+    from skyrl_train.model.image_processor import image_reading
     from skyrl_train.model.vocabulary import check_special_tokens, check_token_ids
 
     check_special_tokens(model)
@@ -121,6 +127,8 @@ def _load(
         limit=limit,
         cache_folder=folder if data.cache else None,
         on_progress=on_progress,
+        image_settings=data.images,
+        images=image_reading(model, data.images),
     )
     for part in loaded.examples.parts:
         check_token_ids(int(part.store.input_ids.max(initial=0)), model, part.name)

@@ -73,6 +73,7 @@ class RunFolder:
     restarts_file = _Inside("restarts.jsonl")
     metrics_file = _Inside("metrics.jsonl")
     rollouts = _Inside("rollouts")
+    images = _Inside("images")
     journal = _Inside("journal")
     samples = _Inside("samples")
     evaluation_file = _Inside("evaluation.json")
@@ -111,6 +112,7 @@ class RunFolder:
             self.best,
             self.metrics_file,
             self.rollouts,
+            self.images,
             self.journal,
             self.samples,
             self.evaluation_file,

@@ -11,6 +11,7 @@ import numpy as np
 
 from skyrl_train.data.token_store import ExampleSet
 from skyrl_train.errors import DeadlineError
+from skyrl_train.images import ImageSpans, between
 from skyrl_train.interfaces import InferenceEngine, Learner, WeightTransport
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.seeding import derive_seed
@@ -38,6 +39,7 @@ class _Question:
     example: str
     prompt_ids: tuple[int, ...]
     expected_ids: tuple[int, ...]
+    images: ImageSpans
 
 
 class SampleWriter:
@@ -89,6 +91,7 @@ class SampleWriter:
                 prompt_token_ids=question.prompt_ids,
                 sampling=self._sampling,
                 seed=derive_seed(self._seed, "sft sample", index),
+                images=question.images,
             )
             for index, question in enumerate(self._questions)
         ]
@@ -115,7 +118,8 @@ class SampleWriter:
 
 def _questions(name: str, examples: ExampleSet, count: int) -> list[_Question]:
     """The prompts of the first examples: what comes before their first trained token. Text rows have almost none."""
-    flat = examples.gather(np.arange(min(count, len(examples))))
+    chosen = np.arange(min(count, len(examples)))
+    flat, images = examples.gather(chosen), examples.images(chosen)
     found, start = [], 0
     for index, length in enumerate(flat.lengths.tolist()):
         ids, mask = flat.input_ids[start : start + length], flat.loss_mask[start : start + length]
@@ -126,6 +130,7 @@ def _questions(name: str, examples: ExampleSet, count: int) -> list[_Question]:
                 example=examples.name(index),
                 prompt_ids=tuple(ids[:first].tolist()),
                 expected_ids=tuple(ids[first:].tolist()),
+                images=between(images[index], 0, first) if images else (),
             )
         )
         start += length

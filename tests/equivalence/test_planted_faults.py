@@ -98,7 +98,7 @@ def dummy_rows_counted(patch: pytest.MonkeyPatch) -> None:
 
 def copied_metadata(patch: pytest.MonkeyPatch) -> None:
     """A part carries the boundaries of the whole batch."""
-    patch.setattr(BatchMetadata, "of_rows", lambda self, uids: replace(self, uids=tuple(uids)))
+    patch.setattr(BatchMetadata, "of_rows", lambda self, uids, images=(): replace(self, uids=tuple(uids)))
 
 
 Check = Callable[[nn.Module], None]

@@ -79,11 +79,11 @@ def test_a_system_prompt_is_put_before_prompts_that_have_none(tmp_path: Path) ->
 def test_parts_of_text_are_one_text_and_others_are_refused(tmp_path: Path) -> None:
     parts: list[Any] = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
     assert prompt_of(tmp_path, {"prompt": [{"role": "user", "content": parts}]}).messages == (QUESTION,)
-    image = [*parts, {"type": "image", "url": "x.png"}]
+    sound = [*parts, {"type": "audio", "url": "x.wav"}]
     with pytest.raises(
-        DataError, match=r"line 1: part 2 of the content of message 0 of 'prompt' is no text; got .*image"
+        DataError, match=r"line 1: part 2 of the content of message 0 of 'prompt' is no text; got .*audio"
     ):
-        prompt_of(tmp_path, {"prompt": [{"role": "user", "content": image}]})
+        prompt_of(tmp_path, {"prompt": [{"role": "user", "content": sound}]})
 
 
 def test_tools_are_a_field_of_the_prompt_given_as_a_list_or_as_json(tmp_path: Path) -> None:
