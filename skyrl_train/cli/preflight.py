@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import hydra
@@ -43,9 +45,31 @@ def start(task: Callable[[DictConfig], object], *, config_name: str, trains: boo
     whether models are trained, so that room for that is needed.
     """
     register_resolvers()
+    if "--version" in sys.argv[1:]:
+        ours = version("skyrl_train")
+        sys.stdout.write(f"skyrl_train {ours} (Hydra {hydra.__version__}, Python {platform.python_version()})\n")
+        return
     with console_streams():
+        if trains and not sys.argv[1:]:
+            sys.stderr.write(_no_experiment(config_name))
+            raise SystemExit(2)
         preflight(sys.argv[1:], config_name=config_name, trains=trains)
         hydra.main(version_base=HYDRA_VERSION_BASE, config_path=str(conf_dir()), config_name=config_name)(task)()
+
+
+def _no_experiment(config_name: str) -> str:
+    """What a command without arguments is answered: the defaults are for a large model, and the bundled one would learn
+    nothing from them."""
+    supervised = config_name != "config"
+    names = sorted(path.stem for path in (conf_dir() / "experiment").glob("*.yaml"))
+    commands = [f"  {_program()} +experiment={name}\n" for name in names if name.startswith("sft") == supervised]
+    return f"Nothing was named to train. Begin with an experiment, and override what differs:\n{''.join(commands)}"
+
+
+def _program() -> str:
+    """The command as it was typed."""
+    name = Path(sys.argv[0])
+    return name.name if name.suffix != ".py" else f"python -m skyrl_train.{name.stem}"
 
 
 def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: bool = True) -> None:

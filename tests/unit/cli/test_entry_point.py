@@ -153,3 +153,19 @@ def test_a_console_script_is_a_function_that_is_there(script: str) -> None:
     (target,) = re.findall(rf'^{script} = "(.+)"$', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
     module, _, function = target.partition(":")
     assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_a_command_without_arguments_says_which_experiments_there_are(started, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = started()
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("Nothing was named to train.")
+    assert "+experiment=gsm8k_multiturn" in done.stderr
+    assert "sft" not in done.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_the_version_is_that_of_the_package(started) -> None:  # type: ignore[no-untyped-def]
+    done = started("--version")
+    assert done.returncode == 0
+    assert re.fullmatch(r"skyrl_train \d+\.\d+\.\d+ \(Hydra [\d.]+, Python [\d.]+\)\n", done.stdout)
