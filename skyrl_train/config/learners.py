@@ -169,6 +169,11 @@ def needs_old_logprobs(trainer: TrainerConfig) -> bool:
     return not one_step or trainer.docs_per_step > 0
 
 
+def scores_entropies(config: Config) -> bool:
+    """Whether the policy scores the entropies of trained tokens, which the files of rollouts have and no loss reads."""
+    return config.trainer.dump_rollouts and "entropies" in config.rollouts.columns
+
+
 def layout_of(config: Config) -> Layout:
     """What a run of reinforcement learning reserves on Ray."""
     return plan_layout(

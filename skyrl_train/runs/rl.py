@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.image_rules import part_violations
-from skyrl_train.config.learners import run_models
+from skyrl_train.config.learners import run_models, scores_entropies
 from skyrl_train.config.mix import mixed_datasets
 from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.rewards import reward_entries, with_reward_components
@@ -222,7 +222,7 @@ def ppo_settings(config: Config) -> PPOSettings:
         n_samples_per_prompt=config.generator.n_samples_per_prompt,
         sampling=sampling_params(config.generator.sampling),
         seed=config.seed,
-        scores_entropies=config.trainer.dump_rollouts and "entropies" in config.rollouts.columns,
+        scores_entropies=scores_entropies(config),
     )
 
 

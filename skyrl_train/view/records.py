@@ -38,6 +38,7 @@ _SHARES = ("environments_alone",)
 _MEASURED = {
     "total_steps": "step",
     "total_optimizer_steps": "total/optimizer_steps",
+    "optimizer_steps_per_batch": "total/optimizer_steps",
     "num_samples_per_batch": "total/trajectories",
     "num_prompts_per_batch": "total/prompts",
 }
@@ -157,6 +158,8 @@ def plan_beside(plan: Mapping[str, Any], records: Sequence[Json]) -> list[Json]:
             happened = last.get(_MEASURED.get(name, ""))
             if happened is not None and name.endswith("_per_batch"):
                 happened = happened / max(steps) if steps else None
+            if not planned and not happened:  # of a critic, say, where there is none
+                continue
             rows.append({"name": name, "planned": planned, "happened": happened})
     return sorted(rows, key=lambda row: (row["happened"] is None, row["name"]))
 

@@ -79,7 +79,12 @@ class Page:
         self.size(DESKTOP)
         self.dark(False)
         driver.get(address)
-        self.settled().js("localStorage.clear(); document.documentElement.dataset.theme = ''")
+        self.opened_in_ms: dict[str, float] = self.settled().js(
+            "return Object.fromEntries([...performance.getEntriesByType('paint'), "
+            "...performance.getEntriesByType('mark')].map((entry) => [entry.name, entry.startTime]))"
+        )
+        """Since the request: `first-contentful-paint`, and `shown`, with its data drawn."""
+        self.js("localStorage.clear(); document.documentElement.dataset.theme = ''")
         driver.get_log("browser")
 
     def size(self, size: tuple[int, int]) -> None:
@@ -107,6 +112,18 @@ class Page:
     def js(self, script: str, *arguments: object) -> Any:
         """Return what a script returns."""
         return self.driver.execute_script(script, *arguments)
+
+    def seconds_to(self, link: str) -> float:
+        """Go to another view by its link; the seconds until it is drawn with its data."""
+        script = """
+            const done = arguments[1], began = performance.now();
+            const look = () => document.getElementById('main').dataset.ready === arguments[0]
+                ? done((performance.now() - began) / 1000) : requestAnimationFrame(look);
+            location.hash = arguments[0];
+            look();
+        """
+        found: float = self.driver.execute_async_script(script, link)
+        return found
 
     def until(self, script: str) -> Any:
         """Return what a script returns as soon as that is true."""

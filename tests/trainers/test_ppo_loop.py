@@ -298,6 +298,19 @@ def test_a_run_stopped_by_a_non_finite_gradient_resumes_from_the_checkpoint(tmp_
     assert [record["step"] for record in read_metrics(run.folder.metrics_file)] == [0, 1, 2, 3, 4]
 
 
+def test_a_run_that_keeps_few_rollouts_resumes_without_those_that_it_deleted(tmp_path):
+    config = replace(make_config(tmp_path), rollouts=RolloutsConfig(keep_last=1))
+    with pytest.raises(NonFiniteError):
+        fake_run(tmp_path, config=config, learner=FakeLearner(fail_at=6)).run()
+    # those of step 2 went when step 3's were written, which the failed ones replaced
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["failed_step_000003.parquet"]
+    run = fake_run(tmp_path, config=config)
+    assert run.run() is not None
+    assert [record["step"] for record in read_metrics(run.folder.metrics_file)] == [0, 1, 2, 3, 4]
+    kept = sorted(path.name for path in run.folder.rollouts.iterdir())
+    assert kept == ["eval_step_000004.parquet", "train_step_000004.parquet"]
+
+
 class LostLearner(FakeLearner):
     """Its rank dies in the third step, in which the user asks for an end first."""
 

@@ -104,6 +104,7 @@ async function route() {
     tellProblems();
     main.dataset.view = state.view;
     main.dataset.ready = location.hash || "#";
+    performance.mark("shown");
   }
 }
 
