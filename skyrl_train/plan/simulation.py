@@ -5,9 +5,9 @@
                 sample
     a sample    asks an engine, waits for its environment, asks again
 
-A new sample goes to the engine with the fewest requests and stays there. Not simulated: failures, filters, evaluations,
-preemption, requests of groups that were given up (which end their turn), and what processes that share a core take from
-each other.
+A new group goes to the engine with the fewest requests, of some in turn, and stays there, as its samples share a prompt.
+Not simulated: failures, filters, evaluations, preemption, requests of groups that were given up (which end their turn),
+and what processes that share a core take from each other.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from skyrl_train.plan.simulated_engines import (
 )
 from skyrl_train.rollout.admission import Admission, AdmissionSettings, Settled
 
+_ASKED = 16
+"""Engines that a new group may go to: asking all of hundreds would take longer than all else."""
 SimulatedGroup = Sequence[Sequence[SimulatedTurn]]
 """The turns of each sample of a prompt."""
 
@@ -105,6 +107,8 @@ class _Run:
     """Those that began and are in no batch yet."""
     has_changed: bool = True
     """Whether a group has finished since batches were last asked for."""
+    num_ready: int = 0
+    """Groups that have finished and are in no batch yet."""
     version: int = 0
 
     def __post_init__(self) -> None:
@@ -118,8 +122,10 @@ class _Run:
         """All samples of a group ask for their first answer."""
         samples = self.make_group(ordinal)
         group = self.groups[ordinal] = _Group(began_at=self.version, num_left=len(samples))
+        first = ordinal * _ASKED % len(self.engines)
+        asked = self.engines[first : first + _ASKED] or self.engines[:1]
+        engine = min(asked, key=lambda engine: engine.load)
         for turns in samples:
-            engine = min(self.engines, key=lambda engine: engine.load)
             if leases and isinstance(engine, WaveEngine):
                 engine.leases += 1
             group.tokens += turns[-1].context_tokens + turns[-1].response_tokens
@@ -144,8 +150,9 @@ class _Run:
             if group is not None and not group.is_dropped:
                 group.num_left -= 1
                 if not group.num_left:
-                    self.on_finished(ordinal)
+                    self.num_ready += 1
                     self.has_changed = True
+                    self.on_finished(ordinal)
 
         engine.submit(Request(turn=turn, done=answered))
 
@@ -250,7 +257,7 @@ def _take(run: _Run, rules: Admission) -> tuple[Sequence[int], int]:
     run.has_changed, found = True, []
 
     def is_closed() -> bool:
-        if run.has_changed:
+        if run.has_changed and run.num_ready >= run.schedule.batch_size:
             run.has_changed = False
             if (closed := rules.close()) is not None:
                 found.append(closed)
@@ -258,7 +265,9 @@ def _take(run: _Run, rules: Admission) -> tuple[Sequence[int], int]:
 
     run.clock.run_until(is_closed)
     (closed,) = found
-    for ordinal in closed.dropped:
-        run.groups.pop(ordinal).is_dropped = True
+    gone = [run.groups.pop(ordinal) for ordinal in closed.dropped]
+    for group in gone:
+        group.is_dropped = True
+    run.num_ready -= len(closed.trained) + sum(not group.num_left for group in gone)
     _admit(run, rules)
     return closed.ordinals, len(closed.dropped)

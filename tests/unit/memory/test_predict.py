@@ -14,7 +14,7 @@ from skyrl_train.errors import MemoryLimitError
 from skyrl_train.memory import predict
 from skyrl_train.memory.model_sizes import ParameterCounts
 from skyrl_train.memory.predict import DeviceShare, Effort, PredictedPasses
-from skyrl_train.plan.memory import head_violations, models_of
+from skyrl_train.plan.memory import head_violations, models_of, plan_memory
 from tests.learner_cases import save_tiny_model
 
 LONGEST = 24
@@ -177,3 +177,29 @@ def test_a_plan_refuses_ranks_that_do_not_divide_the_heads() -> None:
     for size, path in ((7, "Qwen/Qwen2.5-7B"), (8, "meta-llama/Llama-3.1-8B"), (1, "Qwen/Qwen2.5-7B")):
         strategy = replace(config.strategy, sequence_parallel_size=size)
         assert not list(head_violations(replace(config, strategy=strategy, model=replace(config.model, path=path))))
+
+
+@pytest.mark.slow
+def test_a_row_of_131072_tokens_is_planned_for_eight_ranks_that_share_it() -> None:
+    config = Config()
+    config = replace(
+        config,
+        platform=replace(config.platform, name="gpu", device="cuda"),
+        model=replace(config.model, path="meta-llama/Llama-3.1-8B", dtype="bfloat16", gradient_checkpointing=True),
+        strategy=StrategyConfig(name="fsdp2", sequence_parallel_size=8),
+        placement=replace(config.placement, backend="ray", policy_num_workers=8),
+        generator=replace(config.generator, max_context_length=131_072),
+        trainer=replace(config.trainer, layout="packed"),
+        plan=replace(config.plan, device_memory_gb=80.0),
+    )
+    memory = plan_memory(config, one_row=True)
+    assert memory is not None
+    assert not memory.violations()
+    kinds = memory.passes[0].kinds
+    assert kinds["parameters"] == -(-4 * 8_030_261_248 // 8)
+    # Inputs of 32 layers of 4,096 in bfloat16, of 16,384 positions on each rank, and what else is kept.
+    assert 1.0 < kinds["activations"] / (32 * 4096 * 2 * 16_384) < 1.5
+    small = plan_memory(replace(config, plan=replace(config.plan, device_memory_gb=24.0)), one_row=True)
+    assert small is not None
+    (refused,) = small.violations()
+    assert (refused.field, refused.value) == ("generator.max_context_length", "131072")

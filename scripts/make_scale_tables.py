@@ -1,0 +1,190 @@
+"""Writes the tables of `docs/scale.md`, by the arithmetic of `skyrl_train/plan/scale.py` and simulated schedules.
+
+    python scripts/make_scale_tables.py             # both tables, into the page
+    python scripts/make_scale_tables.py --print     # to the terminal
+    python scripts/make_scale_tables.py --print --lengths gsm8k/train.jsonl
+
+One training batch is 512 prompts with 8 samples, one optimizer step; lengths are stated, or those of the lines of a file
+with `question` and `answer`, in words, numbers and signs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from skyrl_train.plan.scale import (
+    Device,
+    ScaledModel,
+    Update,
+    Work,
+    best_update,
+    devices_per_engine,
+    engine_rates,
+    learner_rates,
+)
+from skyrl_train.plan.simulated_runs import Latency, Lengths, paired_lengths, stated_lengths
+from skyrl_train.plan.simulation import Schedule, Simulated, simulate
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
+MODELS = ("Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.1-70B", "Qwen3-30B-A3B")
+GPUS = (1, 8, 64, 512)
+PROMPTS, SAMPLES = 512, 8
+STALENESS = (1, 4)
+STEPS, WARM_UP = 6, 1
+TOOLS = Latency(median_s=30.0, sigma=1.0)
+DEVICE = Device()
+
+
+@cache
+def lengths_of(path: str = "") -> Lengths:
+    """Return the stated lengths, or those of a file's lines."""
+    if not path:
+        return stated_lengths(prompt=300, median=1500, sigma=0.9, longest=16_000)
+    rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
+    pairs = [tuple(len(re.findall(r"\w+|[^\w\s]", row[name])) for name in ("question", "answer")) for row in rows]
+    return paired_lengths(pairs, source=path)
+
+
+def work_of(lengths: Lengths) -> Work:
+    """Return what one batch of such rows is."""
+    rows = [sample[-1][1] + sample[-1][2] for prompt in lengths.prompts for sample in prompt]
+    mean = sum(rows) / len(rows)
+    return Work(tokens=PROMPTS * SAMPLES * mean, mean_length=sum(n * n for n in rows) / sum(rows), longest=max(rows))
+
+
+def table(columns: Sequence[str], rows: Iterator[Sequence[object]]) -> str:
+    """Return Markdown."""
+    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join([*head, *("| " + " | ".join(map(str, row)) + " |" for row in rows)])
+
+
+def gigabytes(count: float) -> str:
+    """Return GB of 10^9 bytes, to three digits."""
+    return f"{count / 1e9:,.0f}" if count >= 1e11 else f"{count / 1e9:.3g}"
+
+
+def layout(update: Update) -> str:
+    """Return how ranks lie, in words of the configuration."""
+    name = f"{update.mesh.shard} x {update.mesh.replicate}" if update.mesh.replicate > 1 else f"{update.mesh.shard}"
+    return name + (f", offload ({gigabytes(update.host_bytes)})" if update.host_bytes else "")
+
+
+def update_table(work: Work) -> str:
+    """Return the table of memory, bytes and seconds of an update."""
+    columns = (
+        *("model", "GPUs", "shards x replicas", "state", "in flight", "activations", "in all"),
+        *("micro-batches", "gathered", "summed", "replicas", "sync", "products, s", "links, s", "sync, s", "limit"),
+    )
+
+    def rows() -> Iterator[Sequence[object]]:
+        for name in MODELS:
+            for gpus in GPUS:
+                found = best_update(ScaledModel.named(name), gpus, work, DEVICE)
+                kinds, moved, seconds = found.memory, found.moved, found.seconds
+                state = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
+                links = sum(value for kind, value in seconds.items() if kind not in ("products", "weight sync"))
+                yield (
+                    *(name, gpus, layout(found), gigabytes(state)),
+                    gigabytes(kinds["gathered parameters"] + kinds["gradients in flight"]),
+                    gigabytes(kinds["activations"]),
+                    gigabytes(found.memory_bytes) + ("" if found.fits(DEVICE) else ", does not fit"),
+                    f"{found.micro_batches} of {found.micro_batch:,}",
+                    gigabytes(moved["gathered parameters"]),
+                    gigabytes(moved["summed gradients"]),
+                    gigabytes(moved["replicas"]),
+                    gigabytes(moved["weight sync"]),
+                    *(f"{value:,.3g}" for value in (seconds["products"], links, seconds["weight sync"])),
+                    found.limit,
+                )
+
+    return table(columns, rows())
+
+
+def run(
+    model: ScaledModel, engine_gpus: int, learner_gpus: int, staleness: int, lengths: Lengths, tools: Latency
+) -> Simulated:
+    """Simulate so many GPUs of each; serially the same GPUs are both."""
+    size = devices_per_engine(model, DEVICE)
+    work = work_of(lengths)
+    return simulate(
+        Schedule(
+            batch_size=PROMPTS,
+            max_staleness=staleness,
+            num_engines=engine_gpus // size,
+            in_flight_updates=staleness > 0,
+        ),
+        engine=engine_rates(model, size, DEVICE, mean_length=work.mean_length),
+        learner=learner_rates(model, learner_gpus, work, DEVICE),
+        make_group=lengths.groups(samples=SAMPLES, seed=0, latency=tools),
+        num_steps=STEPS,
+    )
+
+
+def schedule_table(lengths: Lengths, num_gpus: int = GPUS[-1]) -> str:
+    """Return the table of simulated steps."""
+    columns = ("model", "tools", "GPUs of an engine", "serial, s", "engines / learner")
+
+    def rows() -> Iterator[Sequence[object]]:
+        for name in MODELS:
+            model = ScaledModel.named(name)
+            for label, tools in (("none", Latency()), ("30 s", TOOLS)):
+                serial = run(model, num_gpus, num_gpus, 0, lengths, tools)
+                step_s = serial.mean_step_s(WARM_UP)
+                # Engines get the share of the GPUs that they computed of the serial step, in eighths.
+                generated = serial.engine_busy * step_s
+                trained = step_s - sum(serial.wait_s[WARM_UP:]) / (STEPS - WARM_UP)
+                eighths = min(7, max(1, round(8 * generated / (generated + trained))))
+                engines = num_gpus * eighths // 8
+                cells = []
+                for staleness in STALENESS:
+                    found = run(model, engines, num_gpus - engines, staleness, lengths, tools)
+                    seconds = found.mean_step_s(WARM_UP)
+                    cells += [f"{seconds:,.3g}", f"{step_s / seconds:.2f}"]
+                size = devices_per_engine(model, DEVICE)
+                yield name, label, size, f"{step_s:,.3g}", f"{engines} / {num_gpus - engines}", *cells
+
+    more = [name for each in STALENESS for name in (f"staleness {each}, s", "times serial")]
+    return table((*columns, *more), rows())
+
+
+def sections(path: str = "") -> dict[str, str]:
+    """Return the tables by the name that stands around them in the page."""
+    lengths = lengths_of(path)
+    return {"update": update_table(work_of(lengths)), "schedule": schedule_table(lengths)}
+
+
+def put(page: str, name: str, content: str) -> str:
+    """Return the page with another table between its marks. Raises ValueError where they are missing."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    before, _, rest = page.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"{PAGE} has no {begin.strip()} ... {end.strip()}")
+    return f"{before}{begin}{content}\n{end}{after}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes or prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--print", action="store_true", help="to the terminal")
+    parser.add_argument("--lengths", default="", metavar="FILE", help="JSON lines with question and answer")
+    args = parser.parse_args(arguments)
+    found = sections(args.lengths)
+    if args.print or args.lengths:
+        print("\n\n".join(found.values()))
+        return 0
+    page = PAGE.read_text(encoding="utf-8")
+    for name, content in found.items():
+        page = put(page, name, content)
+    PAGE.write_text(page, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Arithmetic of `docs/scale.md`: by hand where it is simple, and the page against what its script prints."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from skyrl_train.config.placement import MeshSizes
+from skyrl_train.plan.scale import Device, ScaledModel, Work, best_update, devices_per_engine, engine_rates, update_on
+
+ROOT = Path(__file__).resolve().parents[3]
+B7 = ScaledModel.named("Qwen2.5-7B")
+WORK = Work(tokens=1e6, mean_length=2000.0, longest=16_000)
+
+
+@pytest.fixture(name="script", scope="module")
+def _script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_scale_tables", ROOT / "scripts" / "make_scale_tables.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_sizes_of_a_model_follow_from_its_config() -> None:
+    # Queries and outputs of 3584 x 3584, keys and values of 3584 x 512, three products of 3584 x 18944.
+    assert B7.counts.block == 2 * 3584 * (3584 + 512) + 3 * 3584 * 18944
+    assert B7.counts.root == pytest.approx(2 * 3584 * 152_064, rel=1e-3)  # embedding and head
+    assert B7.kv_bytes == 2 * 2 * 28 * 512
+    experts = ScaledModel.named("Qwen3-30B-A3B")
+    assert experts.expert_block == 128 * 3 * 2048 * 768
+    assert experts.counts.total / 30.5e9 == pytest.approx(1.0, rel=0.01)
+    assert experts.active_flops / 2 < 4e9
+
+
+def test_bytes_of_a_step_by_hand() -> None:
+    found = update_on(B7, MeshSizes(shard=8, replicate=4), WORK, Device(), micro_batch=16_000)
+    total = B7.counts.total
+    assert found.micro_batches == 2  # 31,250 tokens of each rank
+    assert found.memory["parameters"] == found.memory["gradients"] == -(-4 * total // 8)
+    assert found.moved["gathered parameters"] == pytest.approx(2 * 2 * 2 * total * 7 / 8)
+    assert found.moved["summed gradients"] == pytest.approx(2 * 4 * total * 7 / 8)
+    assert found.moved["replicas"] == pytest.approx(2 * 2 * 4 * total / 8 * 3 / 4)
+    assert found.seconds["gathered parameters"] == pytest.approx(found.moved["gathered parameters"] / 3.6e11)
+    assert found.seconds["replicas"] == pytest.approx(found.moved["replicas"] / 4e10)
+
+
+def test_ranks_that_share_rows_hold_parts_of_them_and_make_as_many_micro_batches_more() -> None:
+    alone, shared = (
+        update_on(B7, MeshSizes(shard=8, sequence=size), WORK, Device(), micro_batch=16_000) for size in (1, 4)
+    )
+    assert shared.memory["activations"] == alone.memory["activations"] // 4
+    assert shared.micro_batches == 4 * alone.micro_batches
+
+
+def test_what_fits_is_chosen_and_what_does_not_is_said() -> None:
+    assert best_update(B7, 1, WORK, Device()).host_bytes == 16 * B7.counts.total
+    assert best_update(B7, 8, WORK, Device()).host_bytes == 0
+    small = Device(memory_bytes=2e10)
+    assert not best_update(ScaledModel.named("Llama-3.1-70B"), 8, WORK, small).fits(small)
+    found = best_update(ScaledModel.named("Llama-3.1-70B"), 64, WORK, Device())
+    assert found.fits(Device())
+    assert found.mesh.num_ranks == 64
+
+
+def test_engines_have_the_devices_that_automatic_placement_gives_them() -> None:
+    names = ("Qwen2.5-7B", "Qwen2.5-32B", "Llama-3.1-70B")
+    assert [devices_per_engine(ScaledModel.named(name), Device()) for name in names] == [1, 2, 4]
+    one = engine_rates(B7, 1, Device(), mean_length=2000.0)
+    assert one.step_s == pytest.approx(2 * B7.counts.total / 2.68e12 + 2e-3)
+    assert one.slots == 256
+
+
+def test_the_page_has_what_the_script_prints_of_an_update(script: ModuleType) -> None:
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert script.put(page, "update", script.update_table(script.work_of(script.lengths_of()))) == page
+
+
+@pytest.mark.slow
+def test_the_page_has_what_the_script_simulates(script: ModuleType) -> None:
+    page = script.PAGE.read_text(encoding="utf-8")
+    assert script.put(page, "schedule", script.schedule_table(script.lengths_of())) == page
