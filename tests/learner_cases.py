@@ -27,8 +27,10 @@ from skyrl_train.plan.dry_run import plan_batches
 VOCABULARY = 50
 
 
-def save_tiny_model(folder: Path, *, tied: bool = True, tokenizer: bool = False, seed: int = 0) -> Path:
-    """A random Qwen2 of 2 layers and hidden size 32, in Hugging Face format."""
+def save_tiny_model(
+    folder: Path, *, tied: bool = True, tokenizer: bool = False, seed: int = 0, num_hidden_layers: int = 2
+) -> Path:
+    """A random Qwen2 of hidden size 32, in Hugging Face format."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(seed)
@@ -36,7 +38,7 @@ def save_tiny_model(folder: Path, *, tied: bool = True, tokenizer: bool = False,
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=num_hidden_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,

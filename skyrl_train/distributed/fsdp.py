@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from skyrl_train.distributed.experts import ExpertGroup, divide_experts
 from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.errors import ModelError
-from skyrl_train.memory.oom_consensus import OomConsensus, RendezvousAllGather, RendezvousReduceScatter
+from skyrl_train.memory.oom_consensus import CountedAllGather, CountedReduceScatter, OomConsensus
 from skyrl_train.model.experts import expert_modules
 from skyrl_train.model.last_layer import decoder_layers
 
@@ -74,8 +74,8 @@ def shard_model(
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
             as_fsdp: Any = module
-            as_fsdp.set_custom_all_gather(RendezvousAllGather(consensus))
-            as_fsdp.set_custom_reduce_scatter(RendezvousReduceScatter(consensus))
+            as_fsdp.set_custom_all_gather(CountedAllGather(consensus))
+            as_fsdp.set_custom_reduce_scatter(CountedReduceScatter(consensus))
     _receive_from_rank_0(model, full, cpu_offload=cpu_offload)
     as_any: Any = model
     as_any.compute = MethodType(_compute, model)
@@ -152,6 +152,18 @@ def gathering(model: nn.Module) -> Callable[[], Iterable[Tensor]]:
     """Return a function that gives the tensors into which FSDP2 gathers parameters, whose storages it empties after use."""
     parameters = list(_sharded_parameters(model))
     return lambda: (tensor for each in parameters for tensor in each.all_gather_outputs)
+
+
+def gathered_already(model: nn.Module) -> tuple[bool, ...]:
+    """Return of each group of parameters whether it is whole, so that a forward would not gather it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return tuple(
+        group.is_unsharded
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for group in module._get_fsdp_state()._fsdp_param_groups
+    )
 
 
 def forget_pass(model: nn.Module) -> None:

@@ -96,9 +96,9 @@ class ModelStrategy:
         """Runs a forward computation that reads parameters of `model` beside calling it."""
         return function()
 
-    def begin_backward(self, model: PreTrainedModel, *, is_last: bool) -> None:
-        """Called before each forward whose backward pass follows; the last one of a mini-batch is told. All ranks have
-        equally many."""
+    def begin_micro_batch(self, model: PreTrainedModel, *, is_last: bool | None) -> None:
+        """Called before each forward. `is_last`: whether its backward pass is the last of a mini-batch; None where none
+        follows. All ranks have equally many."""
 
     def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:  # noqa: ARG002
         """Gives each of `parameters` a gradient of zeros, in the form in which it is kept between micro-batches."""
@@ -287,11 +287,16 @@ class Sharded(ManyRanks):
         result: T = sharded.compute(function)
         return result
 
-    def begin_backward(self, model: PreTrainedModel, *, is_last: bool) -> None:
-        """Gradients are summed by the backward pass: of each micro-batch, or of the last one alone."""
-        from skyrl_train.distributed.fsdp import sum_gradients
+    def begin_micro_batch(self, model: PreTrainedModel, *, is_last: bool | None) -> None:
+        """Ranks agree that they are well. Gradients are summed by the backward pass: of each micro-batch, or of the last
+        one alone."""
+        from skyrl_train.distributed.fsdp import gathered_already, sum_gradients
 
-        sum_gradients(model, now=is_last or not self.keeps_whole_gradients)
+        now = None if is_last is None else is_last or not self.keeps_whole_gradients
+        if now is not None:
+            sum_gradients(model, now=now)
+        trained = sum(parameter.requires_grad for parameter in model.parameters())
+        self._consensus.begin_micro_batch((now, trained, gathered_already(model)))
 
     def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:
         """Give gradients of zeros, whole or of this rank's shards."""
@@ -313,7 +318,7 @@ class Sharded(ManyRanks):
         return self._gathers()
 
     def in_consensus(self, model: PreTrainedModel, work: Callable[[], T]) -> T:
-        """Ranks meet before each collective of a pass, too."""
+        """Ranks meet before each micro-batch of a pass, too."""
         from skyrl_train.distributed.fsdp import forget_pass
 
         try:
@@ -386,7 +391,7 @@ def _expert_group(mesh: RankMesh | None) -> ExpertGroup | None:
 
 
 def _consensus(*groups: SequenceGroup | ExpertGroup | None) -> OomConsensus:
-    consensus = OomConsensus(collectives.largest)
+    consensus = OomConsensus(collectives.largest, follows=not any(groups))
     for group in groups:
         if group is not None:
             group.before_collective = consensus.before_collective

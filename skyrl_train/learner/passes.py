@@ -139,6 +139,7 @@ class Passes:
         scores = torch.zeros(batch.num_tokens, *numbers, dtype=self._score_dtype())
         found: list[tuple[Tensor, Tensor]] = []
         for part in planned:
+            self.strategy.begin_micro_batch(self.model, is_last=None)
             with self._computing(part) as (rows, layout):
                 padded = self._compute(score, rows, layout)
                 if len(part.rows) and self.without_memory is None:
@@ -154,7 +155,7 @@ class Passes:
         losses: list[Tensor] = []
         surprises: list[Tensor] = []
         for part, is_last in zip(planned, reduction_schedule(len(planned)) if planned else ()):
-            self.strategy.begin_backward(self.model, is_last=is_last)
+            self.strategy.begin_micro_batch(self.model, is_last=is_last)
             with self._computing(part) as (rows, layout):
                 loss, measured = self._loss_and_gradient(loss_of, rows, layout, step)
                 if self.without_memory is not None:

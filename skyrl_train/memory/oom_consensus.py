@@ -1,23 +1,25 @@
 """A piece of work that all ranks finish, or none: where memory runs out on one of them, each learns of it.
 
 Work on a replica talks to nobody, so that it is enough to agree at its end. Work on a sharded model gathers parameters
-and sums gradients block by block, and a rank that stops in the middle would leave the others waiting in the next of these
-collectives. So each of them is preceded by a rendezvous: one number per rank over the CPU's process group, 0 for fine; all
-learn the largest. The rules:
+and sums gradients block by block, and a rank that stopped in the middle would leave the others waiting in the next of these
+collectives. So a rank that failed goes on taking part in those of its micro-batch, with zeros, and only then do all agree:
+one number per rank over the CPU's process group, 0 for fine, of which all learn the largest. The rules:
 
-1. A rank that is well takes part in a rendezvous before every collective, and in one more at the end. A rank that fails
-   takes part in one.
-2. Between a rendezvous and its collective nothing is allocated, so that a rank that came to the rendezvous well comes to
-   the collective too.
-3. Who learns of a failure, its own or another's, leaves the work at once and takes part in no further one.
+1. Which collectives a micro-batch consists of depends on the model, on what of it is gathered already, and on whether there
+   is a backward pass, and of which kind: never on rows. The first micro-batch of a kind is noted, the later ones follow.
+2. All ranks agree ahead of each micro-batch, and once at the end of the work. A rank that failed takes part in what is left
+   of its micro-batch's collectives, then in the next agreement, and in nothing after it. Who learns there of a failure,
+   its own or another's, leaves the work at once.
+3. While a kind is not known, and where collectives do depend on rows (ranks that share forwards), each collective is
+   preceded by a rendezvous, which is such an agreement: a rank that fails takes part in the next one at once.
+4. Between a rendezvous and its collective, and between a collective's being counted and its call, nothing is allocated.
 
-No rank can be left waiting: up to the first failure all ranks run the same rendezvous and collectives in the same order
-(their number depends on the model alone). The failing rank's next call is a rendezvous, by 1; that of each other rank is
-one too, either before the next collective or at the end; it is the same one, since they were in step so far. After it all
-know and leave, by 3. Two ranks that fail at once find each other there. Before the work and after it no rank is inside a
-collective, whatever happened.
+No rank can be left waiting: up to the first failure all ranks run the same agreements and collectives in the same order.
+By 2 (or 3) the one that failed and the others go on doing so up to an agreement, after which all know and leave. Two ranks
+that fail in one micro-batch find each other there. Before the work and after it no rank is inside a collective, whatever
+happened. What others computed from zeros is dropped with the pass.
 
-A rendezvous takes one round trip of a few bytes between hosts and does not wait for a device. It happens only where the
+An agreement takes one round trip of a few bytes between hosts and does not wait for a device. It happens only where the
 work is open, that is, where micro-batches size themselves.
 """
 
@@ -25,7 +27,8 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
@@ -36,8 +39,9 @@ from skyrl_train.errors import RankOutOfMemory, SkyrlTrainError
 
 T = TypeVar("T")
 
-FINE, OUT_OF_MEMORY, BROKEN = 0, 1, 2
-"""What a rank says at a rendezvous."""
+FINE, BROKEN, OUT_OF_MEMORY = 0, 1, 2
+"""What a rank says at a rendezvous. Where memory ran out on one, an error on another may come of the zeros that the first
+sent; if it does not, it comes again."""
 
 _ALLOCATION_FAILURE = re.compile(
     r"out of memory"  # CUDA's runtime and driver, torch's allocators, Triton's launcher, NCCL ("Cuda failure 2 '...'")
@@ -68,20 +72,74 @@ class _FailedElsewhere(Exception):
         self.code = code
 
 
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of a pass, as far as a rank must know it that has nothing to say in it."""
+
+    num_sent: int
+    num_received: int
+    dtype: torch.dtype
+    device: torch.device
+    group: dist.ProcessGroup
+    op: dist.ReduceOp | None
+    """How it is summed; None where it gathers."""
+    replicas: dist.ProcessGroup | None = None
+    """Who sum up what was received once more (HSDP)."""
+
+    def take_part(self) -> None:
+        """Join it with zeros. Raises torch.OutOfMemoryError where there is not even room for these."""
+        sent = torch.zeros(self.num_sent, dtype=self.dtype, device=self.device)
+        received = torch.empty(self.num_received, dtype=self.dtype, device=self.device)
+        if self.op is None:
+            dist.all_gather_single(received, sent, group=self.group)
+            return
+        dist.reduce_scatter_single(received, sent, op=self.op, group=self.group)
+        if self.replicas is not None:
+            dist.all_reduce(received, group=self.replicas)
+
+
 class OomConsensus:
     """Runs work with the other ranks."""
 
-    def __init__(self, rendezvous: Callable[[int], int]) -> None:
-        """`rendezvous` turns this rank's number into the largest of all ranks."""
+    def __init__(self, rendezvous: Callable[[int], int], *, follows: bool = True) -> None:
+        """
+        Args:
+            rendezvous: Turns this rank's number into the largest of all ranks.
+            follows: Whether all collectives of a micro-batch are known from an earlier one of its kind; False where some
+                depend on its rows.
+        """
         self._rendezvous = rendezvous
         self._open = False
+        self.follows = follows
+        self._known: dict[Hashable, tuple[Collective, ...]] = {}
+        self._kind: Hashable = None
+        """That of the micro-batch that is computed, where it is being noted or followed."""
+        self._expected: tuple[Collective, ...] | None = None
+        """Collectives of the micro-batch that is computed; None while each has a rendezvous."""
+        self._done: list[Collective] = []
 
-    def before_collective(self) -> None:
-        """Hold a rendezvous ahead of each collective inside the work; elsewhere do nothing."""
+    def begin_micro_batch(self, kind: Hashable) -> None:
+        """Agree that the one before was finished, and begin one of this kind, the same on all ranks."""
         if self._open:
-            code = self._rendezvous(FINE)
-            if code != FINE:
-                raise _FailedElsewhere(code)
+            self._agree()
+            self._kind, self._done = kind, []
+            self._expected = self._known.get(kind) if self.follows else None
+
+    def before_collective(self, collective: Collective | None = None) -> None:
+        """Count a collective of the work, or hold a rendezvous ahead of it; outside the work do nothing.
+
+        `collective`: None where it depends on the micro-batch's rows.
+        """
+        if not self._open:
+            return
+        if self._expected is None:
+            self._require_fine(self._rendezvous(FINE))
+        elif collective not in self._expected[len(self._done) : len(self._done) + 1]:
+            raise SkyrlTrainError(
+                f"collective {len(self._done)} of a micro-batch is not that of an earlier one of its kind: {collective}"
+            )
+        if collective is not None:
+            self._done.append(collective)
 
     def run(self, work: Callable[[], T]) -> T:
         """Return what `work` returns. Raises RankOutOfMemory on all ranks where memory ran out on one, SkyrlTrainError on
@@ -89,34 +147,56 @@ class OomConsensus:
 
         When RankOutOfMemory is raised, nothing refers to what `work` had made any more.
         """
-        self._open = True
+        self._open, self._kind, self._expected, self._done = True, None, None, []
         code, reason = FINE, ""
         try:
             result = work()
+            self._agree()
+            return result
         except _FailedElsewhere as elsewhere:
             code = elsewhere.code
         except Exception as error:
             if not is_out_of_memory(error):
                 self._open = False
-                self._rendezvous(BROKEN)
-                raise
-            reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            code = self._rendezvous(OUT_OF_MEMORY)
-        else:
-            code = self._rendezvous(FINE)
-            if code == FINE:
-                return result
-            del result
+                self._take_part()
+                code = self._rendezvous(BROKEN)
+                if code == BROKEN:
+                    raise
+            else:
+                reason = str(error).strip().partition("\n")[0] or type(error).__name__
         finally:
             self._open = False
+        result = None  # type: ignore[assignment]
         gc.collect()  # frames of a failed pass may refer to each other in a ring
+        if reason:
+            self._take_part()
+            code = self._rendezvous(OUT_OF_MEMORY)
         if code == BROKEN:
             raise SkyrlTrainError("another rank failed in this pass; its own error says why")
         raise RankOutOfMemory(reason)
 
+    def _agree(self) -> None:
+        """Have all ranks say that they are fine, and keep what was noted."""
+        self._require_fine(self._rendezvous(FINE))
+        if self._expected is None and self.follows and self._kind is not None:
+            self._known[self._kind] = tuple(self._done)
 
-class RendezvousAllGather:
-    """FSDP2's gathering of parameters, after a rendezvous."""
+    def _require_fine(self, code: int) -> None:
+        if code != FINE:
+            raise _FailedElsewhere(code)
+
+    def _take_part(self) -> None:
+        """Join what is left of the micro-batch's collectives, so that the others come to its end."""
+        for collective in (self._expected or ())[len(self._done) :]:
+            try:
+                collective.take_part()
+            except torch.OutOfMemoryError:
+                torch.accelerator.empty_cache()
+                collective.take_part()
+
+
+class CountedAllGather:
+    """FSDP2's gathering of parameters, as the consensus knows it."""
 
     def __init__(self, consensus: OomConsensus) -> None:
         self._consensus = consensus
@@ -128,16 +208,17 @@ class RendezvousAllGather:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        self._consensus.before_collective()
+        self._consensus.before_collective(_described(output_tensor, input_tensor, group, None))
         handle: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
         return handle
 
 
-class RendezvousReduceScatter:
-    """FSDP2's summing of gradients, after a rendezvous."""
+class CountedReduceScatter:
+    """FSDP2's summing of gradients, as the consensus knows it."""
 
-    def __init__(self, consensus: OomConsensus) -> None:
-        self._consensus = consensus
+    def __init__(self, consensus: OomConsensus, replicas: dist.ProcessGroup | None = None) -> None:
+        """`replicas`: ranks among which FSDP2 sums the shards once more, right after."""
+        self._consensus, self._replicas = consensus, replicas
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return a new buffer."""
@@ -151,8 +232,26 @@ class RendezvousReduceScatter:
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        self._consensus.before_collective()
+        self._consensus.before_collective(_described(output_tensor, input_tensor, group, op, self._replicas))
         handle: dist.Work | None = dist.reduce_scatter_single(
             output_tensor, input_tensor, op=op, group=group, async_op=async_op
         )
         return handle
+
+
+def _described(
+    received: Tensor,
+    sent: Tensor,
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp | None,
+    replicas: dist.ProcessGroup | None = None,
+) -> Collective:
+    return Collective(
+        num_sent=sent.numel(),
+        num_received=received.numel(),
+        dtype=sent.dtype,
+        device=sent.device,
+        group=group,
+        op=op,
+        replicas=replicas,
+    )

@@ -103,21 +103,27 @@ def one_step(
 
 @contextmanager
 def noting_meetings(learner: PolicyLearner, meter: FailingMeter) -> Iterator[list[int]]:
-    """How many allocations there were before each meeting of ranks."""
+    """How many allocations there were before each agreement of ranks and each collective of a pass."""
     strategy: Any = learner.engine.strategy
     consensus = strategy._consensus
     meet: Callable[[int], int] = consensus._rendezvous
+    count: Callable[..., None] = consensus.before_collective
     noted: list[int] = []
 
     def noting(code: int) -> int:
         noted.append(meter.num_allocations)
         return meet(code)
 
-    consensus._rendezvous = noting
+    def counting(collective: Any = None) -> None:
+        noted.append(meter.num_allocations)
+        count(collective)
+
+    consensus._rendezvous, consensus.before_collective = noting, counting
     try:
         yield noted
     finally:
         consensus._rendezvous = meet
+        del consensus.before_collective
 
 
 def points_between(marks: list[int]) -> list[int]:
@@ -140,7 +146,12 @@ def run_case(rank: int, folder: Path, case: str) -> Ran:
     if CASES[case] == torch.float32:
         points = points[::4]
     points = [strategy.agree(point * rank) for point in points]  # those of rank 1
-    disturbed = [one_step(learner, meter, rank, [point] if rank == 1 else []) for point in points]
+    consensus: Any = strategy
+    disturbed = []
+    for number, point in enumerate(points):
+        if number % 4 == 3:
+            consensus._consensus._known.clear()  # as in the first pass of a run, where no collective is foreseen
+        disturbed.append(one_step(learner, meter, rank, [point] if rank == 1 else []))
     disturbed.append(one_step(learner, meter, rank, [points[0]]))
     refusals = [[], *([point] if rank == 1 else [] for point in points[1::5])] if case == "ddp" else []
     on_policy_steps = [one_step(learner, meter, rank, refused, own_scores=True) for refused in refusals]

@@ -129,7 +129,7 @@ def _gradient(folder: Path, device: torch.device, sync: GradientSync) -> torch.T
     strategy.prepare(model)
     assert strategy.keeps_whole_gradients == (sync == "step")
     for number in range(3):
-        strategy.begin_backward(model, is_last=number == 2)
+        strategy.begin_micro_batch(model, is_last=number == 2)
         ids = torch.arange(1, 9, device=device)[None] + number
         strategy.compute(
             model, lambda ids=ids: model(input_ids=ids, use_cache=False).logits.float().square().mean()
