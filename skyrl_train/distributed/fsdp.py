@@ -75,7 +75,8 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
             as_fsdp: Any = module
             as_fsdp.set_custom_all_gather(CountedAllGather(consensus))
-            as_fsdp.set_custom_reduce_scatter(CountedReduceScatter(consensus))
+            replicas = mesh.group("replicate") if mesh.sizes.replicate > 1 else None
+            as_fsdp.set_custom_reduce_scatter(CountedReduceScatter(consensus, replicas))
     _receive_from_rank_0(model, full, cpu_offload=cpu_offload)
     as_any: Any = model
     as_any.compute = MethodType(_compute, model)

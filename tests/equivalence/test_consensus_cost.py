@@ -21,9 +21,9 @@ from tests.layout_cases import close
 from tests.learner_cases import fixed_rows, make_batch, save_tiny_model
 from tests.memory_cases import FailingMeter, size_itself, spread
 
-LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11, 13, 9, 15, 6] * 2
-NUM_LAYERS = 12
-ROUNDS = 5
+LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11]
+NUM_LAYERS = 8
+ROUNDS = 3
 
 
 def on_rank(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
