@@ -155,12 +155,20 @@ def gathering(model: nn.Module) -> Callable[[], Iterable[Tensor]]:
     return lambda: (tensor for each in parameters for tensor in each.all_gather_outputs)
 
 
-def gathered_already(model: nn.Module) -> tuple[bool, ...]:
-    """Return of each group of parameters whether it is whole, so that a forward would not gather it."""
+def state_ahead_of_pass(model: nn.Module) -> tuple[tuple[bool, frozenset[torch.dtype]], ...]:
+    """Return, of each group of parameters, what the collectives of a pass over it depend on: whether it is whole, so that a
+    forward does not gather it, and the types of gradients that earlier passes left whole, in which they are summed."""
     from torch.distributed.fsdp import FSDPModule
 
     return tuple(
-        group.is_unsharded
+        (
+            group.is_unsharded,
+            frozenset(
+                parameter.unsharded_accumulated_grad.dtype
+                for parameter in group.fsdp_params
+                if parameter.unsharded_accumulated_grad is not None
+            ),
+        )
         for module in model.modules()
         if isinstance(module, FSDPModule)
         for group in module._get_fsdp_state()._fsdp_param_groups

@@ -290,13 +290,13 @@ class Sharded(ManyRanks):
     def begin_micro_batch(self, model: PreTrainedModel, *, is_last: bool | None) -> None:
         """Ranks agree that they are well. Gradients are summed by the backward pass: of each micro-batch, or of the last
         one alone."""
-        from skyrl_train.distributed.fsdp import gathered_already, sum_gradients
+        from skyrl_train.distributed.fsdp import state_ahead_of_pass, sum_gradients
 
         now = None if is_last is None else is_last or not self.keeps_whole_gradients
         if now is not None:
             sum_gradients(model, now=now)
         trained = sum(parameter.requires_grad for parameter in model.parameters())
-        self._consensus.begin_micro_batch((now, trained, gathered_already(model)))
+        self._consensus.begin_micro_batch((now, trained, state_ahead_of_pass(model)))
 
     def hold_gradients(self, model: PreTrainedModel, parameters: Iterable[nn.Parameter]) -> None:
         """Give gradients of zeros, whole or of this rank's shards."""

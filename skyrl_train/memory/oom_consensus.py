@@ -136,7 +136,8 @@ class OomConsensus:
             self._require_fine(self._rendezvous(FINE))
         elif collective not in self._expected[len(self._done) : len(self._done) + 1]:
             raise SkyrlTrainError(
-                f"collective {len(self._done)} of a micro-batch is not that of an earlier one of its kind: {collective}"
+                f"collective {len(self._done)} of a micro-batch is not that of an earlier one of its kind: {collective} "
+                f"in place of one of {self._expected[len(self._done) :]}; after {self._done}; {self._kind}"
             )
         if collective is not None:
             self._done.append(collective)
