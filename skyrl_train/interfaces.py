@@ -6,8 +6,9 @@ A trainer knows these Protocols only, so the same loop runs in one process or on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from skyrl_train.batch.minibatch import MiniBatch
     from skyrl_train.batch.training_batch import TrainingInputBatch
+    from skyrl_train.telemetry.files import FileSums
     from skyrl_train.telemetry.metrics import StepMetrics
     from skyrl_train.types import (
         ChatMessage,
@@ -125,6 +127,18 @@ class ReportsMetrics(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldState:
+    """A state of a moment that can be written."""
+
+    is_copied: bool
+    """Whether it is a copy, so that `write` may run on another thread while the models go on. What is none must be written
+    before they change."""
+    write: Callable[[Path], FileSums]
+    """Writes it into a folder, which is made, and returns the sums of the files by their names there: they are taken while
+    the files are written. Raises SaveError."""
+
+
 class Scorer(Protocol):
     """A model that is only scored, as the reference is: in one process, or a group of workers behind the same methods."""
 
@@ -137,12 +151,12 @@ class Scorer(Protocol):
         """Replace all parameters by those of another model. Raises ModelError where they do not fit."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """The model, for a checkpoint of a run in which it is given other weights."""
+    def hold_state(self, *, copies: bool) -> HeldState:
+        """The model, for a checkpoint of a run in which it is given other weights; as `Learner.hold_state`."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Exact inverse of `save`. Raises CheckpointError."""
+        """Exact inverse of what `hold_state` writes. Raises CheckpointError."""
         ...
 
     def close(self) -> None: ...
@@ -174,12 +188,13 @@ class Learner(Protocol):
         """Return the parameters, which are read when they are iterated or sent."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Model, optimizer and schedule, as safetensors and JSON."""
+    def hold_state(self, *, copies: bool) -> HeldState:
+        """Model, optimizer and schedule as they are now, to be written as safetensors and JSON; with `copies`, where the
+        host's memory holds one, a copy, which takes the place of the one before. Raises CheckpointError."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Exact inverse of `save`. Raises CheckpointError."""
+        """Exact inverse of what `hold_state` writes. Raises CheckpointError."""
         ...
 
     def export_hf(self, folder: Path) -> None:

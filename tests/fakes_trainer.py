@@ -26,12 +26,14 @@ from skyrl_train.config.schema import Config
 from skyrl_train.data.curriculum import Curriculum
 from skyrl_train.data.prompts import PromptSource
 from skyrl_train.errors import NonFiniteError
+from skyrl_train.interfaces import HeldState
 from skyrl_train.plan.batch_plan import BatchPlan
 from skyrl_train.plan.dry_run import plan_batches
 from skyrl_train.runs.common import build_loop, open_checkpoints
 from skyrl_train.runs.rl import ppo_settings
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.files import FileSums, write_hashed
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.capsule_writer import CapsuleWriter
@@ -247,9 +249,14 @@ class FakeLearner:
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         self.weight = float(dict(weights)["weight"])
 
-    def save(self, folder: Path) -> None:
+    def hold_state(self, *, copies: bool) -> HeldState:
+        state = [self.weight, self.momentum, self.num_optimizer_steps]
+        return HeldState(is_copied=copies, write=lambda folder: self.write_state(folder, state))
+
+    def write_state(self, folder: Path, state: Sequence[float]) -> FileSums:
         folder.mkdir(parents=True)
-        (folder / "learner.json").write_text(json.dumps([self.weight, self.momentum, self.num_optimizer_steps]))
+        name = "learner.json"
+        return {name: write_hashed(folder / name, [json.dumps(state).encode()])}
 
     def load(self, folder: Path) -> None:
         self.weight, self.momentum, self.num_optimizer_steps = json.loads((folder / "learner.json").read_text())
@@ -410,7 +417,7 @@ class FakeRun:
                 keep=config.trainer.capsules,
                 seed=config.seed,
                 total_steps=loop.settings.total_steps,
-                save_state=loop.save_state,
+                hold_state=loop.hold_state,
                 console=self.console,
             ),
         )

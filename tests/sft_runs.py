@@ -23,11 +23,12 @@ from skyrl_train.config.sft import SFTConfig
 from skyrl_train.data.loader import BatchLoader, SFTBatch
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.errors import NonFiniteError
-from skyrl_train.interfaces import Learner
+from skyrl_train.interfaces import HeldState, Learner
 from skyrl_train.runs.common import build_loop, open_checkpoints
 from skyrl_train.runs.sft import build_sft_evaluator, open_best, step_settings
 from skyrl_train.runs.sft_data import SFTData, build_loader, plan_sft
 from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.files import FileSums, write_hashed
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers import sft
@@ -156,9 +157,14 @@ class RecordingLearner:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield "weight", torch.tensor(self.weight)
 
-    def save(self, folder: Path) -> None:
-        folder.mkdir(parents=True)
-        (folder / "learner.json").write_text(json.dumps([self.weight, self.momentum, self.num_steps]))
+    def hold_state(self, *, copies: bool) -> HeldState:
+        content = json.dumps([self.weight, self.momentum, self.num_steps]).encode()
+
+        def write(folder: Path) -> FileSums:
+            folder.mkdir(parents=True)
+            return {"learner.json": write_hashed(folder / "learner.json", [content])}
+
+        return HeldState(is_copied=copies, write=write)
 
     def load(self, folder: Path) -> None:
         self.num_loads += 1
@@ -244,7 +250,7 @@ class FakeSFTRun:
                     keep=trainer.capsules,
                     seed=self.config.seed,
                     total_steps=self.total_steps,
-                    save_state=loop.save_state,
+                    hold_state=loop.hold_state,
                     console=console,
                 ),
             ).train()

@@ -27,6 +27,8 @@ from skyrl_train.telemetry.stacks import of_run
 
 HEALTH = "health"
 """The concurrency group in which every actor answers `ping`."""
+SAVES = "saves"
+"""The one in which a learner's ranks write checkpoints beside whatever else they do, one at a time."""
 _POLL_S = 0.5
 _SETTLE_S = 2.0
 """After a first failure: how long others may take to say that they failed before it."""

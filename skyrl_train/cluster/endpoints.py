@@ -91,11 +91,19 @@ class RayEndpoint(Endpoint[W]):
     """
 
     def __init__(
-        self, kind: type[W], actors: Sequence[RemoteActor], placement: PlacementConfig, in_order: threading.Lock
+        self,
+        kind: type[W],
+        actors: Sequence[RemoteActor],
+        placement: PlacementConfig,
+        in_order: threading.Lock,
+        *,
+        concurrency_group: str = "",
     ) -> None:
-        """`in_order` is held while calls are handed to the actors, whatever they are for."""
+        """`in_order` is held while calls are handed to the actors, whatever they are for; `concurrency_group`: whose threads
+        answer in the actors, those of all other calls where it is empty."""
         self.actors = tuple(actors)
         self._kind, self._placement, self._in_order = kind, placement, in_order
+        self._options = {"concurrency_group": concurrency_group} if concurrency_group else {}
 
     def begin(
         self, method: Callable[Concatenate[W, P], R], phase: Phase, /, *args: P.args, **kwargs: P.kwargs
@@ -158,7 +166,7 @@ class RayEndpoint(Endpoint[W]):
         key = method_name(self._kind, method)
         with self._in_order:
             refs = [
-                getattr(actor.handle, entry).options(name=key).remote(key, *given, **kwargs)
+                getattr(actor.handle, entry).options(name=key, **self._options).remote(key, *given, **kwargs)
                 for actor, given in zip(self.actors, arguments, strict=True)
             ]
         return Submitted(self.actors, refs, watch(self._placement, phase, method.__name__))
@@ -195,9 +203,12 @@ class ActorGroup:
         self.role, self.actors = role, tuple(actors)
         self._placement, self._in_order = placement, threading.Lock()
 
-    def of(self, kind: type[K], actors: Sequence[RemoteActor] | None = None) -> RayEndpoint[K]:
-        """Return the objects of class `kind` inside the actors, or inside some of them."""
-        return RayEndpoint(kind, self.actors if actors is None else actors, self._placement, self._in_order)
+    def of(
+        self, kind: type[K], actors: Sequence[RemoteActor] | None = None, *, concurrency_group: str = ""
+    ) -> RayEndpoint[K]:
+        """Return the objects of class `kind` inside the actors, or inside some of them; `concurrency_group` as there."""
+        there = self.actors if actors is None else actors
+        return RayEndpoint(kind, there, self._placement, self._in_order, concurrency_group=concurrency_group)
 
     def close(self) -> None:
         """End the actors at once: they hold nothing that is not saved."""

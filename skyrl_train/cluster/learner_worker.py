@@ -23,8 +23,10 @@ from skyrl_train.cluster.calls import Answer, Identity, own_identity
 from skyrl_train.cluster.endpoints import Served
 from skyrl_train.distributed.process_group import is_broken_collective, join
 from skyrl_train.endpoints import Rendezvous, free_port
-from skyrl_train.errors import CollectiveError, SkyrlTrainError
+from skyrl_train.errors import CollectiveError, SaveError, SkyrlTrainError
+from skyrl_train.interfaces import HeldState
 from skyrl_train.telemetry import stacks
+from skyrl_train.telemetry.files import FileSums
 from skyrl_train.telemetry.metrics import StepMetrics
 from skyrl_train.weights import Bucket, WeightSender, tensors_of
 
@@ -92,6 +94,8 @@ class LearnerRank:
 
     def __init__(self, learner: PolicyLearner | CriticLearner, role: str) -> None:
         self._learner, self._role = learner, role
+        self._held: dict[bool, HeldState] = {}
+        """By whether copies were asked for."""
 
     def forward(self, rows: Shipped) -> Scores:
         """Return log-probabilities or values."""
@@ -125,9 +129,17 @@ class LearnerRank:
         own = stored[engine.strategy.rank] if len(stored) == engine.strategy.num_ranks else None
         return size_micro_batches(self._learner, make_meter(engine.passes.device, limits), limits, stored=own)
 
-    def save(self, folder: Path) -> None:
-        """See `Learner.save`."""
-        self._learner.save(folder)
+    def hold_state(self, copies: bool) -> bool:
+        """See `Learner.hold_state`; returns whether it is a copy. What was held as such before is forgotten."""
+        self._held[copies] = self._learner.hold_state(copies=copies)
+        return self._held[copies].is_copied
+
+    def write_state(self, folder: Path, copies: bool) -> FileSums | SaveError:
+        """Write what is held, of this rank alone. Runs beside whatever else runs where it is a copy."""
+        try:
+            return self._held[copies].write(folder)
+        except SaveError as error:
+            return error
 
     def load(self, folder: Path) -> None:
         """See `Learner.load`."""

@@ -19,7 +19,7 @@ from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.stage import Together, computed_together, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from skyrl_train.cluster.calls import HEALTH, RemoteActor
+from skyrl_train.cluster.calls import HEALTH, SAVES, RemoteActor
 from skyrl_train.cluster.endpoints import ActorGroup, stored
 from skyrl_train.cluster.learner_worker import LearnerRank, LearnerWorker, Scores, Shipped, pack
 from skyrl_train.cluster.placement import Slot
@@ -28,7 +28,9 @@ from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.learners import LearnerSettings
 from skyrl_train.config.placement import PlacementConfig
 from skyrl_train.endpoints import Endpoint, Phase, Rendezvous, meeting_point
-from skyrl_train.errors import ConfigError, ModelError, SkyrlTrainError, Violation
+from skyrl_train.errors import ConfigError, ModelError, SaveError, SkyrlTrainError, Violation
+from skyrl_train.interfaces import HeldState
+from skyrl_train.telemetry.files import FileSums
 from skyrl_train.telemetry.metrics import StepMetrics, merge_metrics
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weights import ModelWeights, WeightSender
@@ -117,10 +119,23 @@ class RayLearner:
         self._on_devices(optimizer=True, trains=True)
         return self._ranks.call(LearnerRank.size_micro_batches, "size", limits, stored.get(self.group.role, ()))
 
-    def save(self, folder: Path) -> None:
-        """Have the ranks write the checkpoint: the folder must be on a file system that all nodes share."""
+    def hold_state(self, *, copies: bool) -> HeldState:
+        """Have each rank hold its part, and write and hash it: into a folder on a file system that all nodes share."""
         self._on_devices(optimizer=True)
-        self._ranks.call(LearnerRank.save, "checkpoint", folder.absolute())
+        are_copied = all(self._ranks.call(LearnerRank.hold_state, "checkpoint", copies))
+        ranks = self.group.of(LearnerRank, concurrency_group=SAVES) if are_copied else self._ranks
+
+        def write(folder: Path) -> FileSums:
+            # Each answers, whatever becomes of it: nobody writes any more when this returns.
+            answers = ranks.call(LearnerRank.write_state, "checkpoint", folder.absolute(), copies)
+            for answer in answers:
+                if isinstance(answer, SaveError):
+                    raise answer
+            return {
+                name: each for answer in answers if not isinstance(answer, SaveError) for name, each in answer.items()
+            }
+
+        return HeldState(is_copied=are_copied, write=write)
 
     def load(self, folder: Path) -> None:
         """Load a checkpoint, also one that another number of ranks wrote."""
@@ -170,7 +185,7 @@ def start_learner(
     secrets = forwarded_environment(secret=True)
     actors = [
         RemoteActor(
-            handle=ray.remote(concurrency_groups={HEALTH: 1})(LearnerWorker)
+            handle=ray.remote(concurrency_groups={HEALTH: 1, SAVES: 1})(LearnerWorker)
             .options(
                 name=f"{role}-{rank}",
                 max_restarts=0,

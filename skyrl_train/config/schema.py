@@ -68,6 +68,9 @@ class LoopConfig(MicroBatchConfig):
     `s3://bucket/run`, `gs://bucket/run`, `file:///mnt/run`, or another that fsspec knows."""
     checkpoint_timeout_s: Free[PositiveFloat] = 1800.0
     """Deadline of bringing one checkpoint to `checkpoint_url`, or from it."""
+    background_checkpoints: Free[bool] = True
+    """Write checkpoints while the run goes on, from copies of models and optimizer states in the memory of the hosts that
+    compute them. false, or a host without the room: the run waits."""
     max_failed_saves: Free[PositiveInt] = 3
     """Steps in a row at which the disk or `checkpoint_url` refuses, after which the run ends; until then it goes on and
     tries again after each step."""

@@ -25,11 +25,13 @@ from skyrl_train.distributed.mesh import by_mesh
 from skyrl_train.distributed.strategy import ModelStrategy, SingleProcess
 from skyrl_train.endpoints import LocalEndpoint
 from skyrl_train.errors import CheckpointError, NonFiniteError, SaveError, SkyrlTrainError
+from skyrl_train.interfaces import HeldState
 from skyrl_train.learner import state
 from skyrl_train.learner.offload import Offloader
 from skyrl_train.learner.optimizer import allocate_state, build_optimizer, load_optimizer_tensors, optimizer_tensors
 from skyrl_train.learner.passes import LossOfRows, Passes, ScoreRows
 from skyrl_train.learner.profiling import Profiler
+from skyrl_train.learner.state_files import HostCopy
 from skyrl_train.memory.oom_retry import OomRetry
 from skyrl_train.model.last_layer import narrow_last_layer
 from skyrl_train.model.lora import by_layer, has_adapter, merged_weights
@@ -87,6 +89,7 @@ class ModelEngine:
                 parameter.requires_grad_(False)
         else:
             self._optimizer = build_optimizer(self.parameters, optimizer)
+        self._host_copy = HostCopy()
         self.profiler: Profiler | None = None
         """Told of each optimizer step, where steps are profiled."""
         self._has_gradient = False
@@ -222,30 +225,35 @@ class ModelEngine:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def save(self, folder: Path) -> None:
-        """The files of `learner/state.py`; exact. Raises CheckpointError where a gradient is pending, SaveError
-        where the disk refuses."""
+    def hold_state(self, *, copies: bool) -> HeldState:
+        """What this rank writes of the files of `learner/state.py`; exact. Raises CheckpointError where a gradient is
+        pending."""
         if self._has_gradient:
-            raise CheckpointError(
-                f"{folder}: save between optimizer steps; the {self.name} model has a pending gradient"
-            )
+            raise CheckpointError(f"save between optimizer steps; the {self.name} model has a pending gradient")
         self.offloader.require(optimizer=True)
         if self.strategy.rank and not self.strategy.sharded:
-            return
+            return HeldState(is_copied=True, write=lambda folder: {})  # noqa: ARG005 - rank 0 has all of it
+        files = state.state_files(
+            role=self.name,
+            model=_saved_tensors(self.model, self.parameters),
+            optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
+            optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
+            steps=self.num_optimizer_steps,
+            documents=self.num_documents,
+            budgets=self.oom_retry.budgets(),
+            sharded=self.strategy.sharded,
+            rank=self.strategy.rank,
+        )
+        num_ranks = self.strategy.num_ranks if self.strategy.sharded else 1
+        copy = self._host_copy.take(files, num_ranks=num_ranks) if copies else None
+        return HeldState(is_copied=copy is not None, write=(copy or files).write)
+
+    def save(self, folder: Path) -> None:
+        """Write the state of a model whose ranks call this together. Raises CheckpointError, and SaveError where the disk
+        refuses one of them."""
         reason = ""
         try:
-            state.write(
-                folder,
-                role=self.name,
-                model=_saved_tensors(self.model, self.parameters),
-                optimizer=None if self._optimizer is None else optimizer_tensors(self._optimizer, self.parameters),
-                optimizer_name=OPTIMIZERS.name_of(self._config.name) if self._config else "",
-                steps=self.num_optimizer_steps,
-                documents=self.num_documents,
-                budgets=self.oom_retry.budgets(),
-                sharded=self.strategy.sharded,
-                rank=self.strategy.rank,
-            )
+            self.hold_state(copies=False).write(folder)
         except SaveError as error:
             reason = str(error)
         # Ranks that share a model return when all of its shards are there, or raise when one of them is not.
@@ -334,6 +342,10 @@ class HoldsModel:
             engine.passes.device,
             require_there=lambda: engine.offloader.require(optimizer=False),
         )
+
+    def hold_state(self, *, copies: bool) -> HeldState:
+        """As `Learner.hold_state`, of this rank."""
+        return self.engine.hold_state(copies=copies)
 
     def save(self, folder: Path) -> None:
         """Model, optimizer and schedule. Raises CheckpointError."""

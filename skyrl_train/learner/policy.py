@@ -26,6 +26,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig, loss_reads
 from skyrl_train.config.parts import POLICY_LOSSES
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.errors import BatchError, ModelError
+from skyrl_train.interfaces import HeldState
 from skyrl_train.learner.engine import HoldsModel, ModelEngine
 from skyrl_train.learner.state import take_weights
 from skyrl_train.model.causal_lm import output_head
@@ -245,8 +246,9 @@ class BaseOfAdapter:
         """Raises ModelError: the policy needs the base model as it is."""
         raise ModelError("the reference is the policy's model with the adapter off and cannot take other weights")
 
-    def save(self, folder: Path) -> None:
+    def hold_state(self, *, copies: bool) -> HeldState:  # noqa: ARG002
         """Nothing is saved: the base model does not change."""
+        return HeldState(is_copied=True, write=lambda folder: {})  # noqa: ARG005
 
     def load(self, folder: Path) -> None:
         """Nothing is loaded: the base model does not change."""

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_train.telemetry.files import parse_json
@@ -127,8 +126,8 @@ def is_sharded(folder: Path) -> bool:
     return (folder / _TORCH_METADATA).is_file() or any(folder.glob(_SHARDS))
 
 
-def write_shard(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Writes what this rank holds of the tensors. Called by each rank, in any order. Raises OSError, SafetensorError."""
+def shard_of(rank: int, tensors: Mapping[str, Tensor]) -> tuple[str, dict[str, Tensor], dict[str, str]]:
+    """Name, tensors and metadata of the file of what this rank holds of the tensors. Asked of each rank, in any order."""
     from torch.distributed.tensor import DTensor
 
     held, parts = {}, {}
@@ -137,9 +136,9 @@ def write_shard(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
             continue
         local, offset = local_part(tensor)
         if local.numel() or not tensor.numel():
-            held[name] = local.contiguous()
+            held[name] = local
             parts[name] = {"shape": list(tensor.shape), "offset": list(offset)}
-    save_file(held, folder / f"shard-{rank:05d}.safetensors", metadata={_PARTS: json.dumps(parts)})
+    return f"shard-{rank:05d}.safetensors", held, {_PARTS: json.dumps(parts)}
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from skyrl_train.batch.minibatch import MiniBatch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import SkyrlTrainError
+from skyrl_train.interfaces import HeldState
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.memory.sizing import make_meter, size_micro_batches
@@ -85,10 +86,10 @@ class LearnerOnSharedDevice:
         meter = make_meter(engine.passes.device, limits)
         return [size_micro_batches(self._learner, meter, limits, stored=own[0] if len(own) == 1 else None)]
 
-    def save(self, folder: Path) -> None:
+    def hold_state(self, *, copies: bool) -> HeldState:
         """Raises CheckpointError."""
         self._on_device(optimizer=True)
-        self._learner.save(folder)
+        return self._learner.hold_state(copies=copies)
 
     def load(self, folder: Path) -> None:
         """Raises CheckpointError."""

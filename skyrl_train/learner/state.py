@@ -14,7 +14,6 @@ code, and each fact is checked before it is used: types, ranges, shapes, that nu
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,12 +22,13 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from skyrl_train.distributed.fsdp import reshard
-from skyrl_train.errors import CheckpointError, ModelError, SaveError
-from skyrl_train.learner.shards import StoredShards, TensorFact, is_sharded, local_part, write_shard
+from skyrl_train.errors import CheckpointError, ModelError
+from skyrl_train.learner.shards import StoredShards, TensorFact, is_sharded, local_part, shard_of
+from skyrl_train.learner.state_files import StateFiles, TensorFile
 from skyrl_train.telemetry.files import read_json, whole_number
 from skyrl_train.telemetry.json_text import shown
 
@@ -53,8 +53,7 @@ class StoredState:
     """As `OomRetry.budgets`; empty where none were stored."""
 
 
-def write(
-    folder: Path,
+def state_files(
     *,
     role: str,
     model: Mapping[str, Tensor],
@@ -65,9 +64,8 @@ def write(
     budgets: tuple[int, ...] = (),
     sharded: bool = False,
     rank: int = 0,
-) -> None:
-    """Writes the files. Called by all ranks where the model is `sharded`, else by one. Raises SaveError where the disk
-    refuses."""
+) -> StateFiles:
+    """What is to be written of a model as it is now. Asked of all ranks where it is `sharded`, else of one."""
     content = {
         "format": FORMAT,
         "role": role,
@@ -78,25 +76,21 @@ def write(
         "memory_budgets": budgets,
         "dtypes": sorted({str(tensor.dtype).removeprefix("torch.") for tensor in model.values()}),
     }
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if sharded:
-            write_shard(folder, rank, _sharded_names(model, optimizer))
-        else:
-            save_file(_plain(model), folder / MODEL_FILE)
-            if optimizer is not None:
-                save_file(_plain(optimizer), folder / OPTIMIZER_FILE)
-        if rank == 0:
-            (folder / STATE_FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        raise SaveError(f"{folder}: the {role} model could not be written: {error}") from error
+    if sharded:
+        name, held, metadata = shard_of(rank, _sharded_names(model, optimizer))
+        tensors = {name: TensorFile(tensors=held, metadata=metadata)}
+    else:
+        tensors = {MODEL_FILE: TensorFile(tensors={name: tensor.detach() for name, tensor in model.items()})}
+        if optimizer is not None:
+            tensors[OPTIMIZER_FILE] = TensorFile(tensors=optimizer)
+    return StateFiles(role=role, tensors=tensors, facts={STATE_FILE: content} if rank == 0 else {})
 
 
 def read(
     folder: Path, *, role: str, model: Mapping[str, Tensor], with_optimizer: bool, optimizer_name: str = ""
 ) -> StoredState:
-    """Reads what `write` wrote for a model with these tensors, laid out as they are. A checkpoint of before optimizers were
-    named is taken to be of the same one.
+    """Reads the `state_files` that were written of a model with these tensors, laid out as they are. A checkpoint of before
+    optimizers were named is taken to be of the same one.
 
     Raises CheckpointError for missing or unreadable files, another role, or names, shapes or types that differ.
     """
@@ -275,10 +269,6 @@ def _read_sharded(
 def _moment_like(value: Tensor, key: str, model: Mapping[str, Tensor]) -> Tensor:
     owner = model.get(key.partition(".")[2])
     return value if owner is None or owner.shape != value.shape else _laid_out_like(value, owner)
-
-
-def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
 def _fact(tensor: Tensor) -> TensorFact:

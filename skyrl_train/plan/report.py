@@ -289,5 +289,12 @@ def storage_items(
             num_bytes=ceil_div(state + 4 * num_parameters, policy_shards),
             when="all the time; activations come on top",
         )
+        if trainer.background_checkpoints:
+            yield Storage(
+                what="copy of the policy in the host's memory, of each rank",
+                kind="kept",
+                num_bytes=ceil_div(state, policy_shards),
+                when="from the first checkpoint on, which is written from it",
+            )
         kept = trainer.max_ckpts_to_keep
         yield Storage(what="checkpoints of the policy", kind="kept", num_bytes=kept * state, when=f"{kept} on disk")

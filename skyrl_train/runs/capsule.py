@@ -186,7 +186,7 @@ def run_again(opened: Opened, output: Path) -> list[Comparison]:
         write_batch(output / BATCH_FILE, batch)
         for name, model in _named(learners).items():
             if name != "reference":
-                model.save(output / name)
+                model.hold_state(copies=False).write(output / name)
     made_again = not isinstance(opened.config, SFTConfig)
     lines = compare_batches(batch, recorded, bounds) if made_again else []
     lines += compare_metrics(metrics, opened.capsule.metrics, bounds)

@@ -216,6 +216,7 @@ def build_loop(
             ckpt_interval=trainer.ckpt_interval,
             stop_grace_s=trainer.stop_grace_s,
             max_failed_saves=trainer.max_failed_saves,
+            background_checkpoints=trainer.background_checkpoints,
             config=recorded,
             num_restarts=num_restarts,
         ),

@@ -184,7 +184,7 @@ def _train(
         keep=config.trainer.capsules,
         seed=config.seed,
         total_steps=plan.total_steps,
-        save_state=loop.save_state,
+        hold_state=loop.hold_state,
         console=console,
     )
     trainer = PPOTrainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -18,6 +19,9 @@ _MAX_COUNT = 2**53
 """The largest whole number that every reader of JSON takes as it is."""
 DISK_TIMEOUT_S = 1800.0
 """Deadline of a disk: what was written is there by then, or the disk is gone."""
+FileSums = Mapping[str, tuple[int, str]]
+"""Size in bytes and SHA-256 sum in hexadecimal digits of files, by their names within a folder."""
+_BLOCK_BYTES = 1 << 20
 
 
 def bring_to_disk(descriptor: int, path: Path) -> None:
@@ -65,6 +69,23 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)  # half of a file on a full disk helps nobody
         raise
     sync_folder(path.parent)
+
+
+def write_hashed(path: Path, content: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Writes a new file and brings it to the disk; returns its size in bytes and the SHA-256 sum of what was handed to the
+    disk, which is not read again. Raises OSError."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb", buffering=_BLOCK_BYTES) as file:
+        for each in content:
+            whole = memoryview(each).cast("B")
+            for start in range(0, len(whole), _BLOCK_BYTES):
+                block = whole[start : start + _BLOCK_BYTES]
+                digest.update(block)
+                file.write(block)
+            size += len(whole)
+        file.flush()
+        bring_to_disk(file.fileno(), path)
+    return size, digest.hexdigest()
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -145,14 +145,13 @@ class RunFolder:
         )
         return any(path.stat().st_size > 0 if path.is_file() else _has_entries(path) for path in results)
 
-    def copy_record(self, target: Path, *, is_same_run: bool) -> None:
-        """Copies metrics, evaluations and origin to the folder `target`, for a run that goes on from this one, so that its
-        curves are whole; to one that `is_same_run` what was measured and how often it began again, too."""
-        target.mkdir(parents=True, exist_ok=True)
+    def record(self, *, is_same_run: bool) -> dict[str, bytes]:
+        """Returns metrics, evaluations and origin as they are now, by the names of their files, for a run that goes on from
+        this one, so that its curves are whole; for one that `is_same_run` what was measured and how often it began again,
+        too."""
         own = (self.memory_file, self.restarts_file) if is_same_run else ()
-        for path in (self.metrics_file, self.evaluation_file, self.fork_file, *own):
-            if path.is_file():
-                shutil.copyfile(path, target / path.name)
+        files = (self.metrics_file, self.evaluation_file, self.fork_file, *own)
+        return {path.name: path.read_bytes() for path in files if path.is_file()}
 
     def set_aside(self) -> Path | None:
         """Moves the files of the run that is here to `previous-N/`; None where there is none. Nothing is deleted."""

@@ -29,6 +29,7 @@ from skyrl_train.capsules.record import (
     write_batch,
 )
 from skyrl_train.errors import BatchError, NonFiniteError, SkyrlTrainError
+from skyrl_train.interfaces import HeldState
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.run_folder import RunFolder, git_commit
 from skyrl_train.trainers.checkpoints import write_checkpoint
@@ -59,12 +60,12 @@ class CapsuleWriter:
         keep: int,
         seed: int,
         total_steps: int,
-        save_state: Callable[[Path, int, LoopState], None],
+        hold_state: Callable[..., HeldState],
         console: RunConsole,
     ) -> None:
-        """`save_state(folder, step, state)` writes the models, and the state of the loop after `step` steps."""
+        """`hold_state(step, state, copies=False)` gives the models, and the state of the loop after `step` steps."""
         self._folder, self.keep, self._seed, self._total_steps = folder, keep, seed, total_steps
-        self._save_state, self._console = save_state, console
+        self._hold_state, self._console = hold_state, console
 
     def begin(self, step: int, state: LoopState) -> None:
         """Keep the `state` after `step` steps, which the first step begins with. Raises SaveError."""
@@ -105,7 +106,7 @@ class CapsuleWriter:
             refusal = replace(refusal, learner=error.learner, optimizer_steps=error.optimizer_steps)
 
         def write(folder: Path) -> None:
-            self._save_state(folder, step - 1, state)
+            self._hold_state(step - 1, state, copies=False).write(folder)
             self._write_own(folder, step, known.batch, refusal=refusal, bad_inputs=bad_inputs(known.rollouts))
 
         try:
@@ -121,7 +122,7 @@ class CapsuleWriter:
 
     def _write_state(self, step: int, state: LoopState) -> None:
         root = self._folder.capsules / STATES
-        write_checkpoint(root, step, lambda folder: self._save_state(folder, step, state), self.keep + 1)
+        write_checkpoint(root, step, self._hold_state(step, state, copies=False).write, self.keep + 1)
 
     def _rollouts(self, step: int) -> Path | None:
         found = sorted(self._folder.rollouts.glob(f"train_{step_name(step)}.*"))

@@ -28,7 +28,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from skyrl_train.errors import CheckpointError, SaveError
-from skyrl_train.telemetry.files import DISK_TIMEOUT_S, sync_folder, write_atomically
+from skyrl_train.telemetry.files import DISK_TIMEOUT_S, FileSums, sync_folder, write_atomically
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.manifest import check_sizes, read_manifest, seal, verify
 from skyrl_train.trainers.object_store import ObjectStore, is_url, split_url, step_of
@@ -41,6 +41,9 @@ _WRITER = "writer"
 _TEMPORARY = ".tmp-"
 _REPLACED = ".tmp-replaced-"
 _NAME = re.compile(r"step_(\d{6,15})")
+
+WriteState = Callable[[Path], FileSums | None]
+"""Fills a folder, and returns the sums of those of its files that are hashed and on the disk."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,19 +63,31 @@ class CheckpointStore:
         if self._remote is not None:
             self._remote.check()
 
-    def write(self, step: int, write: Callable[[Path], None]) -> Path:
-        """Write the checkpoint of `step` and return its folder, as `write_checkpoint` does. Raises SaveError also where the
-        URL does not take it; the local one is there then."""
-        if self._remote is None:
-            return write_checkpoint(self._root, step, write, self._keep)
+    def begin(self, step: int) -> Callable[[WriteState], Path]:
+        """Returns what writes the checkpoint of `step`, on any thread, and returns its folder, as `write_checkpoint` does.
+        What of the run's record belongs to it is read now. It raises SaveError also where the URL does not take the
+        checkpoint; the local one is there then. Raises OSError."""
+        record = {} if self._remote is None else RunFolder(self._root.parent).record(is_same_run=True)
 
-        def write_with_history(folder: Path) -> None:
-            write(folder)
-            RunFolder(self._root.parent).copy_record(folder / HISTORY, is_same_run=True)
+        def finish(write: WriteState) -> Path:
+            def write_with_history(folder: Path) -> FileSums | None:
+                known = write(folder)
+                if self._remote is not None:
+                    (folder / HISTORY).mkdir()
+                    for name, content in record.items():
+                        (folder / HISTORY / name).write_bytes(content)
+                return known
 
-        path = write_checkpoint(self._root, step, write_with_history, self._keep)
-        self._upload(path)
-        return path
+            path = write_checkpoint(self._root, step, write_with_history, self._keep)
+            if self._remote is not None:
+                self._upload(path)
+            return path
+
+        return finish
+
+    def write(self, step: int, write: WriteState) -> Path:
+        """Write the checkpoint of `step` at once, and return its folder. Raises as `begin` and what that returns."""
+        return self.begin(step)(write)
 
     def clean(self) -> None:
         """Removes what a write that was cut short left behind, as `clean_leftovers` does."""
@@ -228,10 +243,11 @@ def checkpoint_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def write_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
+def write_checkpoint(root: Path, step: int, write: WriteState, keep: int) -> Path:
     """Writes the checkpoint of `step` and returns its folder; the newest `keep` whole ones stay, older ones go.
 
-    `write` fills the (empty) folder it is given. An existing checkpoint of the same step is replaced.
+    `write` fills the (empty) folder it is given, and returns the sums that it knows. An existing checkpoint of the same
+    step is replaced.
     Raises SaveError where the disk refuses (no space, no permission); what was there before is as it was, and what was
     written of this one is removed.
     """
@@ -241,8 +257,7 @@ def write_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep:
         root.mkdir(parents=True, exist_ok=True)
         clean_leftovers(root)
         temporary.mkdir()
-        write(temporary)
-        seal(temporary)
+        seal(temporary, write(temporary))
         _install(root, temporary, final)
         clean_leftovers(root)
         _prune(root, keep, final)
@@ -311,9 +326,15 @@ def latest_checkpoint(root: Path, require: Callable[[Path], None] | None = None)
 
 
 def oldest_step(root: Path) -> int | None:
-    """Return the step of the oldest checkpoint under `root`, whole or not; None where there is none."""
+    """Return the step of the oldest checkpoint under `root`, whole or not; None where there is none, or none yet that a loss
+    of power leaves: `latest` names one once its name is on the disk, so that one that is being written does not count."""
+    try:
+        match = _NAME.fullmatch((root / LATEST).read_text(encoding="utf-8", errors="replace").strip())
+    except OSError:
+        return None
     names = [folder.name.removeprefix(_REPLACED) for folder in _candidates(root, [])]
-    return min((int(name.removeprefix("step_")) for name in names), default=None)
+    oldest = min((int(name.removeprefix("step_")) for name in names), default=None)
+    return None if oldest is None or match is None or oldest > int(match.group(1)) else oldest
 
 
 def _none_whole(place: object, problems: Sequence[str]) -> CheckpointError:

@@ -4,7 +4,7 @@ A trainer writes down its verbs; everything that makes a step count is here, wri
 
     begin      load the checkpoint, evaluate where curves start
     record     timings, the step's line in the record, the picture, callbacks
-    conclude   a checkpoint where one is due, and the end where a signal asked for it
+    conclude   a checkpoint where one is due (`checkpoint_writer.py`), and the end where a signal asked for it
     complete   the mark that the run has nothing left to do
 
 The record is on disk before the checkpoint of its step is. A run that is killed in between repeats the step and writes
@@ -13,26 +13,29 @@ the same record again. Signals ask for a stop at the next safe point (`stop.py`)
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
-from skyrl_train.interfaces import Learner, Scorer
+from skyrl_train.interfaces import HeldState, Learner, Scorer
 from skyrl_train.telemetry.activity import Activity
 from skyrl_train.telemetry.alerts import Alerts
 from skyrl_train.telemetry.console import RunConsole
+from skyrl_train.telemetry.files import FileSums
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.timeline import Timeline
 from skyrl_train.telemetry.tracker import Trackers
+from skyrl_train.trainers.checkpoint_writer import CheckpointWriter, Written
 from skyrl_train.trainers.checkpoints import CheckpointStore, checkpoint_name
 from skyrl_train.trainers.observers import Observers
 from skyrl_train.trainers.resume import Start
 from skyrl_train.trainers.saving import Saves
 from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
+from skyrl_train.trainers.step_timer import StepTimer
 from skyrl_train.trainers.stop import GivenUp, StopFlag, stop_on_signals
 from skyrl_train.types import RolloutBatch
 
@@ -48,6 +51,10 @@ timing/{load,evaluate,log,record,checkpoint} | s | Loading a checkpoint, evaluat
     to disk, the record and the checkpoint of the step before. | where the phase ran | verl `timing_s/testing`,
     `timing_s/save_checkpoint`
 timing/capsule | s | What is kept of the step so that it can be executed again. | `trainer.capsules` above 0
+timing/wait/checkpoint | s | Within `timing/checkpoint`, the wait for the checkpoint before, which was still being written.
+    | where a checkpoint was due, or the run ended
+timing/background/checkpoint | s | How long a checkpoint took to be written beside the steps, hashed, sealed and brought to
+    `checkpoint_url`. | at the step behind which it was seen to be done
 timing/other | s | What no phase covers: the phases and it add up to `timing/step`.
 timing/wait/sync | s | Time in which the engine could not answer because it was given weights. | where weights were
     synced
@@ -71,6 +78,8 @@ class LoopSettings:
     """Steps; 0 saves at the end and on a signal alone."""
     max_failed_saves: int
     """Steps in a row that could not be written in full, after which the run ends."""
+    background_checkpoints: bool = True
+    """Whether checkpoints are written from copies while the run goes on."""
     stop_grace_s: float = 0.0
     """Seconds that the running step has after a signal; 0 does not limit it."""
     config: Mapping[str, Any]
@@ -112,6 +121,7 @@ class TrainingLoop:
         )
         self._timeline, self._activity = Timeline(folder.timeline_file), activity
         self._stop = StopFlag()
+        self._writer, self._copies = CheckpointWriter(), settings.background_checkpoints
         self._last_checkpoint, self._last_step = start.checkpoint, start.global_step
         self._finished: tuple[int, LoopState] | None = None
         """The last step that is finished and the state after it, which the models have until the next update."""
@@ -127,12 +137,13 @@ class TrainingLoop:
         with stop_on_signals(grace_s=self.settings.stop_grace_s) as stop, watched:
             self._stop = stop
             try:
-                yield
+                with self._saves_ended():
+                    yield
             except GivenUp:
                 assert self._finished is not None, "a step is given up behind the one before"
                 step, state = self._finished
                 if self._last_checkpoint is None or self._last_checkpoint.name != checkpoint_name(step):
-                    self._save(step, state)
+                    self._save(step, state, [self._checkpoints])
                 stop.raise_if_set(step)
             except NonFiniteError as error:
                 checkpoint = self._last_checkpoint
@@ -176,7 +187,7 @@ class TrainingLoop:
                 self._trackers.log({**metrics, **timings}, step=step)
         self._finished = step, state
         if self._stop.is_set and step < self.settings.total_steps:
-            self._save(step, state)
+            self._save(step, state, [self._checkpoints])
             self._stop.raise_if_set(step)
 
     def steps(self) -> range:
@@ -214,32 +225,40 @@ class TrainingLoop:
             self._alerts.check(step, record)
         self.observers.tell("step", step, metrics=record)
 
-    def conclude(self, step: int, state: LoopState, *, ends: bool = False) -> None:
+    def conclude(self, step: int, state: LoopState, *, ends: bool = False, best: CheckpointStore | None = None) -> None:
         """Saves a checkpoint where one is due, or where the last one failed. Raises StopRequested, with the checkpoint
         written, where a signal came and there is more to train, and SaveError where the run cannot go on writing
         (`saving.py`).
 
-        `ends`: the trainer ends the run after this step, whatever the number of steps is.
+        `ends`: the trainer ends the run after this step, whatever the number of steps is. `best`: where the step is to be
+        kept, too.
         """
         stopping, ends = self._stop.is_set, ends or self.is_last(step)
-        is_saved = ends or stopping or self.saves.has_failed or is_due(step, self.settings.ckpt_interval)
-        self._save(step, state, writes=is_saved, can_retry=not (ends or stopping))
+        goes_on = not (ends or stopping)
+        is_due_now = best is not None or is_due(step, self.settings.ckpt_interval)
+        self._learn_what_was_written(step, state, waits=is_due_now or not goes_on or self.saves.has_failed)
+        is_saved = not goes_on or self.saves.has_failed or is_due(step, self.settings.ckpt_interval)
+        stores = ([] if best is None else [best]) + ([self._checkpoints] if is_saved else [])
+        self._save(step, state, stores, can_retry=goes_on)
         self._finished = step, state
         if stopping and not ends:
             self._stop.raise_if_set(step)
 
-    def write_checkpoint(self, store: CheckpointStore, step: int, state: LoopState) -> Path:
-        """Each model and the state of the loop, whole or not at all; returns the checkpoint's folder."""
-        with self.phase("checkpoint"):
-            path = store.write(step, lambda folder: self.save_state(folder, step, state))
-        self.observers.tell("checkpoint", step, path=path)
-        return path
+    def hold_state(self, step: int, state: LoopState, *, copies: bool) -> HeldState:
+        """Each model and the state of the loop after `step` steps, to be written; see `HeldState`."""
+        held = {name: model.hold_state(copies=copies) for name, model in self._models.items()}
+        record = TrainerState.at(step, state, config=self.settings.config, data=self._data)
 
-    def save_state(self, folder: Path, step: int, state: LoopState) -> None:
-        """Write each model, and the state of the loop after `step` steps."""
-        for name, learner in self._models.items():
-            learner.save(folder / name)
-        TrainerState.at(step, state, config=self.settings.config, data=self._data).write(folder)
+        def write(folder: Path) -> FileSums:
+            sums = {
+                f"{name}/{file}": each
+                for name, model in held.items()
+                for file, each in model.write(folder / name).items()
+            }
+            record.write(folder)
+            return sums
+
+        return HeldState(is_copied=copies and all(model.is_copied for model in held.values()), write=write)
 
     def draw(self) -> None:
         """Draws the learning curve, and what ran when."""
@@ -275,82 +294,76 @@ class TrainingLoop:
             self.observers.tell("evaluation", step, metrics=metrics)
         return metrics
 
-    def _save(self, step: int, state: LoopState, *, writes: bool = True, can_retry: bool = False) -> None:
-        """The checkpoint, after the records that belong to it; where nothing `writes` one, what became of the records alone.
-        Raises SaveError where that ends the run."""
-        if writes:
+    def _save(self, step: int, state: LoopState, stores: Sequence[CheckpointStore], *, can_retry: bool = False) -> None:
+        """The checkpoint in each of `stores`, after the records that belong to it; without any, what became of the records
+        alone. Raises SaveError where that ends the run.
+
+        The run waits for one that nothing follows, and for one in the place of one that failed.
+        """
+        if stores:
             with self.saves.attempt():
                 self._trackers.flush()
-                self._last_checkpoint, self._last_step = self.write_checkpoint(self._checkpoints, step, state), step
+                self._begin_save(step, state, stores, copies=can_retry and not self.saves.has_failed)
+        self.saves.settle(step, partial(self._rescue, step, state), can_retry=can_retry)
 
-        def rescue(folder: RunFolder) -> Path:
-            return self.write_checkpoint(CheckpointStore(folder.checkpoints, keep=1), step, state)
+    def _begin_save(self, step: int, state: LoopState, stores: Sequence[CheckpointStore], *, copies: bool) -> None:
+        with self.phase("checkpoint"):
+            held = self.hold_state(step, state, copies=copies and self._copies)
+            if copies and self._copies and not held.is_copied:
+                self._copies = False
+                self.console.warn(
+                    "the memory of a host has no room for a copy of the models: the run waits while its checkpoints are "
+                    "written, as with trainer.background_checkpoints=false"
+                )
+            written = self._writer.begin(step, held, stores)
+        if written is not None:
+            self._note_written(written)
 
-        self.saves.settle(step, rescue, can_retry=can_retry)
+    def _rescue(self, step: int, state: LoopState, folder: RunFolder) -> Path:
+        store = CheckpointStore(folder.checkpoints, keep=1)
+        return store.write(step, self.hold_state(step, state, copies=False).write)
+
+    def _learn_what_was_written(self, step: int, state: LoopState, *, waits: bool) -> None:
+        """Takes note of the save that was under way, if it is done or has to be. One that failed counts as the step of its
+        own that it is. Raises SaveError where that ends the run."""
+        written = self._collect(waits=waits)
+        if written is None:
+            return
+        self.timer.add("background/checkpoint", written.seconds)
+        with self.saves.attempt():
+            self._note_written(written)
+        if written.errors:
+            self.saves.settle(written.step, partial(self._rescue, step, state), can_retry=True, weights_of=step)
+
+    def _collect(self, *, waits: bool) -> Written | None:
+        if not (waits and self._writer.is_busy):
+            return self._writer.collect(waits=False)
+        with self.phase("checkpoint"), self.timer.wait("checkpoint"):
+            return self._writer.collect(waits=True)
+
+    def _note_written(self, written: Written) -> None:
+        """Tells of checkpoints that are there. Raises what kept the first other one from being."""
+        for store, path in written.paths.items():
+            if store is self._checkpoints:
+                self._last_checkpoint, self._last_step = path, written.step
+            self.observers.tell("checkpoint", written.step, path=path)
+        for error in written.errors:
+            raise error
+
+    @contextmanager
+    def _saves_ended(self) -> Iterator[None]:
+        """Behind the block, no save is under way, however that ended."""
+        try:
+            yield
+        finally:
+            if (written := self._writer.collect(waits=True)) is not None:
+                try:
+                    self._note_written(written)
+                except Exception as error:  # there is an error already, or the signal's end of the run
+                    self.console.warn(f"the checkpoint of step {written.step} could not be written: {error}")
+            self._writer.close()
 
 
 def is_due(step: int, interval: int) -> bool:
     """Return whether `step` is one of every `interval`; no step is for 0."""
     return interval > 0 and step % interval == 0
-
-
-class StepTimer:
-    """Seconds per phase, step after step, without a gap between steps.
-
-    A step's clock starts where the step before was finished, so the sum over all steps is the run's wall time. What no
-    phase covers is reported as `timing/other`: the phases of a step always add up to `timing/step`. Waits, which are within
-    phases, are beside them as `timing/wait/<name>`.
-
-    Example:
-        >>> timer = StepTimer()
-        >>> with timer.phase("generate"):
-        ...     pass
-        >>> sorted(timer.finish_step())
-        ['timing/generate', 'timing/other', 'timing/step']
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._seconds: dict[str, float] = {}
-        self._waits: dict[str, float] = {}
-        self._spans: list[tuple[str, float, float]] = []
-        self._running: str | None = None
-        self._step_start = clock()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the block's seconds to `name`. Raises ValueError inside another phase: it would be counted twice."""
-        if self._running is not None:
-            raise ValueError(f"phase {name!r} inside phase {self._running!r}: its seconds would be counted twice")
-        self._running, start = name, self._clock()
-        try:
-            yield
-        finally:
-            self._running, end = None, self._clock()
-            self._seconds[name] = self._seconds.get(name, 0.0) + end - start
-            self._spans.append((name, start, end))
-
-    @contextmanager
-    def wait(self, name: str) -> Iterator[None]:
-        """Adds the block's seconds to `timing/wait/<name>`, whatever phase it is in."""
-        start = self._clock()
-        try:
-            yield
-        finally:
-            self._waits[name] = self._waits.get(name, 0.0) + self._clock() - start
-
-    def take_spans(self) -> list[tuple[str, float, float]]:
-        """Return name, begin and end of the phases since the last time, in seconds of the clock."""
-        spans, self._spans = self._spans, []
-        return spans
-
-    def finish_step(self) -> dict[str, float]:
-        """`timing/<phase>`, `timing/other` and their sum `timing/step`, in seconds; starts the next step's clock."""
-        now = self._clock()
-        step_s = now - self._step_start
-        phases = self._seconds
-        other_s = max(0.0, step_s - sum(phases.values()))
-        waits = {f"timing/wait/{name}": seconds for name, seconds in self._waits.items()}
-        self._seconds, self._waits, self._step_start = {}, {}, now
-        timings = {f"timing/{name}": seconds for name, seconds in phases.items()}
-        return {**timings, **waits, "timing/other": other_s, "timing/step": step_s}

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-from skyrl_train.errors import CheckpointError
+from skyrl_train.errors import CheckpointError, SaveError
 from skyrl_train.telemetry.files import (
     DISK_TIMEOUT_S,
+    FileSums,
     read_json,
     sync_folder,
     whole_number,
@@ -42,23 +43,35 @@ def verify(folder: Path) -> None:
     _on_threads(check, list(files), folder)
 
 
-def seal(folder: Path) -> None:
-    """Brings every file to the disk and writes the manifest."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    names = [path.relative_to(folder).as_posix() for path in paths]
-    if MANIFEST in names:
+def seal(folder: Path, known: FileSums | None = None) -> None:
+    """Brings every file to the disk and writes the manifest. `known`: sums of those that whoever wrote them has hashed and
+    brought to the disk; they are not read again. Raises CheckpointError, and SaveError where one of these has another
+    size."""
+    known = known or {}
+    paths = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    # One that another node has written may be found by its name before a listing has it.
+    paths = {name: folder / name for name in sorted(paths.keys() | known.keys())}
+    if MANIFEST in paths:
         raise CheckpointError(f"{folder}: the name {MANIFEST} is taken by what was written")
 
-    def record(path: Path) -> dict[str, object]:
-        _fsync_file(path)
-        return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+    def record(name: str) -> dict[str, object]:
+        num_bytes = paths[name].stat().st_size
+        if name not in known:
+            _fsync_file(paths[name])
+            return {"bytes": num_bytes, "sha256": sha256_of(paths[name])}
+        if num_bytes != known[name][0]:
+            raise SaveError(
+                f"{folder}: {name} has {num_bytes} bytes where {known[name][0]} were written. Is the folder on a file "
+                "system that all nodes share?"
+            )
+        return {"bytes": num_bytes, "sha256": known[name][1]}
 
-    records = _on_threads(record, paths, folder)
+    records = _on_threads(record, list(paths), folder)
     write_atomically(
         folder / MANIFEST,
-        (json.dumps({"format": FORMAT, "files": dict(zip(names, records))}, indent=1) + "\n").encode(),
+        (json.dumps({"format": FORMAT, "files": dict(zip(paths, records))}, indent=1) + "\n").encode(),
     )
-    for subfolder in {folder, *(path.parent for path in paths)}:
+    for subfolder in sorted({folder, *(path.parent for path in paths.values())}):
         sync_folder(subfolder)
 
 

@@ -173,7 +173,8 @@ def _prepare(
         write_json(folder.fork_file, start.fork.record())
     elif start.checkpoint is not None and (start.is_fetched or not start.own):
         source = start.checkpoint / HISTORY if start.is_fetched else start.checkpoint.parent.parent
-        RunFolder(source).copy_record(folder.root, is_same_run=start.own)
+        for name, content in RunFolder(source).record(is_same_run=start.own).items():
+            (folder.root / name).write_bytes(content)
     folder.complete_file.unlink(missing_ok=True)
     cut_metrics_after(folder.metrics_file, start.global_step)
     cut_evaluations_after(folder.evaluation_file, start.global_step)

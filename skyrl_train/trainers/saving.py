@@ -64,13 +64,21 @@ class Saves:
         """Whether something could not be written since the last step was settled, or at that step."""
         return bool(self._problems) or self._num_failures > 0
 
-    def settle(self, step: int, rescue: Callable[[RunFolder], Path], *, can_retry: bool) -> None:
+    def settle(
+        self,
+        step: int,
+        rescue: Callable[[RunFolder], Path],
+        *,
+        can_retry: bool,
+        weights_of: int | None = None,
+    ) -> None:
         """Called when all of a finished step was attempted. `rescue(folder)` saves the run there, and returns the place.
 
-        `can_retry`: another step follows. Raises SaveError where the run ends.
+        `can_retry`: another attempt follows. `weights_of`: the step that the policy's weights are of, if it is a later one.
+        Raises SaveError where the run ends.
         """
         if not self._held.is_there():
-            raise SaveError(self._rescued(step, rescue))
+            raise SaveError(self._rescued(step if weights_of is None else weights_of, rescue))
         problems, self._problems = self._problems, []
         self._num_failures = self._num_failures + 1 if problems else 0
         if not problems:
@@ -83,14 +91,15 @@ class Saves:
                 "the next step"
             )
             return
-        raise SaveError(f"step {step} could not be written in full: {listed}. {self._exported()}")
+        whose = "Its weights" if weights_of is None else f"The weights of step {weights_of}"
+        raise SaveError(f"step {step} could not be written in full: {listed}. {self._exported(whose)}")
 
-    def _exported(self) -> str:
+    def _exported(self, whose: str) -> str:
         try:
             export_whole(self._policy, self._folder.export)
         except (OSError, SkyrlTrainError) as error:
-            return f"Its weights could not be exported either: {error}"
-        return f"Its weights are in {self._folder.export}"
+            return f"{whose} could not be exported either: {error}"
+        return f"{whose} are in {self._folder.export}"
 
     def _rescued(self, step: int, rescue: Callable[[RunFolder], Path]) -> str:
         """Saves the run in a new folder beside the one that is gone, or among temporary files; says where."""

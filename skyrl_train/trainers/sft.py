@@ -121,13 +121,11 @@ class SFTTrainer:
         measured = {**metrics, **batch_metrics(batch), **evaluation, **_total_metrics(totals)}
         measured = self.loop.observers.measure(StepFacts(step=step, batch=batch.mini_batch.batch), measured)
         self.loop.record(step, measured, speed=partial(_speed, batch), is_evaluated=bool(evaluation))
-        if evaluation and self.best is not None and self.history.best_step == step:
-            with self.loop.saves.attempt():
-                self.loop.write_checkpoint(self.best, step, self.state)
         if self.capsules.keep:
             with self.loop.phase("capsule"), self.loop.saves.attempt():
                 self.capsules.write(step, self.state, batch.mini_batch, measured)
-        self.loop.conclude(step, self.state, ends=self._has_stalled())
+        best = self.best if evaluation and self.history.best_step == step else None
+        self.loop.conclude(step, self.state, ends=self._has_stalled(), best=best)
 
     def _finish(self, step: int) -> SFTResult:
         """What a run leaves behind at its end."""

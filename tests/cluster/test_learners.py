@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,11 +29,12 @@ from skyrl_train.config.schema import (
     StrategyConfig,
     TrainerConfig,
 )
-from skyrl_train.errors import ActorLostError, NonFiniteError
+from skyrl_train.errors import ActorLostError, NonFiniteError, SaveError
 from skyrl_train.interfaces import Learner
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.plan.batch_plan import BatchPlan
 from skyrl_train.plan.dry_run import plan_batches
+from skyrl_train.trainers.manifest import sha256_of
 from tests.learner_cases import make_batch, policy_of, settings_of
 
 pytestmark = pytest.mark.cluster
@@ -158,7 +160,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_in_this_process(
     config = make_config(model_folder, strategy="fsdp2")
     with ray_learner(session, config, 2) as learner:
         three_steps(learner)
-        learner.save(tmp_path / "two")
+        learner.hold_state(copies=False).write(tmp_path / "two")
         learner.forward_backward(mini_batch(7))
         learner.optim_step()
         expected = weights_of(learner)
@@ -174,7 +176,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_in_this_process(
     assert goes_on(alone, tmp_path / "two") < 1e-6
     with ray_learner(session, config, 1) as learner:
         learner.load(tmp_path / "two")
-        learner.save(tmp_path / "one")
+        learner.hold_state(copies=False).write(tmp_path / "one")
         assert goes_on(learner, tmp_path / "two") < 1e-6
     alone.load(tmp_path / "one")
     alone.save(tmp_path / "whole")
@@ -184,6 +186,27 @@ def test_a_checkpoint_of_two_ranks_goes_on_with_one_and_in_this_process(
     exported = policy_of(replace(config, model=ModelConfig(path=str(tmp_path / "export"))))
     assert relative_difference(weights_of(exported), expected) == 0.0
     assert '"Qwen2ForCausalLM"' in (tmp_path / "export" / "config.json").read_text(encoding="utf-8")
+
+
+def test_ranks_write_and_hash_a_copy_while_they_train(session: RaySession, model_folder: Path, tmp_path: Path) -> None:
+    with ray_learner(session, make_config(model_folder, strategy="fsdp2"), 2) as learner:
+        three_steps(learner)
+        now = learner.hold_state(copies=False).write(tmp_path / "now")
+        held = learner.hold_state(copies=True)
+        assert held.is_copied
+        with ThreadPoolExecutor(1) as thread:
+            pending = thread.submit(held.write, tmp_path / "copy")
+            norms = three_steps(learner)
+            assert pending.result(60) == now
+        assert held.write(tmp_path / "later") == now
+        assert len(norms) == 3
+        found = {path.name: sha256_of(path) for path in (tmp_path / "copy").iterdir()}
+        assert found == {name: sha256 for name, (_, sha256) in now.items()}
+        assert sorted(found) == ["shard-00000.safetensors", "shard-00001.safetensors", "state.json"]
+        assert learner.hold_state(copies=True).write(tmp_path / "next") != now
+        (tmp_path / "taken").write_text("a file where the folder should be")
+        with pytest.raises(SaveError, match=r"taken: the policy model could not be written"):
+            learner.hold_state(copies=True).write(tmp_path / "taken")
 
 
 def test_one_rank_with_a_gradient_that_is_not_finite_stops_all_before_a_weight_moves(

@@ -174,7 +174,7 @@ def test_a_model_in_the_host_refuses_to_be_used(tmp_path: Path) -> None:
         lambda: learner.forward(make_batch(LENGTHS)),
         lambda: learner.forward_backward(mini_batch(0)),
         learner.optim_step,
-        lambda: learner.save(tmp_path / "state"),
+        lambda: learner.hold_state(copies=False),
         lambda: learner.export_hf(tmp_path / "export"),
     ):
         with pytest.raises(SkyrlTrainError, match="host's memory; call onload"):

@@ -82,13 +82,13 @@ def test_a_checkpoint_goes_on_with_ranks_of_their_own_and_back(
     together, apart = shared_config(model_folder), make_config(model_folder, strategy="fsdp2")
     with ray_learner(session, together, 2) as learner:
         three_steps(learner)
-        learner.save(tmp_path / "together")
+        learner.hold_state(copies=False).write(tmp_path / "together")
         learner.forward_backward(mini_batch(7))
         learner.optim_step()
         expected = weights_of(learner)
     with ray_learner(session, apart, 2) as learner:
         learner.load(tmp_path / "together")
-        learner.save(tmp_path / "apart")
+        learner.hold_state(copies=False).write(tmp_path / "apart")
         learner.forward_backward(mini_batch(7))
         learner.optim_step()
         assert relative_difference(weights_of(learner), expected) < 1e-6

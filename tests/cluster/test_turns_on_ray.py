@@ -83,7 +83,7 @@ def test_models_that_share_devices_in_turns_train_bit_for_bit_as_one_that_has_it
         scores, weights = step(colocated.policy, seed, reference=colocated.reference)
         assert torch.equal(scores, apart[seed][0])
         assert relative_difference(weights, apart[seed][1]) == 0.0
-        colocated.policy.save(tmp_path / f"step{seed}")
+        colocated.policy.hold_state(copies=False).write(tmp_path / f"step{seed}")
         with colocated.sharing.syncing():
             assert relative_difference(weights_of(colocated.policy), weights) == 0.0
     moves = [json.loads(line)["move"] for line in colocated.record.read_text(encoding="utf-8").splitlines()]

@@ -117,14 +117,14 @@ def test_a_run_with_a_curriculum_takes_the_same_prompts_after_a_resume(tmp_path)
 def test_a_kill_between_record_and_checkpoint_repeats_the_step(tmp_path, monkeypatch):
     expected = undisturbed(tmp_path / "alone")
     run = fake_run(tmp_path / "killed")
-    write = run.checkpoints.write
+    begin = run.checkpoints.begin
 
-    def killed_before(step, writer):
+    def killed_before(step):
         if step == 4:
             raise Killed
-        return write(step, writer)
+        return begin(step)
 
-    monkeypatch.setattr(run.checkpoints, "write", killed_before)
+    monkeypatch.setattr(run.checkpoints, "begin", killed_before)
     with pytest.raises(Killed):
         run.run()
     assert len(read_metrics(run.folder.metrics_file)) == 5

@@ -1,6 +1,6 @@
 import pytest
 
-from skyrl_train.trainers.loop import StepTimer
+from skyrl_train.trainers.step_timer import StepTimer
 
 
 class Clock:

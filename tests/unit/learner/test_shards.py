@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from skyrl_train.errors import CheckpointError
 from skyrl_train.learner import state
-from skyrl_train.learner.shards import StoredShards, is_sharded, write_shard
+from skyrl_train.learner.shards import StoredShards, is_sharded, shard_of
+from skyrl_train.learner.state_files import TensorFile
 from tests.gloo_ranks import on_ranks
 
 WHOLE = {
@@ -43,6 +44,11 @@ def read_all(folder: Path) -> dict[str, Tensor]:
     for name, tensor in whole.items():
         stored.fill(name, tensor)
     return whole
+
+
+def write_shard(folder: Path, rank: int, tensors: dict[str, Tensor]) -> None:
+    name, held, metadata = shard_of(rank, tensors)
+    TensorFile(tensors=held, metadata=metadata).write(folder / name)
 
 
 def require_whole(found: dict[str, Tensor]) -> None:
@@ -163,8 +169,7 @@ def test_the_bomb_would_go_off(tmp_path: Path) -> None:
 
 
 def write_shard_of_a_model(folder: Path) -> None:
-    state.write(
-        folder,
+    files = state.state_files(
         role="policy",
         model={"odd": torch.ones(5, 3)},
         optimizer={"step.odd": torch.tensor(1.0), "exp_avg.odd": torch.ones(5, 3), "exp_avg_sq.odd": torch.ones(5, 3)},
@@ -173,6 +178,7 @@ def write_shard_of_a_model(folder: Path) -> None:
         documents=0,
         sharded=True,
     )
+    files.write(folder)
 
 
 def half(shape: list[Any], offset: list[Any], tensor: Tensor) -> tuple[dict[str, Tensor], str]:
