@@ -143,6 +143,7 @@ class LearnerRank:
 
     def load(self, folder: Path) -> None:
         """See `Learner.load`."""
+        self._held.clear()  # what is replaced must not stay on the device
         self._learner.load(folder)
 
     def export_hf(self, folder: Path) -> None:

@@ -94,7 +94,8 @@ PARTS = (
         name="saves",
         fault="disks of 12 sizes, folders that vanish, resealed checkpoints, cut manifests",
         whole=f"{_TEST} {_ALL} tests/trainers/test_saving.py tests/trainers/test_resealed.py "
-        "tests/trainers/test_checkpoints.py tests/unit/learner/test_policy_state.py tests/unit/learner/test_shards.py",
+        "tests/trainers/test_checkpoints.py tests/trainers/test_background_checkpoints.py "
+        "tests/unit/learner/test_policy_state.py tests/unit/learner/test_state_files.py tests/unit/learner/test_shards.py",
     ),
     Part(
         name="store",
