@@ -22,12 +22,15 @@ from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, Single
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.expert_routing import follow_routing
+from skyrl_train.model.experts import check_experts
 from tests.equivalence.layouts import Layout, closed, fixed_rollouts
 from tests.equivalence.test_routing_replay import STEP, DoubleRouter, double_moe
 from tests.gloo_ranks import on_ranks
 from tests.layout_cases import distance, use_layout
-from tests.learner_cases import fixed_rows
-from tests.moe_cases import with_experts
+from tests.learner_cases import fixed_rows, make_double
+from tests.memory_cases import DEADLINE_S, FailingMeter, full_weights, size_itself
+from tests.moe_cases import make_moe, with_experts
+from tests.unit.model.test_expert_routing import FAMILIES
 
 pytestmark = pytest.mark.slow
 LAYOUTS: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
@@ -53,11 +56,9 @@ def make_model() -> PreTrainedModel:
     return made
 
 
-def learner_of(spread: ModelStrategy) -> PolicyLearner:
-    optimizer = OptimizerConfig(lr=0.01, max_grad_norm=0.1)
-    engine = ModelEngine(
-        make_model(), name="policy", micro_batching=fixed_rows(1), optimizer=optimizer, strategy=spread
-    )
+def learner_of(spread: ModelStrategy, *, optimizer: str = "adamw") -> PolicyLearner:
+    chosen = OptimizerConfig(name=optimizer, lr=0.01, max_grad_norm=0.1)
+    engine = ModelEngine(make_model(), name="policy", micro_batching=fixed_rows(1), optimizer=chosen, strategy=spread)
     return PolicyLearner(engine, model=ModelConfig(), algorithm=STEP.algorithm, temperature=1.0)
 
 
@@ -188,3 +189,84 @@ def test_every_way_to_spread_goes_on_from_every_other_and_gives_its_weights_away
         learner.load(tmp_path / saved)
         one_step(learner)
         assert distance(weights_of(learner), expected) < 1e-10, saved
+
+
+TOKENS = 64
+"""Of a micro-batch whose size is its own affair."""
+NUM_POINTS = 12
+"""Of a step, at each of which memory runs out once."""
+
+
+def run_out(rank: int, folder: Path, name: str) -> tuple[Tensor, list[Tensor]]:
+    """Weights after a step by itself, and after the same one with memory running out on rank 1."""
+    learner, meter = learner_of(strategy(name), optimizer="sgd"), FailingMeter()
+    engine = learner.engine
+    before = [each.detach().clone() for each in engine.parameters.values()]
+
+    def step(*refused: int) -> Tensor:
+        with torch.no_grad():
+            for parameter, value in zip(engine.parameters.values(), before):
+                parameter.copy_(value)
+        batches = size_itself(engine, meter, tokens=TOKENS)
+        meter.refuse(*refused)
+        one_step(learner)
+        assert bool(engine.strategy.agree(batches.budgets.training < TOKENS)) == bool(
+            engine.strategy.agree(len(refused))
+        )
+        return full_weights(engine)
+
+    step()  # the first one makes what FSDP2 gathers into: later ones allocate less
+    calm = step()
+    last = engine.strategy.agree(meter.num_allocations * rank)
+    points = [1 + number * (last - 1) // NUM_POINTS for number in range(NUM_POINTS)]
+    return calm, [step(*([point] if rank == 1 else [])) for point in points]
+
+
+@pytest.mark.parametrize("name", ["ddp 2", "fsdp2 2"])
+def test_memory_that_runs_out_on_one_rank_leaves_no_other_waiting_for_its_tokens(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for calm, disturbed in on_ranks(run_out, tmp_path, name, deadline_s=DEADLINE_S):
+        assert len(disturbed) == NUM_POINTS
+        for weights in disturbed:
+            assert distance(weights, calm) < 1e-10
+
+
+def run_families(rank: int, folder: Path) -> dict[str, tuple[float, float]]:
+    """How far states, and the gradient of all ranks' rows together, are from those of a model that is whole."""
+    found = {}
+    for kind, changes in FAMILIES:
+        whole, divided = (make_moe(kind, **changes) for _ in range(2))
+        for model in (whole, divided):
+            model.set_experts_implementation("eager")
+            make_double(model)
+        spread = strategy("ddp 2")
+        check_experts(divided, size=2, num_shards=1, name=kind)
+        spread.prepare(divided)
+        rows = [torch.arange(3, 12).unsqueeze(0), torch.arange(20, 25).unsqueeze(0)]
+        expected = [whole.base_model(input_ids=ids, use_cache=False).last_hidden_state for ids in rows]
+        state = divided.base_model(input_ids=rows[rank], use_cache=False).last_hidden_state
+        sum(each.square().sum() for each in expected).backward()  # type: ignore[union-attr]
+        state.square().sum().backward()
+        spread.reduce_gradients(divided.parameters())
+        pairs = [
+            (one.grad.flatten(), spread.full(other.grad).flatten())
+            for one, other in zip(whole.parameters(), divided.parameters())
+            if one.grad is not None and other.grad is not None
+        ]
+        assert len(pairs) == sum(one.grad is not None for one in whole.parameters())
+        gradients = [torch.cat(each) for each in zip(*pairs)]
+        found[kind] = float((state - expected[rank]).abs().max()), distance(*gradients)
+    return found
+
+
+def test_every_family_that_is_divided_computes_what_it_does_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routers round to float32, which differs where states do by their last bit."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for found in on_ranks(run_families, tmp_path):
+        assert found.keys() == dict(FAMILIES).keys()
+        for kind, apart in found.items():
+            assert max(apart) < 1e-6, (kind, apart)
