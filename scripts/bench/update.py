@@ -4,6 +4,7 @@
     python scripts/bench/update.py growth                      # cost against turns and samples, and the plot
     python scripts/bench/update.py head                        # logits memory at a large vocabulary
     python scripts/bench/update.py --device cuda               # tokens/s and GPU, model FLOPs utilisation; or --device cpu
+    python scripts/bench/update.py --device cuda --forms eager,compiled,graphs      # ranks: scripts/bench/update_ranks.py
 
 Every measurement is a process of its own, one thread, so that peak memory is its own; variants take turns, round after
 round, and medians of CPU seconds are quoted. A variant's gradient is compared with the first one's before its time
@@ -82,6 +83,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="with --device: timed updates")
     parser.add_argument("--tokens", type=int, default=16384, help="with --device: computed positions of a micro-batch")
     parser.add_argument("--float32", action="store_true", help="with --device cuda: not bfloat16")
+    parser.add_argument("--forms", default="eager", help="with --device: of eager, compiled and, on cuda, graphs")
     parser.add_argument("--checkpointing", action="store_true", help="with --device: recompute activations")
     commands = parser.add_subparsers(dest="command")
     compare = commands.add_parser("compare")

@@ -1,4 +1,5 @@
-"""Updates on one device, on the wall clock: tokens per second, and which share of the device's arithmetic they used.
+"""Updates on one device, on the wall clock, on a CPU in time of the process: tokens per second, and which share of the
+device's arithmetic they used.
 
 Model FLOPs are what the step needs at least, whatever a layout computes: each distinct prefix of its rows once, forward
 (1x) and backward (2x), without recomputed activations.
@@ -51,13 +52,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
             return PEAK_BF16[known[-1]], f"data sheet of {known[-1]}"
     side = _PRODUCT[device.type]
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
     seconds = []
     for _ in range(4):
         _wait(device)
-        start = time.perf_counter()
+        start = clock()
         left @ right
         _wait(device)
-        seconds.append(time.perf_counter() - start)
+        seconds.append(clock() - start)
     return 2 * side**3 / min(seconds[1:]), f"measured, {side} x {side} in {str(dtype).removeprefix('torch.')}"
 
 
@@ -76,7 +78,7 @@ def needed_flops(batch: TrainingInputBatch, size: ModelSize) -> float:
 
 
 def measure(args: Any) -> None:
-    """Print a table: one line for each layout."""
+    """Print a table: one line for each layout and form of the layers. The first update has what is compiled."""
     device = torch.device("cuda:0" if args.device == "cuda" else args.device)
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     set_numerics(deterministic=False)
@@ -84,13 +86,16 @@ def measure(args: Any) -> None:
     peak, source = peak_flops(device, dtype)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, one thread"
     print(f"{name}; {args.model}, {args.kind}; peak {peak / 1e12:.3g} TFLOP/s ({source})\n")
-    print("| layout | tokens | positions | s per update | tokens/s and GPU | model FLOPs utilisation | peak GiB |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| layout | layers | tokens | positions | first update, s | s per update | tokens/s and GPU | MFU | peak GiB |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for variant in args.layouts.split(","):
-        print(_row(variant, size, device, args, peak), flush=True)
+        for form in args.forms.split(","):
+            print(_row(variant, form, size, device, args, peak), flush=True)
 
 
-def _row(variant: str, size: ModelSize, device: torch.device, args: Any, peak: float) -> str:
+def _row(variant: str, form: str, size: ModelSize, device: torch.device, args: Any, peak: float) -> str:
     ours = Ours(
         size,
         KINDS[args.kind](size.vocabulary),
@@ -99,21 +104,20 @@ def _row(variant: str, size: ModelSize, device: torch.device, args: Any, peak: f
         bf16=args.bf16,
         checkpointing=args.checkpointing,
         device=str(device),
+        form=form,
     )
+    start = time.perf_counter()
     ours.score()
     ours.update()
+    _wait(device)
+    first = time.perf_counter() - start
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    _wait(device)
-    start = time.perf_counter()
-    for _ in range(args.steps):
-        ours.update()
-    _wait(device)
-    seconds = (time.perf_counter() - start) / args.steps
+    seconds = ours.timed(args.steps)
     flops = needed_flops(ours.batch, size)
     held = f"{torch.cuda.max_memory_allocated(device) / 2**30:.2f}" if device.type == "cuda" else "-"
     return (
-        f"| {variant} | {ours.batch.num_tokens:,} | {ours.positions:,} | {seconds:.3f} "
+        f"| {variant} | {form} | {ours.batch.num_tokens:,} | {ours.positions:,} | {first:.1f} | {seconds:.3f} "
         f"| {ours.batch.num_tokens / seconds:,.0f} | {flops / seconds / peak:.1%} | {held} |"
     )
 

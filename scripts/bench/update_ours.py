@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -14,11 +15,17 @@ from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig, OptimizerConfig, TrainerConfig
+from skyrl_train.distributed.strategy import ModelStrategy
+from skyrl_train.learner.build import compile_layers
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
+from skyrl_train.model.attention import leave_uncompiled
 from skyrl_train.model.causal_lm import _disable_dropout
+from skyrl_train.model.last_layer import decoder_layers
 from skyrl_train.telemetry.metrics import to_values
 
+FORMS = ("eager", "compiled", "graphs")
+"""Layers as they are; `model.compile`; compiled for each size, and replayed as CUDA graphs (a device alone)."""
 LAYOUTS: dict[str, tuple[Any, bool]] = {
     "padded": ("padded", False),
     "packed": ("packed", False),
@@ -77,6 +84,9 @@ class Ours:
         bf16: bool = False,
         checkpointing: bool = False,
         device: str = "cpu",
+        form: str = "eager",
+        strategy: ModelStrategy | None = None,
+        experts: int = 0,
     ):
         layout, merge = LAYOUTS[variant]
         trainer = TrainerConfig(
@@ -85,11 +95,12 @@ class Ours:
             max_tokens_per_microbatch=tokens,
             max_tokens_per_forward_microbatch=tokens,
         )
-        model = build_model(size).to(device)
+        model = build_model(size, experts=experts).to(device)
         _disable_dropout(model)
         if checkpointing:
             model.gradient_checkpointing_enable()
         model.train()
+        _compile(model, form)
         self.engine = ModelEngine(
             model,
             name="policy",
@@ -97,6 +108,7 @@ class Ours:
             dtype=torch.bfloat16 if bf16 else torch.float32,
             optimizer=OptimizerConfig(lr=1e-6, weight_decay=0.0),
             total_optimizer_steps=100,
+            strategy=strategy,
         )
         self.learner = PolicyLearner(self.engine, model=ModelConfig(), algorithm=AlgorithmConfig(), temperature=1.0)
         self.batch = batch_of(conversations)
@@ -121,6 +133,28 @@ class Ours:
         self.accumulate()
         self.learner.optim_step()
 
+    def timed(self, steps: int) -> float:
+        """Seconds of an update: of this process on a CPU, which others may be busy with, and on the wall clock elsewhere."""
+        on_gpu = self.engine.passes.device.type == "cuda"
+        clock = time.perf_counter if on_gpu else time.process_time
+        if on_gpu:
+            torch.cuda.synchronize()
+        start = clock()
+        for _ in range(steps):
+            self.update()
+        if on_gpu:
+            torch.cuda.synchronize()
+        return (clock() - start) / steps
+
     @property
     def positions(self) -> int:
         return int(self.metrics["layout/policy_positions"])
+
+
+def _compile(model: Any, form: str) -> None:
+    if form == "compiled":
+        compile_layers(model, name="the benchmark's")
+    elif form == "graphs":
+        leave_uncompiled()
+        for layer in decoder_layers(model):
+            layer.compile(mode="reduce-overhead", dynamic=False)

@@ -35,6 +35,21 @@ SIZES = {
 }
 
 
+_SHARED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+"""Sizes that a mixture has, too."""
+
+
 def model_config(size: ModelSize) -> Any:
     """A transformers config, without dropout."""
     from transformers import Qwen2Config
@@ -54,13 +69,21 @@ def model_config(size: ModelSize) -> Any:
     )
 
 
-def build_model(size: ModelSize, seed: int = 0) -> Any:
-    """Random weights in float32; the same in every process."""
+def build_model(size: ModelSize, seed: int = 0, *, experts: int = 0) -> Any:
+    """Random weights in float32; the same in every process. With `experts` a mixture of so many, of which a token takes a
+    quarter, each of a quarter of the width."""
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
     config = model_config(size)
+    if experts:
+        mixture = {"num_experts": experts, "num_experts_per_tok": max(1, experts // 4)}
+        own = {name: value for name, value in config.to_dict().items() if name in _SHARED}
+        sizes = {"moe_intermediate_size": size.intermediate // 4, "head_dim": size.hidden // size.heads}
+        mixed = Qwen3MoeConfig(**own, **sizes, **mixture, norm_topk_prob=True)
+        mixed._attn_implementation = "sdpa"
+        return Qwen3MoeForCausalLM(mixed).float()
     config._attn_implementation = "sdpa"
     return Qwen2ForCausalLM(config).float()
 

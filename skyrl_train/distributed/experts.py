@@ -45,16 +45,17 @@ class ExpertGroup:
         """Where ranks learn that another left the pass (`memory/oom_consensus.py`)."""
 
 
-def divide_experts(model: nn.Module, group: ExpertGroup, *, in_memory_of_their_own: bool = False) -> list[nn.Module]:
-    """Leave this rank its experts of each layer, as parameters sharded over the group, and have tokens travel. Returns the
-    modules. Call it before the model is spread in other ways, and after `check_experts`.
+def divide_experts(
+    model: nn.Module, group: ExpertGroup, *, in_memory_of_their_own: bool = False
+) -> Iterator[nn.Module]:
+    """Leave this rank its experts of each layer, as parameters sharded over the group, and have tokens travel. Yields each
+    module when it is done. Call it before the model is spread in other ways, and after `check_experts`.
 
     `in_memory_of_their_own`: not views of what the model had, which is free then.
     """
     from torch.distributed.tensor import DTensor, Shard
 
-    modules = list(expert_modules(model).values())
-    for module in modules:
+    for module in expert_modules(model).values():
         own = module.num_experts // group.size
         for name, parameter in list(module.named_parameters(recurse=False)):
             local = parameter.detach().narrow(0, group.rank * own, own)
@@ -63,7 +64,7 @@ def divide_experts(model: nn.Module, group: ExpertGroup, *, in_memory_of_their_o
             setattr(module, name, nn.Parameter(part, requires_grad=parameter.requires_grad))
         module.num_experts = own
         _let_tokens_travel(module, group)
-    return modules
+        yield module
 
 
 def _let_tokens_travel(module: Any, group: ExpertGroup) -> None:

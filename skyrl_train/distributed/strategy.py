@@ -201,7 +201,7 @@ class Replicated(ManyRanks):
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, src=0)
         if self._experts is not None:
-            divide_experts(model, self._experts, in_memory_of_their_own=True)
+            list(divide_experts(model, self._experts, in_memory_of_their_own=True))
 
     def in_consensus(self, model: PreTrainedModel, work: Callable[[], T]) -> T:  # noqa: ARG002
         """Ranks meet at the end, and before each collective of ranks that share forwards or experts: else replicas do not

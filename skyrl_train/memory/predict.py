@@ -127,6 +127,13 @@ class DeviceShare:
         features = (sizes.num_heads + 2 * kv_heads) * sizes.head_dim
         return {"exchanged heads": 3 * features * -(-positions // self.sequence) * self.compute_bytes}
 
+    def travelling_tokens(self, numbers: int, *, positions: int) -> dict[str, int]:
+        """Return what a layer holds of tokens on their way to experts of other ranks, of each position so many `numbers`: as
+        they are sent, and as they come, taken to be as many."""
+        if self.expert_ranks == 1:
+            return {}
+        return {"tokens that travel": 2 * numbers * -(-positions // self.sequence) * self.compute_bytes}
+
 
 @dataclass(kw_only=True)
 class Effort:
@@ -194,7 +201,7 @@ class PredictedPasses:
         training = phase == "training"
         kinds = self.share.resident(self.counts, training=training)
         kinds |= self.share.exchanged(self.counts, training=training)
-        kinds |= self.share.exchanged_heads(self.sizes, positions=rows * self.longest)
+        kinds |= self._exchanged_positions(rows)
         kinds |= peaks.kinds
         return MemoryEstimate(moment=peaks.moment, kinds={kind: count for kind, count in kinds.items() if count})
 
@@ -233,7 +240,7 @@ class PredictedPasses:
     def _probe(self, phase: Phase, rows: int) -> MemoryProbe:
         training = phase == "training"
         beside = sum(self.share.exchanged(self.counts, training=training).values()) + self.resident_bytes(phase)
-        beside += sum(self.share.exchanged_heads(self.sizes, positions=rows * self.longest).values())
+        beside += sum(self._exchanged_positions(rows).values())
         return MemoryProbe(
             rows=rows,
             longest=self.longest,
@@ -263,6 +270,12 @@ class PredictedPasses:
             return PassPeaks(sections={"at any moment": growing}, kept=0)
         found = [prober.sections(rows, self._own_length, training=training) for prober in self._tracers()]
         return found[0].between(found[-1], 1.0 + self._layers_beyond)
+
+    def _exchanged_positions(self, rows: int) -> dict[str, int]:
+        positions = rows * self.longest
+        heads = self.share.exchanged_heads(self.sizes, positions=positions)
+        experts = int(self.config.get("num_experts_per_tok") or 0)
+        return heads | self.share.travelling_tokens(experts * self.sizes.hidden_size, positions=positions)
 
     @property
     def _own_length(self) -> int:

@@ -39,3 +39,9 @@ def test_a_replica_has_its_experts_alone() -> None:
         "gradients": 4 * 400,
         "optimizer state": 8 * 400,
     }
+
+
+def test_tokens_on_their_way_are_counted_as_sent_and_as_they_come() -> None:
+    share = DeviceShare(expert_ranks=4, sequence=2, compute_bytes=2)
+    assert share.travelling_tokens(8 * 16, positions=100) == {"tokens that travel": 2 * 8 * 16 * 50 * 2}
+    assert replace(share, expert_ranks=1).travelling_tokens(8 * 16, positions=100) == {}
