@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -136,3 +137,60 @@ def own_arguments(ids: torch.Tensor, spans: tuple[ImageSpan, ...], dtype: torch.
         "pixel_values": torch.cat([torch.from_numpy(span.image.pixels) for span in spans]).to(dtype),
         "image_grid_thw": torch.tensor([span.image.patches for span in spans]),
     }
+
+
+def make_gemma(*, seed: int = 0, double: bool = False) -> PreTrainedModel:
+    """A random Gemma 3 of two layers, one of which sees a window, and a tower of one; an image has four tokens."""
+    torch.manual_seed(seed)
+    text = {name: value for name, value in TEXT.items() if name != "rope_parameters"}
+    with quiet_transformers():
+        config = AutoConfig.for_model(
+            "gemma3",
+            text_config={
+                **text,
+                "model_type": "gemma3_text",
+                "head_dim": 8,
+                "sliding_window": 8,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            vision_config={
+                "model_type": "siglip_vision_model",
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 8,
+                "patch_size": 2,
+            },
+            mm_tokens_per_image=4,
+            image_token_index=PLACEHOLDER,
+            boi_token_index=47,
+            eoi_token_index=46,
+        )
+        config.image_token_id = PLACEHOLDER
+        made: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
+    if double:
+        for module in made.modules():
+            if type(module).__name__ == "Gemma3RMSNorm":
+                module.forward = MethodType(_double_norm, module)
+        made.double()
+    with torch.no_grad():
+        # which starts at 0, so that no image would matter
+        made.model.multi_modal_projector.mm_input_projection_weight.normal_(0, 0.3)  # type: ignore[union-attr]
+    add_vision(made)
+    return made.eval()
+
+
+def _double_norm(self: Any, x: Tensor) -> Tensor:
+    found: Tensor = self._norm(x) * (1.0 + self.weight)
+    return found
+
+
+def make_gemma_image(number: int) -> Image:
+    """A random image of four tokens."""
+    rng = np.random.default_rng(number)
+    return Image(
+        key=hashlib.sha256(f"gemma {number}".encode()).hexdigest(),
+        pixels=rng.standard_normal((3, 8, 8)).astype(np.float32),
+        num_tokens=4,
+    )

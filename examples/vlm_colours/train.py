@@ -1,10 +1,10 @@
 """A tiny model of images and text learns to name colours, on a CPU: shown answers first, half of them wrong, then GRPO.
 
-    python examples/vlm_colours/train.py [--seed 0] [--warm-up-steps 250] [--output runs/colours] [KEY=VALUE ...]
+    python examples/vlm_colours/train.py [--seed 0] [--warm-up-steps 100] [--output runs/colours] [KEY=VALUE ...]
 
-Each picture has a left and a right half, and the question asks for the colour of one. The model is Qwen2.5-VL's
-architecture with 0.2 million random numbers, made here with its tokenizer and its image processor. Its warm-up, supervised
-training on conversations with images, answers rightly every other time. GRPO learns from the reward alone what is right.
+Each picture is a noisy patch of one of six colours, and the question asks which. The model is Qwen2.5-VL's architecture with
+0.1 million random numbers, made here with its tokenizer and its image processor. In its warm-up, supervised training on
+conversations with images, half of the answers are right and half are drawn. GRPO learns from the reward alone what is right.
 KEY=VALUE are settings of the latter run.
 """
 
@@ -27,7 +27,7 @@ COLOURS = {
     "black": (15, 15, 15),
     "yellow": (230, 220, 40),
 }
-SIDES = ("left", "right")
+QUESTION = "colour"
 SIZE = 16
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
 TEMPLATE = (
@@ -45,7 +45,7 @@ def save_model(folder: Path, seed: int) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
-    words = ["system", "user", "assistant", "\n", "1", "2", "3", "a", "b", *SIDES, *COLOURS]
+    words = ["system", "user", "assistant", "\n", "1", "2", "3", "a", "b", QUESTION, *COLOURS]
     bare = Tokenizer(models.WordLevel({token: number for number, token in enumerate([*SPECIAL, *words])}, SPECIAL[0]))
     bare.pre_tokenizer = pre_tokenizers.Split("\n", "isolated")
     tokenizer = PreTrainedTokenizerFast(
@@ -103,23 +103,21 @@ def save_model(folder: Path, seed: int) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
-def draw(file: Path, rng: random.Random) -> dict[str, str]:
-    """Write a picture of two noisy colours, and return which is where."""
+def draw(file: Path, rng: random.Random) -> str:
+    """Write a picture of one noisy colour, and return which."""
     import numpy as np
     from PIL import Image
 
-    found = {side: rng.choice(list(COLOURS)) for side in SIDES}
+    colour = rng.choice(list(COLOURS))
     noise = np.random.default_rng(rng.getrandbits(32)).integers(-15, 16, (SIZE, SIZE, 3))
-    plain = np.concatenate([np.full((SIZE, SIZE // 2, 3), COLOURS[found[side]]) for side in SIDES], axis=1)
-    Image.fromarray((plain + noise).clip(0, 255).astype(np.uint8)).save(file)
-    return found
+    Image.fromarray((noise + COLOURS[colour]).clip(0, 255).astype(np.uint8)).save(file)
+    return colour
 
 
 def conversation(file: Path, rng: random.Random) -> tuple[list[dict[str, Any]], str]:
     """Draw a picture; return the question about it, and the answer."""
-    found, side = draw(file, rng), rng.choice(SIDES)
-    content = [{"type": "image", "path": f"pictures/{file.name}"}, {"type": "text", "text": side}]
-    return [{"role": "user", "content": content}], found[side]
+    content = [{"type": "image", "path": f"pictures/{file.name}"}, {"type": "text", "text": QUESTION}]
+    return [{"role": "user", "content": content}], draw(file, rng)
 
 
 def write_rows(folder: Path, rng: random.Random) -> None:
@@ -147,7 +145,7 @@ def main() -> None:
     """Make model and data, show, then train."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--warm-up-steps", type=int, default=250)
+    parser.add_argument("--warm-up-steps", type=int, default=100)
     parser.add_argument("--output", type=Path, default=Path("runs/colours"))
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
     arguments = parser.parse_args()
@@ -180,7 +178,7 @@ def main() -> None:
         "environment.reward=exact_match",
         "generator.n_samples_per_prompt=8",
         "generator.sampling.max_generate_length=4",
-        "trainer.total_steps=40",
+        "trainer.total_steps=30",
         "trainer.train_batch_size=16",
         "trainer.policy_mini_batch_size=16",
         "trainer.policy.optimizer.lr=1e-3",

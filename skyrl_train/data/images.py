@@ -92,6 +92,8 @@ class ImageReading:
     """Of an encoded image and its key. Raises ValueError for one that it cannot take."""
     settings: ImagesConfig
     store: ImageStore = IMAGES
+    marks: tuple[int, int] | None = None
+    """The tokens that begin and end an image, where the template writes the first alone (Gemma 3)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_processed", lru_cache(maxsize=_PROCESSED)(self._process))

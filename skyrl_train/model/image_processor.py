@@ -32,7 +32,7 @@ def image_reading(model: ModelConfig, settings: ImagesConfig) -> ImageReading | 
     if not family_of(folder):
         return None
     processor = FamilyProcessor.of(folder)
-    return ImageReading(processor.placeholder, processor, settings)
+    return ImageReading(processor.placeholder, processor, settings, marks=processor.marks)
 
 
 def pads_rows(model: ModelConfig) -> bool:
@@ -51,6 +51,8 @@ class FamilyProcessor:
         kind = family_of(folder)
         config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.placeholder = next(int(config[name]) for name in _PLACEHOLDERS if config.get(name) is not None)
+        marks = [config.get(name) for name in ("boi_token_index", "eoi_token_index")]
+        self.marks = (int(marks[0]), int(marks[1])) if marks[0] is not None and marks[1] is not None else None
         self._has_grid = FAMILIES[kind].rotary
         self._merge = int(config["vision_config"].get("spatial_merge_size", 1))
         self._tokens = int(config.get("mm_tokens_per_image") or 0)

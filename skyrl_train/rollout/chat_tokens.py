@@ -205,20 +205,31 @@ class ChatTokens:
     def _render(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool, tools: Sequence[Schema] = ()
     ) -> tuple[int, ...]:
-        rendered = self._tokenizer.apply_chat_template(
+        render = functools.partial(
+            self._tokenizer.apply_chat_template,
             [dict(message) for message in messages],
             add_generation_prompt=add_generation_prompt,
-            tokenize=True,
-            return_dict=False,
             **({"tools": [dict(tool) for tool in tools]} if tools else {}),
             **self._template_kwargs,
         )
+        if self._images is not None and self._images.marks is not None and references_in(messages):
+            text = self._with_whole_marks(str(render(tokenize=False)), self._images)
+            rendered = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:
+            rendered = render(tokenize=True, return_dict=False)
         token_ids = tuple(int(token_id) for token_id in rendered)
         if self._images is not None:
             return tuple(expanded(token_ids, self._images.placeholder, self._images.of(messages)))
         if references_in(messages):
             raise ValueError("it has images, and the model reads none: give model.path one that does")
         return token_ids
+
+    def _with_whole_marks(self, text: str, images: ImageReading) -> str:
+        """Return a rendered text in which what begins an image is followed by its placeholder and its end, with empty lines
+        around them, as the family's processor writes it."""
+        begin, end = (str(self._tokenizer.decode([each])) for each in images.marks or ())
+        placeholder = str(self._tokenizer.decode([images.placeholder]))
+        return text.replace(begin, f"\n\n{begin}{placeholder}{end}\n\n")
 
 
 def _missing(after: tuple[int, ...], response: tuple[int, ...]) -> tuple[int, ...]:
