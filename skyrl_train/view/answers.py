@@ -114,10 +114,8 @@ class Answers:
             "mismatch": [name for name in names if name.startswith("mismatch/")],
             "off_policy": [name for name in names if name.startswith("off_policy/")],
             "plan": records.plan_beside(plan, lines),
-            "plan_file": plan or None,
             "config": list(map(list, records.flat_config(run, problems).items())),
             "environment": records.environment_of(run, problems),
-            "evaluations": records.evaluations_of(run, problems),
             "restarts": records.json_lines(run.folder.restarts_file),
             "fork": records.read_object(run.folder.fork_file, problems) or None,
             "offsets": {
@@ -158,14 +156,10 @@ class Answers:
                 reset += [name] if is_other else []
             else:
                 lines[name], offsets[name] = [], end_of(path)
-        metrics = [
-            record | {"_seconds": record.get("timing/step"), "_tokens": record.get("batch/tokens")}
-            for record in map(records.numbers_of, _objects(lines["metrics"]))
-        ]
         described = run.describe()
         return {
             "run": described,
-            "metrics": metrics,
+            "metrics": [records.numbers_of(record) for record in _objects(lines["metrics"])],
             "timeline": records.timeline_lines(_objects(lines["timeline"]), last=len(lines["timeline"]) or 1),
             "log": lines["log"],
             "offsets": offsets,

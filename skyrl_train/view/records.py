@@ -54,16 +54,11 @@ def metric_series(records: Sequence[Json], names: Sequence[str], max_points: int
     kept = _thinned(lines, max_points)
     found = dict.fromkeys(name for index in kept for name in lines[index] if name != "step")
     wanted = sorted(name for name in found if not names or name in names)
-    groups: dict[str, list[str]] = {}
-    for name in wanted:
-        groups.setdefault(name.partition("/")[0], []).append(name)
     return {
         "steps": [lines[index]["step"] for index in kept],
         "tokens": [tokens[index] for index in kept],
         "seconds": [seconds[index] for index in kept],
-        "total_lines": len(lines),
         "series": {name: [_number(lines[index].get(name)) for index in kept] for name in wanted},
-        "groups": groups,
         "default": [name for name in _DEFAULT_SERIES if name in wanted],
     }
 
@@ -71,32 +66,20 @@ def metric_series(records: Sequence[Json], names: Sequence[str], max_points: int
 def step_table(run: Run, records: Sequence[Json]) -> list[Json]:
     """Return what each step took and what failed in it, for the last steps; one that failed as a whole has a line, too."""
     by_step = {record["step"]: record for record in records}
-    files = run.rollout_files()
-    failed = {file.step for file in files if file.purpose == "failed"}
-    with_rollouts = {file.step for file in files}
+    failed = {file.step for file in run.rollout_files() if file.purpose == "failed"}
     table = []
     for step in sorted(by_step.keys() | failed)[-_LAST_STEPS:]:
         numbers = {name: _number(value) for name, value in by_step.get(step, {}).items()}
         record = {name: value for name, value in numbers.items() if value is not None}
-        kinds = {
-            name.removeprefix("failures/"): int(value)
-            for name, value in record.items()
-            if name.startswith("failures/") and name not in ("failures/count", "failures/fraction") and value
-        }
         fraction, count = record.get("failures/fraction"), record.get("failures/count", 0)
         table.append(
             {
                 "step": step,
-                "seconds": record.get("timing/step"),
                 "phases": phase_seconds(record),
                 "waits": {name: each for name, each in _under(record, "timing/wait/").items() if name not in _SHARES},
-                "failures": kinds,
                 "num_failed": int(count),
                 "num_trajectories": round(count / fraction) if fraction else None,
-                "reward": record.get("reward/mean"),
                 "is_failed": step in failed,
-                "is_evaluated": any(name.startswith("eval/") for name in record),
-                "has_rollouts": step in with_rollouts,
             }
         )
     return table
@@ -195,16 +178,6 @@ def environment_of(run: Run, problems: list[str]) -> Json:
     found: Json = read_object(run.folder.environment_file, problems)
     names = ("python", "platform", "versions", "git_commit", "git_dirty", "command")
     return redact({name: found.get(name) for name in names})  # type: ignore[no-any-return]  # a mapping stays one
-
-
-def evaluations_of(run: Run, problems: list[str]) -> list[Json]:
-    """Return the figures of each evaluation over all prompts."""
-    entries = _list(read_object(run.folder.evaluation_file, problems).get("evaluations"))
-    return [
-        {"step": each["global_step"], "overall": each["overall"]}
-        for each in entries
-        if isinstance(each, dict) and type(each.get("global_step")) is int and isinstance(each.get("overall"), dict)
-    ]
 
 
 def numbers_of(record: Mapping[str, Any]) -> Json:

@@ -299,6 +299,19 @@ def test_no_view_is_wider_than_a_phone(page: Page, is_dark: bool) -> None:
     page.dark(False)
 
 
+def test_of_another_trainers_run_what_it_dumped_is_shown_and_nothing_else(chromium: Any) -> None:
+    with served(Path(__file__).parents[1] / "other_trainers/dumps/trl") as address:
+        page = Page(chromium, address).open("overview")
+        assert page.texts(".facts dt") == ["step", "reward", "failed trajectories"]
+        page.open("groups").until("return document.querySelector('a.group')")
+        page.follow("a.group").follow("a.jump")
+        assert page.texts(".message .role")[1].startswith("assistant")
+        assert page.texts(".message .content") == ["What is 0 + 1?", page.texts(".message.assistant .content")[0]]
+        assert "Reward components" in page.texts("aside summary")
+        assert page.texts("aside .copyable") == []
+        assert page.errors() == []
+
+
 def test_an_empty_and_a_damaged_run_say_what_they_lack(page: Page) -> None:
     page.open("overview", run="empty")
     assert "No step has been recorded yet." in page.texts(".empty")

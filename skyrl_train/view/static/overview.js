@@ -98,7 +98,7 @@ function panelOf(title, note, draw, className) {
 
 function headPanel() {
   const element = h("div.facts");
-  const fact = (label, value, title) => h("div", { title }, h("dt", label), h("dd", value));
+  const fact = (label, value, title) => value !== null && h("div", { title }, h("dt", label), h("dd", value));
   return {
     element,
     update: ({ overview, metrics, page, state }) => {
@@ -110,7 +110,7 @@ function headPanel() {
         chosen = (state.with || "").split(",").filter(Boolean);
       const change = (name) =>
         first(name) === null
-          ? "–"
+          ? null
           : first(name) === last(name)
             ? shown(last(name))
             : `${shown(first(name))} → ${shown(last(name))}`;
@@ -123,8 +123,9 @@ function headPanel() {
           fact("step", `${shown(run.last_step)}${run.total_steps ? ` of ${shown(run.total_steps)}` : ""}`),
           fact("reward", change("reward/mean")),
           fact("held-out accuracy", change("eval/accuracy")),
-          fact("tokens", shown(tokens.findLast((value) => value !== null) ?? null)),
-          fact("time in steps", seconds(spent.findLast((value) => value !== null) ?? null)),
+          // of another trainer's run they are not known
+          fact("tokens", tokens.at(-1) ? shown(tokens.at(-1)) : null),
+          fact("time in steps", spent.at(-1) ? seconds(spent.at(-1)) : null),
           fact("failed trajectories", shown(overview.steps.reduce((sum, step) => sum + (step.num_failed || 0), 0))),
           overview.restarts.length
             ? fact("restarts", shown(overview.restarts.length), JSON.stringify(overview.restarts.at(-1)))

@@ -99,7 +99,7 @@ function asideOf(trajectory, state, onPath) {
     ["reward", shown(trajectory.reward)],
     ["outcome", trajectory.outcome],
     ["turns", shown(trajectory.turns.length)],
-    ["response tokens", shown(tokens)],
+    ["response tokens", tokens ? shown(tokens) : null],
     [
       "weight versions",
       versions.length ? (versions.length > 4 ? `${versions[0]} to ${versions.at(-1)}` : versions.join(", ")) : null,
@@ -236,7 +236,7 @@ function turnElement(turn, trajectory, onPath) {
           "assistant",
           h(
             "small",
-            `turn ${index}${turn.parent === null && index > 0 ? ", a new root" : turn.parent !== null && turn.parent !== index - 1 ? `, after turn ${turn.parent}` : ""}${ids.length ? ` · ${count(ids.length, "token")} after ${shown(turn.context_tokens)}` : ""} · ${turn.stop_reason || "–"} · reward ${shown(turn.reward)}${versions.length ? ` · version ${versions.join(", ")}` : ""}`,
+            `turn ${index}${turn.parent === null && index > 0 ? ", a new root" : turn.parent !== null && turn.parent !== index - 1 ? `, after turn ${turn.parent}` : ""}${ids.length ? ` · ${count(ids.length, "token")} after ${shown(turn.context_tokens)}` : ""}${turn.stop_reason ? ` · ${turn.stop_reason}` : ""} · reward ${shown(turn.reward)}${versions.length ? ` · version ${versions.join(", ")}` : ""}`,
           ),
         ),
         whole,
