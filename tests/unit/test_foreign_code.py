@@ -58,8 +58,8 @@ def trusts_remote_code(call: Call) -> bool:
 RULES: tuple[Rule, ...] = (unpickles, runs_text, exchanges_objects, trusts_remote_code)
 _RANKS = "between the ranks of one run, whose group nobody else can join"
 EXCEPTIONS: Exceptions = {
-    ("skyrl_train/distributed/strategy.py", "dist.broadcast_object_list"): _RANKS,
-    ("skyrl_train/distributed/strategy.py", "dist.all_gather_object"): _RANKS,
+    ("skyrl_train/distributed/collectives.py", "dist.broadcast_object_list"): _RANKS,
+    ("skyrl_train/distributed/collectives.py", "dist.all_gather_object"): _RANKS,
     ("skyrl_train/distributed/fsdp.py", "dist.broadcast_object_list"): _RANKS,
     ("scripts/preset_layouts.py", "dist.all_gather_object"): _RANKS,
     ("scripts/bench_long_rows.py", "torch.load"): "of what the script's own processes wrote a moment ago",
