@@ -72,6 +72,7 @@ def gigabytes(count: float) -> str:
 def layout(update: Update) -> str:
     """Return how ranks lie, in words of the configuration."""
     name = f"{update.mesh.shard} x {update.mesh.replicate}" if update.mesh.replicate > 1 else f"{update.mesh.shard}"
+    name += f", experts over {update.mesh.expert}" if update.mesh.expert > 1 else ""
     return name + (f", offload ({gigabytes(update.host_bytes)})" if update.host_bytes else "")
 
 
@@ -79,7 +80,18 @@ def update_table(work: Work) -> str:
     """Return the table of memory, bytes and seconds of an update."""
     columns = (
         *("model", "GPUs", "shards x replicas", "state", "in flight", "activations", "in all"),
-        *("micro-batches", "gathered", "summed", "replicas", "sync", "products, s", "links, s", "sync, s", "limit"),
+        *(
+            "micro-batches",
+            "gathered",
+            "summed",
+            "states",
+            "replicas",
+            "sync",
+            "products, s",
+            "links, s",
+            "sync, s",
+            "limit",
+        ),
     )
 
     def rows() -> Iterator[Sequence[object]]:
@@ -97,6 +109,7 @@ def update_table(work: Work) -> str:
                     f"{found.micro_batches} of {found.micro_batch:,}",
                     gigabytes(moved["gathered parameters"]),
                     gigabytes(moved["summed gradients"]),
+                    gigabytes(moved["states"]),
                     gigabytes(moved["replicas"]),
                     gigabytes(moved["weight sync"]),
                     *(f"{value:,.3g}" for value in (seconds["products"], links, seconds["weight sync"])),

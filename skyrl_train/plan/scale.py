@@ -59,8 +59,8 @@ class ScaledModel:
 
     name: str
     counts: ParameterCounts
-    expert_block: int
-    """Of `counts.block`, those of experts."""
+    experts_per_token: int
+    """0 for a dense model."""
     shape: ModelShape
     hidden: int
     kv_size: int
@@ -81,15 +81,23 @@ class ScaledModel:
         expert_block = 3 * hidden * width * experts
         block = 2 * hidden * (query + kv) + (expert_block or 3 * hidden * width)
         total = int(config["parameters"])
-        passed = width * int(config.get("num_experts_per_tok") or 1)
+        chosen = int(config.get("num_experts_per_tok") or 1) if experts else 0
         return ScaledModel(
             name=name,
-            counts=ParameterCounts(total=total, trained=total, block=block, root=total - layers * block),
-            expert_block=expert_block,
+            counts=ParameterCounts(
+                total=total,
+                trained=total,
+                block=block,
+                root=total - layers * block,
+                block_experts=expert_block,
+                experts=layers * expert_block,
+                trained_experts=layers * expert_block,
+            ),
+            experts_per_token=chosen,
             shape=ModelShape.of_config(config),
             hidden=hidden,
             kv_size=kv,
-            layer_features=4 * hidden + 2 * (query + kv) + 3 * passed,
+            layer_features=4 * hidden + 2 * (query + kv) + 3 * width * max(1, chosen),
         )
 
     @property
@@ -166,6 +174,7 @@ def update_on(
     share = DeviceShare(
         num_shards=mesh.shard,
         sequence=mesh.sequence,
+        expert_ranks=mesh.expert,
         sharded=True,
         cpu_offload=offloaded,
         gradient_sync="auto",
@@ -178,12 +187,18 @@ def update_on(
     # Inputs of all layers are kept; one layer's numbers and their gradients are there while it is recomputed.
     per_position = _BF16 * (model.num_layers * model.hidden + 2 * model.layer_features)
     activations = {"activations": int(per_position * micro_batch / mesh.sequence)}
-    keeps_whole = mesh.shard > 1 and resident.get("gradients", 0) >= _FP32 * counts.trained
+    keeps_whole = mesh.shard > 1 and resident.get("gradients", 0) >= _FP32 * counts.on_a_rank(mesh.expert).trained
     sums = 1 if keeps_whole else micro_batches
     others = (mesh.shard - 1) / mesh.shard
+    # A rank's experts are sharded over those that have the same.
+    received = (counts.total - counts.experts) * others
+    received += counts.experts / mesh.expert * (1 - mesh.expert / mesh.shard)
+    # A token's state goes to each of its experts and comes back: forward, recomputed forward and backward.
+    states = 6 * _BF16 * model.hidden * model.experts_per_token * model.num_layers * work.tokens / ranks
     moved = {
-        "gathered parameters": 2 * micro_batches * _BF16 * counts.total * others,
-        "summed gradients": sums * _FP32 * counts.total * others,
+        "gathered parameters": 2 * micro_batches * _BF16 * received,
+        "summed gradients": sums * _FP32 * received,
+        "states": states * (mesh.expert - 1) / mesh.expert,
         "replicas": sums * 2 * _FP32 * counts.total / mesh.shard * (mesh.replicate - 1) / mesh.replicate,
         # Shards come as they are gathered, in float32, and gradients leave.
         "host memory": offloaded * (2 * micro_batches + sums) * _FP32 * counts.total / mesh.shard,
@@ -192,7 +207,11 @@ def update_on(
     rates, within = rates_of(device.name), device.link(mesh.shard)
     linear = 4 * model.active_flops * work.tokens + 3 * model.shape.head_flops_per_token * work.tokens
     attention = 4.5 * work.tokens * work.mean_length / 2 * model.shape.attention_flops_per_pair
-    links = dict.fromkeys(moved, within) | {"replicas": device.network_rate, "host memory": device.host_rate}
+    links = dict.fromkeys(moved, within) | {
+        "states": device.link(mesh.expert),
+        "replicas": device.network_rate,
+        "host memory": device.host_rate,
+    }
     return Update(
         mesh=mesh,
         memory={**resident, **share.exchanged(counts, training=True), **activations},
@@ -209,13 +228,13 @@ def update_on(
 
 def best_update(model: ScaledModel, num_gpus: int, work: Work, device: Device) -> Update:
     """Return the quickest way to lay out so many GPUs that fits: shards over all, or over groups of nodes that hold the
-    same (`strategy.fsdp_size`), with micro-batches of one to eight of the longest rows. Where nothing fits, parameters and
-    state are in host memory; where that does not either, it is what takes least."""
+    same (`strategy.fsdp_size`); experts gathered, or divided over eight; micro-batches of one to eight of the longest rows.
+    Where nothing fits, parameters and state are in host memory; where that does not either, it is what takes least."""
     sizes = [size for size in (8, 16, 32, 64, 128, 256, 512) if size <= num_gpus and num_gpus % size == 0]
     found = [
         update_on(
             model,
-            MeshSizes(shard=size, replicate=num_gpus // size),
+            MeshSizes(shard=size, replicate=num_gpus // size, expert=experts),
             work,
             device,
             micro_batch=rows * work.longest,
@@ -223,6 +242,7 @@ def best_update(model: ScaledModel, num_gpus: int, work: Work, device: Device) -
         )
         for offloaded in (False, True)
         for size in sizes or [num_gpus]
+        for experts in ((1, 8) if model.experts_per_token and size >= 8 else (1,))
         for rows in (1, 2, 4, 8)
     ]
     fitting = [each for each in found if each.fits(device)]

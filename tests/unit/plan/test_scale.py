@@ -34,7 +34,7 @@ def test_sizes_of_a_model_follow_from_its_config() -> None:
     assert B7.counts.root == pytest.approx(2 * 3584 * 152_064, rel=1e-3)  # embedding and head
     assert B7.kv_bytes == 2 * 2 * 28 * 512
     experts = ScaledModel.named("Qwen3-30B-A3B")
-    assert experts.expert_block == 128 * 3 * 2048 * 768
+    assert experts.counts.block_experts == 128 * 3 * 2048 * 768
     assert experts.counts.total / 30.5e9 == pytest.approx(1.0, rel=0.01)
     assert experts.active_flops / 2 < 4e9
 
@@ -57,6 +57,22 @@ def test_ranks_that_share_rows_hold_parts_of_them_and_make_as_many_micro_batches
     )
     assert shared.memory["activations"] == alone.memory["activations"] // 4
     assert shared.micro_batches == 4 * alone.micro_batches
+
+
+def test_divided_experts_are_gathered_from_those_that_have_the_same_and_tokens_travel() -> None:
+    model = ScaledModel.named("Qwen3-30B-A3B")
+    gathered, divided = (
+        update_on(model, MeshSizes(shard=64, expert=size), WORK, Device(), micro_batch=16_000) for size in (1, 8)
+    )
+    counts = model.counts
+    dense = counts.total - counts.experts
+    assert gathered.moved["states"] == 0
+    assert gathered.moved["gathered parameters"] == pytest.approx(2 * 2 * counts.total * 63 / 64)
+    assert divided.moved["gathered parameters"] == pytest.approx(2 * 2 * (dense * 63 / 64 + counts.experts / 8 * 7 / 8))
+    # Of each token, 8 experts in 48 layers, there and back, in three passes; one in eight is there already.
+    assert divided.moved["states"] == pytest.approx(6 * 2 * 2048 * 8 * 48 * WORK.tokens / 64 * 7 / 8)
+    assert divided.memory["gathered parameters"] < gathered.memory["gathered parameters"]
+    assert divided.memory["parameters"] == gathered.memory["parameters"]
 
 
 def test_what_fits_is_chosen_and_what_does_not_is_said() -> None:
