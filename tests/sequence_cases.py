@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ LAYOUTS: list[tuple[LayoutChoice, bool]] = [
 ]
 """Without and with turns merged."""
 FAMILIES = ("qwen2", "qwen3", "llama")
+PLAIN_FAMILIES: Mapping[str, Mapping[str, Any]] = {family: {} for family in FAMILIES}
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
 
 
@@ -92,19 +94,23 @@ class Ranks:
     num_ranks: int
     sequence_parallel_size: int = 1
     fsdp_size: int = 0
+    tensor_parallel_size: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.strategy}_{self.num_ranks}_{self.sequence_parallel_size}" + f"_{self.fsdp_size}" * bool(
-            self.fsdp_size
-        )
+        return "_".join(str(value) for value in vars(self).values())
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Those that have the same rows."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
 
 
-def save_models(folder: Path) -> None:
-    """A random model of each family, with half as many key and value heads as heads."""
+def save_models(folder: Path, families: Mapping[str, Mapping[str, Any]] = PLAIN_FAMILIES) -> None:
+    """A random model of each family, with what its config has of its own, and half as many key and value heads as heads."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    for seed, family in enumerate(FAMILIES):
+    for seed, (family, extra) in enumerate(families.items()):
         torch.manual_seed(seed)
         config = AutoConfig.for_model(
             family,
@@ -118,6 +124,8 @@ def save_models(folder: Path) -> None:
             max_position_embeddings=128,
             initializer_range=0.2,
             tie_word_embeddings=family != "llama",
+            pad_token_id=0,
+            **extra,
         )
         with quiet_transformers():
             AutoModelForCausalLM.from_config(config).save_pretrained(folder / family)
@@ -184,15 +192,19 @@ def make_strategy(ranks: Ranks) -> ModelStrategy:
     group = SequenceGroup(size, timeout_s=TIMEOUT_S) if size > 1 else None
     if ranks.strategy == "ddp":
         return Replicated(group)
-    sizes = mesh_sizes(
-        StrategyConfig(name=ranks.strategy, fsdp_size=ranks.fsdp_size, sequence_parallel_size=size), ranks.num_ranks
+    chosen = StrategyConfig(
+        name=ranks.strategy,
+        fsdp_size=ranks.fsdp_size,
+        sequence_parallel_size=size,
+        tensor_parallel_size=ranks.tensor_parallel_size,
     )
+    sizes = mesh_sizes(chosen, ranks.num_ranks)
     mesh = RankMesh(sizes=sizes, device_type="cpu", timeout_s=TIMEOUT_S)
     return Sharded(device=device, dtype=torch.float64, cpu_offload=False, group=group, mesh=mesh)
 
 
 def _run_rank(rank: int, folder: Path, ranks: Ranks, cases: list[Case]) -> dict[str, Outcome]:
-    strategy, size = make_strategy(ranks), ranks.sequence_parallel_size
+    strategy, size = make_strategy(ranks), ranks.ranks_per_share
     found = {}
     for case in cases:
         learner = make_learner(folder, case, strategy)

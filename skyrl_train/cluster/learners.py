@@ -52,7 +52,7 @@ class RayLearner:
         sharing: DeviceSharing,
         together: Together = "row",
         cost: CostModel | None = None,
-        sequence_parallel_size: int = 1,
+        ranks_per_share: int = 1,
     ) -> None:
         """
         Args:
@@ -60,13 +60,13 @@ class RayLearner:
             sharing: Who else is on the devices, and when.
             together: Rows within one such unit share computation on a rank, and go to one where that is level.
             cost: What rows cost, by which ranks get equal work.
-            sequence_parallel_size: So many consecutive ranks compute the same rows together.
+            ranks_per_share: So many consecutive ranks compute the same rows together.
         """
         self.group = group
         self._ranks = group.of(LearnerRank)
         self._together = together
         self._cost = cost
-        self._num_shares = data_parallel_size(len(group.actors), sequence_parallel_size)
+        self._num_shares = data_parallel_size(len(group.actors), ranks_per_share)
         self._on_devices = partial(sharing.models, group.role)
         """Has the model brought to its devices, with its optimizer where asked for."""
 
@@ -226,7 +226,7 @@ def start_learner(
             sharing=shared,
             together=together,
             cost=cost,
-            sequence_parallel_size=settings.strategy.sequence_parallel_size,
+            ranks_per_share=settings.strategy.ranks_per_share,
         )
 
     return wait

@@ -191,7 +191,7 @@ class _Combined:
             changed = Role(
                 name=role.name,
                 num_ranks=ranks,
-                data_parallel_size=data_parallel_size(ranks, sizes.sequence_parallel_size),
+                data_parallel_size=data_parallel_size(ranks, sizes.ranks_per_share),
                 mini_batch_size=mini,
             )
             if any(broken_rules(sizes, changed)):
@@ -226,7 +226,7 @@ def _candidates(sizes: Sizes, field: str) -> Iterator[int]:
 def _ranks(sizes: Sizes, role: Role, prompts: int) -> Iterator[int]:
     """Numbers of ranks over which the sequences of `prompts` prompts divide, the most that have one each, and the given
     number rounded to whole groups."""
-    group, sequences = sizes.sequence_parallel_size, sizes.train_batch_size * sizes.n_samples_per_prompt
+    group, sequences = sizes.ranks_per_share, sizes.train_batch_size * sizes.n_samples_per_prompt
     whole_groups = role.num_ranks // group
     shares = {*divisors(prompts * sizes.n_samples_per_prompt), sequences, whole_groups, whole_groups + 1} - {0}
     yield from (share * group for share in sorted(shares))

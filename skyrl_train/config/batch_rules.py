@@ -16,9 +16,9 @@ from typing import Literal
 Kind = Literal["data", "groups", "ranks", "divides", "even_ranks", "even_micro_batches"]
 
 
-def data_parallel_size(num_ranks: int, sequence_parallel_size: int) -> int:
+def data_parallel_size(num_ranks: int, ranks_per_share: int) -> int:
     """Shares into which rows are dealt: ranks that compute micro-batches together have the same."""
-    return max(1, num_ranks // sequence_parallel_size)
+    return max(1, num_ranks // ranks_per_share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Sizes:
     policy_num_workers: int
     critic_num_workers: int | None
     ref_num_workers: int | None
-    sequence_parallel_size: int
+    ranks_per_share: int
     """Ranks that compute micro-batches together, and so have the same rows."""
     micro_train_batch_size_per_gpu: int
     num_train_prompts: int | None
@@ -76,7 +76,7 @@ class Sizes:
             Role(
                 name=name,
                 num_ranks=ranks,
-                data_parallel_size=data_parallel_size(ranks, self.sequence_parallel_size),
+                data_parallel_size=data_parallel_size(ranks, self.ranks_per_share),
                 mini_batch_size=size,
             )
             for name, ranks, size in found
@@ -132,7 +132,7 @@ def broken_rules(sizes: Sizes, role: Role) -> Iterator[Kind]:
     """The kinds of rule that do not hold for one model."""
     samples, shares = sizes.n_samples_per_prompt, role.data_parallel_size
     prompts = sizes.prompts_per_pass(role)
-    if role.num_ranks % sizes.sequence_parallel_size:
+    if role.num_ranks % sizes.ranks_per_share:
         yield "groups"
     if sizes.train_batch_size * samples < shares:
         yield "ranks"

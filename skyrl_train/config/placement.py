@@ -17,6 +17,8 @@ from skyrl_train.config.rules import (
 )
 from skyrl_train.registry import PartSpec
 
+SHARING_SETTINGS = ("strategy.sequence_parallel_size", "strategy.tensor_parallel_size")
+"""Which ranks compute micro-batches together."""
 ROLES = ("policy", "critic", "ref")
 """First part of the names of a model's settings."""
 
@@ -51,6 +53,10 @@ class StrategyConfig:
     """Ranks over which parameters, gradients and optimizer state are sharded (fsdp2); 0 is all of them. Groups of so many
     ranks hold the same, and sum gradients among each other: less memory is saved, but what is gathered in each pass stays
     within a group, such as a node. Must divide the ranks of every model."""
+    tensor_parallel_size: CutsRows[PositiveCount] = 1
+    """So many neighbouring ranks compute each micro-batch together, each with a part of every matrix, by the plan that
+    transformers has for the model's family (fsdp2). For models whose layers do not fit a device when they are gathered.
+    Must divide the ranks, heads, features and vocabulary of every model."""
     expert_parallel_size: LayoutOnly[PositiveCount] = 1
     """So many neighbouring ranks divide the experts of each layer of a mixture, and tokens travel to them; all else stays as
     `name` says. Must divide the ranks and the experts of every model, and not go beyond `fsdp_size` ranks."""
@@ -68,6 +74,17 @@ class StrategyConfig:
     def kind(self) -> str:
         """The built-in strategy that is chosen, whichever way its name is written; the target of a custom one."""
         return STRATEGIES.name_of(self.name)
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Ranks that compute each micro-batch together, and so have the same rows."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
+
+    @property
+    def stated_sharing(self) -> str:
+        """The settings that make it more than 1, with their values, for messages."""
+        stated = {name: getattr(self, name.partition(".")[2]) for name in SHARING_SETTINGS}
+        return " x ".join(f"{name}={size}" for name, size in stated.items() if size > 1)
 
     @property
     def is_custom(self) -> bool:
@@ -168,10 +185,12 @@ class MeshSizes:
 
 def mesh_sizes(strategy: StrategyConfig, num_ranks: int) -> MeshSizes:
     """Return how `num_ranks` ranks of a sharded model are laid out, where the rules of `strategy` hold."""
-    shard = strategy.fsdp_size or num_ranks
+    tensor = strategy.tensor_parallel_size
+    shard = strategy.fsdp_size or max(1, num_ranks // tensor)
     return MeshSizes(
-        replicate=max(1, num_ranks // shard),
+        replicate=max(1, num_ranks // (shard * tensor)),
         shard=shard,
+        tensor=tensor,
         sequence=strategy.sequence_parallel_size,
         expert=strategy.expert_parallel_size,
     )

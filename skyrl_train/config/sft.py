@@ -270,10 +270,10 @@ def _steps_of_documents(trainer: SFTTrainerConfig) -> Iterator[Violation]:
 
 def _ranks(trainer: SFTTrainerConfig, placement: PlacementConfig, strategy: StrategyConfig) -> Iterator[Violation]:
     """Ranks come in whole groups, and each of them has an example of a step that counts examples."""
-    field, workers, size = "placement.policy_num_workers", placement.policy_num_workers, strategy.sequence_parallel_size
+    field, workers, size = "placement.policy_num_workers", placement.policy_num_workers, strategy.ranks_per_share
     shares = data_parallel_size(workers, size)
     if workers % size:
-        rule = f"must be a multiple of strategy.sequence_parallel_size={size}: so many ranks share each micro-batch"
+        rule = f"must be a multiple of {strategy.stated_sharing}: so many ranks share each micro-batch"
         yield Violation.of(
             field, workers, rule, f"try {field}={size * shares} or {field}={size * (workers // size + 1)}"
         )

@@ -305,11 +305,11 @@ def _memory_probe(trainer: LoopConfig, strategy: StrategyConfig) -> Iterator[Vio
             "needs JAX, which is not installed",
             "pip install 'skyrl_train[jax]', or set trainer.memory_probe=trace",
         )
-    if strategy.sequence_parallel_size > 1:
+    if strategy.ranks_per_share > 1:
         yield Violation.of(
             field,
             probe,
-            "must be measure with strategy.sequence_parallel_size > 1: ranks that share a forward are not predicted",
+            f"must be measure with {strategy.stated_sharing}: ranks that share a forward are not predicted",
             "set trainer.memory_probe=measure",
         )
 

@@ -16,6 +16,7 @@ from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.batch_repairs import find_repairs
 from skyrl_train.config.batch_rules import Problem, Sizes, problems
 from skyrl_train.config.fields import fact, is_refused, recorded, strip, walk
+from skyrl_train.config.placement import SHARING_SETTINGS
 from skyrl_train.config.rules import Range
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import run_rules
@@ -123,7 +124,7 @@ class _Search:
         return [
             Violation(
                 field=FIELDS[problem.field],
-                rule=_rule(self._sizes, problem),
+                rule=_rule(self._config, self._sizes, problem),
                 value=str(getattr(self._sizes, problem.field)),
                 remedy=self.remedy(problem),
             )
@@ -181,7 +182,7 @@ def _reads(config: Config, problem: Problem) -> set[str]:
     """The settings that decide about a rule, by their names on the command line."""
     read = {FIELDS[size] for size in problem.reads}
     if problem.role.workers_field in problem.reads:
-        read.add("strategy.sequence_parallel_size")
+        read.update(SHARING_SETTINGS)
     if problem.kind in ("even_ranks", "even_micro_batches"):
         read.update(_STRICTNESS)
     if problem.role.name == "critic":
@@ -204,7 +205,7 @@ def sizes_of(config: Config, *, num_train_prompts: int | None = None) -> Sizes:
         policy_num_workers=placement.policy_num_workers,
         critic_num_workers=placement.critic_num_workers if has_critic else None,
         ref_num_workers=placement.ref_num_workers if has_reference else None,
-        sequence_parallel_size=config.strategy.sequence_parallel_size,
+        ranks_per_share=config.strategy.ranks_per_share,
         micro_train_batch_size_per_gpu=trainer.micro_train_batch_size_per_gpu,
         num_train_prompts=num_train_prompts,
         equal_ranks=strict,
@@ -224,7 +225,7 @@ def is_strict(config: Config) -> bool:
     )
 
 
-def _rule(sizes: Sizes, problem: Problem) -> str:
+def _rule(config: Config, sizes: Sizes, problem: Problem) -> str:
     """What must hold, with the numbers."""
     role, samples, ranks = problem.role, sizes.n_samples_per_prompt, problem.role.data_parallel_size
     batch = sizes.train_batch_size
@@ -234,8 +235,7 @@ def _rule(sizes: Sizes, problem: Problem) -> str:
     if problem.kind == "data":
         return f"must be at most the number of training prompts, {sizes.num_train_prompts}: the data fill no batch"
     if problem.kind == "groups":
-        size = sizes.sequence_parallel_size
-        return f"must be a multiple of strategy.sequence_parallel_size={size}: so many ranks share each micro-batch"
+        return f"must be a multiple of {config.strategy.stated_sharing}: so many ranks share each micro-batch"
     if problem.kind == "ranks":
         return f"must be at most the {whole}: a {role.name} rank would have nothing to do"
     prompts = sizes.prompts_per_pass(role)

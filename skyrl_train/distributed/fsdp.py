@@ -16,6 +16,7 @@ from skyrl_train.errors import ModelError
 from skyrl_train.memory.oom_consensus import CountedAllGather, CountedReduceScatter, OomConsensus
 from skyrl_train.model.experts import expert_modules
 from skyrl_train.model.last_layer import decoder_layers
+from skyrl_train.model.tensor_parallel import TensorGroup, cut_matrices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ def shard_model(
     cpu_offload: bool,
     consensus: OomConsensus,
     experts: ExpertGroup | None = None,
+    tensors: TensorGroup | None = None,
 ) -> None:
     """Shards `model` in place over `mesh`, each decoder layer on its own and the rest with the root, and gives it a method
     `compute(function)` that runs `function` as if it were the model's forward.
@@ -60,6 +62,8 @@ def shard_model(
         ),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy(),
     }
+    if tensors is not None:
+        cut_matrices(model, tensors, name=model.name_or_path or "")
     if experts is not None:
         # By their second dimension: the first is divided already, and whole experts need not divide over what is left.
         among = {"mesh": experts.same_experts, "shard_placement_fn": lambda _: Shard(1)}

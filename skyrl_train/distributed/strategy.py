@@ -31,6 +31,7 @@ from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.errors import ConfigError, RankOutOfMemory, Violation
 from skyrl_train.memory.oom_consensus import OomConsensus
+from skyrl_train.model.tensor_parallel import TensorGroup
 from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ class ModelStrategy:
     """Whether rank 0 alone reads weights, of which the others receive their parts."""
     expert_ranks: int = 1
     """Ranks among which experts are divided."""
+    tensor_ranks: int = 1
+    """Ranks that compute the same rows, each with parts of the matrices."""
     device: torch.device | None = None
     """Where passes are computed; None is where the parameters are."""
     group: PositionGroup | None = None
@@ -181,12 +184,7 @@ class ManyRanks(ModelStrategy):
 class Replicated(ManyRanks):
     """`ddp`: a replica per rank of the default process group, but for experts that are divided over ranks."""
 
-    def __init__(
-        self,
-        group: SequenceGroup | None = None,
-        *,
-        mesh: RankMesh | None = None,
-    ) -> None:
+    def __init__(self, group: SequenceGroup | None = None, *, mesh: RankMesh | None = None) -> None:
         """`mesh` says among which ranks experts are divided; None: each rank has them all."""
         super().__init__()
         self.group = group
@@ -252,7 +250,10 @@ class Sharded(ManyRanks):
         self._gradient_sync = gradient_sync
         self._experts = experts = _expert_group(self.mesh)
         self.expert_ranks = 1 if experts is None else experts.size
-        self._consensus = _consensus(group, experts)
+        self.tensor_ranks = size = self.mesh.sizes.tensor
+        rank = self.mesh.index("tensor")
+        self._tensors = TensorGroup(self.mesh.tensor, size=size, rank=rank) if size > 1 else None
+        self._consensus = _consensus(group, experts, self._tensors)
         # Layers with experts on other ranks wait for the device, and the host would come late to the next one.
         self._layers_ahead = int(experts is not None) if layers_ahead is None else layers_ahead
         self._gathers: Callable[[], Iterable[Tensor]] = tuple
@@ -264,7 +265,7 @@ class Sharded(ManyRanks):
 
         once = sums_once_a_step(
             self._gradient_sync,
-            gradient_bytes=whole_gradient_bytes(model, expert_ranks=self.expert_ranks),
+            gradient_bytes=whole_gradient_bytes(model, expert_ranks=self.expert_ranks) // self.tensor_ranks,
             device_bytes=_device_bytes(self._device),
         )
         self.keeps_whole_gradients = not self.agree(int(not once))
@@ -276,6 +277,7 @@ class Sharded(ManyRanks):
             cpu_offload=self._cpu_offload,
             consensus=self._consensus,
             experts=self._experts,
+            tensors=self._tensors,
         )
         if self._layers_ahead:
             gather_ahead(model, self._layers_ahead)
@@ -390,7 +392,7 @@ def _expert_group(mesh: RankMesh | None) -> ExpertGroup | None:
     return ExpertGroup(mesh) if mesh is not None and mesh.sizes.expert > 1 else None
 
 
-def _consensus(*groups: SequenceGroup | ExpertGroup | None) -> OomConsensus:
+def _consensus(*groups: SequenceGroup | ExpertGroup | TensorGroup | None) -> OomConsensus:
     consensus = OomConsensus(collectives.largest, follows=not any(groups))
     for group in groups:
         if group is not None:

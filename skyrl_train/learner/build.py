@@ -31,6 +31,7 @@ from skyrl_train.model.last_layer import decoder_layers
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.model.lora import add_adapter
 from skyrl_train.model.numerics import weight_dtype
+from skyrl_train.model.tensor_parallel import check_divisible
 from skyrl_train.model.value_model import HEAD, empty_value_model, load_value_model
 from skyrl_train.model.vision import freeze_vision
 from skyrl_train.seeding import derive_seed
@@ -105,8 +106,8 @@ def build_engine(
     that receive their shards from rank 0. Raises ModelError, ConfigError.
     """
     spread, model = strategy or SingleProcess(), settings.model
-    if spread.expert_ranks > 1:
-        _require_divisible_experts(model, spread)
+    if spread.expert_ranks > 1 or spread.tensor_ranks > 1:
+        _require_divisible(model, spread)
     batching = settings.micro_batching
     dtype = weight_dtype(model, frozen=settings.frozen)
     if spread.rank and spread.receives:
@@ -148,10 +149,13 @@ def build_engine(
     return engine
 
 
-def _require_divisible_experts(model: ModelConfig, spread: ModelStrategy) -> None:
-    """Raises ModelError, before weights are read, for a model whose experts cannot be divided over the ranks."""
+def _require_divisible(model: ModelConfig, spread: ModelStrategy) -> None:
+    """Raises ModelError, before weights are read, for a model whose experts or matrices cannot be divided over the ranks."""
     formed = meta_model(read_config(model.path, revision=model.revision), name=model.path)
-    check_experts(formed, size=spread.expert_ranks, num_shards=spread.num_shards, name=model.path)
+    if spread.expert_ranks > 1:
+        check_experts(formed, size=spread.expert_ranks, num_shards=spread.num_shards, name=model.path)
+    if spread.tensor_ranks > 1:
+        check_divisible(formed, spread.tensor_ranks, name=model.path)
 
 
 def _compute_dtype(model: ModelConfig) -> torch.dtype:

@@ -156,7 +156,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def _is_first_replica(tensor: Any) -> bool:
     """Of ranks that hold the same, one writes it."""
     coordinates = tensor.device_mesh.get_coordinate()
-    return all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinates))
+    return all(not place.is_replicate() or at == 0 for place, at in zip(tensor.placements, coordinates))
 
 
 def _sizes(value: object) -> tuple[int, ...]:

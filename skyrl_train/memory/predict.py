@@ -64,6 +64,8 @@ class DeviceShare:
     """Ranks over which it is spread, where it is `sharded`."""
     sequence: int = 1
     """Ranks that compute a micro-batch together, each a part of its positions (`strategy.sequence_parallel_size`)."""
+    tensor_ranks: int = 1
+    """Ranks with parts of the matrices: what is traced and counted is one's."""
     sharded: bool = False
     expert_ranks: int = 1
     """Ranks among which experts are divided."""
@@ -318,7 +320,7 @@ class PredictedPasses:
         model = {name: getattr(own.model, name) for name in ("dtype", "gradient_checkpointing", "attention")}
         batching = [own.micro_batching.layout, own.merge_turns, self._own_length, self.effort.how]
         loss = [asdict(own.algorithm), own.on_policy, own.temperature]
-        share = [self.share.sharded, self.share.device_type]
+        share = [self.share.sharded, self.share.device_type, self.share.tensor_ranks]
         # Neither the number of ranks nor the device's size is part of it: what depends on them is counted, not traced.
         key = [self.config, own.role, model, asdict(own.model.lora), batching, loss, share, stamps]
         return remembered_file("passes", key)

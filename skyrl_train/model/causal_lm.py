@@ -25,6 +25,7 @@ from skyrl_train.data.hub import endpoint, is_reachable, problem_of
 from skyrl_train.errors import ModelError
 from skyrl_train.model.logprobs import OutputHead, token_scores
 from skyrl_train.model.numerics import asked_attention, in_4_bits, say_eager
+from skyrl_train.model.tensor_parallel import local_part, vocabulary_of
 from skyrl_train.model.vision import add_vision, family_of
 from skyrl_train.registry import part_name
 
@@ -323,7 +324,11 @@ def output_head(model: PreTrainedModel) -> OutputHead:
     scale /= float(getattr(model.config, "logits_scaling", None) or 1.0)
     softcap = getattr(model.config, "final_logit_softcapping", None)
     return OutputHead(
-        weight=linear.weight, bias=linear.bias, scale=scale, softcap=None if softcap is None else float(softcap)
+        weight=local_part(linear.weight),
+        bias=local_part(linear.bias),
+        scale=scale,
+        softcap=None if softcap is None else float(softcap),
+        vocabulary=vocabulary_of(model),
     )
 
 

@@ -15,7 +15,7 @@ of tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from skyrl_train.batch.layout import Layout, find_scored, spread_to_rows
 from skyrl_train.batch.scored_tokens import ScoredTokens
 from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.model.tensor_parallel import Vocabulary
 from skyrl_train.model.tiles import Tiles, make_tiles
 
 
@@ -39,6 +40,8 @@ class OutputHead:
     """Factor on the logits (Cohere's `logit_scale`, one over Granite's `logits_scaling`)."""
     softcap: float | None = None
     """`softcap * tanh(logits / softcap)` (Gemma 2)."""
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    """Of which `weight` and `bias` may be a part."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +81,7 @@ class _TileMaths:
     tiles: Tiles
     surprises: list[Tensor] | None
     """Where to note a gradient that is not the foreseen one; None: it is computed anew."""
+    vocabulary: Vocabulary
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """`[tokens, vocabulary]` in float32 (float64 for float64), and the derivative of the cap where there is one."""
@@ -127,26 +131,26 @@ class _TokenScore(torch.autograd.Function):
         )
         expected = hidden.new_zeros(2, num_tokens, dtype=dtype)
         tile_weight = weight.to(maths.compute_dtype)
+        is_own, targets = maths.vocabulary.own(targets, len(weight))
         kept: Tensor | None = None
         kept_slope: Tensor | None = None
         for tile in maths.tiles.of(num_tokens):
             z, slope = maths.logits(hidden[tile], tile_weight, bias)
-            log_p = torch.log_softmax(z, dim=-1)
-            logprobs[tile] = log_p.gather(1, targets[tile, None]).squeeze(1)
-            log_sum_exp[tile] = z.gather(1, targets[tile, None]).squeeze(1) - logprobs[tile]
+            log_p, logprobs[tile], log_sum_exp[tile] = maths.vocabulary.log_softmax(z, targets[tile], is_own[tile])
             p = log_p.exp() if with_entropy or foreseen is not None else log_p
             if with_entropy:
-                entropy[tile] = -torch.linalg.vecdot(p, log_p)
+                entropy[tile] = -maths.vocabulary.total(torch.linalg.vecdot(p, log_p))
             if foreseen is not None and foresee is not None:
                 by_logprob, by_entropy = foresee(tile, logprobs[tile], entropy[tile])
                 expected[0, tile] = by_logprob
                 if by_entropy is not None:
                     expected[1, tile] = by_entropy
-                grad_z = _grad_of_logits(log_p, p, targets[tile], by_logprob, by_entropy, entropy[tile])
+                coefficients = by_logprob, by_entropy, by_logprob * is_own[tile]
+                grad_z = _grad_of_logits(log_p, p, targets[tile], coefficients, entropy[tile])
                 foreseen.add(tile, maths.through_head(grad_z, slope), hidden, tile_weight)
             elif num_tokens <= maths.tiles.tokens_per_tile and differentiated:
                 kept, kept_slope = z, slope
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sum_exp, entropy, expected, kept, kept_slope)
+        ctx.save_for_backward(hidden, weight, bias, targets, is_own, log_sum_exp, entropy, expected, kept, kept_slope)
         ctx.maths, ctx.with_entropy, ctx.foreseen = maths, with_entropy, foreseen
         ctx.set_materialize_grads(False)  # None says without a look at the device that the loss has no entropy in it
         if not with_entropy:
@@ -158,7 +162,7 @@ class _TokenScore(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None]:
-        hidden, weight, bias, targets, log_sum_exp, entropy, expected, kept, kept_slope = ctx.saved_tensors
+        hidden, weight, bias, targets, is_own, log_sum_exp, entropy, expected, kept, kept_slope = ctx.saved_tensors
         maths: _TileMaths = ctx.maths
         foreseen: _Gradients | None = ctx.foreseen
         ctx.foreseen = None  # this node lives as long as the loss does; its weight's gradient need not
@@ -172,22 +176,29 @@ class _TokenScore(torch.autograd.Function):
             z, slope = (kept, kept_slope) if kept is not None else maths.logits(hidden[tile], tile_weight, bias)
             log_p = z - log_sum_exp[tile, None]
             by_entropy = None if grad_entropy is None else grad_entropy[tile]
-            grad_z = _grad_of_logits(log_p, log_p.exp(), targets[tile], grad_logprobs[tile], by_entropy, entropy[tile])
+            coefficients = grad_logprobs[tile], by_entropy, grad_logprobs[tile] * is_own[tile]
+            grad_z = _grad_of_logits(log_p, log_p.exp(), targets[tile], coefficients, entropy[tile])
             found.add(tile, maths.through_head(grad_z, slope), hidden, tile_weight)
         return found.result(weight)
 
 
 def _grad_of_logits(
-    log_p: Tensor, p: Tensor, targets: Tensor, by_logprob: Tensor, by_entropy: Tensor | None, entropy: Tensor
+    log_p: Tensor,
+    p: Tensor,
+    targets: Tensor,
+    by: tuple[Tensor, Tensor | None, Tensor],
+    entropy: Tensor,
 ) -> Tensor:
-    """`[tokens, vocabulary]`, from the gradients of each token's log-probability and entropy. Overwrites its input."""
+    """`[tokens, vocabulary]`, from the gradients `by` each token's log-probability and entropy, and by its own logit where
+    that is among these. Overwrites its input."""
+    by_logprob, by_entropy, at_target = by
     coefficients = by_logprob[:, None]
     if by_entropy is None:
         grad_z = p.mul_(-coefficients)
     else:
         log_p.add_(entropy[:, None]).mul_(by_entropy[:, None]).add_(coefficients)
         grad_z = log_p.mul_(p).neg_()
-    return grad_z.scatter_add_(1, targets[:, None], coefficients)
+    return grad_z.scatter_add_(1, targets[:, None], at_target[:, None])
 
 
 def _is_as_expected(
@@ -298,7 +309,9 @@ def token_scores(
         compute_dtype=compute_dtype or hidden.dtype,
         tiles=make_tiles(hidden.device.type, head.weight.shape[0], tokens_per_tile, tokens_per_product),
         surprises=surprises,
+        vocabulary=head.vocabulary,
     )
+    hidden = head.vocabulary.whole_input(hidden)
     with torch.autocast(hidden.device.type, enabled=False):
         if of_distribution is not None:
             numbers = _by_tile(hidden, head, maths, of_distribution)
@@ -313,7 +326,7 @@ def token_scores(
 def _by_tile(hidden: Tensor, head: OutputHead, maths: _TileMaths, of_distribution: OfDistribution) -> Tensor:
     weight = head.weight.to(maths.compute_dtype)
     tiles = (maths.logits(tile, weight, head.bias)[0] for tile in torch.split(hidden, maths.tiles.tokens_per_tile))
-    return torch.cat([of_distribution(torch.log_softmax(z, dim=-1)) for z in tiles])
+    return torch.cat([of_distribution(torch.log_softmax(maths.vocabulary.joined(z), dim=-1)) for z in tiles])
 
 
 def score_tokens(

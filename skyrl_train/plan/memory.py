@@ -25,6 +25,8 @@ from skyrl_train.memory.predict import DeviceShare, Effort, Phase, PredictedPass
 from skyrl_train.wording import three_digits
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from skyrl_train.memory.probe import Probed
 
 _CONTEXT_BYTES = 1_000_000_000
@@ -233,6 +235,7 @@ def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort
     share = DeviceShare(
         num_shards=mesh.shard,
         sequence=mesh.sequence,
+        tensor_ranks=mesh.tensor,
         sharded=settings.strategy.kind == "fsdp2",  # a custom one has whole models, as far as is known
         expert_ranks=settings.strategy.expert_parallel_size,
         cpu_offload=settings.strategy.cpu_offload,
@@ -267,6 +270,7 @@ def _learner_without_weights(
     from skyrl_train.learner.build import adapt, learner_of
     from skyrl_train.learner.engine import ModelEngine
     from skyrl_train.model.causal_lm import place_model
+    from skyrl_train.model.tensor_parallel import TensorGroup, cut_matrices
     from skyrl_train.model.value_model import replace_head
 
     config = settings.model
@@ -283,7 +287,14 @@ def _learner_without_weights(
         """A rank that knows how many there are, and meets none of them."""
 
         num_shards = share.num_shards
+        tensor_ranks = share.tensor_ranks
+
         sharded = share.sharded
+
+        def prepare(self, model: PreTrainedModel) -> None:
+            """Leave the parts of matrices that one of several ranks has."""
+            if self.tensor_ranks > 1:
+                cut_matrices(model, TensorGroup(None, size=self.tensor_ranks), name=config.path)
 
     engine = ModelEngine(
         model,

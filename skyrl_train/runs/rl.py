@@ -231,7 +231,7 @@ def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> Assemb
     from skyrl_train.batch.assemble import AssemblySettings
 
     def shares(num_workers: int) -> int:
-        return data_parallel_size(num_workers, config.strategy.sequence_parallel_size)
+        return data_parallel_size(num_workers, config.strategy.ranks_per_share)
 
     return AssemblySettings(
         rows=config.generator.rows if rows is None else rows,

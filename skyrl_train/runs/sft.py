@@ -204,7 +204,7 @@ def _plan_lines(config: SFTConfig, plan: SFTPlan, data: SFTData) -> list[str]:
 
 def step_settings(config: SFTConfig) -> StepSettings:
     """What steps are made of, as `config` says."""
-    num_shares = data_parallel_size(config.placement.policy_num_workers, config.strategy.sequence_parallel_size)
+    num_shares = data_parallel_size(config.placement.policy_num_workers, config.strategy.ranks_per_share)
     return StepSettings(data=config.data, trainer=config.trainer, seed=config.seed, num_shares=num_shares)
 
 

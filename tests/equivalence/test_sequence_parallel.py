@@ -13,12 +13,21 @@ from skyrl_train.batch.layout import LAYOUTS as PLAIN
 from skyrl_train.batch.layout import make_layout
 from skyrl_train.batch.stage import stage
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
-from skyrl_train.distributed.strategy import Replicated, Sharded
 from skyrl_train.model.layouts import hidden_states
 from tests.gloo_ranks import on_ranks
 from tests.layout_cases import close, distance, tree_batch
 from tests.memory_cases import DEADLINE_S, FailingMeter, size_itself
-from tests.sequence_cases import CASES, TIMEOUT_S, Case, Ranks, alone, make_learner, run_ranks, save_models
+from tests.sequence_cases import (
+    CASES,
+    TIMEOUT_S,
+    Case,
+    Ranks,
+    alone,
+    make_learner,
+    make_strategy,
+    run_ranks,
+    save_models,
+)
 from tests.unit.model.test_model_layouts import EXACT, build, states_and_gradient, tree
 
 TOLERANCE = 1e-10
@@ -86,11 +95,9 @@ def test_every_supported_family_is_exact(tmp_path: Path) -> None:
         assert {case: pair for case, pair in found.items() if max(pair) > 1e-5} == {}
 
 
-def run_out_of_memory(rank: int, folder: Path, models: Path, strategy: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def run_out_of_memory(rank: int, folder: Path, models: Path, ranks: Ranks) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Gradients of a step, and of the same one with memory running out on rank 1 at one point after another."""
-    group = SequenceGroup(2, timeout_s=TIMEOUT_S)
-    sharded = Sharded(device=torch.device("cpu"), dtype=torch.float64, cpu_offload=False, group=group)
-    learner = make_learner(models, Case(layout="prefix_shared"), Replicated(group) if strategy == "ddp" else sharded)
+    learner = make_learner(models, Case(layout="prefix_shared"), make_strategy(ranks))
     engine, meter, closed = learner.engine, FailingMeter(), close(tree_batch(12))
 
     def gradient(*refused: int) -> torch.Tensor:
@@ -108,11 +115,19 @@ def run_out_of_memory(rank: int, folder: Path, models: Path, strategy: str) -> t
     return calm, [gradient(*([point] if rank else [])) for point in points]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        Ranks(strategy="ddp", num_ranks=2, sequence_parallel_size=2),
+        Ranks(strategy="fsdp2", num_ranks=2, sequence_parallel_size=2),
+        Ranks(strategy="fsdp2", num_ranks=2, tensor_parallel_size=2),
+    ],
+    ids=lambda ranks: ranks.name,
+)
 def test_memory_that_runs_out_on_one_of_two_ranks_changes_no_gradient(
-    folder: Path, tmp_path: Path, strategy: str
+    folder: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
-    for calm, disturbed in on_ranks(run_out_of_memory, tmp_path, folder, strategy, deadline_s=DEADLINE_S):
+    for calm, disturbed in on_ranks(run_out_of_memory, tmp_path, folder, ranks, deadline_s=DEADLINE_S):
         assert len(disturbed) == POINTS
         for found in disturbed:
             assert distance(found, calm) < TOLERANCE

@@ -294,7 +294,7 @@ def simulated(sizes):
         mini_batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
         if any(len(mini_batch) != size for mini_batch in mini_batches):
             broken.add(("divides", role.name))
-        if role.num_ranks % sizes.sequence_parallel_size:
+        if role.num_ranks % sizes.ranks_per_share:
             broken.add(("groups", role.name))
         ranks = dealt(size * samples, role.data_parallel_size)
         if sizes.equal_ranks and len(set(ranks)) > 1:
