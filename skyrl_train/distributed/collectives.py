@@ -42,7 +42,12 @@ def add_up(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """Return the L2 norm of all gradients together, each part counted once, wherever ranks hold it."""
     norms = [full(torch.nn.utils.get_total_norm(each)) for each in by_mesh(gradients)]
-    return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
+    if len(norms) == 1:
+        return norms[0]
+    # Ranks have added up along several meshes, each in its own order: replicas must not clip by different last bits.
+    norm = torch.nn.utils.get_total_norm(norms)
+    dist.broadcast(norm, src=0)
+    return norm
 
 
 def of_rank_0(value: T) -> T:
