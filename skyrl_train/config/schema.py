@@ -233,7 +233,7 @@ class AlertsConfig:
     stalled_after_s: NonNegativeFloat = 0.0
     """Seconds without a finished step; 0 does not watch."""
     failed: bool = False
-    """The run ends by an error."""
+    """The run ends in its steps by an error, or loses a worker, after which it may go on."""
     entropy_below: Annotated[float, Range(0.0)] | None = None
     """`policy/entropy`, in nats: the policy collapses."""
     reward_below: float | None = None

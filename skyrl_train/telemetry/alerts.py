@@ -1,10 +1,10 @@
 """Alerts: what somebody should look at, told once, where it begins to hold, on the console, by trackers and functions.
 
     stalled    no step was finished for `alerts.stalled_after_s`; told while the run waits, from a thread of its own
-    failed     the run ends by an error
+    failed     the run ends by an error, or loses a worker
     entropy, reward, length, failures      a step's metric left its range; told again once it has been back in it
 
-They read and change nothing. A custom function that raises is warned about, and costs nothing but itself.
+They read and change nothing. A custom function that raises or hangs is warned about, and costs nothing but itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from skyrl_train.config.parts import ALERTS
 from skyrl_train.config.schema import AlertsConfig
-from skyrl_train.errors import StopRequested
+from skyrl_train.errors import ActorLostError, StopRequested
 from skyrl_train.registry import part_name
 from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.redaction import redact_text
+from skyrl_train.threads import in_time
 
+_TELL_TIMEOUT_S = 30.0
+"""For a custom function, which may wait for a network; it is left to itself then."""
 Tell = Callable[[int, str, str], None]
 """Called with step, title and text; `Trackers.alert`."""
 
@@ -69,7 +73,11 @@ class Alerts:
             raise
         except Exception as error:
             if self._settings.failed:
-                self.send("failed", f"the run ends: {type(error).__name__}: {error}")
+                lost = isinstance(error, ActorLostError)  # which may be answered by another attempt
+                what = (
+                    "a worker was lost; trainer.max_restarts says whether the run goes on" if lost else "the run ends"
+                )
+                self.send("failed", f"{what}: {type(error).__name__}: {error}")
             raise
         finally:
             self._is_over.set()
@@ -98,7 +106,7 @@ class Alerts:
         self._tell(self._step, f"{self._run_name}: {kind}", text)
         for name, function in self._functions.items():
             try:
-                function(alert)
+                in_time(partial(function, alert), what="the function", timeout_s=_TELL_TIMEOUT_S)
             except Exception as error:  # of whatever kind: a function of the user's must not end the run
                 self._console.warn(f"alerts.on_alert: {name} failed ({type(error).__name__}: {error})")
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.schema import AlertsConfig
-from skyrl_train.errors import NonFiniteError, StopRequested
+from skyrl_train.errors import ActorLostError, NonFiniteError, StopRequested
+from skyrl_train.telemetry import alerts as alerts_module
 from skyrl_train.telemetry.alerts import Alert, Alerts
 from skyrl_train.telemetry.console import RunConsole
 
@@ -21,6 +22,10 @@ def keep(alert: Alert) -> None:
 
 def break_down(alert: Alert) -> None:
     raise ConnectionError("no route")
+
+
+def hang(alert: Alert) -> None:
+    time.sleep(20)
 
 
 def watch(**settings: Any) -> tuple[Alerts, io.StringIO, list[tuple[int, str, str]]]:
@@ -71,6 +76,24 @@ def test_a_run_that_ends_by_an_error_is_told_of_and_one_that_is_stopped_is_not()
     with pytest.raises(StopRequested), alerts.watching(2):
         raise StopRequested("SIGTERM", 2)
     assert [alert.text for alert in SENT] == ["the run ends: NonFiniteError: the loss is nan"]
+
+
+def test_a_lost_worker_is_told_of_as_what_may_be_answered_by_another_attempt() -> None:
+    alerts, _, _ = watch(failed=True)
+    with pytest.raises(ActorLostError), alerts.watching(2):
+        raise ActorLostError("rank 1 died", phase="update")
+    (alert,) = SENT
+    assert alert.text.startswith("a worker was lost; trainer.max_restarts says whether the run goes on: ActorLostError")
+
+
+def test_a_function_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alerts_module, "_TELL_TIMEOUT_S", 0.1)
+    output = io.StringIO()
+    config = AlertsConfig(on_alert=(f"{__name__}:hang",), reward_below=0.5)
+    Alerts(config, RunConsole(file=output), lambda step, title, text: None, run_name="mine").check(
+        1, {"reward/mean": 0.1}
+    )
+    assert "hang failed (DeadlineError: the function did not answer within 0.1 s" in output.getvalue()
 
 
 def test_without_settings_nothing_is_watched() -> None:
