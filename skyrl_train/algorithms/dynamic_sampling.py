@@ -15,6 +15,7 @@ from skyrl_train.config.algorithm import FilterConfig
 from skyrl_train.errors import CheckpointError, DataError
 from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
+from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 sampling/batches | count | Batches of prompts that were sampled for the step. | with `filters.dynamic_sampling` | verl
@@ -112,10 +113,10 @@ def sample_dynamically(
         return Sampled(state=SamplingState(), rollouts=rollouts, metrics=metrics)
     if num_batches >= config.dynamic_sampling_max_batches:
         raise DataError(
-            f"dynamic sampling: {num_batches} generated batches ({seen} prompts) gave {num_kept} prompts whose"
-            f" trajectories differ in reward, where {num_prompts} are needed. The task is too easy or too hard for the"
-            " model, or generator.n_samples_per_prompt is too small; to go on without, set"
-            " trainer.algorithm.filters.dynamic_sampling=none"
+            f"dynamic sampling: {counted(num_batches, 'generated batch')} ({counted(seen, 'prompt')}) gave "
+            f"{counted(num_kept, 'prompt')} whose trajectories differ in reward, where {num_prompts} are needed. "
+            "The task is too easy or too hard for the model, or generator.n_samples_per_prompt is too small; to go on "
+            "without, set trainer.algorithm.filters.dynamic_sampling=none"
         )
     return Sampled(
         state=replace(state, kept=kept, num_batches=num_batches, num_prompts_seen=seen), rollouts=None, metrics=metrics

@@ -19,6 +19,7 @@ from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.planner import RowFacts
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH, Rows
 from skyrl_train.errors import BatchError
+from skyrl_train.wording import counted
 
 Costs = NDArray[np.float64]
 
@@ -114,7 +115,7 @@ def balance_rows(costs: NDArray[np.float64], num_ranks: int) -> NDArray[np.int64
     """
     rows_per_rank, rest = divmod(len(costs), num_ranks)
     if rest:
-        raise BatchError(f"{len(costs)} rows cannot be shared evenly by {num_ranks} ranks; pad them first")
+        raise BatchError(f"{counted(len(costs), 'row')} cannot be shared evenly by {num_ranks} ranks; pad them first")
     order = np.argsort(-costs, kind="stable")
     if num_ranks == 1:
         return np.sort(order)[None, :]

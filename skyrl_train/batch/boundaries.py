@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import BatchError
+from skyrl_train.wording import counted
 
 
 def compute_prompt_end_indices(uids: Sequence[str]) -> list[int]:
@@ -64,20 +65,20 @@ def compute_prompt_mini_batch_boundaries(
     prompts = compute_prompt_boundaries(uids)
     if train_batch_size is not None and len(prompts) != train_batch_size:
         raise BatchError(
-            f"{len(prompts)} prompts (the last is {uids[-1]!r} at index {len(uids) - 1}) where "
+            f"{counted(len(prompts), 'prompt')} (the last is {uids[-1]!r} at index {len(uids) - 1}) where "
             f"train_batch_size={train_batch_size} were expected"
         )
     whole, rest = divmod(len(prompts), mini_batch_size)
     if rest:
         raise BatchError(
-            f"{len(prompts)} prompts are not a whole number of mini-batches of {mini_batch_size}: {rest} are left "
-            f"over, from uid {uids[prompts[-rest][0]]!r} at index {prompts[-rest][0]}"
+            f"{counted(len(prompts), 'prompt')} are not a whole number of mini-batches of {mini_batch_size}: {rest} are "
+            f"left over, from uid {uids[prompts[-rest][0]]!r} at index {prompts[-rest][0]}"
         )
     if not is_stepwise and n_samples_per_prompt is not None:
         for start, stop in prompts:
             if stop - start != n_samples_per_prompt:
                 raise BatchError(
-                    f"uid {uids[start]!r} at index {start} has {stop - start} rows where "
+                    f"uid {uids[start]!r} at index {start} has {counted(stop - start, 'row')} where "
                     f"n_samples_per_prompt={n_samples_per_prompt} were expected"
                 )
     size = mini_batch_size

@@ -30,6 +30,7 @@ from skyrl_train.batch.prefix_tree import hosts_of, least_between, prefix_order,
 from skyrl_train.batch.token_budget import DUMMY_ROW_LENGTH, Rows
 from skyrl_train.config.rules import LayoutChoice, LayoutName
 from skyrl_train.errors import BatchError
+from skyrl_train.wording import counted
 
 if TYPE_CHECKING:
     from skyrl_train.batch.training_batch import TrainingInputBatch
@@ -270,7 +271,7 @@ def checked_forwards(plan: Planner, facts: RowFacts, *, name: str, within_budget
     for forward in forwards if within_budget else ():
         if not facts.fits(forward.rows, forward.layout):
             raise BatchError(
-                f"{name} put {len(forward.rows)} rows with {facts.positions(forward.rows, forward.layout)} "
+                f"{name} put {counted(len(forward.rows), 'row')} with {facts.positions(forward.rows, forward.layout)} "
                 f"positions (layout {forward.layout}) in one forward, where {facts.budget} were found to fit the memory. "
                 "Take another row only while rows.fits(row_numbers, layout) says so"
             )

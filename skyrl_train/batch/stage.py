@@ -17,6 +17,7 @@ from skyrl_train.batch.planner import facts_of
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.errors import BatchError
+from skyrl_train.wording import counted
 
 Together = Literal["row", "trajectory", "prompt"]
 """The largest unit within which rows share computation."""
@@ -54,7 +55,7 @@ class StagedBatch:
         Raises BatchError naming a rank whose result does not fit its shard.
         """
         if len(results) != len(self.shards):
-            raise BatchError(f"{len(results)} results for {len(self.shards)} ranks")
+            raise BatchError(f"{counted(len(results), 'result')} for {counted(len(self.shards), 'rank')}")
         for rank, (result, shard) in enumerate(zip(results, self.shards)):
             if tuple(result.shape) != (shard.num_tokens, *results[0].shape[1:]):
                 raise BatchError(f"rank {rank} returned {tuple(result.shape)} for a shard of {shard.num_tokens} tokens")

@@ -10,6 +10,7 @@ from torch import Tensor
 from skyrl_train.batch.minibatch import tokens_with_loss
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError
+from skyrl_train.wording import counted
 
 
 def token_ages(batch: TrainingInputBatch) -> Tensor | None:
@@ -73,6 +74,6 @@ def check_staleness(batch: TrainingInputBatch) -> None:
     raise BatchError(
         f"prompt {batch.metadata.uids[row]!r}: token {token - int(batch.row_offsets[row])} of its row {row} was sampled by "
         f"weights of version {version}, and the learner has those of version {learner}; trained tokens must be from 0 to "
-        f"trainer.max_staleness={most} versions old. {len(wrong)} tokens of the batch are not. Does the engine serve the "
-        "weights that it is given?"
+        f"trainer.max_staleness={most} versions old. {counted(len(wrong), 'token')} of the batch are not. Does the engine "
+        "serve the weights that it is given?"
     )

@@ -323,7 +323,8 @@ def _check_batch(batch: TrainingInputBatch) -> None:
     images = batch.metadata.images
     _require(len(images) in (0, batch.num_rows), lambda: f"images of {len(images)} rows for {batch.num_rows} rows")
     _require(
-        len(batch.metadata.uids) == batch.num_rows, lambda: f"{len(batch.metadata.uids)} uids for {batch.num_rows} rows"
+        len(batch.metadata.uids) == batch.num_rows,
+        lambda: f"{len(batch.metadata.uids)} uids for a batch of {batch.num_rows} rows",
     )
     offsets = batch.row_offsets
     _require(

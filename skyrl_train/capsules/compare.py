@@ -39,7 +39,7 @@ class Bounds:
 
 EXACT = Bounds(column=0.0, metric=0.0, change=0.0, moment=0.0)
 FLOAT32 = Bounds(column=1e-4, metric=1e-3, change=1e-3, moment=1e-4)
-BFLOAT16 = Bounds(column=0.25, metric=0.1, change=0.5, moment=0.2)
+BFLOAT16 = Bounds(column=0.25, metric=0.25, change=0.25, moment=0.01)
 _METRIC_FLOOR = 0.1
 OF_LAYOUT = ("layout/", "memory/")
 """Metrics of how the rows were cut, which is another matter on each placement."""

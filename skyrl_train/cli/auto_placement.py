@@ -303,7 +303,7 @@ class _Choice:
         for count, gpus in more:
             fits = count * gpus > nodes * per_node and self._problem(self._over(count, gpus, facts), facts) is None
             if fits:
-                found.append(f"{count * gpus} GPUs" + (f" on {count} nodes" if count > 1 else ""))
+                found.append(f"{count * gpus} GPUs" + (f" on {counted(count, 'node')}" if count > 1 else ""))
                 break
         if not found:
             return ""
@@ -349,8 +349,8 @@ def room_violations(config: AnyConfig) -> Iterator[Violation]:
     if needed > devices.num_gpus:
         yield Violation(
             field="placement",
-            rule=f"needs {needed} GPUs, and there are {devices.num_gpus} ({devices.source})",
-            value=f"{needed} GPUs",
+            rule=f"needs {counted(needed, 'GPU')}, and there are {devices.num_gpus} ({devices.source})",
+            value=counted(needed, "GPU"),
             remedy="try placement=auto, or placement.ray_address=auto on a node of a cluster"
             if devices.num_gpus
             else "try platform=cpu, or placement.ray_address=auto on a node of a cluster",

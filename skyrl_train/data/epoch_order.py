@@ -17,6 +17,7 @@ import numpy as np
 from skyrl_train.data.token_store import Ints
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.seeding import derive_seed
+from skyrl_train.wording import counted
 
 
 class EpochOrder:
@@ -71,7 +72,7 @@ class EpochOrder:
         if self.epoch < 0 or not first <= start <= stop <= first + self.num_examples:
             raise RuntimeError(
                 f"positions {start} to {stop} of the stream were asked for while the order of epoch {self.epoch} is "
-                f"held ({self.num_examples} examples an epoch)"
+                f"held ({counted(self.num_examples, 'example')} an epoch)"
             )
         found: Ints = self._order[start - first : stop - first].copy()
         return found

@@ -17,6 +17,7 @@ from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import PartSpec
 from skyrl_train.seeding import derive_seed
 from skyrl_train.types import Prompt
+from skyrl_train.wording import counted
 
 
 class MixedSource:
@@ -37,7 +38,7 @@ class MixedSource:
         most = [max(counts) for counts in zip(*(self._counts(position, position + 1) for position in range(64)))]
         for index, (name, prompts, _) in enumerate(datasets):
             if len(prompts) < max(most[index], 1):
-                rule = f"gives {most[index]} prompts of a batch to {name}, which has {len(prompts)}"
+                rule = f"gives {counted(most[index], 'prompt')} of a batch to {name}, which has {len(prompts)}"
                 remedy = "Lower its weight or trainer.train_batch_size, or give it more data"
                 raise ConfigError([Violation.of(f"data.mix[{index}].weight", self._weights[index], rule, remedy)])
         self._sources = [

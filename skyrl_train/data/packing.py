@@ -22,6 +22,7 @@ from skyrl_train.batch.token_budget import Rows, balance_longest_first, split_pa
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError
 from skyrl_train.images import ImageSpans
+from skyrl_train.wording import counted
 
 
 def plan_packing(lengths: Rows, *, max_tokens: int, align: int = 1, num_ranks: int = 1) -> list[Rows]:
@@ -36,7 +37,7 @@ def plan_packing(lengths: Rows, *, max_tokens: int, align: int = 1, num_ranks: i
     if longest > capacity:
         row = int(lengths.argmax())
         raise BatchError(
-            f"row {row} has {longest} tokens: more than a packed micro-batch of {max_tokens} tokens takes"
+            f"row {row} has {counted(longest, 'token')}: more than a packed micro-batch of {max_tokens} tokens takes"
             + (f" in multiples of {align}" if align > 1 else "")
             + ". Raise trainer.max_tokens_per_microbatch or lower data.max_length"
         )
@@ -75,7 +76,9 @@ def pack(mini_batch: MiniBatch, bins: Sequence[Rows], *, align: int = 1) -> Mini
         raise BatchError("only a closed mini-batch can be packed: its loss weights are fixed before")
     order = np.concatenate(bins) if len(bins) else np.empty(0, dtype=np.int64)
     if not np.array_equal(np.sort(order), np.arange(batch.num_rows)):
-        raise BatchError(f"{len(order)} rows in bins for a batch of {batch.num_rows}: every row belongs in one of them")
+        raise BatchError(
+            f"{counted(len(order), 'row')} in bins for a batch of {batch.num_rows}: every row belongs in one of them"
+        )
     rows = batch.take(torch.from_numpy(order))
     if bool(rows["loss_mask"][rows.row_offsets[:-1]].any()):
         raise BatchError("a row has loss on its first token, which the row packed before it would predict")

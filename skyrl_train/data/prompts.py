@@ -28,6 +28,7 @@ from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.json_text import json_problem, shown
 from skyrl_train.types import ChatMessage, Prompt
+from skyrl_train.wording import counted
 
 GSM8K_INSTRUCTION = "Think step by step, and end with the answer on a line of its own, written as `#### ANSWER`."
 GSM8K_HUB = "openai/gsm8k/main"
@@ -210,7 +211,7 @@ def filter_by_length(
     if over_long == "error" and len(kept) < len(prompts):
         uid, length = next((p.uid, n) for p, n in zip(prompts, lengths) if n > max_prompt_length)
         raise DataError(
-            f"prompt {uid} has {length} tokens{of_each}, more than data.max_prompt_length={max_prompt_length} "
+            f"prompt {uid} has {counted(length, 'token')}{of_each}, more than data.max_prompt_length={max_prompt_length} "
             f"({len(prompts) - len(kept)} of {len(prompts)} do). "
             f"Raise data.max_prompt_length (the longest has {longest}) or set data.over_long=drop."
         )

@@ -25,6 +25,7 @@ from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.errors import MemoryLimitError, RankOutOfMemory
 from skyrl_train.memory.meter import GIB, MemoryMeter
 from skyrl_train.telemetry.metrics import Last, Max, StepMetrics, Sum
+from skyrl_train.wording import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -239,8 +240,8 @@ class OomRetry(Generic[PassesT]):
             hopeless = ""
         else:
             hopeless = (
-                f"{name}: memory ran out in a {'training' if training else 'forward'} pass over {size.num_rows} rows of "
-                f"at most {size.longest} tokens ({reason}), "
+                f"{name}: memory ran out in a {'training' if training else 'forward'} pass over "
+                f"{counted(size.num_rows, 'row')} of at most {size.longest} tokens ({reason}), "
                 + ("which cannot be cut further" if size.num_rows == 1 else f"after {self._retries} smaller attempts")
             )
         found = strategy.first_reason(hopeless if reason else "")

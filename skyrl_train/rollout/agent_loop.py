@@ -30,6 +30,7 @@ from skyrl_train.types import (
     find_parent,
     new_routing,
 )
+from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 tools/{calls,failed,malformed} | count | Calls of tools in a trajectory, of which a tool failed, of which could not be
@@ -255,7 +256,7 @@ class AgentLoop:
         if self._room(prompt) < 1:
             raise Broken(
                 FailureKind.PROMPT_TOO_LONG,
-                f"the prompt has {len(prompt)} tokens; generator.max_context_length="
+                f"the prompt has {counted(len(prompt), 'token')}; generator.max_context_length="
                 f"{self._limits.max_context_length} leaves no room for a response",
             )
         return prompt

@@ -35,6 +35,7 @@ from skyrl_train.types import (
     Turn,
     VersionRun,
 )
+from skyrl_train.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +115,12 @@ def check_answer(
         raise EngineError(f"the engine returned the stop reason {shown(answer.stop_reason)}; must be a StopReason")
     token_ids = _plain(answer.token_ids, "token id", "a whole number", (int, np.integer), int)
     if answer.stop_reason is StopReason.ABORT:
-        raise EngineError(f"the engine aborted the request after {len(token_ids)} tokens")
+        raise EngineError(f"the engine aborted the request after {counted(len(token_ids), 'token')}")
     if not token_ids:
         raise EngineError("the engine returned no tokens")
     most = request.sampling.max_generate_length
     if len(token_ids) > most:
-        raise EngineError(f"the engine returned {len(token_ids)} tokens, and {most} were asked for")
+        raise EngineError(f"the engine returned {counted(len(token_ids), 'token')}, and {most} were asked for")
     if (wrong := _first_outside(token_ids, vocabulary_size)) is not None:
         raise EngineError(
             f"the engine returned the token id {shown(token_ids[wrong])} (token {wrong} of the answer); must be from 0 to "
@@ -127,7 +128,9 @@ def check_answer(
         )
     logprobs = _plain(answer.logprobs, "log-probability", "a number", (float, int, np.floating, np.integer), float)
     if len(logprobs) != len(token_ids):
-        raise EngineError(f"the engine returned {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
+        raise EngineError(
+            f"the engine returned {len(logprobs)} log-probabilities for {counted(len(token_ids), 'token')}"
+        )
     if (wrong := _first_not_logprob(logprobs)) is not None:
         raise EngineError(
             f"the engine returned the log-probability {logprobs[wrong]!r} (token {wrong} of the answer); must be finite and "
@@ -156,9 +159,8 @@ def checked_trajectory(trajectory: Trajectory, *, vocabulary_size: int, max_cont
         if not _is_float32(turn.reward):
             kind, reason = FailureKind.INVALID_REWARD, f"the reward {turn.reward!r} is not finite in float32"
         elif length > max_context_length:
-            reason = (
-                f"{length} tokens of prompt and response, more than generator.max_context_length={max_context_length}"
-            )
+            most_tokens = f"generator.max_context_length={max_context_length}"
+            reason = f"{counted(length, 'token')} of prompt and response, more than {most_tokens}"
         elif largest >= vocabulary_size:
             reason = f"the token id {largest}, and the model knows those from 0 to {vocabulary_size - 1}"
         elif (wrong := _first_not_logprob(turn.response_logprobs)) is not None:
@@ -173,7 +175,8 @@ def check_failures(done: Sequence[Trajectory], total: int, *, limit: float) -> N
 
     `limit` is `environment.max_failed_fraction`; the message counts the reasons, with an example of each.
     """
-    failures = [trajectory.failure for trajectory in done if trajectory.failure is not None]
+    failed = [trajectory for trajectory in done if trajectory.failure is not None]
+    failures = [trajectory.failure for trajectory in failed if trajectory.failure is not None]
     if len(failures) <= limit * total:
         return
     lines = _counted([f"{failure.kind.value}: {failure.message}" for failure in failures])
@@ -182,7 +185,8 @@ def check_failures(done: Sequence[Trajectory], total: int, *, limit: float) -> N
     raise error(
         f"{len(failures)} of {total} trajectories failed, more than environment.max_failed_fraction={limit:g}:\n"
         + "\n".join(lines)
-        + "\nFix the cause, or raise environment.max_failed_fraction to carry on without them."
+        + f"\nThe first is trajectory {failed[0].prompt_uid}/{failed[0].sample_index}, turn {failures[0].turn_index}. "
+        "Fix the cause, or raise environment.max_failed_fraction to carry on without them."
     )
 
 
@@ -203,7 +207,7 @@ def _counted(reasons: Sequence[str]) -> list[str]:
         if examples[reason] != reason:
             lines.append(f"      e.g. {' '.join(examples[reason].split())[:300]}")
     others = sum(count for _, count in most[_MAX_REASONS:])
-    return [*lines, *([f"  {others} for {len(most) - _MAX_REASONS} other reasons"] if others else [])]
+    return [*lines, *([f"  {others} for {counted(len(most) - _MAX_REASONS, 'other reason')}"] if others else [])]
 
 
 def _failed(trajectory: Trajectory, turn_index: int, kind: FailureKind, reason: str) -> Trajectory:
@@ -259,8 +263,8 @@ def _version_runs(runs: object, num_tokens: int, versions: tuple[int, int]) -> t
     in_order = all(type(start) is int for start in starts) and starts == sorted(set(starts)) and found == sorted(found)
     if not in_order or starts[0] != 0 or starts[-1] >= num_tokens:
         raise EngineError(
-            f"the engine returned the weight_versions {shown(pairs)} for {num_tokens} tokens; runs (start, version) must "
-            "begin at token 0, come in order and within the answer, and their versions must never fall"
+            f"the engine returned the weight_versions {shown(pairs)} for {counted(num_tokens, 'token')}; runs "
+            "(start, version) must begin at token 0, come in order and within the answer, and their versions must never fall"
         )
     return (
         runs if isinstance(runs, tuple) and set(map(type, pairs)) == {VersionRun} else tuple(starmap(VersionRun, pairs))

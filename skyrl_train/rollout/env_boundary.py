@@ -386,7 +386,7 @@ def check_scores(values: object, *, source: str, num_samples: int | None) -> lis
     several = num_samples is not None
     if several and not (isinstance(values, (list, tuple)) and len(values) == num_samples):
         kind = f"{len(values)} values" if isinstance(values, (list, tuple)) else type(values).__name__
-        message = f"{source} returned {kind} for {num_samples} trajectories; must be a list with one value for each"
+        message = f"{source} returned {kind}; must be a list with one value for each of {num_samples} trajectories"
         raise Broken(FailureKind.INVALID_REWARD, message)
     found: list[dict[str, float] | float | None] = []
     for value in values if several and isinstance(values, (list, tuple)) else [values]:

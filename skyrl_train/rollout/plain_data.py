@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any, SupportsFloat
 
 from skyrl_train.telemetry.json_text import is_text, shown
+from skyrl_train.wording import counted
 
 _FLOAT32_MAX = 3.4028234663852886e38
 _MAX_DEPTH = 32
@@ -65,7 +66,7 @@ def plain_state(value: object) -> Any:
     state = plain(value, "the state")
     if (size := len(json.dumps(state))) > _MAX_STATE_CHARACTERS:
         raise ValueError(
-            f"the state has {size:,} characters as JSON; must have at most {_MAX_STATE_CHARACTERS:,}. "
+            f"the state has {counted(size, 'character', ',')} as JSON; must have at most {_MAX_STATE_CHARACTERS:,}. "
             "Leave get_state out, or keep in it what cannot be derived from the row"
         )
     return state

@@ -17,6 +17,7 @@ from skyrl_train.rollout.groups import distinct, rollouts_of
 from skyrl_train.rollout.journal import FILE, batch_places, read_group
 from skyrl_train.telemetry.rollout_store import read_facts, read_rollouts
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
+from skyrl_train.wording import counted
 
 _LARGEST_ID = 2**31
 _NOT_TRAINED_ON = re.compile(r"(?:eval|failed)_step_\d+\.(?:parquet|jsonl)")
@@ -172,7 +173,7 @@ class ReplayGenerator:
             )
         if n_samples_per_prompt != batch.n_samples_per_prompt:
             raise DataError(
-                f"{step.path}: {batch.n_samples_per_prompt} samples per prompt were recorded. "
+                f"{step.path}: the recording has {counted(batch.n_samples_per_prompt, 'sample')} of each prompt. "
                 f"Set generator.n_samples_per_prompt={batch.n_samples_per_prompt}."
             )
         return batch
@@ -183,7 +184,7 @@ class ReplayGenerator:
     def _step(self, global_step: int) -> _RecordedStep:
         if not 1 <= global_step <= self.num_steps:
             raise DataError(
-                f"the recording has {self.num_steps} steps, and step {global_step} was asked for. "
+                f"the recording has {counted(self.num_steps, 'step')}, and step {global_step} was asked for. "
                 f"Set trainer.total_steps={self.num_steps}."
             )
         return self._steps[global_step - 1]
@@ -200,7 +201,7 @@ class ReplayGenerator:
         sizes = {len(group) for group in groups}
         if len(sizes) != 1 or 0 in sizes:
             raise DataError(
-                f"{journal}: the groups of a batch have {sorted(sizes)} samples; they must have equally many, and some"
+                f"{journal}: the groups of a batch must have as many samples as one another, and some; got {sorted(sizes)}"
             )
         named = distinct([(group[0][0], tuple(trajectory for _, trajectory in group)) for group in groups])
         return self._shape(self._checked(rollouts_of(named, sizes.pop())))

@@ -40,6 +40,7 @@ from skyrl_train.rollout.generator import ProgressCallback, RolloutGenerator
 from skyrl_train.rollout.groups import Group, distinct, mean_length, rollouts_of
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Trajectory
+from skyrl_train.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,9 +323,9 @@ class RolloutStream:
         if settings.filters.dynamic_sampling == "replace":
             share = settings.filters.replace_min_share
             raise DataError(
-                f"dynamic sampling: {len(rules.dropped) // batch_size} times {batch_size} prompts were sampled for a batch, "
-                f"and each time fewer than trainer.algorithm.filters.replace_min_share={share:g} of them have trajectories "
-                f"that differ in reward. {advice}"
+                f"dynamic sampling: {len(rules.dropped) // batch_size} times {counted(batch_size, 'prompt')} sampled for a "
+                f"batch, and each time fewer than trainer.algorithm.filters.replace_min_share={share:g} of them have "
+                f"trajectories that differ in reward. {advice}"
             )
         if not self._tasks:
             raise DataError(

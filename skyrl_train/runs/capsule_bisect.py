@@ -123,12 +123,9 @@ def _of_columns(batch: TrainingInputBatch, decode: Decode | None) -> list[str]:
     bad = non_finite_column(batch)
     if bad is None:
         return []
-    place, counted = (
-        place_of(batch, bad.row, bad.position, decode),
-        "1 token" if bad.count == 1 else f"{bad.count} tokens",
-    )
+    place = place_of(batch, bad.row, bad.position, decode)
     return [
-        f"the batch has numbers that are not finite: {bad.name} of {counted}, first {bad.value}:",
+        f"the batch has numbers that are not finite: {bad.name} of {counted(bad.count, 'token')}, first {bad.value}:",
         f"  {place}",
         f"  {_numbers(batch, bad.row, bad.position)}",
     ]
@@ -201,7 +198,7 @@ def _non_finite(found: Iterator[OptimizerStep], decode: Decode | None) -> Found:
 
         if parts and is_bad(parts):
             return Found(is_found=True, lines=tuple(_first_token(step, halve(parts, is_bad), decode)))
-    said = f"nothing is found in {count} optimizer steps: loss and gradient are finite here"
+    said = f"nothing is found in {counted(count, 'optimizer step')}: loss and gradient are finite here"
     return Found(is_found=False, lines=(said,))
 
 

@@ -116,13 +116,13 @@ def _measured(
     num_others = sum(prompt.env_class not in (None, named) for prompt in result.prompts)
     if named is not None and num_others:
         notes.append(
-            f"{num_others} {name} rows name another env_class; environment.env_class={named} scores them all "
-            "(environment=by_row takes their own)"
+            f"another env_class is named by {counted(num_others, f'{name} row')}; environment.env_class={named} scores "
+            "them all (environment=by_row takes their own)"
         )
     if result.num_dropped:
         notes.append(
-            f"{result.num_dropped} {name} prompts have more than data.max_prompt_length="
-            f"{data.max_prompt_length} tokens{of_each} and are left out (the longest has {result.longest})"
+            f"left out: {counted(result.num_dropped, f'{name} prompt')} of more than data.max_prompt_length="
+            f"{data.max_prompt_length} tokens{of_each} (the longest has {result.longest})"
         )
     return result.prompts
 

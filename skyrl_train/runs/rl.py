@@ -262,7 +262,7 @@ def describe(config: Config) -> list[str]:
         *(f"{name:<11} {rest.strip()}" for name, _, rest in (line.partition(" ") for line in placement)),
         f"environment {environment}, " + ("1 turn" if is_single else f"up to {counted(generator.max_turns, 'turn')}"),
         *(f"reward      {entry.name}, {part_name(entry.spec)}" for entry in reward_entries(config.environment)),
-        f"engine      {part_name(generator.backend)}, {generator.sampling.max_generate_length} new tokens a turn",
+        f"engine      {part_name(generator.backend)}, {counted(generator.sampling.max_generate_length, 'new token')} a turn",
         data=[f"{each.name} ({each.weight:g})" for each in mix] or config.data.train,
         promise=_promise(config),
     )
@@ -283,7 +283,7 @@ def _optimizer_steps(plan: BatchPlan) -> str:
         each = f"{span(plan.num_samples_per_step, plan.most_samples_per_step)} rollouts each"
     a_batch = span(plan.fewest_optimizer_steps_per_batch, plan.optimizer_steps_per_batch)
     return (
-        f"{a_batch} optimizer steps a batch ({each}), "
+        f"{a_batch} {'optimizer step' if a_batch == '1' else 'optimizer steps'} a batch ({each}), "
         f"{span(plan.fewest_total_optimizer_steps, plan.total_optimizer_steps)} in all"
     )
 

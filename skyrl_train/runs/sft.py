@@ -182,7 +182,7 @@ def size_policy(config: SFTConfig, policy: Learner, folder: RunFolder) -> list[s
 def _say_tokenised(console: RunConsole, name: str, rows: int) -> None:
     """Say now and then how many rows are tokenised; a cached source is not tokenised at all."""
     if rows % _ROWS_BETWEEN_NOTES == 0:
-        console.note(f"{name}: {rows} rows tokenised")
+        console.note(f"{name}: {counted(rows, 'row')} tokenised")
 
 
 def _plan_lines(config: SFTConfig, plan: SFTPlan, data: SFTData) -> list[str]:

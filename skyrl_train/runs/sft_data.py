@@ -151,17 +151,17 @@ def _notes(name: str, loaded: Loaded, config: SFTDataConfig) -> list[str]:
     notes = []
     if loaded.num_truncated:
         notes.append(
-            f"{loaded.num_truncated} {name} examples are cut to data.max_length={limit} tokens "
+            f"cut to data.max_length={limit} tokens: {counted(loaded.num_truncated, f'{name} example')} "
             f"(the longest has {loaded.longest})"
         )
     if loaded.num_dropped:
         notes.append(
-            f"{loaded.num_dropped} {name} examples are longer than data.max_length={limit} tokens and are left out "
+            f"left out: {counted(loaded.num_dropped, f'{name} example')} of more than data.max_length={limit} tokens "
             f"(the longest has {loaded.longest})"
         )
     if loaded.num_without_loss:
         notes.append(
-            f"{loaded.num_without_loss} {name} examples have no trained token in their first {limit} and are left out"
+            f"left out: {counted(loaded.num_without_loss, f'{name} example')} without a trained token in the first {limit}"
         )
     return notes
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.telemetry.metrics_log import read_metrics
+from skyrl_train.wording import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -138,7 +139,11 @@ def _draw_series(axes: Axes, records: Sequence[Record], name: str, *, colour: st
     width = 2 * max(1, round(len(steps) * _WINDOW_SHARE / 2)) + 1
     axes.plot(steps, values, color=colour, linewidth=1.0, alpha=0.3)
     axes.plot(
-        steps, running_mean(values, width), color=colour, linewidth=2.0, label=f"{label} (running, {width} steps)"
+        steps,
+        running_mean(values, width),
+        color=colour,
+        linewidth=2.0,
+        label=f"{label} (running, {counted(width, 'step')})",
     )
 
 

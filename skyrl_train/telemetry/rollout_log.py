@@ -46,6 +46,7 @@ from skyrl_train.types import (
     find_parent,
     token_ids,
 )
+from skyrl_train.wording import counted
 
 _JSON_NAMES: dict[type, str] = {dict: "an object", list: "a list", str: "a text", NoneType: "null"}
 _LARGEST_COUNT = 2**31 - 1
@@ -254,7 +255,7 @@ def messages(value: object, name: str) -> tuple[ChatMessage, ...]:
 
 def _logprobs(values: Sequence[object], num_tokens: int) -> NDArray[np.float32]:
     if values and len(values) != num_tokens:
-        raise ValueError(f"{len(values)} logprobs for {num_tokens} response tokens")
+        raise ValueError(f"{len(values)} logprobs for {counted(num_tokens, 'response token')}")
     with np.errstate(over="ignore"):
         column = np.array([finite(value, "a log-probability") for value in values], dtype=np.float32)
     if not np.isfinite(column).all():
@@ -329,7 +330,7 @@ def _batch(groups: Mapping[str, list[tuple[Prompt, Trajectory]]], place: str) ->
     for uid, group in groups.items():
         if len(group) != n_samples:
             raise DataError(
-                f"{place}: prompt {uid} has {len(group)} samples, others {n_samples}. Groups must be equal."
+                f"{place}: prompt {uid} has {counted(len(group), 'sample')}, others {n_samples}. Groups must be equal."
             )
         group.sort(key=lambda pair: pair[1].sample_index)
         if [trajectory.sample_index for _, trajectory in group] != list(range(n_samples)):

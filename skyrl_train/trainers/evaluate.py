@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from skyrl_train.interfaces import Generator
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams, Trajectory
+from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 eval/accuracy | share | Right answers: mean over held-out prompts of the share of their samples. | evaluations | verl
@@ -190,7 +191,7 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
         0.5
     """
     if not 1 <= k <= num_samples:
-        raise ValueError(f"pass@{k} cannot be estimated from {num_samples} samples")
+        raise ValueError(f"pass@{k} cannot be estimated from {counted(num_samples, 'sample')}")
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 

@@ -115,7 +115,7 @@ def find_start(
     layout_changes = check_same_run(changes, checkpoint)
     if state.data != data:
         raise CheckpointError(
-            f"the training prompts changed since {checkpoint}: {state.data.num_prompts} prompts with fingerprint "
+            f"the training prompts changed since {checkpoint}: {counted(state.data.num_prompts, 'prompt')} with fingerprint "
             f"{state.data.sha256[:12]} then, {data.num_prompts} with {data.sha256[:12]} now. "
             f"Restore the data, or {begin_another(checkpoint)}, or {START_ANEW}"
         )

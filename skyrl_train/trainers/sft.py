@@ -27,6 +27,7 @@ from skyrl_train.trainers.saving import export_whole
 from skyrl_train.trainers.sft_evaluate import LOSS, LossHistory, SFTEvaluator, evaluation_line, evaluation_table
 from skyrl_train.trainers.sft_samples import SampleWriter
 from skyrl_train.trainers.state import LoopState, Totals
+from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 train/loss | nats | Mean cross-entropy of a trained token. | supervised training | TRL `loss`
@@ -133,8 +134,8 @@ class SFTTrainer:
         stopped_early = step < total_steps
         if stopped_early:
             loop.console.note(
-                f"stopped after step {step} of {total_steps}: the last {self.settings.early_stopping_patience} "
-                "evaluations brought no lower loss"
+                f"stopped after step {step} of {total_steps}: no lower loss in the last "
+                f"{counted(self.settings.early_stopping_patience, 'evaluation')}"
             )
         self._export()
         loop.draw()

@@ -18,6 +18,7 @@ from skyrl_train.seeding import derive_seed
 from skyrl_train.telemetry.files import write_atomically
 from skyrl_train.telemetry.json_text import json_line
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
+from skyrl_train.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ class SampleWriter:
             return list(await asyncio.wait_for(answers, self._timeout_s))
         except asyncio.TimeoutError as error:
             raise DeadlineError(
-                f"{len(requests)} samples of step {step}",
+                f"{counted(len(requests), 'sample')} of step {step}",
                 self._timeout_s,
                 "Lower trainer.eval_samples, or raise trainer.eval_sample_timeout_s",
             ) from error

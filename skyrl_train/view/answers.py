@@ -27,6 +27,7 @@ from skyrl_train.view.rollout_answers import RolloutAnswers
 from skyrl_train.view.rollouts import RolloutIndex
 from skyrl_train.view.sources import Run
 from skyrl_train.view.tails import Tail, end_of, new_lines
+from skyrl_train.wording import counted
 
 Json = dict[str, Any]
 
@@ -79,7 +80,7 @@ class Answers:
         tail = self._metrics[run.id]
         tail.refresh()
         if tail.torn:
-            problems.append(f"{tail.path}: {tail.torn} lines are no records of a step; they are left out")
+            problems.append(f"{tail.path}: {counted(tail.torn, 'line')} are no records of a step; they are left out")
         return tail.records
 
     def _imported_metrics(self, run: Run, problems: list[str]) -> list[Json]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from skyrl_train.view.sources import Run
+from skyrl_train.wording import counted
 
 _AMONG = ("purpose", "environment", "dataset", "outcome", "failure_kind", "stop_reason", "uid", "sample")
 _WITHIN = {"reward": "reward", "tokens": "tokens", "turns": "num_turns", "step": "step"}
@@ -101,7 +102,7 @@ class Filters:
         within = {name: (arguments.number(f"{name}_min"), arguments.number(f"{name}_max")) for name in _WITHIN}
         text = arguments.text("text")
         if len(text) > _LONGEST_PATTERN:
-            raise ValueError(f"text has {len(text)} characters; a pattern has at most {_LONGEST_PATTERN}")
+            raise ValueError(f"text has {counted(len(text), 'character')}; a pattern has at most {_LONGEST_PATTERN}")
         for name, values in among.items():
             if len(values) > _MOST_VALUES:
                 raise ValueError(f"{name} is given {len(values)} times; at most {_MOST_VALUES} are taken")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from test_agent_streams import agent_config
 
 from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.declarations import undeclared
@@ -27,6 +29,38 @@ def test_a_run_and_a_stream_log_what_is_declared(max_staleness: int, tmp_path: P
     assert undeclared(names) == []
     assert {"reward/mean", "policy/grad_norm", "eval/accuracy", "timing/step"} <= names
     assert ("stream/ready" in names) == bool(max_staleness)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_run_of_agents_logs_what_is_declared(max_staleness: int, tmp_path: Path) -> None:
+    train(agent_config(tmp_path, max_staleness=max_staleness, total_steps=2))
+    names = logged(tmp_path)
+    assert undeclared(names) == []
+    assert any(name.startswith("env/agent/") for name in names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dynamic_sampling", ["filter", "replace"])
+def test_runs_that_filter_log_what_is_declared(dynamic_sampling: Any, tmp_path: Path) -> None:
+    config = make_config(tmp_path, max_staleness=0, total_steps=2)
+    filters = replace(
+        config.trainer.algorithm.filters,
+        dynamic_sampling=dynamic_sampling,
+        dynamic_sampling_max_batches=30,
+        replace_min_share=0.1,
+        zero_variance=dynamic_sampling == "filter",
+        overlong=True,
+        overlong_soft_share=0.5,
+        overlong_max_length=8,
+        non_stop_scale=0.5,
+        resample="none" if dynamic_sampling == "filter" else "pow",
+    )
+    algorithm = replace(config.trainer.algorithm, filters=filters)
+    train(replace(config, trainer=replace(config.trainer, algorithm=algorithm)))
+    names = logged(tmp_path)
+    assert undeclared(names) == []
+    assert {"sampling/prompts_differing_fraction"} <= names
 
 
 @pytest.mark.slow

@@ -217,7 +217,7 @@ def test_a_run_stops_early_when_evaluations_bring_no_lower_loss(tmp_path: Path) 
     result = run.run()
     assert result is not None
     assert (result.global_step, result.stopped_early) == (12, True)
-    assert "stopped after step 12 of 20: the last 2 evaluations brought no lower loss" in run.output.getvalue()
+    assert "stopped after step 12 of 20: no lower loss in the last 2 evaluations" in run.output.getvalue()
     assert exported(run)[1] == 12
     verify(run.folder.checkpoints / "step_000012")
 

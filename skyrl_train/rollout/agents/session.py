@@ -47,6 +47,7 @@ from skyrl_train.types import (
     StopReason,
     TokenIds,
 )
+from skyrl_train.wording import counted
 
 DECLARED_METRICS = """
 env/agent/<name> | count | What an agent's program did in a trajectory: requests it repeated, cancelled or never read,
@@ -277,7 +278,7 @@ class Session:
         if len(prompt) >= self._limits.max_context_length:
             self.refused = Outcome.CONTEXT_FULL
             message = (
-                f"the prompt has {len(prompt)} tokens; the maximum context length, generator.max_context_length="
+                f"the prompt has {counted(len(prompt), 'token')}; the maximum context length, generator.max_context_length="
                 f"{self._limits.max_context_length}, leaves no room for an answer"
             )
             raise RequestError(message, code="context_length_exceeded", param="messages")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl_train.rollout.rewards.code_run import passed_tests
+from skyrl_train.wording import counted
 
 _CHOICES = (
     re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Za-z])\)?\s*\}"),
@@ -88,7 +89,7 @@ class Regex:
         self._pattern = re.compile(f"(?{flags}){pattern}" if flags else pattern)
         self._answer_group = answer_group
         if not 0 <= answer_group <= self._pattern.groups:
-            raise ValueError(f"answer_group={answer_group}: the pattern has {self._pattern.groups} groups")
+            raise ValueError(f"answer_group={answer_group}: the pattern has {counted(self._pattern.groups, 'group')}")
 
     def __call__(self, completion: str, answer: object = None) -> float:
         found = list(self._pattern.finditer(completion))

@@ -209,7 +209,7 @@ def test_trajectories_out_of_order_are_refused():
 
 
 def test_a_batch_of_another_size_than_configured_is_refused():
-    with pytest.raises(BatchError, match=r"1 prompts .*train_batch_size=2"):
+    with pytest.raises(BatchError, match=r"1 prompt .*train_batch_size=2"):
         assembled(make_trajectory("a", 0, *ONE_TURN), prompts=2)
 
 

@@ -27,7 +27,7 @@ def test_a_mini_batch_is_a_number_of_prompts_however_many_rows_they_became():
 
 def test_rows_per_trajectory_are_counted_where_they_are_fixed():
     assert compute_prompt_mini_batch_boundaries(["a", "a", "b", "b"], 1, 2, False, 2) == [(0, 2), (2, 4)]
-    with pytest.raises(BatchError, match=r"uid 'b' at index 2 has 1 rows where n_samples_per_prompt=2"):
+    with pytest.raises(BatchError, match=r"uid 'b' at index 2 has 1 row where n_samples_per_prompt=2"):
         compute_prompt_mini_batch_boundaries(["a", "a", "b"], 1, 2, False, 2)
 
 

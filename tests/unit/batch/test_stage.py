@@ -62,7 +62,7 @@ def test_a_result_that_does_not_fit_its_shard_is_named():
     staged = stage(rows_of_lengths(2, 2), 2)
     with pytest.raises(BatchError, match=r"rank 1 returned \(3,\) for a shard of 2 tokens"):
         staged.collect([torch.zeros(2), torch.zeros(3)])
-    with pytest.raises(BatchError, match=r"1 results for 2 ranks"):
+    with pytest.raises(BatchError, match=r"1 result for 2 ranks"):
         staged.collect([torch.zeros(2)])
 
 

@@ -193,7 +193,7 @@ def test_a_row_has_at_least_one_token(batch):
 
 
 def test_uids_must_match_the_rows(batch):
-    with pytest.raises(BatchError, match=r"2 uids for 3 rows"):
+    with pytest.raises(BatchError, match=r"2 uids for a batch of 3 rows"):
         replace(batch, metadata=replace(batch.metadata, uids=("a", "b")))
 
 

@@ -82,8 +82,8 @@ def test_each_entry_of_validation_is_a_set_with_a_name_of_its_own(tmp_path: Path
 @pytest.mark.parametrize(
     ("over_long", "note", "left"),
     [
-        ("truncate", "1 training examples are cut to data.max_length=60 tokens", 3),
-        ("drop", "1 training examples are longer than data.max_length=60 tokens and are left out", 2),
+        ("truncate", "cut to data.max_length=60 tokens: 1 training example ", 3),
+        ("drop", "left out: 1 training example of more than data.max_length=60 tokens", 2),
     ],
 )
 def test_what_is_cut_or_left_out_is_told_with_its_number(tmp_path: Path, over_long: str, note: str, left: int) -> None:

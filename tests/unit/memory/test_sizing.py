@@ -195,7 +195,7 @@ def test_it_gives_up_after_so_many_times_and_on_a_row_alone(folder: Path) -> Non
     with pytest.raises(MemoryLimitError, match=r"after 1 smaller attempts.*trainer.memory_budget_gb"):
         learner.forward_backward(close(make_batch(LENGTHS)))
     learner, _ = retried(folder, 3)
-    with pytest.raises(MemoryLimitError, match=r"1 rows of at most 16 tokens.*cannot be cut further"):
+    with pytest.raises(MemoryLimitError, match=r"1 row of at most 16 tokens.*cannot be cut further"):
         learner.forward_backward(close(make_batch([16])))
 
 

@@ -54,12 +54,14 @@ def test_what_does_not_fit_is_counted() -> None:
     words = ("red", "green", "blue", "white", "black", "brown", "brown")
     lines = lines_of([f"score: {word}" for word in words])
     assert lines[0] == "  2 x reward_error: score: brown"
-    assert lines[-1] == "  1 for 1 other reasons"
+    assert lines[-1] == "  1 for 1 other reason"
     assert len(lines) == 6
 
 
 def test_the_engine_is_named_where_it_is_what_fails() -> None:
     failed = [failed_trajectory(kind=FailureKind.ENGINE_ERROR)] * 2
-    with pytest.raises(EngineError):
+    with pytest.raises(
+        EngineError, match=rf"The first is trajectory {failed[0].prompt_uid}/0, turn 0\. Fix the cause"
+    ):
         check_failures(failed, 2, limit=0.5)
     check_failures(failed, 4, limit=0.5)

@@ -77,7 +77,7 @@ def test_steps_are_counted_from_one_whatever_their_numbers_were(tmp_path: Path) 
 
 def test_past_the_end_of_the_recording_is_an_error_that_says_where_it_ends(tmp_path: Path) -> None:
     generator = ReplayGenerator(write(tmp_path / "mine.jsonl", line("a")))
-    with pytest.raises(DataError, match=r"has 1 steps, and step 2 was asked for. Set trainer.total_steps=1"):
+    with pytest.raises(DataError, match=r"has 1 step, and step 2 was asked for. Set trainer.total_steps=1"):
         generator.prompts_for_step(2)
 
 
@@ -89,7 +89,9 @@ def test_an_evaluation_cannot_be_replayed(tmp_path: Path) -> None:
 
 def test_other_prompts_or_samples_than_recorded_are_refused(tmp_path: Path) -> None:
     generator = ReplayGenerator(write(tmp_path / "mine.jsonl", line("a"), line("b")))
-    with pytest.raises(DataError, match=r"1 samples per prompt were recorded. Set generator.n_samples_per_prompt=1"):
+    with pytest.raises(
+        DataError, match=r"the recording has 1 sample of each prompt. Set generator.n_samples_per_prompt=1"
+    ):
         replay(generator, 1, n=2)
     with pytest.raises(DataError, match="not those asked for"):
         generator.generate(
@@ -202,7 +204,7 @@ def test_a_journal_that_was_killed_has_the_batches_until_then(tmp_path: Path) ->
         ),
         (
             ['{"group": 4, "trajectories": []}', '{"batch": 0, "groups": [4], "dropped": {}}'],
-            r"a batch have \[0\] samples",
+            r"a batch must have as many .* got \[0\]",
         ),
     ],
 )

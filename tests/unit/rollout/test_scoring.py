@@ -185,7 +185,7 @@ def test_a_reward_of_the_group_sees_the_samples_that_have_not_failed(roll_out: A
 def test_too_few_values_fail_the_group_with_the_reason(roll_out: Any) -> None:
     batch = roll_out(named("too_few"))
     assert {str(one.failure and one.failure.message) for one in batch.trajectories} == {
-        "too_few returned 2 values for 3 trajectories; must be a list with one value for each"
+        "too_few returned 2 values; must be a list with one value for each of 3 trajectories"
     }
 
 

@@ -214,9 +214,7 @@ def test_copies_stand_where_the_serial_loop_has_them(start: Start) -> None:
 
 def test_where_too_few_differ_in_each_batch_the_run_ends_and_names_the_share(start: Start) -> None:
     stream, engine = start(lambda _: says(1), filters=REPLACE)
-    with pytest.raises(
-        DataError, match=r"4 times 2 prompts were sampled .* fewer than .*replace_min_share=0\.5 of them"
-    ):
+    with pytest.raises(DataError, match=r"4 times 2 prompts sampled .* fewer than .*replace_min_share=0\.5 of them"):
         stream.take()
     assert len({place(request)[0] for request in engine.requests}) <= 8 + 2
 

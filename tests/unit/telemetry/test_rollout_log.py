@@ -171,7 +171,7 @@ def test_trees_masks_and_runs_of_versions_are_kept() -> None:
         ({"turns": [{"prompt_token_ids": [1], "response_token_ids": [2], "reward": "1"}]}, "must be a finite number"),
         (
             {"turns": [{"prompt_token_ids": [1], "response_token_ids": [2], "reward": 1, "logprobs": [0.0, 0.0]}]},
-            "2 logprobs for 1 response tokens",
+            "2 logprobs for 1 response token",
         ),
         (
             {"turns": [{"prompt_token_ids": [1], "response_token_ids": [2], "reward": 1, "logprobs": [None]}]},
@@ -208,7 +208,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, text: str, message: str) -> Non
 
 def test_groups_must_be_equal_and_samples_numbered_once(tmp_path: Path) -> None:
     uneven = write_lines(tmp_path / "uneven.jsonl", MINIMAL, MINIMAL, {**MINIMAL, "uid": "r"})
-    with pytest.raises(DataError, match="prompt r has 1 samples, others 2"):
+    with pytest.raises(DataError, match="prompt r has 1 sample, others 2"):
         read_json_lines(uneven)
     doubled = write_lines(tmp_path / "doubled.jsonl", {**MINIMAL, "sample": 0}, {**MINIMAL, "sample": 0})
     with pytest.raises(DataError, match="samples of prompt q must be numbered 0 to 1, each once"):
