@@ -46,7 +46,7 @@ _FRAME = re.compile(r'(?m)^  File "(.*)", line (\d+) in (.*)$')
 _OF_LIBRARIES = re.compile(r"/(?:lib/python3|site-packages/|dist-packages/)|^<")
 _OF_PACKAGE = "/skyrl_train/"
 _IDLE = "/skyrl_train/threads.py"
-_RAYS_OWN = re.compile(r"ray::IDLE|/ray/(?:core|dashboard|autoscaler|_private)/|ray-dashboard|^tee -a ")
+_RAYS_OWN = re.compile(r"ray::(?:IDLE|\w+Agent)|/ray/(?:core|dashboard|autoscaler|_private)/|ray-dashboard|^tee -a ")
 
 elsewhere: list[Callable[[], str]] = []
 """What asks the processes of a run on other machines."""
