@@ -30,7 +30,7 @@ PACKAGE = Path(__file__).parents[2] / "skyrl_train"
 THINGS = re.compile(
     r" (steps|rows|trajectories|samples|prompts|turns|batches|examples|evaluations|groups|entries|lines)\b"
 )
-NOT_COUNTED = re.compile(r"(=|\b(of|the|its|these|all|than|most|least|by|to) )$")
+NOT_COUNTED = re.compile(r"(=|\b(of|for|the|its|these|all|than|most|least|by|to) )$")
 """`{n} of {total} rows`, `max_turns={n} turns`, `the 4 turns`: what is right of one thing as well, or of a setting."""
 
 

@@ -60,8 +60,6 @@ def test_what_does_not_fit_is_counted() -> None:
 
 def test_the_engine_is_named_where_it_is_what_fails() -> None:
     failed = [failed_trajectory(kind=FailureKind.ENGINE_ERROR)] * 2
-    with pytest.raises(
-        EngineError, match=rf"The first is trajectory {failed[0].prompt_uid}/0, turn 0\. Fix the cause"
-    ):
+    with pytest.raises(EngineError, match=rf"The first is trajectory {failed[0].prompt_uid}/0, turn 0\. Fix the cause"):
         check_failures(failed, 2, limit=0.5)
     check_failures(failed, 4, limit=0.5)
