@@ -4,14 +4,15 @@
     python scripts/make_scale_tables.py --print     # to the terminal
     python scripts/make_scale_tables.py --print --lengths gsm8k/train.jsonl
 
-One training batch is 512 prompts with 8 samples, one optimizer step; lengths are stated, or those of the lines of a file
-with `question` and `answer`, in words, numbers and signs.
+One training batch is 512 prompts with 8 samples, one optimizer step; lengths are stated, or those of a run's rollouts, or of
+the lines of a file with `question` and `answer`, in words, numbers and signs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,7 +29,14 @@ from skyrl_train.plan.scale import (
     engine_rates,
     learner_rates,
 )
-from skyrl_train.plan.simulated_runs import Latency, Lengths, paired_lengths, stated_lengths
+from skyrl_train.plan.simulated_runs import (
+    Latency,
+    Lengths,
+    paired_lengths,
+    recorded_lengths,
+    rollouts_of,
+    stated_lengths,
+)
 from skyrl_train.plan.simulation import Schedule, Simulated, simulate
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
@@ -43,9 +51,11 @@ DEVICE = Device()
 
 @cache
 def lengths_of(path: str = "") -> Lengths:
-    """Return the stated lengths, or those of a file's lines."""
+    """Return the stated lengths, those of the run in a folder, or of a file's lines. Raises DataError, OSError."""
     if not path:
         return stated_lengths(prompt=300, median=1500, sigma=0.9, longest=16_000)
+    if Path(path).is_dir():
+        return recorded_lengths(rollouts_of(Path(path)), source=path)
     rows = map(json.loads, Path(path).read_text(encoding="utf-8").splitlines())
     pairs = [tuple(len(re.findall(r"\w+|[^\w\s]", row[name])) for name in ("question", "answer")) for row in rows]
     return paired_lengths(pairs, source=path)
@@ -129,7 +139,7 @@ def run(
         Schedule(
             batch_size=PROMPTS,
             max_staleness=staleness,
-            num_engines=engine_gpus // size,
+            num_engines=max(1, engine_gpus // size),
             in_flight_updates=staleness > 0,
         ),
         engine=engine_rates(model, size, DEVICE, mean_length=work.mean_length),
@@ -153,14 +163,20 @@ def schedule_table(lengths: Lengths, num_gpus: int = GPUS[-1]) -> str:
                 generated = serial.engine_busy * step_s
                 trained = step_s - sum(serial.wait_s[WARM_UP:]) / (STEPS - WARM_UP)
                 eighths = min(7, max(1, round(8 * generated / (generated + trained))))
-                engines = num_gpus * eighths // 8
-                cells = []
+                size = devices_per_engine(model, DEVICE)
+                engines = max(1, num_gpus * eighths // 8 // size) * size
+                cells: list[str] = []
+                if size > num_gpus:
+                    step_s = math.nan  # not even an engine has room
                 for staleness in STALENESS:
+                    if engines >= num_gpus:
+                        cells += ["", ""]
+                        continue
                     found = run(model, engines, num_gpus - engines, staleness, lengths, tools)
                     seconds = found.mean_step_s(WARM_UP)
                     cells += [f"{seconds:,.3g}", f"{step_s / seconds:.2f}"]
-                size = devices_per_engine(model, DEVICE)
-                yield name, label, size, f"{step_s:,.3g}", f"{engines} / {num_gpus - engines}", *cells
+                split = f"{engines} / {num_gpus - engines}" if engines < num_gpus else ""
+                yield name, label, size, f"{step_s:,.3g}", split, *cells
 
     more = [name for each in STALENESS for name in (f"staleness {each}, s", "times serial")]
     return table((*columns, *more), rows())

@@ -2,7 +2,7 @@
 
     python scripts/simulate_schedule.py --measure outputs/schedules --check     # makes short runs, then compares
     python scripts/simulate_schedule.py --calibrate SERIAL STREAM --compare RUN RUN
-    python scripts/simulate_schedule.py --gpus 1 8 64 512 --model Qwen2.5-7B --lengths outputs/RUN
+    python scripts/simulate_schedule.py --gpus 8 64 512 --lengths outputs/RUN
 
 **Against runs.** Rates of engine, environments and learner, and the lengths of samples, come from `--calibrate`: a serial
 run with `generator=hf` and, for streams, the learner of one with a stream, since engine and learner share an interpreter
@@ -11,8 +11,9 @@ read before the prediction. The shape of environments' latencies is stated (`--s
 `--measure` makes runs of the bundled model whose environments sleep (`bench_async.py`), two to calibrate and four to
 predict. `--check` ends with status 1 where a prediction is off by more than 15 %.
 
-**At scale.** Rates follow from data sheets (`skyrl_train/plan/scale.py`), lengths from a run's rollouts, from GSM8K's lines
-(`gsm8k.jsonl`: words and numbers of question and answer) or from a stated long-tailed distribution.
+**At scale.** `--gpus` prints steps of 7B to 70B, serial and asynchronous, on so many GPUs whose rates follow from data
+sheets (`make_scale_tables.py`). Lengths come from a run's rollouts, from the lines of a file with `question` and `answer`
+(GSM8K's), or from the stated long-tailed distribution.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bench_async
+import make_scale_tables
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -156,8 +158,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sigma", type=float, default=0.5, help="of its logarithm")
     parser.add_argument("--calibrate", type=Path, nargs="+", metavar="RUN", default=[], help="SERIAL [STREAM]")
     parser.add_argument("--compare", type=Path, nargs="+", metavar="RUN", default=[])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[], help="simulate so many, with no run to compare")
+    parser.add_argument("--lengths", default="", metavar="RUN_OR_FILE", help="of the samples there")
     parser.add_argument("--check", action="store_true", help="exit with status 1 where a prediction is off by more")
     args = parser.parse_args(arguments)
+    for count in args.gpus:
+        print(
+            f"{count} GPUs\n\n{make_scale_tables.schedule_table(make_scale_tables.lengths_of(args.lengths), count)}\n"
+        )
+    if args.gpus:
+        return 0
     calibration, runs = list(args.calibrate), list(args.compare)
     if args.measure:
         measure(args.measure, args)
