@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,20 @@ _ROW_BYTES = 1024
 _COLUMN_FACTOR = 0x9E3779B2
 """Even, so that every factor in the sum below is odd and no change of a single word can vanish modulo 2^64."""
 _SUMMED_BYTES = 4 * 2**20
+
+
+Update = Literal["", "keep", "changes"]
+"""What a sync sends: all weights; all, of which receivers keep a copy; or what changed since, which goes into that copy."""
+
+
+class Piece(NamedTuple):
+    """What an entry of a bucket is of its parameter: a box of it."""
+
+    offset: tuple[int, ...]
+    whole: tuple[int, ...]
+    """Shape of the parameter."""
+    num_changed: int = -1
+    """How many values of the box are there, behind as many int32 indices into it, flat; -1: all values and no index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +65,23 @@ class Bucket:
     """Exported memory that holds them, by device (`weight_sync/cuda_ipc.py`)."""
     tensors: tuple[Tensor, ...] = ()
     """The parameters themselves, within one process."""
+    pieces: tuple[Piece, ...] = ()
+    """Where there are any, each entry is a piece of the parameter whose name it has; else it is whole."""
+    parts: tuple[Bucket, ...] = ()
+    """What each rank sent of these parameters; they carry the bytes then."""
+    update: Update = ""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole bucket, gaps included."""
-        return _slices(self.dtypes, self.shapes)[1]
+        return slices_of(self)[1]
 
     def fields(self) -> dict[str, Any]:
         """Return what passes to another process, as keyword arguments."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "tensors"}
+        plain = {
+            entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in ("tensors", "parts")
+        }
+        return plain | {"parts": [part.fields() for part in self.parts]}
 
 
 def pack(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> tuple[Bucket, Tensor]:
@@ -70,7 +92,7 @@ def pack(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> tuple[B
         dtypes=tuple(dtype_name(tensor) for _, tensor in named),
         shapes=tuple(tuple(tensor.shape) for _, tensor in named),
     )
-    slices, size = _slices(bucket.dtypes, bucket.shapes)
+    slices, size = slices_of(bucket)
     flat = torch.zeros(size, dtype=torch.uint8, device=device)
     for (_, tensor), (start, num_bytes) in zip(named, slices):
         flat[start : start + num_bytes].view(tensor.dtype).copy_(tensor.reshape(-1))
@@ -79,13 +101,21 @@ def pack(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> tuple[B
 
 def unpack(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The parameters, as views of `flat`. Raises EngineError where its bytes are not those that were packed."""
-    slices, size = _slices(bucket.dtypes, bucket.shapes)
-    if size != len(flat):
-        raise EngineError(f"weights from {bucket.names[0]!r} on are {len(flat)} bytes; their shapes make {size}")
-    if checksum_of(flat) != bucket.checksum:
-        raise EngineError(f"weights from {bucket.names[0]!r} on arrived damaged: their checksum differs")
+    slices = verified_slices(bucket, flat)
     for name, dtype, shape, (start, num_bytes) in zip(bucket.names, bucket.dtypes, bucket.shapes, slices):
         yield name, flat[start : start + num_bytes].view(getattr(torch, dtype)).view(shape)
+
+
+def verified_slices(bucket: Bucket, flat: Tensor) -> list[tuple[int, int]]:
+    """Return where each entry begins in `flat`, and its bytes. Raises EngineError where they are not those that were
+    packed."""
+    slices, size = slices_of(bucket)
+    first = bucket.names[0] if bucket.names else ""
+    if size != len(flat):
+        raise EngineError(f"weights from {first!r} on are {len(flat)} bytes; their shapes make {size}")
+    if checksum_of(flat) != bucket.checksum:
+        raise EngineError(f"weights from {first!r} on arrived damaged: their checksum differs")
+    return slices
 
 
 def pack_bucket(tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
@@ -157,14 +187,20 @@ def size_of(dtype: str, shape: Sequence[int]) -> int:
     return int(np.prod(shape, dtype=np.int64)) * torch.empty(0, dtype=getattr(torch, dtype)).element_size()
 
 
-def _slices(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> tuple[list[tuple[int, int]], int]:
-    """(start, bytes) of each parameter, and the size of the bucket."""
+def slices_of(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:
+    """Return (start, bytes) of each entry, and the size of the bucket."""
     slices, position = [], 0
-    for dtype, shape in zip(dtypes, shapes):
-        num_bytes = size_of(dtype, shape)
+    for index, (dtype, shape) in enumerate(zip(bucket.dtypes, bucket.shapes)):
+        count = bucket.pieces[index].num_changed if bucket.pieces else -1
+        num_bytes = size_of(dtype, shape) if count < 0 else index_bytes(count) + size_of(dtype, (count,))
         slices.append((position, num_bytes))
         position += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
     return slices, -(-position // _ROW_BYTES) * _ROW_BYTES
+
+
+def index_bytes(count: int) -> int:
+    """Return the bytes of so many indices ahead of their values, which begin at a multiple of 8."""
+    return 4 * (count + count % 2)
 
 
 Scores = Callable[[Any], Tensor]
@@ -210,6 +246,11 @@ class WeightSender:
 
     def carry(self, planned: Bucket) -> Bucket:
         """Return the bytes of the parameters of `planned`, in its types, on rank 0; `planned` itself on other ranks."""
+        raise NotImplementedError
+
+    def carry_part(self, planned: Bucket) -> Bucket:
+        """Return the bytes of what this rank has of the parameters of `planned`: among all ranks, each value once. Where
+        `planned.update` asks for changes, of those values alone that changed since this was called last."""
         raise NotImplementedError
 
     def write(self, planned: Bucket, path: Path) -> Bucket:
@@ -262,7 +303,7 @@ class ModelWeights:
         for pending in self.handed_over(self.buckets()):
             yield from tensors_of(pending.wait()[0])
 
-    def buckets(self, *, adapter_only: bool = False, dtype: str = "") -> list[Bucket]:
+    def buckets(self, *, adapter_only: bool = False, dtype: str = "", update: Update = "") -> list[Bucket]:
         """Return all weights, or those of the adapter, in buckets that say what they will hold.
 
         `dtype` is what float32 matrices are rounded to on their way; empty leaves them. Vectors travel as they are: they
@@ -282,14 +323,16 @@ class ModelWeights:
                 names=names,
                 dtypes=tuple(types[name] for name in names),
                 shapes=tuple(facts[name].shape for name in names),
+                update=update,
             )
             for names in bucket_names(sizes)
         ]
 
-    def handed_over(self, buckets: Sequence[Bucket]) -> Iterator[Pending[Bucket]]:
+    def handed_over(self, buckets: Sequence[Bucket], *, in_parts: bool = False) -> Iterator[Pending[Bucket]]:
         """Have rank 0 hand over one bucket after the other: the tensors themselves within this process, else a copy of
-        their bytes. While the caller uses one the ranks gather the next."""
-        method = WeightSender.share if self.senders.is_local else WeightSender.carry
+        their bytes; `in_parts`, each rank what it has of them. While the caller uses one the ranks prepare the next."""
+        whole = WeightSender.share if self.senders.is_local else WeightSender.carry
+        method = WeightSender.carry_part if in_parts else whole
         pending = [self.senders.begin(method, "sync", bucket) for bucket in buckets[:1]]
         for index in range(len(buckets)):
             current = pending.pop()
@@ -329,6 +372,10 @@ class _StoredSender(WeightSender):
     def carry(self, planned: Bucket) -> Bucket:
         """Return their bytes."""
         return pack_bucket(self._chosen(planned))
+
+    def carry_part(self, planned: Bucket) -> Bucket:
+        """Return their bytes: they are all here."""
+        return self.carry(planned)
 
     def write(self, planned: Bucket, path: Path) -> Bucket:
         """Write them to a file. Raises OSError where the disk refuses."""

@@ -161,6 +161,10 @@ class GeneratorConfig:
     weight_transport: Free[Annotated[PartSpec, WEIGHT_TRANSPORTS]] = "auto"
     """How new weights get to the engine. auto: shared_memory on a CPU and within one process, files to a server, between
     GPUs cuda_ipc where engines share the trainer's, else broadcast."""
+    full_sync_every: Free[BatchSize] = 1
+    """Of so many weight syncs one sends all weights, the others those values alone whose bits, in the engines' type, are not
+    those that were sent last. Each rank and each worker of an engine keeps a copy in host memory. 1 sends all. For engines
+    on Ray by weight_transport=shared_memory, over networks that are slow for the model (docs/distributed.md)."""
     verify_weight_sync: Free[bool] = False
     """After each sync, not the first alone, compare the engine's log-probabilities of a probe with the trainer's, and stop
     where they drift. For engines on devices of their own, which a custom one says with `@reads(own_devices=True)`."""

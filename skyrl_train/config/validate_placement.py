@@ -292,6 +292,22 @@ def _weight_transport(
         )
 
 
+def _full_sync_every(
+    generator: GeneratorConfig, platform: PlatformConfig, placement: PlacementConfig
+) -> Iterator[Violation]:
+    name = WEIGHT_TRANSPORTS.name_of(generator.weight_transport)
+    sends_parts = name == "shared_memory" or (name == "auto" and platform.name == "cpu")
+    if generator.full_sync_every > 1 and not (
+        sends_parts and placement.backend == "ray" and generator.has_own_devices and generator.backend != "http"
+    ):
+        yield Violation(
+            field="generator.full_sync_every",
+            rule="what changed alone travels to engines on Ray by generator.weight_transport=shared_memory",
+            value=str(generator.full_sync_every),
+            remedy="try generator.full_sync_every=1",
+        )
+
+
 PROCESS_RULES: tuple[Rule, ...] = (
     _single_process,
     *(partial(_inline_workers, role=role) for role in ROLES),
@@ -315,6 +331,7 @@ ENGINE_PLACEMENT_RULES: tuple[Rule, ...] = (
     _inference,
     _colocated_engines,
     _weight_transport,
+    _full_sync_every,
     *MODEL_STRATEGY_RULES,
     *RL_EXPERT_RULES,
 )

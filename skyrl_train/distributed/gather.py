@@ -64,6 +64,33 @@ def gather_whole(
             _put_together(alike, mesh_dim)
 
 
+def own_box(tensor: Tensor, *, share: int, num_shares: int) -> tuple[Tensor, tuple[int, ...]] | None:
+    """Return what this rank is to hand over of a tensor, and where that begins in the whole, so that all ranks together
+    hand over each value once; an empty box where others have it. None where what a rank has is not one box.
+
+    A tensor that every rank has whole is handed over by share 0 of it, e.g. by another rank for each tensor.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return (tensor if share % num_shares == 0 else tensor[:0] if tensor.ndim else tensor.new_empty(0)), (
+            0,
+        ) * tensor.ndim
+    if any(place.is_partial() for place in tensor.placements) or _strided(tensor.placements):
+        return None
+    sharded: Tensor = tensor.to_local()
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    coordinates = tensor.device_mesh.get_coordinate() or []
+    is_first = all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinates))
+    return (sharded if is_first else sharded[:0]), tuple(offset)
+
+
+def _strided(placements: Sequence[Any]) -> bool:
+    return any(type(place).__name__ == "_StridedShard" for place in placements)
+
+
 def _part_of(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | None) -> _Part:
     from torch.distributed.tensor import DTensor
 

@@ -10,7 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -301,13 +301,17 @@ class VLLMCore:
 def _for_workers(bucket: Bucket, *, separate: bool) -> Iterator[Bucket]:
     """The bucket as vLLM can hand it to its workers: an array does not pass to another process, a file in shared memory
     does."""
-    if bucket.data is None or not separate:
+    if not separate or (bucket.data is None and not bucket.parts):
         yield bucket
         return
-    with tempfile.NamedTemporaryFile(
-        prefix="skyrl-weights-", dir=_SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-    ) as file:
-        yield in_file(bucket, Path(file.name))
+    with contextlib.ExitStack() as stack:
+
+        def filed(part: Bucket) -> Bucket:
+            place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="skyrl-weights-", dir=place))
+            return in_file(part, Path(file.name))
+
+        yield replace(bucket, parts=tuple(filed(part) for part in bucket.parts)) if bucket.parts else filed(bucket)
 
 
 def _answer(running: _Running, finish_reason: str) -> GenerationOutput:

@@ -23,9 +23,10 @@ from skyrl_train.inference.vllm_adapter import load_adapter
 from skyrl_train.inference.vllm_sampler import use_keyed_sampler
 from skyrl_train.telemetry import stacks
 from skyrl_train.weight_sync.cuda_ipc import device_name, import_copy
+from skyrl_train.weight_sync.parts import Arrivals
 from skyrl_train.weight_sync.rounding import Rounding, rounded
 from skyrl_train.weight_sync.sender import WeightGroup
-from skyrl_train.weights import Bucket, copied, unpack
+from skyrl_train.weights import Bucket, Piece, copied
 
 BACKEND = "skyrl_train_buckets"
 stacks.answer("vLLM worker")  # where this is a process of its own; the engine's answers already
@@ -53,6 +54,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     data: Any = None
     path: str = ""
     handles: Any = None
+    pieces: Any = ()
+    parts: Any = ()
+    update: Any = ""
 
 
 class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -65,6 +69,10 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
     """What matrices are rounded to before they are loaded."""
     _group: WeightGroup | None = None
     _adapter: dict[str, Tensor]
+
+    @cached_property
+    def _arrivals(self) -> Arrivals:
+        return Arrivals()
 
     @cached_property
     def _renaming(self) -> Any | None:
@@ -92,6 +100,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._adapter = {}
+        self._arrivals.begin()
         if self._takes_adapter:
             return
         if self.device.type == "cpu":
@@ -106,34 +115,25 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises EngineError, before anything is loaded, where the bucket is damaged."""
-        bucket = Bucket(
-            names=tuple(update_info.names),
-            dtypes=tuple(update_info.dtypes),
-            shapes=tuple(tuple(shape) for shape in update_info.shapes),
-            checksum=update_info.checksum,
-            data=update_info.data,
-            path=update_info.path,
-            handles=update_info.handles or {},
-        )
-        bucket, flat = self._arrived(bucket)
+        bucket = bucket_of(vars(update_info))
+        if self._group is not None and not (bucket.handles or bucket.path or bucket.parts or bucket.data is not None):
+            flat, checksum = self._group.receive(bucket.num_bytes)
+            arrived = self._arrivals.take(replace(bucket, checksum=checksum), lambda _: flat)
+        else:
+            arrived = self._arrivals.take(bucket, self._bytes_of)
         if self._takes_adapter:
-            self._adapter |= {name: tensor.to("cpu", copy=True) for name, tensor in unpack(bucket, flat)}
+            self._adapter |= {name: tensor.to("cpu", copy=True) for name, tensor in arrived}
             return
-        arrived = (
-            (name, rounded(name, tensor.to(self.device), self.rounding)) for name, tensor in unpack(bucket, flat)
-        )
-        self.model.load_weights([part for named in arrived for part in in_checkpoint_form(*named, self._renaming)])
+        there = ((name, rounded(name, tensor.to(self.device), self.rounding)) for name, tensor in arrived)
+        self.model.load_weights([part for named in there for part in in_checkpoint_form(*named, self._renaming)])
 
-    def _arrived(self, bucket: Bucket) -> tuple[Bucket, Tensor]:
-        """The bucket with its checksum, and its bytes in memory that this worker owns."""
+    def _bytes_of(self, bucket: Bucket) -> Tensor:
+        """The bytes of a bucket, or of a part of one, in memory that this worker owns."""
         if bucket.handles:
-            return bucket, import_copy(bucket.handles, self.device, bucket.num_bytes)
+            return import_copy(bucket.handles, self.device, bucket.num_bytes)
         if bucket.data is not None or bucket.path:
-            return bucket, copied(bucket)
-        if self._group is None:
-            raise EngineError("weights were announced to an engine that did not meet the trainer")
-        flat, checksum = self._group.receive(bucket.num_bytes)
-        return replace(bucket, checksum=checksum), flat
+            return copied(bucket)
+        raise EngineError("weights were announced to an engine that did not meet the trainer")
 
     def finish_weight_update(self) -> None:
         """Puts the layers back into the form that computes."""
@@ -156,6 +156,22 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def bucket_of(fields: dict[str, Any]) -> Bucket:
+    """The bucket whose `fields` these are, which may have come as JSON."""
+    return Bucket(
+        names=tuple(fields["names"]),
+        dtypes=tuple(fields["dtypes"]),
+        shapes=tuple(tuple(shape) for shape in fields["shapes"]),
+        checksum=fields["checksum"],
+        data=fields["data"],
+        path=fields["path"],
+        handles=fields["handles"] or {},
+        pieces=tuple(Piece(tuple(offset), tuple(whole), count) for offset, whole, count in fields["pieces"]),
+        parts=tuple(bucket_of(part) for part in fields["parts"]),
+        update=fields["update"],
+    )
 
 
 def renaming_of(hf_config: Any) -> Any | None:

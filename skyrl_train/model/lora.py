@@ -118,6 +118,12 @@ class Weight:
         state = getattr(self.parameter, "quant_state", None)
         return self.parameter if state is None else torch.empty(state.shape, dtype=state.dtype, device="meta")
 
+    @property
+    def plain(self) -> Tensor | None:
+        """The parameter, where that is the weight; None where an adapter is added to it, or it has 4 bits."""
+        is_plain = self.layer is None and getattr(self.parameter, "quant_state", None) is None
+        return self.parameter if is_plain else None
+
     def _own(self) -> Tensor:
         state = getattr(self.parameter, "quant_state", None)
         if state is None:

@@ -205,6 +205,7 @@ def _weight_sync(
             timeout_s=config.placement.call_timeout_s,
             device=config.platform.device,
             shared_devices=shares_devices(config.placement, config.generator, config.platform),
+            full_sync_every=config.generator.full_sync_every,
         ),
         sharing,
         records,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from skyrl_train.errors import EngineError
-from skyrl_train.weights import Bucket, tensors_of
+from skyrl_train.weight_sync.parts import Arrivals
+from skyrl_train.weights import Bucket, copied
 
 if TYPE_CHECKING:
     from skyrl_train.endpoints import Rendezvous
@@ -79,6 +80,10 @@ class UpdatableEngine:
         """Take some of the weights."""
         raise NotImplementedError
 
+    def update_parts(self, bucket: Bucket, *parts: Bucket) -> None:
+        """Take some of the weights, of which each rank sent a part."""
+        self.update(replace(bucket, parts=parts))
+
     def finish_update(self, version: int, num_tensors: int) -> int:
         """Serve with the new weights, `num_tensors` in all, under `version`, and return the version that serves."""
         raise NotImplementedError
@@ -100,6 +105,7 @@ class WholeWeights(UpdatableEngine):
         weights or none."""
         self._generate, self._load_weights = generate, load_weights
         self._arrived: dict[str, Tensor] = {}
+        self._arrivals = Arrivals()
 
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return the engine's answer."""
@@ -108,10 +114,11 @@ class WholeWeights(UpdatableEngine):
     def begin_update(self) -> None:
         """Forget what an update that failed has left."""
         self._arrived = {}
+        self._arrivals.begin()
 
     def update(self, bucket: Bucket) -> None:
         """Keep the parameters. Raises EngineError for damaged bytes."""
-        self._arrived |= dict(tensors_of(bucket))
+        self._arrived |= dict(self._arrivals.take(bucket, copied))
 
     def finish_update(self, version: int, num_tensors: int) -> int:
         """Hand over what has come. Raises EngineError where that is not all, or not what the engine's model has."""

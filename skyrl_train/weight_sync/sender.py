@@ -12,11 +12,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_train.distributed.gather import own_box
 from skyrl_train.distributed.process_group import meet
 from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.model.lora import adapter_tensors, merged_weights, weights_by_name
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name
-from skyrl_train.weights import Bucket, ParameterFact, WeightSender, checksum_of, facts_of, in_file, pack, pack_bucket
+from skyrl_train.weight_sync.parts import Entry, SentWeights, pack_part
+from skyrl_train.weights import (
+    Bucket,
+    ParameterFact,
+    Piece,
+    WeightSender,
+    checksum_of,
+    facts_of,
+    in_file,
+    pack,
+    pack_bucket,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,7 +90,8 @@ class RankSender(WeightSender):
         self._model, self._strategy, self._device = model, strategy, device
         self._require_there = require_there
         self._group: WeightGroup | None = None
-        self._exported: Export | None = None
+        self._exports: list[Export] = []
+        self._sent = SentWeights()
 
     def describe(self) -> tuple[ParameterFact, ...]:
         """Every parameter, tied ones once, in the model's order; an adapter is part of what it adapts."""
@@ -100,6 +113,12 @@ class RankSender(WeightSender):
     def carry(self, planned: Bucket) -> Bucket:
         """Return the bytes of the parameters of `planned`, in its types, on rank 0; `planned` itself on other ranks."""
         return pack_bucket(self._whole(planned)) if self._takes_part(planned, self._strategy.rank == 0) else planned
+
+    def carry_part(self, planned: Bucket) -> Bucket:
+        """Return the bytes of this rank's own shards, which nobody gathers, and of what has to be gathered after all (what
+        an adapter is added to) those of every so manieth parameter."""
+        bucket, flat = pack_part(self._own_entries(planned), planned, torch.device("cpu"))
+        return replace(bucket, data=flat.numpy())
 
     def write(self, planned: Bucket, path: Path) -> Bucket:
         """Have rank 0 write them to a file. Raises OSError where the disk refuses."""
@@ -126,20 +145,22 @@ class RankSender(WeightSender):
             self._group.send(pack(self._whole(planned), self._device)[1])
 
     def export(self, planned: Bucket, devices: Collection[str]) -> Bucket:
-        """Export the memory of these parameters until the next `export` or `close_export`, on a rank whose device is among
-        `devices`; the others return `planned`, since nobody would ever open their copy."""
-        self.close_export()
+        """Export the memory of these parameters until the `export` after the next or `close_export`, on a rank whose device
+        is among `devices`; the others return `planned`, since nobody would ever open their copy."""
+        for export in self._exports[:-1]:
+            export.close()
+        self._exports = self._exports[-1:]
         if not self._takes_part(planned, self.device() in devices):
             return planned
         bucket, flat = pack(self._whole(planned), self._device)
-        self._exported = Export(flat)
-        return replace(bucket, handles=self._exported.handles)
+        self._exports.append(Export(flat))
+        return replace(bucket, handles=self._exports[-1].handles)
 
     def close_export(self) -> None:
         """Take the exported memory back, which nobody reads any more. Idempotent."""
-        if self._exported is not None:
-            self._exported.close()
-            self._exported = None
+        for export in self._exports:
+            export.close()
+        self._exports = []
 
     def _takes_part(self, planned: Bucket, hands_over: bool) -> bool:
         """`hands_over`; a rank that does not takes part in the gathering and is done."""
@@ -152,3 +173,35 @@ class RankSender(WeightSender):
         self._require_there()
         types = {name: getattr(torch, dtype) for name, dtype in zip(planned.names, planned.dtypes)}
         yield from merged_weights(self._model, self._strategy.gather, types)
+
+    def _own_entries(self, planned: Bucket) -> Iterator[Entry]:
+        """What this rank hands over of these parameters. Ranks gather those together that are no boxes."""
+        self._require_there()
+        weights, adapter = weights_by_name(self._model), adapter_tensors(self._model)
+        rank, num_ranks = self._strategy.rank, self._strategy.num_ranks
+        boxes: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
+        types = {name: getattr(torch, dtype) for name, dtype in zip(planned.names, planned.dtypes)}
+        gathered: dict[str, torch.dtype | None] = {}
+        for index, name in enumerate(planned.names):
+            weight = weights.get(name)
+            plain = adapter[name] if weight is None else weight.plain
+            found = None if plain is None else own_box(plain, share=index + rank, num_shares=num_ranks)
+            if found is None:
+                gathered[name] = types[name]
+            else:
+                boxes[name] = found
+        whole = merged_weights(self._model, self._strategy.gather, gathered)
+        boxes |= {
+            name: (tensor, (0,) * tensor.ndim)
+            for index, (name, tensor) in enumerate(whole)
+            if index % num_ranks == rank
+        }
+        for name, shape in zip(planned.names, planned.shapes):
+            if name not in boxes or not (boxes[name][0].numel() or 0 in shape):
+                continue
+            box, offset = boxes[name]
+            box, piece = box.to(self._device).to(types[name]), Piece(offset, shape)
+            if planned.update:
+                yield self._sent.entry(name, box, piece, changes=planned.update == "changes")
+            else:
+                yield Entry(name=name, box=box, piece=piece)

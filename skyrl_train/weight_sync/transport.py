@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from skyrl_train.errors import EngineError
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.receiver import UpdatableEngine, wire_dtype
 from skyrl_train.weight_sync.transports import Route, RouteSettings, Transport, shared_memory
-from skyrl_train.weights import Bucket, ModelWeights
+from skyrl_train.weights import ModelWeights, Update
 
 Verify = Callable[[ModelWeights, int], float | None]
 """Compares engines with the trainer after a sync of these weights to that version: the largest difference found; None where
@@ -94,6 +94,9 @@ class WeightSync:
         self._last: ModelWeights | None = None
         """Weights of the last sync."""
         self._version = -1
+        self._met: object = None
+        """Who took part in the last sync, where what changed since can be sent."""
+        self._num_since_full = 0
 
     @property
     def version(self) -> int:
@@ -108,9 +111,10 @@ class WeightSync:
         started = time.monotonic()
         with self._quiet(), self._sharing.syncing():
             engines = self._engines()
-            buckets = self._update(weights, engines, self._transport, version)
-            self._last = weights
-        num_bytes = sum(bucket.num_bytes for bucket in buckets)
+            ends = (weights.senders.members, engines.members)
+            update = self._next_update(ends)
+            num_bytes = self._update(weights, engines, self._transport, version, update)
+            self._last, self._met = weights, ends
         self._records.add(weights, version, started=started, num_bytes=num_bytes, num_engines=len(engines.members))
 
     def catch_up(self, engine: Endpoint[UpdatableEngine], then: Callable[[bool], None]) -> None:
@@ -122,18 +126,36 @@ class WeightSync:
             last = self._last if possible else None
             if last is not None:
                 # Whatever the transport of all: this one takes them beside others, which go on serving.
+                self._met = None
                 self._update(last, engine, shared_memory, self._version)
             then(last is not None)
 
+    def _next_update(self, ends: object) -> Update:
+        """What to send: all to engines that were not there at the last sync, from ranks that were not, or where that one
+        failed; otherwise what changed, `full_sync_every` - 1 times in a row."""
+        every = self._settings.full_sync_every
+        if every == 1:
+            return ""
+        is_full = self._met != ends or self._num_since_full + 1 >= every
+        self._num_since_full = 0 if is_full else self._num_since_full + 1
+        self._met = None  # until this one is over
+        return "keep" if is_full else "changes"
+
     def _update(
-        self, weights: ModelWeights, engines: Endpoint[UpdatableEngine], transport: Transport, version: int
-    ) -> Sequence[Bucket]:
+        self,
+        weights: ModelWeights,
+        engines: Endpoint[UpdatableEngine],
+        transport: Transport,
+        version: int,
+        update: Update = "",
+    ) -> int:
+        """Return the bytes that travelled to each engine."""
         workers = engines.call(UpdatableEngine.receivers, "sync")
         receivers = tuple(receiver for each in workers for receiver in each)
-        buckets = weights.buckets(adapter_only=self._adapter_only, dtype=wire_dtype(receivers))
+        buckets = weights.buckets(adapter_only=self._adapter_only, dtype=wire_dtype(receivers), update=update)
         route = Route(weights=weights, engines=engines, receivers=receivers, settings=self._settings, kept=self._kept)
         engines.call(UpdatableEngine.begin_update, "sync")
-        transport(route, buckets)
+        num_bytes = transport(route, buckets)
         num_tensors = sum(len(bucket.names) for bucket in buckets)
         # All wait now. The first to go on may answer with the new weights before the last has confirmed them.
         self._version = version
@@ -141,7 +163,7 @@ class WeightSync:
         for name, found in zip(engines.names, versions):
             if found != version:
                 raise EngineError(f"{name} serves weights of version {found} after a sync to version {version}")
-        return buckets
+        return sum(bucket.num_bytes for bucket in buckets) if num_bytes is None else num_bytes
 
 
 class NoTransport:

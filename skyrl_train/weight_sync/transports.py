@@ -1,7 +1,7 @@
 """The ways by which weights get from the ranks of a model to engines, in this process or in others.
 
-    shared_memory   rank 0 --bytes--> every engine: shared memory within a node, on Ray the network between nodes; within one
-                    process the tensors themselves
+    shared_memory   each rank --its own shards--> every engine: shared memory within a node, on Ray the network between
+                    nodes; within one process the tensors themselves
     broadcast       rank 0 --gloo or NCCL--> every worker of every engine, from device to device
     cuda_ipc        ranks whose device a worker of an engine shares export the bucket, which the worker copies there
     files           rank 0 writes a file, every engine reads it: for whatever nothing else works between
@@ -15,6 +15,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ class RouteSettings:
     """torch device of the trainer."""
     shared_devices: bool = False
     """Whether engines share the trainer's devices."""
+    full_sync_every: int = 1
+    """`generator.full_sync_every`: of so many syncs one sends all weights, the others what changed since."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +63,24 @@ class Route:
         return self.weights.senders
 
 
-Transport = Callable[[Route, Sequence[Bucket]], None]
-"""Brings the parameters that buckets describe to every engine. Raises what a call to an endpoint raises."""
+Transport = Callable[[Route, Sequence[Bucket]], int | None]
+"""Brings the parameters that buckets describe to every engine, and returns the bytes that this took to each; None where
+these are the buckets'. Raises what a call to an endpoint raises."""
 
 
-def shared_memory(route: Route, buckets: Sequence[Bucket]) -> None:
+def shared_memory(route: Route, buckets: Sequence[Bucket]) -> int | None:
     """Through shared memory, or Ray's object store; within one process nothing is copied."""
-    for pending in route.weights.handed_over(buckets):
-        route.engines.call(UpdatableEngine.update, "sync", _given(route, pending))
+    if route.senders.is_local or route.engines.is_local:
+        for pending in route.weights.handed_over(buckets):
+            route.engines.call(UpdatableEngine.update, "sync", _given(route, pending))
+        return None
+    num_bytes = 0
+    for planned, pending in zip(buckets, route.weights.handed_over(buckets, in_parts=True)):
+        sent = pending.wait()
+        num_bytes += sum(part.num_bytes for part in sent)
+        parts = [pending.passed_on(rank) for rank, part in enumerate(sent) if part.names]
+        route.engines.call(UpdatableEngine.update_parts, "sync", planned, *parts)
+    return num_bytes
 
 
 def _given(route: Route, pending: Pending[Bucket]) -> Bucket:
@@ -90,21 +103,24 @@ def files(route: Route, buckets: Sequence[Bucket]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def broadcast(route: Route, buckets: Sequence[Bucket]) -> None:
+def broadcast(route: Route, buckets: Sequence[Bucket]) -> int | None:
     """Through a group of processes, which is made again where the engines are not those that were met. Weights of no model
     are in this process alone and travel as `shared_memory`."""
     if route.weights.scores is None:
-        shared_memory(route, buckets)
-        return
+        return shared_memory(route, buckets)
     ends = (route.senders.members, route.engines.members)
     if route.kept.get("met") != ends:
         route.kept["met"] = None
         _meet(route)
         route.kept["met"] = ends
-    for bucket in buckets:
-        # Ranks send while engines receive, so that both are waited for together.
+    # Ranks are told of two: while engines load one they gather the next, and wait for who takes it.
+    sending = [route.senders.begin(WeightSender.broadcast, "sync", bucket) for bucket in buckets[:1]]
+    for bucket, following in zip_longest(buckets, buckets[1:]):
+        if following is not None:
+            sending.append(route.senders.begin(WeightSender.broadcast, "sync", following))
         taken = route.engines.begin(UpdatableEngine.update, "sync", bucket)
-        route.senders.begin(WeightSender.broadcast, "sync", bucket).wait(taken)
+        sending.pop(0).wait(taken)
+    return None
 
 
 def _meet(route: Route) -> None:
@@ -125,29 +141,31 @@ def _meet(route: Route) -> None:
     senders.begin_each(WeightSender.meet, "sync", [place.rendezvous(0, num_ranks), *others]).wait(joining)
 
 
-def cuda_ipc(route: Route, buckets: Sequence[Bucket]) -> None:
+def cuda_ipc(route: Route, buckets: Sequence[Bucket]) -> int | None:
     """Through exported memory. A handle says where the memory is; each worker of an engine is told of all of them and
     copies what is on its device, whole. Weights of no model are on no device and travel as `shared_memory`."""
     if route.weights.scores is None:
-        shared_memory(route, buckets)
-        return
+        return shared_memory(route, buckets)
     importers = frozenset(receiver.device for receiver in route.receivers)
     require_exporters(importers, route.senders.call(WeightSender.device, "sync"))
-    for bucket in buckets:
-        answers = route.senders.call(WeightSender.export, "sync", bucket, importers)
-        exported = [answer for answer in answers if answer.handles]
+    exporting = [route.senders.begin(WeightSender.export, "sync", bucket, importers) for bucket in buckets[:1]]
+    for following in (*buckets[1:], None):
+        exported = [answer for answer in exporting.pop().wait() if answer.handles]
         handles = {device: handle for answer in exported for device, handle in answer.handles.items()}
+        if following is not None:  # which ranks gather while engines copy this one
+            exporting.append(route.senders.begin(WeightSender.export, "sync", following, importers))
         route.engines.call(UpdatableEngine.update, "sync", replace(exported[0], handles=handles))
     route.senders.call(WeightSender.close_export, "sync")
+    return None
 
 
-def auto(route: Route, buckets: Sequence[Bucket]) -> None:
+def auto(route: Route, buckets: Sequence[Bucket]) -> int | None:
     """By the way that suits the engine: files to a server, shared_memory within a process and on a CPU, and between GPUs
     cuda_ipc where engines share the trainer's and can open exported memory, else broadcast."""
     if "auto" not in route.kept:
         route.kept["auto"] = _choose(route)
     transport: Transport = route.kept["auto"]
-    transport(route, buckets)
+    return transport(route, buckets)
 
 
 def _choose(route: Route) -> Transport:

@@ -1,0 +1,154 @@
+"""Weights that no rank puts together: each sends what it has of a bucket, or what changed of that, and receivers join it.
+
+    rank 0   rows 0-3 of q_proj, rows 0-7 of norm, ... ─┐
+    rank 1   rows 4-7 of q_proj, ...                   ─┴──> whole parameters, each as soon as its last piece has come
+
+Changes are exact: a value is left out where the bytes that would travel are those that travelled last. Sender and receiver
+keep a copy of these in host memory, in the type in which they travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from skyrl_train.errors import EngineError
+from skyrl_train.weights import (
+    Bucket,
+    Piece,
+    checksum_of,
+    dtype_name,
+    index_bytes,
+    slices_of,
+    tensors_of,
+    verified_slices,
+)
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INDEX_BYTES = 4
+_MAX_INDEX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A box of a parameter, or what changed of it."""
+
+    name: str
+    box: Tensor
+    piece: Piece
+    changed: Tensor | None = None
+    """Flat indices into the box; None: all of it."""
+
+
+class SentWeights:
+    """What a rank sent last, by which it finds out what changed."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, Tensor] = {}
+
+    def entry(self, name: str, box: Tensor, piece: Piece, *, changes: bool) -> Entry:
+        """Return what is to be sent of a box: with `changes`, those of its values alone that differ from the last ones,
+        where that is less. Keeps a copy."""
+        last = self._sent.get(name)
+        if changes and last is not None and last.shape == box.shape and last.dtype == box.dtype:
+            bits = _BITS[box.element_size()]
+            differs = box.view(bits).flatten() != last.to(box.device).view(bits).flatten()
+            changed = differs.nonzero().flatten()
+            is_less = len(changed) * (_INDEX_BYTES + box.element_size()) < box.numel() * box.element_size()
+            if is_less and box.numel() <= _MAX_INDEX:
+                last.view(-1)[changed.to(last.device)] = box.flatten()[changed].to(last.device)
+                return Entry(name=name, box=box, piece=piece._replace(num_changed=len(changed)), changed=changed)
+        self._sent[name] = box.to("cpu", copy=True).contiguous()
+        return Entry(name=name, box=box, piece=piece)
+
+
+def pack_part(entries: Iterable[Entry], planned: Bucket, device: torch.device) -> tuple[Bucket, Tensor]:
+    """Return what a rank sends of `planned`, and its bytes on `device`."""
+    entries = tuple(entries)
+    part = Bucket(
+        names=tuple(entry.name for entry in entries),
+        dtypes=tuple(dtype_name(entry.box) for entry in entries),
+        shapes=tuple(tuple(entry.box.shape) for entry in entries),
+        pieces=tuple(entry.piece for entry in entries),
+        update=planned.update,
+    )
+    slices, size = slices_of(part)
+    flat = torch.zeros(size, dtype=torch.uint8, device=device)
+    for entry, (start, num_bytes) in zip(entries, slices):
+        values = entry.box.reshape(-1)
+        if entry.changed is not None:
+            flat[start : start + _INDEX_BYTES * len(entry.changed)].view(torch.int32).copy_(entry.changed)
+            values = values[entry.changed]
+            start, num_bytes = start + index_bytes(len(values)), num_bytes - index_bytes(len(values))
+        flat[start : start + num_bytes].view(values.dtype).copy_(values)
+    return replace(part, checksum=checksum_of(flat)), flat
+
+
+class Arrivals:
+    """What an engine has of an update that is under way, and of the one before it where changes alone may come."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Tensor] = {}
+        self._num_missing: dict[str, int] = {}
+        self._kept: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Forget what an update that failed has left."""
+        self._open, self._num_missing = {}, {}
+
+    def take(self, bucket: Bucket, flat_of: Callable[[Bucket], Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters that are whole now, as the bucket has them. `flat_of` gives the bytes of a part.
+
+        Raises EngineError where bytes are damaged or missing, and for changes of what was not kept.
+        """
+        if bucket.update == "":
+            self._kept = {}
+        if bucket.tensors:
+            yield from tensors_of(bucket)
+            return
+        for part in bucket.parts or (bucket,):
+            yield from self._take_part(part, flat_of(part))
+        if lacking := [name for name in bucket.names if self._num_missing.get(name)]:
+            raise EngineError(f"of {lacking[0]} {self._num_missing[lacking[0]]} values did not arrive")
+
+    def _take_part(self, part: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        slices = verified_slices(part, flat)
+        pieces = part.pieces or tuple(Piece((0,) * len(shape), tuple(shape)) for shape in part.shapes)
+        for name, dtype, shape, piece, (start, num_bytes) in zip(part.names, part.dtypes, part.shapes, pieces, slices):
+            data, type_ = flat[start : start + num_bytes], getattr(torch, dtype)
+            if piece.num_changed < 0 and tuple(piece.whole) == tuple(shape) and part.update == "":
+                yield name, data.view(type_).view(shape)
+                continue
+            whole = self._whole(name, piece, type_, part, flat.device)
+            box = whole[tuple(slice(low, low + size) for low, size in zip(piece.offset, shape))]
+            if piece.num_changed < 0:
+                box.copy_(data.view(type_).view(shape))
+            else:
+                first = index_bytes(piece.num_changed)
+                indices = data[: _INDEX_BYTES * piece.num_changed].view(torch.int32).long()
+                values = box.flatten()
+                values[indices.to(values.device)] = data[first:].view(type_).to(values.device)
+                box.copy_(values.view(shape))
+            self._num_missing[name] -= math.prod(shape)
+            if not self._num_missing[name]:
+                self._open.pop(name, None)
+                yield name, whole
+
+    def _whole(self, name: str, piece: Piece, dtype: torch.dtype, part: Bucket, device: torch.device) -> Tensor:
+        """The tensor that the pieces go to: one of this update alone, or that which is kept, in host memory."""
+        shape = tuple(piece.whole)
+        self._num_missing.setdefault(name, math.prod(shape))
+        if part.update == "":
+            if name not in self._open:
+                self._open[name] = torch.empty(shape, dtype=dtype, device=device)
+            return self._open[name]
+        kept = self._kept.get(name)
+        if kept is None or kept.shape != shape or kept.dtype != dtype:
+            if part.update == "changes":
+                raise EngineError(f"only what changed of {name} arrived, at an engine that does not have the rest")
+            kept = self._kept[name] = torch.empty(shape, dtype=dtype)
+        return kept
