@@ -82,7 +82,7 @@ def own_box(tensor: Tensor, *, share: int, num_shares: int) -> tuple[Tensor, tup
         return None
     sharded: Tensor = tensor.to_local()
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    coordinates = tensor.device_mesh.get_coordinate() or []
+    coordinates: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     is_first = all(place.is_shard() or at == 0 for place, at in zip(tensor.placements, coordinates))
     return (sharded if is_first else sharded[:0]), tuple(offset)
 

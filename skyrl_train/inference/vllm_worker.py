@@ -115,7 +115,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises EngineError, before anything is loaded, where the bucket is damaged."""
-        bucket = bucket_of(vars(update_info))
+        bucket = bucket_of(dict(vars(update_info)))
         if self._group is not None and not (bucket.handles or bucket.path or bucket.parts or bucket.data is not None):
             flat, checksum = self._group.receive(bucket.num_bytes)
             arrived = self._arrivals.take(replace(bucket, checksum=checksum), lambda _: flat)

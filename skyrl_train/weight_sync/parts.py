@@ -127,7 +127,7 @@ class Arrivals:
             box = whole[tuple(slice(low, low + size) for low, size in zip(piece.offset, shape))]
             if piece.num_changed < 0:
                 box.copy_(data.view(type_).view(shape))
-            else:
+            elif piece.num_changed:
                 first = index_bytes(piece.num_changed)
                 indices = data[: _INDEX_BYTES * piece.num_changed].view(torch.int32).long()
                 values = box.flatten()

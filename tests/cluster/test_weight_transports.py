@@ -65,13 +65,16 @@ def sync_of(
     *,
     verified: bool = True,
     adapter_only: bool = False,
+    full_sync_every: int = 1,
 ) -> WeightSync:
     """As of a run whose engines share no devices with the models; each sync is verified."""
     vocabulary = len(load_tokenizer(config.model))
     probe = WeightSyncProbe(
         engines=group.living, sharing=sharing, settings=probe_settings(config, vocabulary=vocabulary)
     )
-    settings = RouteSettings(files=file.parent / "weights", node_folder=file.parent, timeout_s=60.0)
+    settings = RouteSettings(
+        files=file.parent / "weights", node_folder=file.parent, timeout_s=60.0, full_sync_every=full_sync_every
+    )
     records = SyncRecords(file, probe if verified else None)
     transport = WEIGHT_TRANSPORTS.resolve(name)
     return WeightSync(group.for_update, transport, settings, sharing, records, adapter_only=adapter_only)
@@ -129,6 +132,27 @@ def test_two_engines_compute_with_the_weights_that_were_sent(cluster: Cluster, n
     assert all(record["probe_difference"] < 1e-4 for record in records)
     print(f"\n{name}: {[round(record['seconds'], 3) for record in records]} s, differences", end=" ")
     print([f"{record['probe_difference']:.1e}" for record in records])
+
+
+def test_what_changed_alone_is_sent_to_engines_that_have_the_rest(cluster: Cluster) -> None:
+    """Between full syncs, and nothing of it to engines that were not there: the same engine after it caught up."""
+    file = cluster.folder / "changes.jsonl"
+    transport = sync_of(cluster.config, cluster.group, cluster.sharing, "shared_memory", file, full_sync_every=3)
+    for version in (1, 2, 3, 4):
+        if version == 3:
+            cluster.train(version)
+        transport.sync(cluster.learner.weights(), version)
+    cluster.group.alive[1] = False
+    catch_up(cluster, transport)
+    transport.sync(cluster.learner.weights(), 5)
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    whole, unchanged, trained, again, met = [record["num_bytes"] for record in records]
+    assert unchanged < whole / 100, "no value changed"
+    assert unchanged < trained <= 1.01 * whole
+    assert again > 0.99 * whole, "the third after it sends all"
+    assert met > 0.99 * whole, "the second engine was away"
+    assert all(record["probe_difference"] < 1e-4 for record in records)
+    print(f"\nbytes of syncs of changes: {[record['num_bytes'] for record in records]}", end=" ")
 
 
 def test_a_broadcast_meets_the_engines_anew_when_they_are_others(cluster: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ import torch
 from torch import Tensor, distributed, nn
 
 from skyrl_train.config.schema import LoraConfig, ModelConfig
-from skyrl_train.distributed.gather import gather_whole
+from skyrl_train.distributed.gather import gather_whole, own_box
 from skyrl_train.distributed.strategy import Sharded
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.lora import add_adapter, as_they_are, by_layer, merged_weights, weights_by_name
+from skyrl_train.weight_sync.parts import Arrivals
+from skyrl_train.weight_sync.sender import RankSender
+from skyrl_train.weights import Bucket, copied
 from tests.gloo_ranks import on_ranks
 from tests.learner_cases import save_tiny_model
 
@@ -71,6 +75,7 @@ def meshes() -> dict[str, Any]:
             2,
         ),
         "twice along one": (whole, [distribute_tensor(each, grid, [Shard(0), Shard(0)]) for each in whole], 2),
+        "held by all": (whole, whole, 0),
         "fsdp over tensor parallel": (expected, list(composed.parameters()), None),
     }
     found = {}
@@ -81,8 +86,30 @@ def meshes() -> dict[str, Any]:
         equal = [
             torch.equal(mine, each if half is None else each.to(half)) for mine, each, half in zip(made, wanted, halves)
         ]
+        equal.append(handed_over_once(tensors, wanted))
         found[name] = (equal, len(gathers) if expected_count is not None else None, expected_count)
     return found
+
+
+def handed_over_once(tensors: list[Any], wanted: list[Tensor]) -> bool:
+    """Whether the boxes of all ranks are the tensors, with each value once; those that are no boxes are told apart alike."""
+    rank, num_ranks = distributed.get_rank(), distributed.get_world_size()
+    mine = [own_box(tensor, share=index + rank, num_shares=num_ranks) for index, tensor in enumerate(tensors)]
+    everybodys: list[Any] = [None] * num_ranks
+    distributed.all_gather_object(everybodys, mine)
+    for index, whole in enumerate(wanted):
+        boxes = [each[index] for each in everybodys]
+        if any(box is None for box in boxes):
+            assert all(box is None for box in boxes)
+            continue
+        count, made = torch.zeros_like(whole), torch.zeros_like(whole)
+        for box, offset in boxes:
+            place = tuple(slice(low, low + size) for low, size in zip(offset, box.shape))
+            made[place] = box
+            count[place] += 1
+        if not (torch.equal(made, whole) and bool((count == 1).all())):
+            return False
+    return True
 
 
 def on_one_of_four(rank: int, folder: Path) -> dict[str, Any]:
@@ -98,6 +125,17 @@ def test_every_way_to_shard_is_put_together_with_one_collective_a_dimension(
         for name, (equal, count, expected) in rank.items():
             assert all(equal), (name, equal)
             assert count == expected, name
+
+
+def assert_sent_in_parts(sender: RankSender, expected: dict[str, Tensor]) -> None:
+    """What both ranks send by themselves are the weights, rounded by the sender, bit for bit."""
+    facts = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    planned = Bucket(names=tuple(facts), dtypes=("bfloat16",) * len(facts), shapes=tuple(facts.values()))
+    parts: list[Any] = [None, None]
+    distributed.all_gather_object(parts, sender.carry_part(planned))
+    made = dict(Arrivals().take(replace(planned, parts=tuple(parts)), copied))
+    assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())
+    assert max(part.num_bytes for part in parts) < 0.7 * sum(part.num_bytes for part in parts)
 
 
 def on_one_of_two(rank: int, folder: Path) -> dict[str, Any]:
@@ -118,6 +156,7 @@ def on_one_of_two(rank: int, folder: Path) -> dict[str, Any]:
         with counting_gathers() as gathers:
             made = dict(merged_weights(model, strategy.gather, types))
         assert all(torch.equal(made[name], expected[name]) for name in types)
+        assert_sent_in_parts(RankSender(model, strategy, torch.device("cpu")), expected)
         found[str(with_adapter)] = (len(types), len(by_layer(types)), len(gathers))
     return found
 
