@@ -66,7 +66,8 @@ def gather_whole(
 
 def own_box(tensor: Tensor, *, share: int, num_shares: int) -> tuple[Tensor, tuple[int, ...]] | None:
     """Return what this rank is to hand over of a tensor, and where that begins in the whole, so that all ranks together
-    hand over each value once; an empty box where others have it. None where what a rank has is not one box.
+    hand over each value once; an empty box where others have it. None where what a rank has is not one box, or where that is
+    not known to be handed over once.
 
     A tensor that every rank has whole is handed over by share 0 of it, e.g. by another rank for each tensor.
     """
@@ -78,8 +79,8 @@ def own_box(tensor: Tensor, *, share: int, num_shares: int) -> tuple[Tensor, tup
         return (tensor if share % num_shares == 0 else tensor[:0] if tensor.ndim else tensor.new_empty(0)), (
             0,
         ) * tensor.ndim
-    if any(place.is_partial() for place in tensor.placements) or _strided(tensor.placements):
-        return None
+    if tensor.device_mesh.size() != num_shares or _strided(tensor.placements):
+        return None  # others, in another mesh, have the same; or rows lie apart
     sharded: Tensor = tensor.to_local()
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     coordinates: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
