@@ -150,7 +150,8 @@ def cuda_ipc(route: Route, buckets: Sequence[Bucket]) -> int | None:
     require_exporters(importers, route.senders.call(WeightSender.device, "sync"))
     exporting = [route.senders.begin(WeightSender.export, "sync", bucket, importers) for bucket in buckets[:1]]
     for following in (*buckets[1:], None):
-        exported = [answer for answer in exporting.pop().wait() if answer.handles]
+        pending = exporting.pop()
+        exported = [answer for answer in pending.wait() if answer.handles]
         handles = {device: handle for answer in exported for device, handle in answer.handles.items()}
         if following is not None:  # which ranks gather while engines copy this one
             exporting.append(route.senders.begin(WeightSender.export, "sync", following, importers))
