@@ -20,12 +20,16 @@ import torch
 from torch import Tensor
 
 from skyrl_train.batch.prefix_tree import Segment
+from skyrl_train.model.tiles import is_traced
 
 _flash: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _LONGEST_CAUSAL = 96
 """Queries of a causal call. Of fewer the calls themselves take longer, of more the pairs that are not used do."""
+
+_MOST_CAUSAL = 16
+"""Causal calls of a segment, however long it is: then one pair in 16 is computed in vain, and calls stay few."""
 
 _WIDE = 768
 """Queries from which the kernel's backward works on 256 of them at a time: only then is it faster in half precision than in
@@ -62,21 +66,27 @@ def all_parts(segments: Sequence[Segment]) -> Parts:
     # Segments partition the positions, so that own parts write each query and each key once, and none needs to be zeroed.
     own, joining = list[Part](), list[Part]()
     for start, stop, end in segments:
-        _cut(start, stop, start, own, joining)
+        _cut(start, stop, start, _longest(stop - start), own, joining)
         if end > stop:
             joining.append(Part(stop, end, start, stop, False, True))
     return Parts((*own, *joining), whole=True)
 
 
-def _cut(low: int, high: int, start: int, own: list[Part], joining: list[Part]) -> None:
+def _longest(queries: int) -> int:
+    """Return how many of so many queries one causal call may have; all in a trace, for whose memory the
+    cuts make no difference and whose time they do."""
+    return queries if is_traced() else max(_LONGEST_CAUSAL, -(-queries // _MOST_CAUSAL))
+
+
+def _cut(low: int, high: int, start: int, longest: int, own: list[Part], joining: list[Part]) -> None:
     """Append the calls of queries `[low, high)` over the keys of the same positions, the first at `start`: causal
     ones to `own`, rectangles to `joining`."""
-    if high - low <= _LONGEST_CAUSAL:
+    if high - low <= longest:
         own.append(Part(low, high, start, start + high - low, True, False))
         return
     half = (high - low + 1) // 2
-    _cut(low, low + half, start, own, joining)
-    _cut(low + half, high, start + half, own, joining)
+    _cut(low, low + half, start, longest, own, joining)
+    _cut(low + half, high, start + half, longest, own, joining)
     joining.append(Part(low + half, high, start, start + half, False, True))
 
 
@@ -90,7 +100,7 @@ def parts_of_queries(segments: Sequence[Segment], positions: Sequence[int]) -> P
         first, behind, last = (bisect_left(positions, bound) for bound in (start, stop, end))
         for low, high in _runs(positions, first, behind):
             at, runs = positions[low], runs + 1
-            _cut(low, high, at, own, joining)
+            _cut(low, high, at, _longest(high - low), own, joining)
             if at > start:
                 joining.append(Part(low, high, start, at, False, True))
         if last > behind:

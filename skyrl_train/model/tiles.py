@@ -52,6 +52,11 @@ def make_tiles(
     return Tiles(tokens_per_tile=size, tokens_per_product=max(1, product // size) * size)
 
 
+def is_traced() -> bool:
+    """Whether forwards are only traced now."""
+    return bool(_traced_for)
+
+
 @contextmanager
 def tiles_for_trace(device_type: str) -> Iterator[None]:
     """Form tiles as large as on a device of this type, and only as many as show what all of them take, meanwhile."""
