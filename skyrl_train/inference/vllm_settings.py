@@ -71,8 +71,6 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         "disable_log_stats": True,
         "use_tqdm_on_load": not inline,
         "worker_extension_cls": "skyrl_train.inference.vllm_worker.WorkerExtension",
-        # Of no meaning to vLLM, but pickled to each process of its own.
-        "additional_config": {"skyrl_train": Answering("vLLM")},
     }
     # On a CPU compiling takes longer than it saves; on a GPU vLLM's default captures graphs.
     enforce_eager = options.enforce_eager if options.enforce_eager is not None or gpu else True
@@ -98,6 +96,8 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
     if settings.adapter is not None:
         arguments |= adapter_arguments(settings.adapter)
     arguments |= options.engine_args
+    # Of no meaning to vLLM, but pickled to each process of its own.
+    arguments["additional_config"] = {**arguments.get("additional_config", {}), "skyrl_train": Answering("vLLM")}
     environment = {
         # A core in this process starts in seconds; one in a process of its own is what vLLM is made for on a GPU. Beside a
         # trainer it has to be one: vLLM changes classes of transformers for the whole process that it computes in.

@@ -39,7 +39,7 @@ class ReadPositions:
 
 def language_model(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a model of images and text that computes tokens; any other model itself."""
-    part: PreTrainedModel = getattr(model.base_model, "language_model", model)
+    part: PreTrainedModel = getattr(getattr(model, "base_model", model), "language_model", model)
     return part
 
 

@@ -29,12 +29,14 @@ SHAPES_AND_TOKENS = {
     "model.path",
     "model.tokenizer_path",
     "model.revision",
+    "model.freeze",
     "model.lora.rank",
     "model.lora.targets",
     "critic.model.lora.rank",
     "critic.model.lora.targets",
 }
-"""What no run can begin from a checkpoint with, changed: other tensors, or other meanings of the same token ids."""
+"""What no run can begin from a checkpoint with, changed: other tensors, of the weights or of the optimizer's state,
+or other meanings of the same token ids."""
 
 
 @dataclass

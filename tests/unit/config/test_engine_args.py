@@ -79,10 +79,16 @@ def test_nothing_that_the_trainer_sets_can_be_overridden_but_how_prompts_are_cut
         *vllm_settings(engine_settings(with_arguments({}))).arguments,
         "weight_transfer_config",
     }
-    left = {"enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}
+    left = {"additional_config", "enable_chunked_prefill", "max_num_batched_tokens", "use_tqdm_on_load"}
     assert set_here - set(SET_BY_TRAINER) == left
     if known := engine_args_fields():
         assert set(SET_BY_TRAINER) <= set(known)
+
+
+def test_what_is_pickled_to_vllms_processes_joins_what_a_user_adds_for_vllm() -> None:
+    arguments = vllm_settings(engine_settings(with_arguments({"additional_config": {"mine": 1}}))).arguments
+    assert arguments["additional_config"]["mine"] == 1
+    assert set(arguments["additional_config"]) == {"mine", "skyrl_train"}
 
 
 def test_a_gpu_has_the_engines_own_defaults_and_a_cpu_does_not_compile() -> None:

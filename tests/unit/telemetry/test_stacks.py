@@ -127,13 +127,13 @@ def test_a_forked_process_answers_for_itself() -> None:
 @pytest.mark.usefixtures("run")
 def test_where_a_process_is_names_the_innermost_line_that_is_of_no_library(tmp_path: Path) -> None:
     module = tmp_path / "users.py"
-    module.write_text("import time\n\ndef wait():\n    print('ready', flush=True)\n    time.sleep(60)\n")
+    module.write_text("import time\n\ndef wait():\n    print('ready', flush=True); time.sleep(60)\n")
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from skyrl_train.telemetry import stacks; import users; "
     )
     child = started(sys.executable, "-c", textwrap.dedent(code + "stacks.answer('w'); users.wait()"))
     try:
-        assert stacks.innermost(child.pid, timeout_s=5.0) == f"{module}, line 5, in wait"
+        assert stacks.innermost(child.pid, timeout_s=5.0) == f"{module}, line 4, in wait"
         os.kill(child.pid, signal.SIGSTOP)
         assert stacks.innermost(child.pid, timeout_s=0.2) == ""
     finally:
