@@ -3,9 +3,9 @@
     python -m tests.cluster.struck_run SIGKILL@2,SIGSTOP@4 OVERRIDE...
     python -m tests.cluster.struck_run NODE@3 OVERRIDE...
 
-In the update of that number the ranks are handed the gradients to compute; before any has answered the policy's last rank
-gets the signal. With NODE the run is on a cluster of two nodes on this machine, and all processes of the one without the
-trainer are killed. `tests/cluster/test_restarts.py` runs it.
+In the update of that number the ranks are handed the gradients to compute; before any has answered, and once the
+checkpoints of all steps before are there, the policy's last rank gets the signal. With NODE the run is on a cluster of two
+nodes on this machine, and all processes of the one without the trainer are killed. `tests/cluster/test_restarts.py` runs it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,35 @@ from typing import Any
 from skyrl_train.cluster.calls import RemoteActor, Watch
 from skyrl_train.main import main
 
+CHECKPOINT_TIMEOUT_S = 60.0
 
-def strike(blows: dict[int, Callable[[], None]]) -> None:
+
+def strike(folder: Path, blows: dict[int, Callable[[], None]]) -> None:
     """Has these called when the driver begins to wait for gradients, by the number of the wait."""
     original, seen = Watch.wait, 0
+
+    def strike_now(blow: Callable[[], None]) -> None:
+        wait_for_checkpoint(folder)
+        blow()
 
     def wait(watch: Watch, actors: Sequence[RemoteActor], refs: Sequence[Any]) -> list[Any]:
         nonlocal seen
         if watch._what == "forward_backward":
             seen += 1
-            blows.pop(seen, lambda: None)()
+            if seen in blows:
+                strike_now(blows.pop(seen))
         return original(watch, actors, refs)
 
     Watch.wait = wait  # type: ignore[method-assign]
+
+
+def wait_for_checkpoint(folder: Path) -> None:
+    """Returns once the checkpoint of the last step is whole: a rank that dies earlier leaves it unwritten, as it should."""
+    last_step = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["step"]
+    deadline = time.monotonic() + CHECKPOINT_TIMEOUT_S
+    while not (folder / "checkpoints" / f"step_{last_step:06d}").is_dir():
+        assert time.monotonic() < deadline, f"no checkpoint of step {last_step}"
+        time.sleep(0.01)
 
 
 def signalling(name: str, folder: Path) -> Callable[[], None]:
@@ -44,7 +61,7 @@ def signalling(name: str, folder: Path) -> Callable[[], None]:
     return blow
 
 
-def on_two_nodes(number: int, overrides: list[str]) -> None:
+def on_two_nodes(folder: Path, number: int, overrides: list[str]) -> None:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_prestart_worker_first_driver"] = os.environ["RAY_enable_worker_prestart"] = "0"  # noqa: SIM112
@@ -52,7 +69,7 @@ def on_two_nodes(number: int, overrides: list[str]) -> None:
     sizes = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     cluster.add_node(**sizes)
     other = cluster.add_node(**sizes)
-    strike({number: lambda: cluster.remove_node(other, allow_graceful=False)})
+    strike(folder, {number: lambda: cluster.remove_node(other, allow_graceful=False)})
     sys.argv[1:] = [*overrides, f"placement.ray_address={cluster.address}"]
     try:
         main()
@@ -62,10 +79,10 @@ def on_two_nodes(number: int, overrides: list[str]) -> None:
 
 if __name__ == "__main__":
     blows, overrides = [each.split("@") for each in sys.argv[1].split(",")], sys.argv[2:]
+    (where,) = [Path(each.partition("=")[2]) for each in overrides if each.startswith("hydra.run.dir=")]
     if blows[0][0] == "NODE":
-        on_two_nodes(int(blows[0][1]), overrides)
+        on_two_nodes(where, int(blows[0][1]), overrides)
     else:
-        (where,) = [each.partition("=")[2] for each in overrides if each.startswith("hydra.run.dir=")]
-        strike({int(number): signalling(name, Path(where)) for name, number in blows})
+        strike(where, {int(number): signalling(name, where) for name, number in blows})
         sys.argv[1:] = overrides
         main()
