@@ -4,7 +4,8 @@
     python scripts/algorithm_table.py --time      # also print times for a batch of 500,000 trained tokens
 
 Errors are the largest absolute difference, in float64, between the tensor code and plain loops over the formulas
-(`tests/advantage_oracles.py`, `tests/loss_oracles.py`) over random uneven batches, step-wise and not, with gradients.
+(`tests/support/advantage_oracles.py`, `tests/support/loss_oracles.py`) over random uneven batches, step-wise and not,
+with gradients.
 """
 # ruff: noqa: E402, RUF001  the repository's root comes first on the path; formulas are written as in the papers
 
@@ -23,14 +24,14 @@ import torch
 
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs
 from skyrl_train.config.algorithm import AlgorithmConfig
-from tests.advantage_oracles import (
+from tests.support.advantage_oracles import (
     ADVANTAGE_ORACLES,
     Sample,
     Step,
     advantage_error,
     advantage_inputs_of,
 )
-from tests.loss_oracles import loss_error
+from tests.support.loss_oracles import loss_error
 
 DOCUMENT = ROOT / "docs" / "algorithms.md"
 BEGIN, END = "<!-- table: written by scripts/algorithm_table.py -->", "<!-- end of table -->"

@@ -42,7 +42,7 @@ from skyrl_train.plan.dry_run import plan_batches
 from skyrl_train.trainers.checkpoint_writer import CheckpointWriter
 from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.manifest import verify
-from tests.learner_cases import make_batch
+from tests.support.learner_cases import make_batch
 
 MODES = ("read again", "waits", "background")
 ROWS, TOKENS = 4, 16

@@ -2,11 +2,12 @@
 
     python scripts/bench_view.py [--turns 100000] [--check]
 
-Writes a synthetic run (tests/view_runs.py), starts `skyrl-view` on it as a user would, and asks over HTTP. What the first
-view needs is asked for right after the address is printed, with nothing read before; then the filters of the lists, each
-three times, of which the slowest counts. Then a Chromium without a window, where there is one, opens another fresh viewer:
-the first paint and the first view with its data drawn count from the request on, a filter from the change of the address
-until the list is drawn. With `--check` the exit status is 1 where a first view takes 2 s or a filter 1 s.
+Writes a synthetic run (tests/support/view_runs.py), starts `skyrl-view` on it as a user would, and asks over HTTP. What
+the first view needs is asked for right after the address is printed, with nothing read before; then the filters of the
+lists, each three times, of which the slowest counts. Then a Chromium without a window, where there is one, opens
+another fresh viewer: the first paint and the first view with its data drawn count from the request on, a filter from the
+change of the address until the list is drawn. With `--check` the exit status is 1 where a first view takes 2 s or a
+filter 1 s.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/browser"))
 
 from browser_pages import CHROMIUM, DRIVER, Page, served, start_chromium
 
-from tests.view_runs import write_large_run
+from tests.support.view_runs import write_large_run
 
 FIRST = ("", "api/runs", "api/overview", "api/metrics", "api/facets", "api/trajectories")
 FILTERS = {

@@ -20,7 +20,8 @@ import pytest
 pytest.importorskip("duckdb")
 
 from browser_pages import PHONE, Page, served
-from view_runs import write_run
+
+from tests.support.view_runs import write_run
 
 pytestmark = pytest.mark.browser
 

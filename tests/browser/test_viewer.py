@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("duckdb")
 
 from browser_pages import PHONE, Page, export, served
-from view_runs import append_records, write_large_run, write_run
+
+from tests.support.view_runs import append_records, write_large_run, write_run
 
 pytestmark = pytest.mark.browser
 

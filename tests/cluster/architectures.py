@@ -29,8 +29,8 @@ from skyrl_train.runs.build_engines import engine_settings, probe_settings
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.probe import WeightSyncProbe
 from skyrl_train.weight_sync.receiver import UpdatableEngine
-from tests.learner_cases import fixed_rows
-from tests.weight_cases import in_buckets
+from tests.support.learner_cases import fixed_rows
+from tests.support.weight_cases import in_buckets
 
 VOCABULARY = 128
 _SIZES: Mapping[str, Any] = {

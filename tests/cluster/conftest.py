@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.schema import PlacementConfig
-from tests.learner_cases import save_tiny_model
+from tests.support.learner_cases import save_tiny_model
 
 
 @pytest.fixture(scope="session")

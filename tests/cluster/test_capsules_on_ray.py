@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_runs import RAY, run_command
+from tests.support.command_runs import RAY, run_command
 
 pytestmark = pytest.mark.cluster
 

@@ -24,7 +24,7 @@ from tests.cluster.test_learners import (
     three_steps,
     weights_of,
 )
-from tests.learner_cases import critic_of, make_batch, policy_of, settings_of
+from tests.support.learner_cases import critic_of, make_batch, policy_of, settings_of
 
 pytestmark = pytest.mark.cluster
 

@@ -13,10 +13,10 @@ from skyrl_train.cluster.environment_workers import RayWorkers
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
-from tests.command_runs import records, run_command
-from tests.process_trees import descendants
 from tests.reliability.hostile_environments import HOSTILE
 from tests.reliability.test_hostile_environments import Played
+from tests.support.command_runs import records, run_command
+from tests.support.process_trees import descendants
 
 pytestmark = pytest.mark.cluster
 
@@ -63,7 +63,7 @@ def test_workers_end_with_the_actor_that_started_them(session: RaySession) -> No
 
 def test_an_environment_that_is_not_what_it_should_be_is_told_before_the_first_call(session: RaySession) -> None:
     host = RayWorkers(
-        WorkerSettings(specs=("tests.fakes:Nothing",), registry=False, memory_gb=1.0), session, timeout_s=120
+        WorkerSettings(specs=("tests.support.fakes:Nothing",), registry=False, memory_gb=1.0), session, timeout_s=120
     )
     played = Played(host)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_runs import RAY, start_command, wait_for
+from tests.support.command_runs import RAY, start_command, wait_for
 
 pytestmark = pytest.mark.cluster
 

@@ -35,7 +35,7 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.plan.batch_plan import BatchPlan
 from skyrl_train.plan.dry_run import plan_batches
 from skyrl_train.trainers.manifest import sha256_of
-from tests.learner_cases import make_batch, policy_of, settings_of
+from tests.support.learner_cases import make_batch, policy_of, settings_of
 
 pytestmark = pytest.mark.cluster
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.command_runs import RAY, exported, records, relative_difference, run_command, unaccounted_share
+from tests.support.command_runs import RAY, exported, records, relative_difference, run_command, unaccounted_share
 
 pytestmark = pytest.mark.cluster
 

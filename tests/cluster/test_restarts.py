@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.command_runs import RAY, TIMEOUT_S, exported, records, run_command
+from tests.support.command_runs import RAY, TIMEOUT_S, exported, records, run_command
 
 pytestmark = pytest.mark.cluster
 

@@ -25,7 +25,7 @@ from skyrl_train.errors import ActorLostError, ModelError
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.model.reward_model import ScorerSettings, SequenceScorer
 from skyrl_train.rollout.rewards.model import RewardModel
-from tests.reward_model_cases import CONVERSATIONS, save_reward_model
+from tests.support.reward_model_cases import CONVERSATIONS, save_reward_model
 
 pytestmark = pytest.mark.cluster
 

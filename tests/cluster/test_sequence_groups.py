@@ -22,9 +22,9 @@ from tests.cluster.test_learners import (
     three_steps,
     weights_of,
 )
-from tests.command_runs import RAY, exported, records, run_command
-from tests.command_runs import relative_difference as distance_of_files
-from tests.learner_cases import make_batch, policy_of
+from tests.support.command_runs import RAY, exported, records, run_command
+from tests.support.command_runs import relative_difference as distance_of_files
+from tests.support.learner_cases import make_batch, policy_of
 
 pytestmark = pytest.mark.cluster
 

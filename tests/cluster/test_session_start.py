@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.process_trees import Family
+from tests.support.process_trees import Family
 
 pytestmark = pytest.mark.cluster
 

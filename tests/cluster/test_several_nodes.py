@@ -13,7 +13,7 @@ import pytest
 
 from tests.cluster.several_nodes import VARIABLES
 from tests.cluster.test_learners import make_config, three_steps, weights_of
-from tests.learner_cases import policy_of
+from tests.support.learner_cases import policy_of
 
 pytestmark = pytest.mark.cluster
 

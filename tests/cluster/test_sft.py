@@ -20,7 +20,7 @@ from skyrl_train.data.collate import PackedDataCollator
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.interfaces import Learner
 from skyrl_train.learner.build import build_learner
-from tests.learner_cases import VOCABULARY
+from tests.support.learner_cases import VOCABULARY
 
 pytestmark = pytest.mark.cluster
 

@@ -18,8 +18,8 @@ from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, Stra
 from skyrl_train.interfaces import Learner
 from skyrl_train.memory.report import read_reports
 from skyrl_train.memory.sizing import size_run
-from tests.layout_cases import close
-from tests.learner_cases import make_batch, policy_of, settings_of
+from tests.support.layout_cases import close
+from tests.support.learner_cases import make_batch, policy_of, settings_of
 
 pytestmark = pytest.mark.cluster
 

@@ -21,7 +21,7 @@ from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
 from skyrl_train.weight_sync.transports import RouteSettings, auto
 from tests.cluster.test_learners import SLOT, make_config
-from tests.command_runs import RAY, start_command, wait_for
+from tests.support.command_runs import RAY, start_command, wait_for
 
 pytestmark = pytest.mark.cluster
 

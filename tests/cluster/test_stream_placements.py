@@ -16,7 +16,7 @@ import pytest
 from skyrl_train.telemetry.rollout_store import read_rollouts
 from skyrl_train.trainers.observers import RunEvent
 from skyrl_train.types import RolloutBatch
-from tests.command_runs import (
+from tests.support.command_runs import (
     RAY,
     TIMEOUT_S,
     exported,

@@ -22,7 +22,7 @@ from tests.cluster.test_learners import (
     relative_difference,
     weights_of,
 )
-from tests.learner_cases import make_batch, settings_of
+from tests.support.learner_cases import make_batch, settings_of
 from tests.unit.cluster.test_engine_turns import engines
 
 pytestmark = pytest.mark.cluster

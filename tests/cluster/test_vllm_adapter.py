@@ -26,8 +26,8 @@ from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from tests.cluster.test_learners import SLOT, make_config, mini_batch
 from tests.cluster.test_vllm_engine import LONG_PROMPT, expected_logprobs, largest_difference, request, sync
 from tests.cluster.test_weight_transports import sync_of
-from tests.learner_cases import settings_of
-from tests.weight_cases import in_buckets
+from tests.support.learner_cases import settings_of
+from tests.support.weight_cases import in_buckets
 
 pytestmark = pytest.mark.cluster
 

@@ -27,8 +27,8 @@ from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.telemetry import stacks
 from skyrl_train.types import GenerationRequest, SamplingParams
-from tests.process_trees import command_line, descendants, is_running
-from tests.weight_cases import in_buckets
+from tests.support.process_trees import command_line, descendants, is_running
+from tests.support.weight_cases import in_buckets
 
 pytestmark = pytest.mark.cluster
 

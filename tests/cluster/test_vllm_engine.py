@@ -25,7 +25,7 @@ from skyrl_train.weight_sync.cuda_ipc import Export
 from skyrl_train.weight_sync.receiver import wire_dtype
 from skyrl_train.weight_sync.sender import WeightGroup
 from skyrl_train.weights import Bucket, pack, pack_bucket
-from tests.weight_cases import in_buckets
+from tests.support.weight_cases import in_buckets
 
 pytestmark = pytest.mark.cluster
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_runs import TIMEOUT_S, exported, records, relative_difference, run_command
-from tests.process_trees import command_line, descendants, is_running
+from tests.support.command_runs import TIMEOUT_S, exported, records, relative_difference, run_command
+from tests.support.process_trees import command_line, descendants, is_running
 
 pytestmark = pytest.mark.cluster
 

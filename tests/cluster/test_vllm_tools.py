@@ -9,7 +9,7 @@ import pytest
 from skyrl_train.errors import ConfigError
 from skyrl_train.inference.vllm_tools import vllm_tool_parser
 from skyrl_train.rollout.tools.formats import make_parser
-from tests.fakes import make_tokenizer
+from tests.support.fakes import make_tokenizer
 
 pytestmark = pytest.mark.cluster
 ADD: dict[str, Any] = {

@@ -31,7 +31,7 @@ from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
 from skyrl_train.weight_sync.transports import Route, RouteSettings
 from skyrl_train.weights import Bucket
 from tests.cluster.test_learners import SLOT, make_config, mini_batch
-from tests.learner_cases import settings_of
+from tests.support.learner_cases import settings_of
 
 pytestmark = pytest.mark.cluster
 

@@ -43,7 +43,7 @@ from skyrl_train.types import (
     VersionRun,
     token_ids,
 )
-from tests.layout_cases import Regime, on_policy
+from tests.support.layout_cases import Regime, on_policy
 
 VOCABULARY = 50
 TOLERANCE = 1e-10

@@ -20,10 +20,10 @@ from skyrl_train.rollout.agents.session import Session
 from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.types import GenerationRequest, Outcome, Prompt, RolloutBatch, Trajectory
-from tests.agent_cases import asked, episode, origin, user
-from tests.fakes import FakeEngine, make_tokenizer
-from tests.layout_cases import close, flat_gradient, use_layout
-from tests.learner_cases import make_learner, save_tiny_model
+from tests.support.agent_cases import asked, episode, origin, user
+from tests.support.fakes import FakeEngine, make_tokenizer
+from tests.support.layout_cases import close, flat_gradient, use_layout
+from tests.support.learner_cases import make_learner, save_tiny_model
 
 TOLERANCE = 1e-10
 TOKENIZER = make_tokenizer()

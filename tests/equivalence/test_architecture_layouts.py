@@ -13,8 +13,8 @@ from skyrl_train.errors import ModelError
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.layouts import supported_layout
 from tests.cluster.architectures import ARCHITECTURES, EAGER, build
-from tests.layout_cases import close, distance, flat_gradient, on_policy, tree_batch
-from tests.learner_cases import make_learner
+from tests.support.layout_cases import close, distance, flat_gradient, on_policy, tree_batch
+from tests.support.learner_cases import make_learner
 
 pytestmark = pytest.mark.nightly
 

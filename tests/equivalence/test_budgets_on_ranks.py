@@ -30,10 +30,10 @@ from skyrl_train.memory.sizing import (
 from skyrl_train.memory.trace import StepTrace
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.value_model import load_value_model
-from tests.gloo_ranks import on_ranks
-from tests.layout_cases import close, on_policy
-from tests.learner_cases import fixed_rows, make_batch, save_tiny_model
-from tests.memory_cases import DEADLINE_S, MIB, FailingMeter, spread
+from tests.support.gloo_ranks import on_ranks
+from tests.support.layout_cases import close, on_policy
+from tests.support.learner_cases import fixed_rows, make_batch, save_tiny_model
+from tests.support.memory_cases import DEADLINE_S, MIB, FailingMeter, spread
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
 LENGTHS = [9, 14, 7, 32, 16, 8, 10, 11, 28, 9, 15, 6] * 4

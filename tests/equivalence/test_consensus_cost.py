@@ -16,10 +16,10 @@ from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.gloo_ranks import on_ranks
-from tests.layout_cases import close
-from tests.learner_cases import fixed_rows, make_batch, save_tiny_model
-from tests.memory_cases import FailingMeter, size_itself, spread
+from tests.support.gloo_ranks import on_ranks
+from tests.support.layout_cases import close
+from tests.support.learner_cases import fixed_rows, make_batch, save_tiny_model
+from tests.support.memory_cases import FailingMeter, size_itself, spread
 
 LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11]
 NUM_LAYERS = 8

@@ -13,7 +13,7 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.trainers import steps
-from tests.learner_cases import make_batch, make_double, make_learner, save_tiny_model
+from tests.support.learner_cases import make_batch, make_double, make_learner, save_tiny_model
 
 LR = 0.5
 EPOCHS = 3

@@ -20,8 +20,8 @@ from skyrl_train.model.lora import add_adapter, as_they_are, by_layer, merged_we
 from skyrl_train.weight_sync.parts import Arrivals
 from skyrl_train.weight_sync.sender import RankSender
 from skyrl_train.weights import Bucket, copied
-from tests.gloo_ranks import on_ranks
-from tests.learner_cases import save_tiny_model
+from tests.support.gloo_ranks import on_ranks
+from tests.support.learner_cases import save_tiny_model
 
 SHAPES = [(8, 6), (7, 6), (3, 5), (2, 4, 6), (9,), (1,)]
 """Some of which neither 2 nor 4 ranks can cut evenly, or at all."""

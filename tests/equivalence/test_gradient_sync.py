@@ -24,10 +24,10 @@ from skyrl_train.memory.probe import Prober
 from skyrl_train.memory.sizing import hold_everything
 from skyrl_train.model.causal_lm import load_causal_lm
 from tests.equivalence.test_layouts import ALGORITHM as LAYOUT_ALGORITHM
-from tests.gloo_ranks import on_ranks
-from tests.layout_cases import close, distance, flat_gradient, on_policy
-from tests.learner_cases import fixed_rows, make_batch, make_double, make_learner, save_tiny_model
-from tests.memory_cases import size_itself
+from tests.support.gloo_ranks import on_ranks
+from tests.support.layout_cases import close, distance, flat_gradient, on_policy
+from tests.support.learner_cases import fixed_rows, make_batch, make_double, make_learner, save_tiny_model
+from tests.support.memory_cases import size_itself
 
 ALGORITHM = replace(LAYOUT_ALGORITHM, policy_loss="kl_cov", kl_estimator="abs")
 """Terms with a kink where the old and the new log-probability are equal."""

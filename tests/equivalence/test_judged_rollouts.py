@@ -21,8 +21,8 @@ from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import FailureKind, GenerationRequest, RolloutBatch, SamplingParams
-from tests.fakes import FakeEngine, make_prompts, make_tiny_model, make_tokenizer
-from tests.learner_cases import make_learner
+from tests.support.fakes import FakeEngine, make_prompts, make_tiny_model, make_tokenizer
+from tests.support.learner_cases import make_learner
 
 TOKENIZER = make_tokenizer()
 NUM_PROMPTS, NUM_SAMPLES = 6, 4

@@ -25,8 +25,8 @@ from skyrl_train.batch.minibatch import LOSS_REDUCTIONS
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.layout_cases import REGIMES
-from tests.learner_cases import make_double, save_tiny_model
+from tests.support.layout_cases import REGIMES
+from tests.support.learner_cases import make_double, save_tiny_model
 
 DRAWN = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DRAWN_SLOWLY = settings(DRAWN, max_examples=40)

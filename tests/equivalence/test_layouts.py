@@ -21,8 +21,17 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model import joined_attention
 from skyrl_train.telemetry.metrics import StepMetrics, to_values
-from tests.layout_cases import REGIMES, Regime, close, distance, flat_gradient, on_policy, tree_batch, use_layout
-from tests.learner_cases import make_learner, save_tiny_model
+from tests.support.layout_cases import (
+    REGIMES,
+    Regime,
+    close,
+    distance,
+    flat_gradient,
+    on_policy,
+    tree_batch,
+    use_layout,
+)
+from tests.support.learner_cases import make_learner, save_tiny_model
 
 TOLERANCE = 1e-10
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, clip_cov_share=0.3, clip_cov_low=0.0, kl_cov_share=0.3)

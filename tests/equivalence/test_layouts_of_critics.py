@@ -18,8 +18,8 @@ from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.model.value_model import load_value_model
 from tests.equivalence.test_layouts import LAYOUTS, TOLERANCE
-from tests.layout_cases import REGIMES, Regime, close, distance, flat_gradient, tree_batch, use_layout
-from tests.learner_cases import fixed_rows, make_double, save_tiny_model
+from tests.support.layout_cases import REGIMES, Regime, close, distance, flat_gradient, tree_batch, use_layout
+from tests.support.learner_cases import fixed_rows, make_double, save_tiny_model
 
 
 @pytest.fixture(scope="module")

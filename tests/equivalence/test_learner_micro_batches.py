@@ -14,8 +14,8 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.telemetry.metrics import to_values
-from tests.layout_cases import on_policy
-from tests.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
+from tests.support.layout_cases import on_policy
+from tests.support.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
 
 LENGTHS = [5, 9, 7, 12, 4, 15, 6, 8]
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)

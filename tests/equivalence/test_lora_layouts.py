@@ -17,7 +17,7 @@ from skyrl_train.errors import ModelError
 from skyrl_train.learner.policy import BaseOfAdapter, PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.lora import adapter_tensors, add_adapter
-from tests.learner_cases import make_batch, save_tiny_model, supervised_learner
+from tests.support.learner_cases import make_batch, save_tiny_model, supervised_learner
 
 LORA = LoraConfig(rank=4, alpha=8.0, dropout=0.3)
 

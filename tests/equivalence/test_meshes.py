@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from skyrl_train.distributed.strategy import SingleProcess
-from tests.layout_cases import distance
-from tests.sequence_cases import CASES, Case, Ranks, alone, make_learner, outcome, run_ranks, save_models
+from tests.support.layout_cases import distance
+from tests.support.sequence_cases import CASES, Case, Ranks, alone, make_learner, outcome, run_ranks, save_models
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-10

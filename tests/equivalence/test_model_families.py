@@ -25,10 +25,10 @@ from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.model.layouts import supported_layout
 from skyrl_train.runs.rl import train
 from skyrl_train.types import GenerationRequest, SamplingParams
-from tests.command_runs import records
-from tests.layout_cases import close, distance, flat_gradient, on_policy, tree_batch
-from tests.learner_cases import make_learner
-from tests.model_families import FAMILIES, build_family
+from tests.support.command_runs import records
+from tests.support.layout_cases import close, distance, flat_gradient, on_policy, tree_batch
+from tests.support.learner_cases import make_learner
+from tests.support.model_families import FAMILIES, build_family
 
 IN_DEFAULT = ("bloom", "mamba2")
 EAGER = ("bloom", "gpt_oss", "mamba2", "mamba", "falcon_mamba")
@@ -133,7 +133,9 @@ def test_a_step_of_grpo_trains_what_is_exported(
                 config,
                 model=ModelConfig(path=str(folder)),
                 data=replace(config.data, validation=(), max_train_prompts=2),
-                environment=EnvironmentConfig(env_class="tests.model_families:EvenCharacters", isolation="thread"),
+                environment=EnvironmentConfig(
+                    env_class="tests.support.model_families:EvenCharacters", isolation="thread"
+                ),
                 generator=replace(
                     config.generator,
                     n_samples_per_prompt=3,

@@ -21,10 +21,10 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.memory.fit import MemoryProbe
 from skyrl_train.memory.probe import Prober
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.gloo_ranks import on_ranks
-from tests.layout_cases import close, on_policy
-from tests.learner_cases import fixed_rows, make_batch, make_double, save_tiny_model
-from tests.memory_cases import DEADLINE_S, FailingMeter, full_weights, size_itself, spread
+from tests.support.gloo_ranks import on_ranks
+from tests.support.layout_cases import close, on_policy
+from tests.support.learner_cases import fixed_rows, make_batch, make_double, save_tiny_model
+from tests.support.memory_cases import DEADLINE_S, FailingMeter, full_weights, size_itself, spread
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
 ON_POLICY = replace(ALGORITHM, policy_loss="kl_cov", kl_cov_share=0.5, kl_estimator="abs")

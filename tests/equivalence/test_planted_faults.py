@@ -19,7 +19,7 @@ from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.learner_cases import make_double, save_tiny_model
+from tests.support.learner_cases import make_double, save_tiny_model
 
 
 @pytest.fixture(scope="module")

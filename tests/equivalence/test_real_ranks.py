@@ -26,9 +26,9 @@ from skyrl_train.batch.stage import stage
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.gloo_ranks import on_ranks
-from tests.layout_cases import REGIMES, Regime
-from tests.learner_cases import make_double, save_tiny_model
+from tests.support.gloo_ranks import on_ranks
+from tests.support.layout_cases import REGIMES, Regime
+from tests.support.learner_cases import make_double, save_tiny_model
 
 STEP = Step(algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, loss_reduction="sequence_mean"))
 UNEVEN = Layout(dp_size=2, micro_batching="token_budget", tokens=20, step_wise=True, order_seed=3, dummy_rows=1)

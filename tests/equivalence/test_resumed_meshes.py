@@ -20,10 +20,10 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.state import read_model
 from skyrl_train.model.causal_lm import load_causal_lm, load_tokenizer, quiet_transformers
 from skyrl_train.weight_sync.sender import RankSender
-from tests.gloo_ranks import on_ranks
-from tests.layout_cases import close, tree_batch, use_layout
-from tests.learner_cases import fixed_rows, make_double
-from tests.sequence_cases import ALGORITHM, TIMEOUT_S, Ranks, make_strategy
+from tests.support.gloo_ranks import on_ranks
+from tests.support.layout_cases import close, tree_batch, use_layout
+from tests.support.learner_cases import fixed_rows, make_double
+from tests.support.sequence_cases import ALGORITHM, TIMEOUT_S, Ranks, make_strategy
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-10

@@ -23,7 +23,7 @@ from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import GenerationRequest, RolloutBatch, SamplingParams
-from tests.fakes import (
+from tests.support.fakes import (
     FAKE_ENVIRONMENT,
     FakeEngine,
     FakeEnvironment,
@@ -32,7 +32,7 @@ from tests.fakes import (
     make_tiny_model,
     make_tokenizer,
 )
-from tests.learner_cases import make_learner
+from tests.support.learner_cases import make_learner
 
 TOKENIZER = make_tokenizer()
 NUM_PROMPTS, NUM_SAMPLES = 5, 4

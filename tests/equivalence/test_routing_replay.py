@@ -29,9 +29,9 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutName
 from skyrl_train.model.expert_routing import follow_routing
 from skyrl_train.types import RolloutBatch
-from tests.layout_cases import use_layout
-from tests.learner_cases import make_double
-from tests.moe_cases import NUM_EXPERTS, NUM_LAYERS, TOP_K, make_moe, with_experts
+from tests.support.layout_cases import use_layout
+from tests.support.learner_cases import make_double
+from tests.support.moe_cases import NUM_EXPERTS, NUM_LAYERS, TOP_K, make_moe, with_experts
 
 STEP = Step(algorithm=AlgorithmConfig(loss_reduction="sequence_mean"))
 

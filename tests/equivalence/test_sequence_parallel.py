@@ -14,10 +14,10 @@ from skyrl_train.batch.layout import make_layout
 from skyrl_train.batch.stage import stage
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.model.layouts import hidden_states
-from tests.gloo_ranks import on_ranks
-from tests.layout_cases import close, distance, tree_batch
-from tests.memory_cases import DEADLINE_S, FailingMeter, size_itself
-from tests.sequence_cases import (
+from tests.support.gloo_ranks import on_ranks
+from tests.support.layout_cases import close, distance, tree_batch
+from tests.support.memory_cases import DEADLINE_S, FailingMeter, size_itself
+from tests.support.sequence_cases import (
     CASES,
     TIMEOUT_S,
     Case,

@@ -16,7 +16,7 @@ from skyrl_train.data.collate import Collator, DefaultCollator, PackedDataCollat
 from skyrl_train.data.token_store import ExampleSet, SourcePart, store_of
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.learner_cases import VOCABULARY, save_tiny_model, supervised_learner
+from tests.support.learner_cases import VOCABULARY, save_tiny_model, supervised_learner
 
 LENGTHS = (7, 19, 3, 12, 2, 30, 5, 11)
 

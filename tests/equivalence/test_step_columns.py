@@ -33,7 +33,7 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.registry import reads
-from tests.learner_cases import fixed_rows, make_double, make_learner, save_tiny_model
+from tests.support.learner_cases import fixed_rows, make_double, make_learner, save_tiny_model
 
 TRAJECTORY = AlgorithmConfig(sequence_unit="trajectory", loss_reduction="sequence_mean", eps_clip_high=0.4)
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from skyrl_train.batch.prefix_tree import prefix_order, tree_segments
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from tests.layout_cases import tree_batch
+from tests.support.layout_cases import tree_batch
 
 
 def rows_of(batch: TrainingInputBatch) -> list[list[int]]:

@@ -20,8 +20,8 @@ from skyrl_train.errors import BatchError
 from skyrl_train.images import ImageSpan
 from skyrl_train.inference.decode import Decoder
 from skyrl_train.types import GenerationRequest, RolloutBatch, SamplingParams
-from tests.layout_cases import use_layout
-from tests.vision_cases import PLACEHOLDER, make_gemma, make_gemma_image
+from tests.support.layout_cases import use_layout
+from tests.support.vision_cases import PLACEHOLDER, make_gemma, make_gemma_image
 
 STEP = Step(algorithm=AlgorithmConfig(loss_reduction="sequence_mean"))
 

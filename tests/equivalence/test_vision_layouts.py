@@ -26,8 +26,8 @@ from skyrl_train.batch.prefix_tree import prefix_order, sharing_keys
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutName
 from skyrl_train.types import RolloutBatch
-from tests.layout_cases import use_layout
-from tests.vision_cases import make_vlm, own_arguments, with_images
+from tests.support.layout_cases import use_layout
+from tests.support.vision_cases import make_vlm, own_arguments, with_images
 
 STEP = Step(algorithm=AlgorithmConfig(loss_reduction="sequence_mean"))
 

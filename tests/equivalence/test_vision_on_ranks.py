@@ -17,10 +17,10 @@ from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from tests.equivalence.layouts import Layout, Step, closed, fixed_rollouts, learner_gradient
-from tests.gloo_ranks import on_ranks
-from tests.layout_cases import distance, use_layout
-from tests.learner_cases import fixed_rows
-from tests.vision_cases import make_vlm, with_images
+from tests.support.gloo_ranks import on_ranks
+from tests.support.layout_cases import distance, use_layout
+from tests.support.learner_cases import fixed_rows
+from tests.support.vision_cases import make_vlm, with_images
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 300.0

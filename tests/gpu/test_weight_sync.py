@@ -28,7 +28,7 @@ from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name, import_copy
 from skyrl_train.weight_sync.sender import RankSender, WeightGroup
 from skyrl_train.weights import Bucket, pack, unpack
-from tests.learner_cases import save_tiny_model
+from tests.support.learner_cases import save_tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,10 +26,10 @@ from skyrl_train.algorithms.step_columns import high_entropy
 from skyrl_train.batch.reduce import masked_mean, whiten
 from skyrl_train.config.algorithm import REJECTION_CRITERIA, AlgorithmConfig, FilterConfig, OffPolicyConfig
 from skyrl_train.seeding import derive_seed
-from tests.advantage_oracles import Sample, advantage_inputs_of, random_samples
-from tests.learner_cases import make_batch
-from tests.loss_oracles import random_loss_inputs
 from tests.other_trainers.functions import module_of, openrlhf_loss, skyrl_loss, trl_loss, verl_policy_loss
+from tests.support.advantage_oracles import Sample, advantage_inputs_of, random_samples
+from tests.support.learner_cases import make_batch
+from tests.support.loss_oracles import random_loss_inputs
 
 Errors = tuple[float, float]
 """Largest absolute difference of value, and of gradient (0 where there is none)."""

@@ -27,7 +27,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.process_trees import Family, command_line, descendants
+from tests.support.process_trees import Family, command_line, descendants
 
 CASES = (
     *(

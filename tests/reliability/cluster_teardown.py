@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.process_trees import Family
+from tests.support.process_trees import Family
 
 OVERRIDES = (
     "+experiment=gsm8k_multiturn",

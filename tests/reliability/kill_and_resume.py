@@ -33,8 +33,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.process_trees import Family, cpu_seconds, descendants
 from tests.reliability import stream_kills
+from tests.support.process_trees import Family, cpu_seconds, descendants
 
 DEADLINE_S = 900.0
 LOOK_EVERY_S = 0.1

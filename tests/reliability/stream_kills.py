@@ -33,8 +33,8 @@ from typing import Any
 from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.rollout.journal import journal_lines
 from skyrl_train.telemetry.rollout_store import read_rollouts
-from tests.process_trees import cpu_seconds
 from tests.reliability.forked_runs import ForkedRun, import_all
+from tests.support.process_trees import cpu_seconds
 
 BATCH, STEPS = 4, 10
 OVERRIDES = (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_runs import records
+from tests.support.command_runs import records
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_runs import TIMEOUT_S
+from tests.support.command_runs import TIMEOUT_S
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -13,7 +13,7 @@ import pytest
 
 from skyrl_train.config.fields import parts_of
 from skyrl_train.config.schema import Config
-from tests.command_runs import RAY, records
+from tests.support.command_runs import RAY, records
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = ROOT / "examples" / "plugins"

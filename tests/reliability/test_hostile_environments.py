@@ -14,8 +14,8 @@ from skyrl_train.rollout.env_boundary import Broken, EnvironmentSession
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.env_processes import ProcessEnvironments, WorkerHost
 from skyrl_train.rollout.loop_thread import LoopThread
-from tests.process_trees import descendants
 from tests.reliability.hostile_environments import BAD, GOES_ON, HOSTILE
+from tests.support.process_trees import descendants
 
 TIMEOUT_S = 2.0
 CHEAP = [

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from examples.judge.stub_judge import MODEL, StubJudge, points
-from tests.command_runs import records, run_command, start_command, wait_for
-from tests.reward_model_cases import save_reward_model
+from tests.support.command_runs import records, run_command, start_command, wait_for
+from tests.support.reward_model_cases import save_reward_model
 
 pytestmark = pytest.mark.slow
 

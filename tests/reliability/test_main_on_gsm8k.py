@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from skyrl_gym.envs.gsm8k.utils import compute_score
 
-from tests.command_runs import records
+from tests.support.command_runs import records
 
 ROOT = Path(__file__).resolve().parents[2]
 GSM8K = Path(os.environ.get("SKYRL_TRAIN_GSM8K_DIR", ROOT.parent / "shared" / "data" / "gsm8k"))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_runs import records, run_command, unaccounted_share
 from tests.reliability.kill_and_resume import KINDS
+from tests.support.command_runs import records, run_command, unaccounted_share
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command_runs import RAY, Running, records, start_command, wait_for
+from tests.support.command_runs import RAY, Running, records, start_command, wait_for
 
 BLOCKING = """
 import time

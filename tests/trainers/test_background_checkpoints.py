@@ -19,8 +19,15 @@ from skyrl_train.telemetry.files import FileSums
 from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.trainers.checkpoints import LATEST, latest_checkpoint, oldest_step, write_checkpoint
 from skyrl_train.trainers.manifest import MANIFEST, verify
-from tests.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, records_without_timings, send_signal_at
-from tests.stores import empty_bucket
+from tests.support.fakes_trainer import (
+    FakeLearner,
+    FakeRun,
+    fake_run,
+    make_config,
+    records_without_timings,
+    send_signal_at,
+)
+from tests.support.stores import empty_bucket
 
 URL = "lab://bucket/run"
 WAIT_S = 20.0

@@ -8,7 +8,7 @@ from skyrl_train.batch.staleness import token_ages
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
-from tests.fakes_trainer import FakeLearner, logprob_of, make_config, make_prompts, make_trajectory, make_turn
+from tests.support.fakes_trainer import FakeLearner, logprob_of, make_config, make_prompts, make_trajectory, make_turn
 
 
 def stale_batch(config):

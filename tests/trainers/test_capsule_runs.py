@@ -14,8 +14,8 @@ from torch import Tensor
 
 from skyrl_train.capsules.record import read_batch, write_batch
 from skyrl_train.trainers.manifest import MANIFEST, seal
-from tests.capsule_parts import RARE
-from tests.command_runs import start_command, wait_for
+from tests.support.capsule_parts import RARE
+from tests.support.command_runs import start_command, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +120,7 @@ def refused(folder: Path, *overrides: str) -> str:
 
 
 def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
-    refused(tmp_path / "run", "trainer.policy.optimizer.name=tests.capsule_parts:spoils_a_weight")
+    refused(tmp_path / "run", "trainer.policy.optimizer.name=tests.support.capsule_parts:spoils_a_weight")
     status, said = capsule("bisect", tmp_path / "run", "--step", 1)
     assert status == 0, said
     assert "a weight itself is not finite" in said
@@ -130,7 +130,7 @@ def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_no_number_is_traced_by_halving_to_the_first_such_token(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    refused(run, "trainer.algorithm.policy_loss=tests.capsule_parts:nan_at_rare_tokens")
+    refused(run, "trainer.algorithm.policy_loss=tests.support.capsule_parts:nan_at_rare_tokens")
     batch = read_batch(run / "capsules" / "failed" / "step_000001" / "batch.safetensors")
     token = int((batch["loss_mask"] & (batch["rollout_logprobs"] < RARE)).nonzero()[0])
     row = int(torch.searchsorted(batch.row_offsets, token, right=True)) - 1
@@ -145,7 +145,7 @@ def test_a_loss_that_is_no_number_is_traced_by_halving_to_the_first_such_token(t
 
 def test_a_gradient_out_of_range_is_traced_to_its_trajectory_and_token(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    loss = "trainer.algorithm.policy_loss=tests.capsule_parts:spike_at_rare_tokens"
+    loss = "trainer.algorithm.policy_loss=tests.support.capsule_parts:spike_at_rare_tokens"
     status, said = wait_for(start_command(run, *QUICKSTART, "trainer.total_steps=1", "trainer.capsules=1", loss))
     assert status == 0, said[-3000:]
     status, said = capsule("bisect", run, "--step", 1, "--outlier")
@@ -193,7 +193,7 @@ def test_a_supervised_step_comes_out_again_bit_by_bit_and_a_bad_token_of_it_is_f
 
 def test_a_supervised_step_that_is_refused_names_the_command_that_finds_the_weight(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    spoils = "trainer.optimizer.name=tests.capsule_parts:spoils_a_weight"
+    spoils = "trainer.optimizer.name=tests.support.capsule_parts:spoils_a_weight"
     status, said = wait_for(
         start_command(run, *SUPERVISED, "trainer.num_steps=3", spoils, module="skyrl_train.main_sft")
     )

@@ -17,8 +17,8 @@ from skyrl_train.runs.capsule_bisect import bisect
 from skyrl_train.trainers.manifest import sha256_of, verify
 from skyrl_train.trainers.state import TrainerState
 from skyrl_train.types import RolloutBatch
-from tests.fakes_trainer import FakeGenerator, FakeLearner, FakeRun, fake_run, make_config
-from tests.sft_runs import RecordingLearner, sft_run
+from tests.support.fakes_trainer import FakeGenerator, FakeLearner, FakeRun, fake_run, make_config
+from tests.support.sft_runs import RecordingLearner, sft_run
 from tests.trainers.test_ppo_resume import Killed, killed_in
 
 

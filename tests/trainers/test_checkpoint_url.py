@@ -22,9 +22,9 @@ from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import CheckpointError, SaveError
 from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.evaluation_report import read_evaluations
-from tests.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, records_without_timings
 from tests.reliability import recordings
-from tests.stores import Bucket, Killed, empty_bucket
+from tests.support.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, records_without_timings
+from tests.support.stores import Bucket, Killed, empty_bucket
 
 URL = "lab://bucket/run"
 SLOW = pytest.mark.slow

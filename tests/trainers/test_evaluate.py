@@ -13,7 +13,7 @@ from skyrl_train.trainers.evaluation_report import (
     write_evaluation,
 )
 from skyrl_train.types import FailureKind, RolloutBatch, SamplingParams
-from tests.fakes_trainer import (
+from tests.support.fakes_trainer import (
     FakeEngine,
     FakeGenerator,
     failed_trajectory,

@@ -15,8 +15,8 @@ from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.trainers.changes import resume_settings
 from skyrl_train.trainers.resume import find_start
 from skyrl_train.trainers.state import DataFingerprint, TrainerState
-from tests.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, make_prompts, send_signal_at
-from tests.sft_runs import sft_run
+from tests.support.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, make_prompts, send_signal_at
+from tests.support.sft_runs import sft_run
 
 
 def forked(root: Path, parent: Path, *, changes: dict[str, Any] | None = None, **parts: Any) -> FakeRun:

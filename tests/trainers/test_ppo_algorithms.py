@@ -8,7 +8,7 @@ from skyrl_train.errors import StopRequested
 from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.telemetry.rollout_store import read_rollouts
 from skyrl_train.trainers.state import TrainerState
-from tests.fakes_trainer import FakeLearner, fake_run, make_config, records_without_timings, send_signal_at
+from tests.support.fakes_trainer import FakeLearner, fake_run, make_config, records_without_timings, send_signal_at
 
 
 def config_with(folder, *, filters=None, trainer=None, **algorithm):

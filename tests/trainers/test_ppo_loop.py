@@ -16,7 +16,7 @@ from skyrl_train.telemetry.metrics_log import MetricsLog, phase_seconds, read_me
 from skyrl_train.telemetry.rollout_store import read_rollouts, write_rollouts
 from skyrl_train.telemetry.timeline import read_timeline
 from skyrl_train.trainers.state import TrainerState
-from tests.fakes_trainer import FakeGenerator, FakeLearner, fake_run, make_config
+from tests.support.fakes_trainer import FakeGenerator, FakeLearner, fake_run, make_config
 
 
 def test_the_number_of_optimizer_steps_is_the_plans(tmp_path):

@@ -18,7 +18,7 @@ from skyrl_train.telemetry.rollout_log import encode_trajectory
 from skyrl_train.telemetry.rollout_store import pairs_of, read_rollouts
 from skyrl_train.trainers.evaluation_report import read_evaluations
 from skyrl_train.trainers.state import TrainerState
-from tests.fakes_trainer import (
+from tests.support.fakes_trainer import (
     FakeLearner,
     fake_run,
     make_config,

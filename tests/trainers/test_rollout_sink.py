@@ -15,7 +15,7 @@ from skyrl_train.telemetry.rollout_store import read_facts, read_failed_rollouts
 from skyrl_train.trainers import rollout_sink, steps
 from skyrl_train.trainers.rollout_sink import RolloutLog, columns_by_turn, cut_rollouts_after
 from skyrl_train.types import RolloutBatch
-from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
+from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
 
 TRAJECTORIES = (
     make_trajectory(make_turn((1, 2), (3, 4)), make_turn((1, 2, 3, 4, 9), (5,)), sample=0),

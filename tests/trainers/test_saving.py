@@ -19,8 +19,8 @@ from skyrl_train.telemetry.files import FileSums
 from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.trainers.checkpoints import LATEST, CheckpointStore
-from tests.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, records_without_timings
-from tests.file_limits import file_size_limit
+from tests.support.fakes_trainer import FakeLearner, FakeRun, fake_run, make_config, records_without_timings
+from tests.support.file_limits import file_size_limit
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 

@@ -17,7 +17,7 @@ from skyrl_train.data.loader import BatchLoader
 from skyrl_train.data.token_store import Ints
 from skyrl_train.runs.sft import step_settings
 from skyrl_train.runs.sft_data import build_stream
-from tests.sft_runs import RecordingLearner, make_config, make_data, raise_at, sft_run, workers
+from tests.support.sft_runs import RecordingLearner, make_config, make_data, raise_at, sft_run, workers
 
 LAYOUTS = ("padded", "packed")
 SIZES: dict[str, dict[str, Any]] = {

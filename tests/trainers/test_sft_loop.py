@@ -20,7 +20,7 @@ from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.trainers.manifest import verify
 from skyrl_train.trainers.observers import RunEvent, StepFacts
 from skyrl_train.trainers.sft_evaluate import LossHistory, evaluation_line
-from tests.sft_runs import (
+from tests.support.sft_runs import (
     FakeSFTRun,
     Killed,
     RecordingLearner,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.runs.sft import train
 from skyrl_train.telemetry.metrics_log import read_metrics
-from tests.sft_runs import killed_at, records_without_timings
+from tests.support.sft_runs import killed_at, records_without_timings
 
 
 def make_config(root: Path, **trainer: Any) -> SFTConfig:

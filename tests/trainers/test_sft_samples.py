@@ -16,7 +16,7 @@ from skyrl_train.errors import DeadlineError
 from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.trainers.sft_samples import SampleWriter, cut_samples_after
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
-from tests.sft_runs import FakeSFTRun, RecordingLearner, make_config, make_examples
+from tests.support.sft_runs import FakeSFTRun, RecordingLearner, make_config, make_examples
 
 
 class EchoEngine:

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from skyrl_train.runs.sft import train
 from skyrl_train.telemetry.metrics_log import read_metrics
-from tests.sft_runs import killed_at
+from tests.support.sft_runs import killed_at
 from tests.trainers.test_sft_main import make_config
 
 

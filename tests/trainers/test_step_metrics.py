@@ -17,7 +17,7 @@ from skyrl_train.trainers.step_metrics import (
     step_totals,
 )
 from skyrl_train.types import FailureKind, Outcome, RolloutBatch, StopReason
-from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
+from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
 
 
 def rollouts_of(*trajectories, n_samples=2) -> RolloutBatch:

@@ -10,7 +10,7 @@ import re
 
 import pytest
 
-from tests.source_calls import Call, Exceptions, Rule, calls_in, calls_of, offences
+from tests.support.source_calls import Call, Exceptions, Rule, calls_in, calls_of, offences
 
 _WAITING_MODULES = ("ray", "asyncio", "connection", "concurrent.futures", "futures", "")
 _LOCK = re.compile(r"(lock|mutex|semaphore|condition|_in_order)$", re.IGNORECASE)

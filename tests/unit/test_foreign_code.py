@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from tests.source_calls import REPOSITORY, Call, Exceptions, Rule, calls_in, calls_of, offences
+from tests.support.source_calls import REPOSITORY, Call, Exceptions, Rule, calls_in, calls_of, offences
 
 _PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "jsonpickle"}
 _RUNNERS = ("eval", "exec", "compile", "execfile", "__import__")

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.types import Outcome, StopReason, Trajectory, Turn, find_parent, token_ids
-from tests.fakes_trainer import linked, make_trajectory, make_turn
+from tests.support.fakes_trainer import linked, make_trajectory, make_turn
 
 BYTES_PER_TOKEN = 35
 

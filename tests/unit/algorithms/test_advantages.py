@@ -8,7 +8,14 @@ import torch
 from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInputs, gae, grpo, maxrl, opo, rloo
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError
-from tests.advantage_oracles import ADVANTAGE_ORACLES, Sample, Step, advantage_error, advantage_inputs_of, by_trajectory
+from tests.support.advantage_oracles import (
+    ADVANTAGE_ORACLES,
+    Sample,
+    Step,
+    advantage_error,
+    advantage_inputs_of,
+    by_trajectory,
+)
 
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce++_baseline", "maxrl", "opo")
 OUTCOME = AlgorithmConfig(gamma=0.9, gae_lambda=0.8)

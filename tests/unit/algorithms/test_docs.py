@@ -14,8 +14,8 @@ from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.algorithm import AlgorithmConfig
-from tests.advantage_oracles import Sample, Step, advantage_inputs_of
-from tests.loss_oracles import random_loss_inputs
+from tests.support.advantage_oracles import Sample, Step, advantage_inputs_of
+from tests.support.loss_oracles import random_loss_inputs
 
 DOCUMENT = (Path(__file__).resolve().parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 

@@ -8,7 +8,7 @@ from skyrl_train.algorithms.dynamic_sampling import SamplingState, sample_dynami
 from skyrl_train.config.algorithm import FilterConfig
 from skyrl_train.errors import CheckpointError, DataError
 from skyrl_train.types import Prompt, RolloutBatch
-from tests.fakes_trainer import make_trajectory, make_turn
+from tests.support.fakes_trainer import make_trajectory, make_turn
 
 FILTER = FilterConfig(dynamic_sampling="filter", dynamic_sampling_max_batches=3)
 REPLACE = FilterConfig(dynamic_sampling="replace", dynamic_sampling_max_batches=2, replace_min_share=0.4)

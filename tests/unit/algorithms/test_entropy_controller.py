@@ -22,8 +22,8 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import CheckpointError, NonFiniteError
 from skyrl_train.telemetry.metrics import Mean, StepMetrics
 from skyrl_train.trainers import steps
-from tests.fakes_trainer import make_config
-from tests.learner_cases import make_batch, make_learner, save_tiny_model
+from tests.support.fakes_trainer import make_config
+from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
 
 ADAPTIVE = AlgorithmConfig(
     entropy_controller="adaptive", entropy_coef=0.01, entropy_target=0.5, entropy_coef_delta=0.02, entropy_coef_max=0.05

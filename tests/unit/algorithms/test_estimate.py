@@ -14,7 +14,7 @@ from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch, component_column
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.errors import BatchError
-from tests.advantage_oracles import advantage_inputs_of, random_samples
+from tests.support.advantage_oracles import advantage_inputs_of, random_samples
 
 
 def batch_of(inputs: AdvantageInputs) -> TrainingInputBatch:

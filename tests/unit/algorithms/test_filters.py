@@ -20,7 +20,7 @@ from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.types import Failure, FailureKind, Outcome, Prompt, RolloutBatch, StopReason, Trajectory, Turn
-from tests.fakes_trainer import make_trajectory, make_turn
+from tests.support.fakes_trainer import make_trajectory, make_turn
 
 ROWS = ("per_trajectory", "per_turn")
 

@@ -12,7 +12,7 @@ from skyrl_train.algorithms.losses import POLICY_LOSSES, PolicyLossInputs, Polic
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.errors import BatchError, ConfigError
 from skyrl_train.telemetry.metrics import Max, Min, merge_metrics
-from tests.loss_oracles import LOSS_ORACLES, columns_of, loss_error, random_loss_inputs
+from tests.support.loss_oracles import LOSS_ORACLES, columns_of, loss_error, random_loss_inputs
 
 CONFIGS = [
     AlgorithmConfig(),

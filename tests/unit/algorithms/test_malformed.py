@@ -17,8 +17,8 @@ from skyrl_train.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageInp
 from skyrl_train.algorithms.losses import POLICY_LOSSES
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError
-from tests.advantage_oracles import Sample, Step, advantage_inputs_of
-from tests.loss_oracles import columns_of, random_loss_inputs
+from tests.support.advantage_oracles import Sample, Step, advantage_inputs_of
+from tests.support.loss_oracles import columns_of, random_loss_inputs
 
 ESTIMATORS = sorted(ADVANTAGE_ESTIMATORS)
 LOSSES = sorted(POLICY_LOSSES)

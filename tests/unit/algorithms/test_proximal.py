@@ -12,7 +12,7 @@ from torch import Tensor
 from skyrl_train.algorithms.losses import policy_loss, with_proximal
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.errors import BatchError
-from tests.loss_oracles import (
+from tests.support.loss_oracles import (
     LossOracle,
     PolicyLossInputs,
     Turn,

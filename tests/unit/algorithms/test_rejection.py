@@ -21,7 +21,7 @@ from skyrl_train.config.algorithm_rules import ALGORITHM_RULES
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import run_rules
 from skyrl_train.errors import Violation
-from tests.loss_oracles import LOSS_ORACLES, random_loss_inputs, rows_in, turns_in
+from tests.support.loss_oracles import LOSS_ORACLES, random_loss_inputs, rows_in, turns_in
 
 BOUNDS = {"k1": [0.8, 1.3], "k2": 0.02, "k3": 0.02}
 """Near the middle of what `random_loss_inputs` draws, so that each criterion keeps and rejects."""

@@ -15,7 +15,7 @@ from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
-from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
+from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
 
 REMAX = AlgorithmConfig(advantage_estimator="remax")
 

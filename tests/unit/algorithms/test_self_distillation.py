@@ -18,8 +18,8 @@ from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
 from skyrl_train.trainers import steps
 from skyrl_train.types import Prompt, RolloutBatch, Trajectory
-from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
-from tests.learner_cases import make_learner, save_tiny_model
+from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
+from tests.support.learner_cases import make_learner, save_tiny_model
 
 TEACHER = (7, 8, 9, 10)
 ALGORITHM = AlgorithmConfig(advantage_estimator="self_distillation", policy_loss="importance_sampling")

@@ -20,7 +20,7 @@ from skyrl_train.types import (
     Trajectory,
     Turn,
 )
-from tests import fakes_trainer
+from tests.support import fakes_trainer
 
 
 def make_batch(rows: Sequence[tuple[str, int, Sequence[int]]], *, prompt_tokens: int = 1) -> TrainingInputBatch:

@@ -16,7 +16,7 @@ from skyrl_train.cluster.learner_worker import pack, unpack
 from skyrl_train.errors import BatchError
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.types import Trajectory
-from tests.fakes_trainer import linked
+from tests.support.fakes_trainer import linked
 
 ROWS = ("per_trajectory", "per_turn")
 

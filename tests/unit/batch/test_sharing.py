@@ -14,7 +14,7 @@ from skyrl_train.batch.layout import make_layout, packed_layout, shared_layout
 from skyrl_train.batch.planner import RowFacts, facts_of
 from skyrl_train.batch.stage import Together, computed_together, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
-from tests.layout_cases import Row, batch_of_rows, tree_batch
+from tests.support.layout_cases import Row, batch_of_rows, tree_batch
 
 
 def samples(*prompts: tuple[int, list[int]]) -> TrainingInputBatch:

@@ -24,7 +24,7 @@ from skyrl_train.errors import DataError
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
-from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
+from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
 
 CAPSULE = Capsule(
     step=12,

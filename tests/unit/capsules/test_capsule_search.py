@@ -25,7 +25,7 @@ from skyrl_train.capsules.search import (
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
-from tests.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
+from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 13])

@@ -17,7 +17,7 @@ from skyrl_train.config.schema import Config, PlacementConfig
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError
-from tests.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
+from tests.support.auto_placement_cases import COUNTS, SIZES, gpu_config, gpus, sized_model
 
 FITS = {("0.5B", count) for count in COUNTS} | {("7B", 2), ("7B", 4), ("7B", 8)}
 """On GPUs of 80 GB, trained in full with AdamW."""

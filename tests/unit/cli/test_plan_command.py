@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_train.cli.plan import count_parameters, main
 from skyrl_train.errors import ModelError
-from tests.tool_cases import ADD, model_with_tools
+from tests.support.tool_cases import ADD, model_with_tools
 
 EXPERIMENT = ("+experiment=gsm8k_multiturn", "platform=cpu")
 

@@ -100,9 +100,11 @@ def test_each_mistake_with_tools_is_one_line_before_a_model_is_loaded(capsys: py
         (found,) = told(capsys, "config", *arguments).values()
         return found
 
-    assert "Argument a is missing a type hint" in line("environment.tools=[tests.tool_cases:no_hint]")
-    assert "docstring" in line("environment.tools=[tests.tool_cases:no_docstring]")
-    assert "each must have a name of its own" in line("environment.tools=[tests.tool_cases:add,tests.tool_cases:add]")
-    assert "environment.tools[0]" in line("environment.tools=[tests.tool_cases:nothing]")
+    assert "Argument a is missing a type hint" in line("environment.tools=[tests.support.tool_cases:no_hint]")
+    assert "docstring" in line("environment.tools=[tests.support.tool_cases:no_docstring]")
+    assert "each must have a name of its own" in line(
+        "environment.tools=[tests.support.tool_cases:add,tests.support.tool_cases:add]"
+    )
+    assert "environment.tools[0]" in line("environment.tools=[tests.support.tool_cases:nothing]")
     assert "Did you mean 'hermes'?" in line("environment.tool_format=hermess")
     assert "must be a server that answers" in line("environment.tools=[{_target_: mcp, command: [/no/such/program]}]")

@@ -71,7 +71,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(
 
 
 def test_tools_beside_an_environment_that_runs_its_own_are_refused() -> None:
-    environment = EnvironmentConfig(env_class="verifiers:sums", tools=("tests.tool_cases:add",))
+    environment = EnvironmentConfig(env_class="verifiers:sums", tools=("tests.support.tool_cases:add",))
     lines = [str(violation) for violation in task_violations(environment)]
     expected = "environment.env_class: runs its tools by itself and no others; got 'verifiers:sums'."
     assert [line for line in lines if line.startswith(expected)] == [f"{expected} Leave environment.tools empty"]

@@ -30,9 +30,9 @@ from skyrl_train.telemetry.console import RunConsole
 from skyrl_train.telemetry.metrics import Metric, Sum
 from skyrl_train.trainers.observers import Observers, RunEvent, StepFacts
 from skyrl_train.types import RolloutBatch
-from tests.advantage_oracles import advantage_inputs_of, random_samples
-from tests.learner_cases import make_batch, make_learner, save_tiny_model
-from tests.loss_oracles import random_loss_inputs
+from tests.support.advantage_oracles import advantage_inputs_of, random_samples
+from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
+from tests.support.loss_oracles import random_loss_inputs
 
 PARTS = parts_of(Config)
 OPTIONAL = ("values", "old_logprobs", "ref_logprobs", "sum_pi_squared", "greedy_rewards", "reward_components")

@@ -7,7 +7,7 @@ import torch
 
 from skyrl_train.batch.stage import stage
 from skyrl_train.data.collate import DefaultCollator, PackedDataCollator
-from tests.sft_cases import examples, indices
+from tests.support.sft_cases import examples, indices
 
 
 def test_collators_take_the_examples_that_they_are_asked_for() -> None:

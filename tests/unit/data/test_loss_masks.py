@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from skyrl_train.data.conversations import RowFormat
 from skyrl_train.data.sft import ExampleFormat, tokenise
 from skyrl_train.errors import DataError
-from tests import sft_cases as cases
+from tests.support import sft_cases as cases
 
 TALK = ("hello there", "good bye", "what is this", "the answer is 3")
 

@@ -20,7 +20,7 @@ from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.runs.rl import load_data
 from skyrl_train.trainers.step_metrics import rollout_metrics
 from skyrl_train.types import Prompt, SamplingParams
-from tests.fakes import FAKE_ENVIRONMENT, FakeEngine, done_with, make_tokenizer
+from tests.support.fakes import FAKE_ENVIRONMENT, FakeEngine, done_with, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 TRAIN = "builtin:word_problems/train"

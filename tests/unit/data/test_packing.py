@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from skyrl_train.data.collate import close_examples
 from skyrl_train.data.packing import align_rows, pack, plan_packing
 from skyrl_train.errors import BatchError
-from tests.sft_cases import examples, indices
+from tests.support.sft_cases import examples, indices
 
 
 def test_longest_first_each_where_it_first_fits() -> None:

@@ -15,7 +15,7 @@ from skyrl_train.data.conversations import RowFormat
 from skyrl_train.data.rows import find_sources
 from skyrl_train.data.sft import ExampleFormat, Loaded, cache_key, load_examples
 from skyrl_train.errors import DataError
-from tests import sft_cases as cases
+from tests.support import sft_cases as cases
 
 TOKENIZER = cases.byte_level(eos="</s>")
 

@@ -12,7 +12,7 @@ from skyrl_train.config.schema import Config, PlacementConfig, StrategyConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, Replicated, SingleProcess, make_strategy
 from skyrl_train.errors import ConfigError
-from tests.gloo_ranks import on_ranks
+from tests.support.gloo_ranks import on_ranks
 
 
 def reduce_own(rank: int, folder: Path) -> list[Tensor]:

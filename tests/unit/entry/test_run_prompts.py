@@ -18,7 +18,7 @@ from skyrl_train.config.sft import SFTConfig, SFTDataConfig
 from skyrl_train.errors import DataError
 from skyrl_train.runs.rl import load_data
 from skyrl_train.runs.sft_data import load_sft_data
-from tests.tool_cases import ADD, model_with_tools
+from tests.support.tool_cases import ADD, model_with_tools
 
 BUNDLED = ("builtin:word_problems/train",)
 

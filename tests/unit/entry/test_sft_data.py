@@ -12,7 +12,7 @@ from skyrl_train.config.sft import SFTConfig
 from skyrl_train.errors import ConfigError
 from skyrl_train.runs.sft import step_settings
 from skyrl_train.runs.sft_data import SFTData, build_stream, load_sft_data, plan_sft
-from tests.sft_cases import chat, write_jsonl
+from tests.support.sft_cases import chat, write_jsonl
 
 
 def load(tmp_path: Path, **data: Any) -> tuple[SFTConfig, SFTData]:

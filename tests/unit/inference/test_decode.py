@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from skyrl_train.inference.decode import Decoder, Response
 from skyrl_train.inference.kv_cache import KeptPrefixes, RowState
 from skyrl_train.types import GenerationRequest, SamplingParams, StopReason
-from tests.fakes import make_tiny_model, make_tokenizer
+from tests.support.fakes import make_tiny_model, make_tokenizer
 
 PROMPTS: list[tuple[int, ...]] = [(2, 6, 4, 9), (2, 6, 4, 9, 20, 11, 30), (12,), (2, 6, 4, 9)]
 TOKENIZER = make_tokenizer()

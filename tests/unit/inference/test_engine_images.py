@@ -17,8 +17,8 @@ from skyrl_train.inference.decode import Decoder, Response
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.types import GenerationRequest, SamplingParams
-from tests.learner_cases import fixed_rows
-from tests.vision_cases import PLACEHOLDER, make_image, make_vlm
+from tests.support.learner_cases import fixed_rows
+from tests.support.vision_cases import PLACEHOLDER, make_image, make_vlm
 
 WIDE, SMALL = make_image(1, rows=1, columns=4), make_image(2)
 Prompt = tuple[tuple[int, ...], ImageSpans]

@@ -17,7 +17,7 @@ from skyrl_train.inference.hf import HFEngine
 from skyrl_train.runs.build_engines import sync_within_process
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, StopReason
 from skyrl_train.weights import stored_weights
-from tests.fakes import make_tiny_model, make_tokenizer
+from tests.support.fakes import make_tiny_model, make_tokenizer
 
 T = TypeVar("T")
 

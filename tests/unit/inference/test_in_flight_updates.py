@@ -20,8 +20,8 @@ from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.runs.build_engines import sync_within_process
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams, VersionRun
 from skyrl_train.weights import stored_weights
-from tests.fakes import make_tiny_model, make_tokenizer
-from tests.model_families import build_family
+from tests.support.fakes import make_tiny_model, make_tokenizer
+from tests.support.model_families import build_family
 
 Cache = Literal["recompute", "keep"]
 Answer = Response | GenerationOutput

@@ -31,7 +31,7 @@ from skyrl_train.weight_sync.sender import RankSender
 from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
 from skyrl_train.weight_sync.transports import RouteSettings
 from skyrl_train.weights import Bucket, ModelWeights, WeightSender, tensors_of, unpack
-from tests.learner_cases import save_tiny_model
+from tests.support.learner_cases import save_tiny_model
 
 CPU = Receiver(device="cpu", dtype="float32")
 REQUEST = GenerationRequest(request_id="r", prompt_token_ids=(1, 2), sampling=SamplingParams(), seed=1)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from skyrl_train.inference.decode import Decoder
 from skyrl_train.model.expert_routing import record_routing
 from skyrl_train.types import GenerationRequest, SamplingParams
-from tests.moe_cases import NUM_LAYERS, TOP_K, make_moe
+from tests.support.moe_cases import NUM_LAYERS, TOP_K, make_moe
 
 PROMPTS: list[tuple[int, ...]] = [(2, 6, 4, 9), (2, 6, 4, 9, 20, 11, 30), (12,), (2, 6, 4, 9)]
 

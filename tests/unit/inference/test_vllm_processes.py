@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.inference.vllm_processes import EngineProcesses
-from tests.process_trees import is_running
+from tests.support.process_trees import is_running
 
 SLEEP = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
 ACTOR = """

@@ -21,7 +21,7 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.model.lora import add_adapter, is_adapter
 from skyrl_train.model.value_model import HEAD, load_value_model
 from skyrl_train.telemetry.metrics import merge_metrics, to_values
-from tests.learner_cases import fixed_rows, make_batch, make_double, save_tiny_model
+from tests.support.learner_cases import fixed_rows, make_batch, make_double, save_tiny_model
 
 LENGTHS = [5, 9, 7, 12]
 

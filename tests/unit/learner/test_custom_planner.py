@@ -20,9 +20,9 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.memory.sizing import size_run
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.registry import PartSpec, reads
-from tests.layout_cases import close, flat_gradient
-from tests.learner_cases import make_batch, make_double, save_tiny_model, settings_of
-from tests.memory_cases import FailingMeter
+from tests.support.layout_cases import close, flat_gradient
+from tests.support.learner_cases import make_batch, make_double, save_tiny_model, settings_of
+from tests.support.memory_cases import FailingMeter
 
 LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11, 13, 9, 15, 6]
 CALLS: list[tuple[bool, int]] = []

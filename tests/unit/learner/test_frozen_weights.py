@@ -25,8 +25,8 @@ from skyrl_train.memory.predict import DeviceShare, Effort
 from skyrl_train.model.causal_lm import load_tokenizer, quiet_transformers
 from skyrl_train.model.lora import is_adapter, merged_weights
 from skyrl_train.plan.memory import models_of
-from tests.gloo_ranks import on_ranks
-from tests.learner_cases import critic_of, make_batch, policy_of
+from tests.support.gloo_ranks import on_ranks
+from tests.support.learner_cases import critic_of, make_batch, policy_of
 
 HAS_BITSANDBYTES = find_spec("bitsandbytes") is not None
 NO_ADAPTER, ADAPTER = LoraConfig(), LoraConfig(rank=4)

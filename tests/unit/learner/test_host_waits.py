@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.model.numerics import set_numerics
-from tests.layout_cases import close
-from tests.learner_cases import make_batch, make_learner, save_tiny_model
+from tests.support.layout_cases import close
+from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
 
 PRETENDED = os.environ.get("SKYRL_TRAIN_PRETENDED_PYTHON", "")
 WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount")

@@ -19,7 +19,7 @@ from skyrl_train.errors import BatchError, ModelError, NonFiniteError, SkyrlTrai
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.telemetry.metrics import to_values
-from tests.learner_cases import make_batch, make_double, make_learner, policy_of, save_tiny_model
+from tests.support.learner_cases import make_batch, make_double, make_learner, policy_of, save_tiny_model
 
 LENGTHS = [5, 9, 7, 12]
 

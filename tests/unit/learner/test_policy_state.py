@@ -14,8 +14,8 @@ from skyrl_train.errors import CheckpointError, ModelError, SaveError
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.telemetry.metrics import to_values
-from tests.file_limits import file_size_limit
-from tests.learner_cases import make_batch, make_learner, save_tiny_model
+from tests.support.file_limits import file_size_limit
+from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
 from tests.unit.learner.test_policy_learner import LENGTHS, close, same, snapshot
 
 

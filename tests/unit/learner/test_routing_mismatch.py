@@ -13,8 +13,8 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.expert_routing import follow_routing, record_routing
 from skyrl_train.types import GenerationRequest, SamplingParams
-from tests.learner_cases import VOCABULARY, fixed_rows
-from tests.moe_cases import make_moe
+from tests.support.learner_cases import VOCABULARY, fixed_rows
+from tests.support.moe_cases import make_moe
 
 SIZES = {"num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": 4}
 PROMPT = 6

@@ -21,7 +21,7 @@ from skyrl_train.errors import CheckpointError
 from skyrl_train.learner import state
 from skyrl_train.learner.shards import StoredShards, is_sharded, shard_of
 from skyrl_train.learner.state_files import TensorFile
-from tests.gloo_ranks import on_ranks
+from tests.support.gloo_ranks import on_ranks
 
 WHOLE = {
     "model/odd": torch.arange(15.0).reshape(5, 3),

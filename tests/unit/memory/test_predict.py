@@ -15,7 +15,7 @@ from skyrl_train.memory import predict
 from skyrl_train.memory.model_sizes import ParameterCounts
 from skyrl_train.memory.predict import DeviceShare, Effort, PredictedPasses
 from skyrl_train.plan.memory import head_violations, models_of, plan_memory
-from tests.learner_cases import save_tiny_model
+from tests.support.learner_cases import save_tiny_model
 
 LONGEST = 24
 COUNTS = ParameterCounts(total=1000, trained=1000, block=300, root=100)

@@ -11,8 +11,8 @@ import torch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.memory.meter import CountingMeter
-from tests.layout_cases import close
-from tests.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
+from tests.support.layout_cases import close
+from tests.support.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
 
 LENGTH, ROWS = 48, 32
 ROUNDING = 1.01

@@ -19,9 +19,9 @@ from skyrl_train.memory.meter import CountingMeter
 from skyrl_train.memory.probe import Prober, lengths_to_probe
 from skyrl_train.memory.report import SizingReport, read_reports, write_reports
 from skyrl_train.memory.sizing import SizingLimits, size_all
-from tests.layout_cases import close, flat_gradient
-from tests.learner_cases import make_batch, make_learner, save_tiny_model
-from tests.memory_cases import MIB, FailingMeter, size_itself
+from tests.support.layout_cases import close, flat_gradient
+from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
+from tests.support.memory_cases import MIB, FailingMeter, size_itself
 
 LIMITS = SizingLimits(longest=32, max_rows=64, limit_bytes=2 * MIB, margin=0.05, retries=3)
 LENGTHS = [9, 14, 7, 12, 16, 8, 10, 11, 13, 9, 15, 6]

@@ -18,9 +18,9 @@ from skyrl_train.memory.report import SizingReport, read_reports
 from skyrl_train.memory.sizing import SizingLimits, make_meter, size_run
 from skyrl_train.memory.sizing import size_micro_batches as size_alone
 from skyrl_train.plan.memory import memory_lines, plan_memory
-from tests.layout_cases import close
-from tests.learner_cases import make_batch, make_learner, policy_of, save_tiny_model
-from tests.memory_cases import FailingMeter, size_itself
+from tests.support.layout_cases import close
+from tests.support.learner_cases import make_batch, make_learner, policy_of, save_tiny_model
+from tests.support.memory_cases import FailingMeter, size_itself
 
 LENGTHS = [9, 14, 7, 12, 16, 8]
 TRAINER = replace(Config().trainer, micro_batching="auto", memory_budget_gb=0.002)

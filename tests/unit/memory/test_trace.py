@@ -21,8 +21,8 @@ from skyrl_train.memory.trace import StepTrace
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.lora import add_adapter
 from skyrl_train.model.value_model import load_value_model
-from tests.layout_cases import close
-from tests.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
+from tests.support.layout_cases import close
+from tests.support.learner_cases import fixed_rows, make_batch, make_learner, save_tiny_model
 
 ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02)
 

@@ -14,9 +14,9 @@ from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.memory.meter import CountingMeter
 from skyrl_train.memory.probe import Prober
 from skyrl_train.memory.sizing import SizingLimits, size_micro_batches
-from tests.layout_cases import close
-from tests.learner_cases import make_batch, make_learner, save_tiny_model
-from tests.memory_cases import MIB
+from tests.support.layout_cases import close
+from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
+from tests.support.memory_cases import MIB
 
 LIMITS = SizingLimits(longest=64, max_rows=600, limit_bytes=4 * MIB, margin=0.05, retries=3)
 ADVERSARIAL = [64] + [3] * 400

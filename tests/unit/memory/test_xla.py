@@ -14,7 +14,7 @@ from skyrl_train.memory.fit import fit_memory_model, probes_at_the_limit
 from skyrl_train.memory.model_sizes import sizes_of_model
 from skyrl_train.memory.sizing import SizingLimits, size_all
 from skyrl_train.memory.xla import CompiledModel, CompiledProbe
-from tests.learner_cases import make_learner, save_tiny_model
+from tests.support.learner_cases import make_learner, save_tiny_model
 
 
 def test_without_jax_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

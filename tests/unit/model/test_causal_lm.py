@@ -26,7 +26,7 @@ from skyrl_train.model.causal_lm import (
     resolve_model_path,
 )
 from skyrl_train.model.value_model import load_value_model
-from tests.learner_cases import save_tiny_model
+from tests.support.learner_cases import save_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from skyrl_train.errors import ModelError
 from skyrl_train.learner.build import compile_layers
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model import attention
-from tests.layout_cases import close, distance, flat_gradient, tree_batch, use_layout
-from tests.learner_cases import make_learner, save_tiny_model
+from tests.support.layout_cases import close, distance, flat_gradient, tree_batch, use_layout
+from tests.support.learner_cases import make_learner, save_tiny_model
 
 
 @pytest.fixture(autouse=True)

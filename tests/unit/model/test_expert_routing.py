@@ -13,8 +13,8 @@ from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch, batch_o
 from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.model.expert_routing import follow_routing, replayed, replaying
 from skyrl_train.model.layouts import hidden_states
-from tests.fakes import make_tiny_model
-from tests.moe_cases import NUM_EXPERTS, NUM_LAYERS, TOP_K, make_moe
+from tests.support.fakes import make_tiny_model
+from tests.support.moe_cases import NUM_EXPERTS, NUM_LAYERS, TOP_K, make_moe
 
 CPU = torch.device("cpu")
 LOCAL = {"num_experts": None, "num_local_experts": NUM_EXPERTS}

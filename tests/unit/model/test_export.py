@@ -21,7 +21,7 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.model.export import export_model, source_types
 from skyrl_train.model.lora import adapter_tensors, add_adapter
-from tests.learner_cases import fixed_rows, save_tiny_model
+from tests.support.learner_cases import fixed_rows, save_tiny_model
 
 NORM = "model.norm.weight"
 

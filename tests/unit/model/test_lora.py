@@ -27,7 +27,7 @@ from skyrl_train.model.lora import (
     merged_weights,
     write_adapter,
 )
-from tests.learner_cases import make_batch, save_tiny_model
+from tests.support.learner_cases import make_batch, save_tiny_model
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 IDS = torch.arange(3, 13).unsqueeze(0)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_train.batch.minibatch import close_mini_batch
 from skyrl_train.config.algorithm import AlgorithmConfig
-from tests.learner_cases import make_batch, make_learner, save_tiny_model
+from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
 
 _STEP = """
 import hashlib, os, sys, torch
@@ -22,7 +22,7 @@ set_numerics(deterministic=sys.argv[2] == "yes")
 assert is_deterministic() == torch.are_deterministic_algorithms_enabled() == (sys.argv[2] == "yes")
 assert not torch.backends.cuda.cudnn_sdp_enabled()
 from skyrl_train.batch.minibatch import close_mini_batch
-from tests.learner_cases import make_batch, make_learner
+from tests.support.learner_cases import make_batch, make_learner
 learner = make_learner(Path(sys.argv[1]))
 batch = make_batch([9, 12, 9, 14, 5, 7], dtype=torch.float32)
 learner.forward(batch)

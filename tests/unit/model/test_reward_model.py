@@ -17,8 +17,8 @@ from skyrl_train.errors import ModelError, SkyrlTrainError
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.model.reward_model import ScorerSettings, SequenceScorer, batches_by_length, weights_identity
 from skyrl_train.rollout.rewards.model import RewardModel
-from tests.fakes import make_tiny_model, make_tokenizer
-from tests.reward_model_cases import CONVERSATIONS, save_reward_model
+from tests.support.fakes import make_tiny_model, make_tokenizer
+from tests.support.reward_model_cases import CONVERSATIONS, save_reward_model
 
 
 def settings_of(folder: Path, **changes: Any) -> ScorerSettings:

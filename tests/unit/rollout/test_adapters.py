@@ -23,7 +23,7 @@ from skyrl_train.rollout.environments import (
     resolve_environment,
     split_environment,
 )
-from tests.adapter_cases import PROMPT, PYTHON, needs_others, played
+from tests.support.adapter_cases import PROMPT, PYTHON, needs_others, played
 
 LAKE = {"_target_": "gymnasium", "id": "FrozenLake-v1", "actions": ["left", "down", "right", "up"], "render": "ansi"}
 STILL = {**LAKE, "kwargs": {"is_slippery": False}}

@@ -8,7 +8,7 @@ from skyrl_train.errors import DataError
 from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.rollout.env_boundary import Broken
 from skyrl_train.types import FailureKind, Prompt
-from tests.fakes import CHATML, make_tokenizer
+from tests.support.fakes import CHATML, make_tokenizer
 
 QUESTION = {"role": "user", "content": "1 + 2?"}
 ANSWER = {"role": "assistant", "content": "#### 4"}

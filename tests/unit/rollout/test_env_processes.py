@@ -28,9 +28,9 @@ from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEnvironment
 from skyrl_train.types import Prompt, RolloutBatch, SamplingParams
-from tests.environment_cases import ASYNCHRONOUS, COUNTING, SCRIPTED
-from tests.fakes import FakeEngine, done_with, go_on_with, make_prompts, make_tokenizer
-from tests.process_trees import descendants, is_running
+from tests.support.environment_cases import ASYNCHRONOUS, COUNTING, SCRIPTED
+from tests.support.fakes import FakeEngine, done_with, go_on_with, make_prompts, make_tokenizer
+from tests.support.process_trees import descendants, is_running
 
 TOKENIZER = make_tokenizer()
 ANSWER = [*TOKENIZER.encode("#### 4"), 3]
@@ -81,12 +81,12 @@ def test_a_step_that_hangs_says_where() -> None:
 
     said, place = asyncio.run(one()).split("; it was at ")
     assert said == "Counting.step did not answer within 0.5 s"
-    assert re.fullmatch(r".*/tests/environment_cases\.py, line \d+, in step", place)
+    assert re.fullmatch(r".*/tests/support/environment_cases\.py, line \d+, in step", place)
 
 
 def test_what_a_state_says_of_its_process_does_not_keep_an_environment_from_being_made_again(tmp_path: Path) -> None:
     async def two() -> list[str]:
-        place = "tests.fakes_resumable:WithPlace"
+        place = "tests.support.fakes_resumable:WithPlace"
         host = LocalWorkers(WorkerSettings(specs=(COUNTING, place), registry=False, memory_gb=1.0))
         among, journal = ProcessEnvironments(host, num_workers=1, timeout_s=10.0), Journal(tmp_path / "j", prompts="p")
         fatal = await started(among, fatal="b")
@@ -174,7 +174,7 @@ def test_workers_import_what_they_need_under_another_interpreter(tmp_path: Path)
     for name in (numpy, *numpy.parent.glob("numpy.libs")):
         (site / name.name).symlink_to(name)
     (site / "only_there.py").write_text(
-        "from tests.environment_cases import Counting\n\n\nclass There(Counting):\n    pass\n"
+        "from tests.support.environment_cases import Counting\n\n\nclass There(Counting):\n    pass\n"
     )
 
     async def play() -> dict[str, float]:

@@ -26,8 +26,8 @@ from skyrl_train.rollout.env_boundary import (
 from skyrl_train.rollout.env_threads import ThreadEnvironments
 from skyrl_train.rollout.plain_data import numbers_only
 from skyrl_train.types import FailureKind
-from tests.environment_cases import ASYNCHRONOUS
-from tests.fakes import FAKE_ENVIRONMENT, FakeEnvironment, done_with, go_on_with
+from tests.support.environment_cases import ASYNCHRONOUS
+from tests.support.fakes import FAKE_ENVIRONMENT, FakeEnvironment, done_with, go_on_with
 
 T = TypeVar("T")
 MESSAGES = [{"role": "user", "content": "2+2?"}]

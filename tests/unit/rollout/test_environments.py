@@ -11,7 +11,7 @@ import pytest
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollout.environments import check_environment, make_environment, resolve_environment
 from skyrl_train.rollout.envs.word_problems import WordProblemsEnv
-from tests.fakes import FAKE_ENVIRONMENT, FakeEnvironment
+from tests.support.fakes import FAKE_ENVIRONMENT, FakeEnvironment
 
 ROW = {"reward_spec": {"method": "rule", "ground_truth": "4"}, "extra_info": {}, "max_turns": 3}
 
@@ -102,7 +102,7 @@ def test_what_an_environment_writes_into_its_row_stays_there() -> None:
     [
         ("gsm8k_multiturn", r"must be one of aime, gsm8k, .*word_problems.*Did you mean 'gsm8k_multi_turn'\?"),
         ("no_such_package.envs:Mine", "ModuleNotFoundError"),
-        ("tests.fakes:CHATML", "must name a class or a function"),
+        ("tests.support.fakes:CHATML", "must name a class or a function"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_a_config_error(env_class: str, message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from skyrl_train.errors import EngineError, SkyrlTrainError
 from skyrl_train.rollout.checked_engine import check_failures
 from skyrl_train.types import FailureKind
-from tests.fakes_trainer import failed_trajectory
+from tests.support.fakes_trainer import failed_trajectory
 
 
 def lines_of(messages: Sequence[str], kind: FailureKind = FailureKind.REWARD_ERROR) -> list[str]:

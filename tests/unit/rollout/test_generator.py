@@ -35,7 +35,7 @@ from skyrl_train.types import (
     Trajectory,
     Turn,
 )
-from tests.fakes import (
+from tests.support.fakes import (
     FAKE_ENVIRONMENT,
     FakeEngine,
     FakeEnvironment,

@@ -18,8 +18,8 @@ from skyrl_train.rollout.environments import playing_itself_violations
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.tools.formats import make_parser
 from skyrl_train.types import Outcome, Prompt, SamplingParams, Trajectory
-from tests.fakes import FakeEngine
-from tests.tool_cases import TEMPLATE
+from tests.support.fakes import FakeEngine
+from tests.support.tool_cases import TEMPLATE
 
 ADD = {
     "type": "function",

@@ -15,13 +15,13 @@ from skyrl_train.rollout.admission import Closed, Settled
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
-from tests.fakes import (
+from tests.support.fakes import (
     make_output,
     make_prompts,
 )
-from tests.fakes_trainer import make_trajectory
-from tests.file_limits import file_size_limit
-from tests.journal_cases import BATCH, SAMPLES, STEPS, VersionedEngine, run
+from tests.support.fakes_trainer import make_trajectory
+from tests.support.file_limits import file_size_limit
+from tests.support.journal_cases import BATCH, SAMPLES, STEPS, VersionedEngine, run
 
 
 @pytest.fixture(scope="module")

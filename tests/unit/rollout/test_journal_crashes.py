@@ -12,8 +12,8 @@ import pytest
 from skyrl_train.errors import DataError
 from skyrl_train.rollout.admission import Settled
 from skyrl_train.rollout.journal import Journal
-from tests.fakes import FAKE_ENVIRONMENT
-from tests.journal_cases import BATCH, ENVIRONMENTS, STEPS, Run, check_crash, check_cut, run
+from tests.support.fakes import FAKE_ENVIRONMENT
+from tests.support.journal_cases import BATCH, ENVIRONMENTS, STEPS, Run, check_crash, check_cut, run
 
 
 @pytest.fixture(scope="module")

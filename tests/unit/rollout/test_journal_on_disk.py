@@ -14,8 +14,8 @@ from skyrl_train.rollout.admission import Closed
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEngine
 from skyrl_train.types import GenerationRequest, SamplingParams
-from tests.fakes import FakeEngine, make_prompts
-from tests.fakes_trainer import make_trajectory
+from tests.support.fakes import FakeEngine, make_prompts
+from tests.support.fakes_trainer import make_trajectory
 
 REQUEST = GenerationRequest(
     request_id="stream-0-000000-0000-000", prompt_token_ids=(1, 2), sampling=SamplingParams(), seed=3

@@ -19,8 +19,8 @@ from skyrl_train.rollout.journaled import JournaledEnvironment, Restarted
 from skyrl_train.rollout.loop_thread import LoopThread
 from skyrl_train.telemetry.rollout_columns import FAILED
 from skyrl_train.types import Failure, FailureKind, Outcome, Trajectory
-from tests.fakes import make_prompts
-from tests.fakes_resumable import TURNS, Secret
+from tests.support.fakes import make_prompts
+from tests.support.fakes_resumable import TURNS, Secret
 
 NAME = "stream-4-000000-0001"
 MESSAGES = [{"role": "user", "content": "2+2?"}]
@@ -62,7 +62,7 @@ class Runs:
     def _session(self) -> EnvironmentSession:
         return EnvironmentSession(
             self._among,
-            f"tests.fakes_resumable:{self._spec}",
+            f"tests.support.fakes_resumable:{self._spec}",
             self._extras,
             self._spec,
             wrap=lambda handle: JournaledEnvironment(handle, self.journal, NAME),
@@ -208,7 +208,7 @@ def test_what_failed_is_run_again_in_an_environment_of_which_nothing_is_known(tm
 @pytest.mark.parametrize("env", ["WithState", "Asynchronous"])
 def test_states_are_carried_from_and_to_worker_processes(tmp_path: Path, loop: LoopThread, env: str) -> None:
     def workers() -> ProcessEnvironments:
-        spec = f"tests.fakes_resumable:{env}"
+        spec = f"tests.support.fakes_resumable:{env}"
         host = LocalWorkers(WorkerSettings(specs=(spec,), registry=False, memory_gb=1.0))
         return ProcessEnvironments(host, num_workers=1, timeout_s=10.0)
 

@@ -21,7 +21,7 @@ from skyrl_train.rollout.generator import most_workers
 from skyrl_train.rollout.tools.mcp import McpServer, _close_all
 from skyrl_train.rollout.tools.toolbox import Toolbox, ToolUnavailable, tool_schemas
 
-SERVER = [sys.executable, str(Path(__file__).parents[2] / "mcp_server.py")]
+SERVER = [sys.executable, str(Path(__file__).parents[2] / "support" / "mcp_server.py")]
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from skyrl_train.rollout.journal import Journal
 from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory, read_json_lines
 from skyrl_train.turns import decode_routing, encode_routing, routing_column
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, StopReason, Turn
-from tests.fakes import (
+from tests.support.fakes import (
     FAKE_ENVIRONMENT,
     FakeEngine,
     FakeEnvironment,
@@ -30,7 +30,7 @@ from tests.fakes import (
     make_prompts,
     make_tokenizer,
 )
-from tests.fakes_trainer import make_trajectory, make_turn
+from tests.support.fakes_trainer import make_trajectory, make_turn
 
 TOKENIZER = make_tokenizer()
 ANSWER = [*TOKENIZER.encode("#### 4"), 3]

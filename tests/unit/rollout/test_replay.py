@@ -17,7 +17,7 @@ from skyrl_train.rollout.replay import ReplayGenerator
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.telemetry.rollout_store import read_rollouts, write_rollouts
 from skyrl_train.types import RolloutBatch, SamplingParams
-from tests.journal_cases import SAMPLES, STEPS, run
+from tests.support.journal_cases import SAMPLES, STEPS, run
 
 
 def line(uid: str, step: int | None = None, **changes: Any) -> str:
@@ -164,7 +164,7 @@ def test_a_recorded_trajectory_that_cannot_be_trained_on_fails_alone(
 
 
 def test_a_journal_is_replayed_batch_by_batch(tmp_path: Path) -> None:
-    streamed = run(tmp_path / "journal" / "journal.jsonl", environment="tests.fakes_resumable:Secret")
+    streamed = run(tmp_path / "journal" / "journal.jsonl", environment="tests.support.fakes_resumable:Secret")
     for path in (tmp_path / "journal", tmp_path / "journal" / "journal.jsonl"):
         generator = ReplayGenerator(path)
         assert generator.num_steps == STEPS

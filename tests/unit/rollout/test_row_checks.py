@@ -14,7 +14,7 @@ from skyrl_train.errors import DataError, SkyrlTrainError
 from skyrl_train.registry import PartSpec
 from skyrl_train.rollout.row_checks import check_all_rows
 from skyrl_train.types import Prompt
-from tests.fakes import FakeEnvironment
+from tests.support.fakes import FakeEnvironment
 
 HERE = "tests.unit.rollout.test_row_checks"
 
@@ -93,7 +93,7 @@ def test_the_code_of_a_custom_environment_is_asked_in_a_worker_process() -> None
 def test_a_trusted_environment_is_asked_here_and_one_without_a_check_takes_all() -> None:
     error = refused(EnvironmentConfig(env_class=f"{HERE}:Checking", isolation="thread"), {"n": -1})
     assert str(os.getpid()) in error
-    check_all_rows(prompts_with({}), EnvironmentConfig(env_class="tests.fakes:FakeEnvironment"))
+    check_all_rows(prompts_with({}), EnvironmentConfig(env_class="tests.support.fakes:FakeEnvironment"))
 
 
 @pytest.mark.slow

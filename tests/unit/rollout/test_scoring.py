@@ -19,7 +19,7 @@ from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.rewards import batched, group
 from skyrl_train.rollout.scoring import check_reward_columns, reward_problems
 from skyrl_train.types import ChatMessage, FailureKind, RolloutBatch, SamplingParams
-from tests.fakes import FAKE_ENVIRONMENT, FakeEngine, FakeEnvironment, go_on_with, make_prompts, make_tokenizer
+from tests.support.fakes import FAKE_ENVIRONMENT, FakeEngine, FakeEnvironment, go_on_with, make_prompts, make_tokenizer
 
 TOKENIZER = make_tokenizer()
 ANSWERS = ("#### 4", "#### 5", "4")

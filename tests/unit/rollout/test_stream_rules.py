@@ -27,8 +27,8 @@ from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.replay import ReplayGenerator
 from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken
 from skyrl_train.types import GenerationRequest, Prompt, SamplingParams
-from tests.fakes import FakeEngine, FakeEnvironment, done_with, make_prompts, make_tokenizer
-from tests.fakes_trainer import make_trajectory, make_turn
+from tests.support.fakes import FakeEngine, FakeEnvironment, done_with, make_prompts, make_tokenizer
+from tests.support.fakes_trainer import make_trajectory, make_turn
 
 TOKENIZER = make_tokenizer()
 BATCH, SAMPLES = 2, 2

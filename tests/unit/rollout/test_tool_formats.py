@@ -11,8 +11,8 @@ from skyrl_train.errors import ConfigError, DataError
 from skyrl_train.rollout.chat_tokens import ChatTokens, check_tools
 from skyrl_train.rollout.tools.formats import FORMATS, MAX_CALLS, format_of, make_parser
 from skyrl_train.types import Prompt
-from tests.fakes import CHATML, make_tokenizer
-from tests.tool_cases import TEMPLATE
+from tests.support.fakes import CHATML, make_tokenizer
+from tests.support.tool_cases import TEMPLATE
 
 ARGUMENTS = {"a": 2, "text": 'say "}" </x>'}
 WRITTEN = json.dumps(ARGUMENTS)

@@ -18,8 +18,8 @@ from skyrl_train.rollout.tools.formats import make_parser
 from skyrl_train.rollout.tools.toolbox import tool_schemas
 from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory
 from skyrl_train.types import FailureKind, GenerationRequest, Outcome, Prompt, SamplingParams, Trajectory
-from tests.fakes import FakeEngine
-from tests.tool_cases import JUDGE, TEMPLATE
+from tests.support.fakes import FakeEngine
+from tests.support.tool_cases import JUDGE, TEMPLATE
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def tool_counts(trajectory: Trajectory) -> tuple[float, ...]:
     return tuple(trajectory.metrics[f"tools/{name}"] for name in ("calls", "failed", "malformed"))
 
 
-ADD = "tests.tool_cases:add"
+ADD = "tests.support.tool_cases:add"
 
 
 def test_a_call_is_answered_and_the_answer_that_follows_is_scored(run: Any, tokenizer: Any) -> None:
@@ -127,7 +127,7 @@ def test_each_prompt_continues_the_sampled_tokens_by_what_the_template_adds(run:
 def test_what_is_wrong_with_a_call_is_told_to_the_model(
     run: Any, text: str, told: str, counts: tuple[float, ...]
 ) -> None:
-    tools = [ADD, "tests.tool_cases:fail", "tests.tool_cases:long_text"]
+    tools = [ADD, "tests.support.tool_cases:fail", "tests.support.tool_cases:long_text"]
     trajectory = run([text, "5"], tools, max_tool_result_chars=32 if "long" in text else 4000)
     assert told in said(trajectory)[0][0]
     assert (trajectory.reward, tool_counts(trajectory)) == (1.0, counts)
@@ -170,7 +170,7 @@ def test_a_call_in_the_last_turn_is_scored_as_an_answer(run: Any) -> None:
 
 
 def test_a_trajectory_whose_context_a_result_fills_is_scored(run: Any) -> None:
-    trajectory = run([call("long_text"), "5"], ["tests.tool_cases:long_text"], room=600)
+    trajectory = run([call("long_text"), "5"], ["tests.support.tool_cases:long_text"], room=600)
     assert (trajectory.outcome, len(trajectory.turns), trajectory.metrics["heard"]) == (Outcome.CONTEXT_FULL, 1, 1.0)
 
 
@@ -187,14 +187,14 @@ def test_an_environment_offers_tools_of_its_own(run: Any, tokenizer: Any) -> Non
 
 
 def test_each_trajectory_has_an_object_of_its_own(run: Any) -> None:
-    counter = {"_target_": "tests.tool_cases:Counter", "start": 3}
+    counter = {"_target_": "tests.support.tool_cases:Counter", "start": 3}
     trajectory = run([call("count_up") + call("count_up"), call("count_up"), "5"], [counter])
     assert said(trajectory) == [["4", "5"], ["6"], []]
     assert said(run([call("count_up"), "5"], [counter])) == [["4"], []]
 
 
 def test_a_row_says_which_tools_it_offers(run: Any, tokenizer: Any) -> None:
-    tools = [ADD, "tests.tool_cases:fail"]
+    tools = [ADD, "tests.support.tool_cases:fail"]
     (schema,) = tool_schemas([ADD])
     trajectory = run([call("fail"), "5"], tools, row_tools=[schema])
     assert "there is no tool 'fail'; there are add" in said(trajectory)[0][0]
@@ -205,7 +205,9 @@ def test_a_row_says_which_tools_it_offers(run: Any, tokenizer: Any) -> None:
 
 
 def test_asynchronous_tools_of_one_turn_run_together(run: Any) -> None:
-    trajectory = run(["".join(call("slow_add", a=each, b=1) for each in range(4)), "5"], ["tests.tool_cases:slow_add"])
+    trajectory = run(
+        ["".join(call("slow_add", a=each, b=1) for each in range(4)), "5"], ["tests.support.tool_cases:slow_add"]
+    )
     assert said(trajectory)[0] == ["1", "2", "3", "4"]
 
 
@@ -221,7 +223,7 @@ def test_a_tool_that_is_down_or_takes_its_process_down_fails_the_trajectory(
     run: Any, tool: str, isolation: str, kind: FailureKind, reason: str
 ) -> None:
     settings = {"isolation": isolation, "step_timeout_s": 5.0 if tool == "hang" else 60.0, "num_workers": 1}
-    trajectory = run([call(tool), "5"], [f"tests.tool_cases:{tool}", ADD], **settings)
+    trajectory = run([call(tool), "5"], [f"tests.support.tool_cases:{tool}", ADD], **settings)
     assert trajectory.failure is not None
     assert (trajectory.failure.kind, reason in trajectory.failure.message) == (kind, True)
 
@@ -229,12 +231,12 @@ def test_a_tool_that_is_down_or_takes_its_process_down_fails_the_trajectory(
 @pytest.mark.parametrize(
     ("tools", "problem"),
     [
-        (["tests.tool_cases:no_hint"], "missing a type hint"),
-        (["tests.tool_cases:no_docstring"], "docstring"),
-        (["tests.tool_cases:nothing"], r"environment.tools\[0\]"),
-        (["tests.tool_cases:TEMPLATE"], "must name a function or a class"),
+        (["tests.support.tool_cases:no_hint"], "missing a type hint"),
+        (["tests.support.tool_cases:no_docstring"], "docstring"),
+        (["tests.support.tool_cases:nothing"], r"environment.tools\[0\]"),
+        (["tests.support.tool_cases:TEMPLATE"], "must name a function or a class"),
         ([ADD, ADD], "each must have a name of its own"),
-        ([{"_target_": "tests.tool_cases:Counter", "begin": 1}], "begin"),
+        ([{"_target_": "tests.support.tool_cases:Counter", "begin": 1}], "begin"),
     ],
 )
 def test_what_is_no_tool_is_refused_by_name(tools: list[Any], problem: str) -> None:

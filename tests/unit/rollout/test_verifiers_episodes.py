@@ -19,9 +19,9 @@ from skyrl_train.rollout.env_local import violations_in_process
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.tools.formats import make_parser
 from skyrl_train.types import Outcome, Prompt, SamplingParams
-from tests.adapter_cases import PYTHON, needs_others, played
-from tests.fakes import FakeEngine
-from tests.tool_cases import TEMPLATE
+from tests.support.adapter_cases import PYTHON, needs_others, played
+from tests.support.fakes import FakeEngine
+from tests.support.tool_cases import TEMPLATE
 
 TASKSET = """
 import verifiers.v1 as vf

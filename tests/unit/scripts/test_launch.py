@@ -21,7 +21,7 @@ from skyrl_train.cli.composition import load_node
 from skyrl_train.config.bundles import count_engines
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
-from tests.auto_placement_cases import gpus
+from tests.support.auto_placement_cases import gpus
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LAUNCH = REPOSITORY / "scripts" / "launch"

@@ -20,7 +20,7 @@ from skyrl_train.selftest.fixtures import gradient_of, make_learner, make_refere
 from skyrl_train.selftest.machine import Machine, add_missing_collectives, unsupported_versions
 from skyrl_train.selftest.processes import CaseResult, run_body
 
-BODIES = "tests.selftest_bodies"
+BODIES = "tests.support.selftest_bodies"
 CPU = Machine(
     device="cpu",
     devices=(),

@@ -35,7 +35,7 @@ from skyrl_train.types import (
 from skyrl_train.view.answers import Answers, to_json
 from skyrl_train.view.rollouts import RolloutIndex
 from skyrl_train.view.sources import find_runs
-from tests.view_runs import append_records, write_run
+from tests.support.view_runs import append_records, write_run
 
 Json = dict[str, Any]
 ENDPOINTS = ("runs", "metrics", "overview", "facets", "trajectories", "groups", "failures", "tail")

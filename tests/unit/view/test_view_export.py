@@ -15,7 +15,7 @@ from skyrl_train.view.answers import Answers
 from skyrl_train.view.export import write_report
 from skyrl_train.view.rollouts import RolloutIndex
 from skyrl_train.view.sources import find_runs
-from tests.view_runs import write_run
+from tests.support.view_runs import write_run
 
 PAGE = """<!doctype html>
 <html><head>

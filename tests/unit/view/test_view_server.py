@@ -21,7 +21,7 @@ from skyrl_train.view.answers import Answers
 from skyrl_train.view.rollouts import RolloutIndex
 from skyrl_train.view.server import make_app
 from skyrl_train.view.sources import find_runs
-from tests.view_runs import write_run
+from tests.support.view_runs import write_run
 
 TOKEN = "a-token"
 HOME = "http://127.0.0.1:8000"

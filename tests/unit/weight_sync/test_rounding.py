@@ -16,7 +16,7 @@ from skyrl_train.inference.hf import HFEngine
 from skyrl_train.inference.vllm_settings import vllm_settings
 from skyrl_train.runs.build_engines import engine_settings, tolerance
 from skyrl_train.weight_sync.rounding import Rounding, is_rounded, rounded
-from tests.fakes import make_tiny_model, make_tokenizer
+from tests.support.fakes import make_tiny_model, make_tokenizer
 
 MATRIX = "model.layers.0.mlp.up_proj.weight"
 

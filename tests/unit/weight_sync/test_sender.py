@@ -17,7 +17,7 @@ from skyrl_train.weight_sync.cuda_ipc import import_copy
 from skyrl_train.weight_sync.receiver import Receiver, wire_dtype
 from skyrl_train.weight_sync.sender import RankSender
 from skyrl_train.weights import Bucket, ModelWeights, WeightSender, stored_weights, unpack, unpack_bucket
-from tests.learner_cases import save_tiny_model
+from tests.support.learner_cases import save_tiny_model
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import pytest
 from skyrl_train.rollout.agents import unsupported
 from skyrl_train.rollout.agents.endpoint import opened
 from skyrl_train.rollout.agents.session import Session
-from tests.agent_cases import CALL, client_of, episode, over_http, scripted, user
+from tests.support.agent_cases import CALL, client_of, episode, over_http, scripted, user
 
 
 def test_responses_are_answered_and_go_on_as_sampled() -> None:
@@ -133,7 +133,7 @@ def test_an_answer_that_was_cut_says_so_in_each_api() -> None:
         return chat.json(), responses.json(), messages.json()
 
     from skyrl_train.types import StopReason
-    from tests.fakes import FakeEngine, make_output
+    from tests.support.fakes import FakeEngine, make_output
 
     chat, responses, messages = over_http(play, FakeEngine(lambda _: make_output([5], stop_reason=StopReason.LENGTH)))
     assert chat["choices"][0]["finish_reason"] == "length"

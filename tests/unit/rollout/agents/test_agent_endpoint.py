@@ -17,7 +17,7 @@ from skyrl_train.rollout.agents import http_server
 from skyrl_train.rollout.agents import session as sessions
 from skyrl_train.rollout.agents.endpoint import Address, opened
 from skyrl_train.rollout.agents.session import Session
-from tests.agent_cases import (
+from tests.support.agent_cases import (
     ADD,
     CALL,
     client_of,
@@ -29,7 +29,7 @@ from tests.agent_cases import (
     trajectory_of,
     user,
 )
-from tests.fakes import FakeEngine
+from tests.support.fakes import FakeEngine
 
 
 async def post(client: httpx.AsyncClient, *messages: dict[str, Any], **body: Any) -> Any:

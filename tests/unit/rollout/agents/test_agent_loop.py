@@ -27,8 +27,8 @@ from skyrl_train.inference.hf import HFEngine
 from skyrl_train.rollout.agents import endpoint, sandbox
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.types import FailureKind, Outcome, RolloutBatch, SamplingParams, Trajectory
-from tests.agent_cases import letter_by_letter, rolling, scripted
-from tests.fakes import (
+from tests.support.agent_cases import letter_by_letter, rolling, scripted
+from tests.support.fakes import (
     FAKE_ENVIRONMENT,
     FakeEngine,
     FakeEnvironment,

@@ -14,7 +14,7 @@ from skyrl_train.rollout.agents import session as sessions
 from skyrl_train.rollout.agents.http_server import RequestError
 from skyrl_train.rollout.agents.session import Session
 from skyrl_train.types import GenerationOutput, GenerationRequest, Outcome, Trajectory
-from tests.agent_cases import (
+from tests.support.agent_cases import (
     ADD,
     CALL,
     Programs,
@@ -29,7 +29,7 @@ from tests.agent_cases import (
     trajectory_of,
     user,
 )
-from tests.fakes import FakeEngine, make_output
+from tests.support.fakes import FakeEngine, make_output
 
 
 def in_session(

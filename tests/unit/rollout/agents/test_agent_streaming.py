@@ -20,8 +20,8 @@ from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.journaled import JournaledEngine
 from skyrl_train.rollout.token_stream import listener, listening
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
-from tests.agent_cases import ADD, CALL, client_of, drawn, episode, letter_by_letter, scripted, tokenizer, user
-from tests.fakes import FakeEngine, make_tiny_model, make_tokenizer
+from tests.support.agent_cases import ADD, CALL, client_of, drawn, episode, letter_by_letter, scripted, tokenizer, user
+from tests.support.fakes import FakeEngine, make_tiny_model, make_tokenizer
 
 
 class Telling(FakeEngine):

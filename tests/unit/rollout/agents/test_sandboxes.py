@@ -28,11 +28,11 @@ from skyrl_train.config.validate import run_rules
 from skyrl_train.rollout.agents import sandbox, sandboxes
 from skyrl_train.rollout.process_tree import start_time
 from skyrl_train.types import FailureKind, RolloutBatch
-from tests.agent_cases import letter_by_letter, rolling, scripted
-from tests.fakes import FakeEngine
-from tests.process_trees import Family, is_running
+from tests.support.agent_cases import letter_by_letter, rolling, scripted
+from tests.support.fakes import FakeEngine
+from tests.support.process_trees import Family, is_running
 
-STUB = Path(__file__).parents[3] / "stub_docker.py"
+STUB = Path(__file__).parents[3] / "support" / "stub_docker.py"
 AGENT = """
 import json, os, sys, urllib.request
 task = json.load(open(sys.argv[1]))
@@ -290,8 +290,8 @@ def test_a_command_whose_keeper_is_killed_ends_and_is_cleaned_up(roll: Roll, doc
 
 RUN = """
 import sys, time
-from tests.agent_cases import letter_by_letter, rolling
-from tests.fakes import FakeEngine
+from tests.support.agent_cases import letter_by_letter, rolling
+from tests.support.fakes import FakeEngine
 import tempfile, json
 tempfile.tempdir = sys.argv[1]
 with rolling() as roll:

@@ -19,7 +19,7 @@ from skyrl_train.rollout.scoring import check_reward_columns, reward_problems, s
 from skyrl_train.runs.build import reward_models, with_reward_weights
 from skyrl_train.trainers.changes import changes_since, flat_config
 from skyrl_train.types import Prompt
-from tests.reward_model_cases import save_reward_model
+from tests.support.reward_model_cases import save_reward_model
 
 JUDGE = {"_target_": "judge", "url": "http://127.0.0.1:9", "model": "m"}
 

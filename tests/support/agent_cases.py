@@ -23,8 +23,8 @@ from skyrl_train.rollout.chat_tokens import ChatTokens
 from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.tools.formats import make_parser
 from skyrl_train.types import GenerationRequest, Outcome, Prompt, RolloutBatch, SamplingParams, Trajectory, token_ids
-from tests.fakes import FakeEngine
-from tests.tool_cases import TEMPLATE
+from tests.support.fakes import FakeEngine
+from tests.support.tool_cases import TEMPLATE
 
 ADD = {
     "type": "function",

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-COUNTING = "tests.environment_cases:Counting"
-SCRIPTED = "tests.environment_cases:Scripted"
+COUNTING = "tests.support.environment_cases:Counting"
+SCRIPTED = "tests.support.environment_cases:Scripted"
 
 
 class Counting:
@@ -54,7 +54,7 @@ class Scripted:
         return {"left": len(self.steps), "note": "left out"}
 
 
-ASYNCHRONOUS = "tests.environment_cases:Asynchronous"
+ASYNCHRONOUS = "tests.support.environment_cases:Asynchronous"
 
 
 class Asynchronous:

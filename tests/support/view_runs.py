@@ -1,6 +1,6 @@
 """Folders of runs that never ran, for the viewer's tests and timings: rollouts as Parquet, records, logs, configuration.
 
-    python tests/view_runs.py FOLDER [--turns 100000] [--steps 40] [--seed 0]
+    python tests/support/view_runs.py FOLDER [--turns 100000] [--steps 40] [--seed 0]
 
 Rewards rise over the steps, some trajectories fail, some fork, and some texts are as hostile as a model may write them.
 The files are written with plain pyarrow, by the columns that docs/viewer.md names, not by the package.
@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tokenizers import Tokenizer
 
-TOKENIZER = Path(__file__).resolve().parents[1] / "skyrl_train" / "assets" / "tiny_qwen2" / "tokenizer.json"
+TOKENIZER = Path(__file__).resolve().parents[2] / "skyrl_train" / "assets" / "tiny_qwen2" / "tokenizer.json"
 LONGEST_CELL = 4000
 
 _WORD = pa.dictionary(pa.int32(), pa.string())

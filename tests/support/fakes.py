@@ -168,7 +168,7 @@ class FakeEnvironment:
             self._release.wait(timeout=30)
 
 
-FAKE_ENVIRONMENT = "tests.fakes:FakeEnvironment"
+FAKE_ENVIRONMENT = "tests.support.fakes:FakeEnvironment"
 
 
 def done_with(reward: Any) -> dict[str, Any]:

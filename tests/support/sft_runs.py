@@ -37,7 +37,7 @@ from skyrl_train.trainers.changes import flat_config, resume_settings
 from skyrl_train.trainers.resume import find_start, prepare_run_folder
 from skyrl_train.trainers.sft import SFTResult, SFTSettings, SFTTrainer
 from skyrl_train.trainers.state import DataFingerprint
-from tests.fakes_trainer import quick_drawing
+from tests.support.fakes_trainer import quick_drawing
 
 THREADS = "sft-collate"
 LENGTHS = (7, 3, 9, 4, 12, 5, 8, 3, 6, 10)

@@ -25,9 +25,9 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.model.lora import adapter_tensors, add_adapter
 from skyrl_train.model.value_model import load_value_model
-from tests.gloo_ranks import on_ranks
-from tests.layout_cases import close, on_policy, tree_batch, use_layout
-from tests.learner_cases import fixed_rows, make_double
+from tests.support.gloo_ranks import on_ranks
+from tests.support.layout_cases import close, on_policy, tree_batch, use_layout
+from tests.support.learner_cases import fixed_rows, make_double
 
 TIMEOUT_S = 60.0
 LAYOUTS: list[tuple[LayoutChoice, bool]] = [

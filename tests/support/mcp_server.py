@@ -1,4 +1,4 @@
-"""A server of the Model Context Protocol over standard input and output, for tests: `python tests/mcp_server.py`."""
+"""A server of the Model Context Protocol over standard input and output, for tests: `python tests/support/mcp_server.py`."""
 
 from __future__ import annotations
 

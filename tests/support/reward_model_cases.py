@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from skyrl_train.model.causal_lm import quiet_transformers
-from tests.fakes import make_tokenizer
+from tests.support.fakes import make_tokenizer
 
 CONVERSATIONS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": answer}]

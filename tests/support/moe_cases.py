@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from skyrl_train.model.causal_lm import quiet_transformers
 from skyrl_train.types import RolloutBatch, Trajectory, Turn
-from tests.learner_cases import VOCABULARY, save_tiny_tokenizer
+from tests.support.learner_cases import VOCABULARY, save_tiny_tokenizer
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 8, 2, 2
 EXPERTS = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 16}

@@ -17,7 +17,7 @@ from skyrl_train.rollout.generator import RolloutGenerator
 from skyrl_train.rollout.journal import Journal
 from skyrl_train.rollout.stream import RolloutStream, StreamSettings, Taken
 from skyrl_train.types import GenerationOutput, GenerationRequest, Prompt, SamplingParams, Trajectory
-from tests.fakes import (
+from tests.support.fakes import (
     FAKE_ENVIRONMENT,
     FakeEngine,
     FakeEnvironment,
@@ -27,7 +27,7 @@ from tests.fakes import (
     make_prompts,
     make_tokenizer,
 )
-from tests.fakes_resumable import TURNS
+from tests.support.fakes_resumable import TURNS
 
 TOKENIZER = make_tokenizer()
 ANSWER = [*TOKENIZER.encode("#### 4"), 3]
@@ -35,7 +35,7 @@ BATCH, SAMPLES, STEPS, STALENESS = 2, 2, 4, 2
 STREAM_PROMPTS = make_prompts(BATCH * STEPS, steps=[go_on_with("Try again"), done_with(1.0)])
 ENVIRONMENTS = [
     FAKE_ENVIRONMENT,
-    *(f"tests.fakes_resumable:{name}" for name in ("Secret", "WithState", "Deterministic")),
+    *(f"tests.support.fakes_resumable:{name}" for name in ("Secret", "WithState", "Deterministic")),
 ]
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import skyrl_train.assets
 from skyrl_train.rollout.tools.toolbox import ToolUnavailable
 
-ADD = "tests.tool_cases:add"
-JUDGE = "tests.tool_cases:Judge"
+ADD = "tests.support.tool_cases:add"
+JUDGE = "tests.support.tool_cases:Judge"
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}<|im_end|>\n"

@@ -1,0 +1,1 @@
+"""What tests share: fakes of the interfaces, small models and rows, oracles, and runs of whole commands."""
