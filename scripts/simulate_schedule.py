@@ -8,7 +8,7 @@
 run with `generator=hf` and, for streams, the learner of one with a stream, since engine and learner share an interpreter
 there. Batch, samples and `max_staleness` of each `--compare`d run come from its config.yaml, and nothing else of it is
 read before the prediction. The shape of environments' latencies is stated (`--sigma`), their mean is measured.
-`--measure` makes runs of the bundled model whose environments sleep (`bench_async.py`), two to calibrate and four to
+`--measure` makes runs of the bundled model whose environments sleep (`bench/asynchronous.py`), two to calibrate and four to
 predict. `--check` ends with status 1 where a prediction is off by more than 15 %.
 
 **At scale.** `--gpus` prints steps of 7B to 70B, serial and asynchronous, on so many GPUs whose rates follow from data
@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import bench_async
 import make_scale_tables
 import yaml
 from rich.console import Console
@@ -45,6 +44,9 @@ from skyrl_train.plan.simulated_runs import (
 from skyrl_train.plan.simulation import LearnerRates, Schedule, simulate
 from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.metrics_log import read_metrics
+
+sys.path.append(str(Path(__file__).resolve().parent / "bench"))
+import asynchronous
 
 TOLERANCE = 0.15
 WARM_UP = 2
@@ -141,8 +143,8 @@ def measure(root: Path, args: argparse.Namespace) -> None:
             continue
         folder.mkdir(parents=True, exist_ok=True)
         words = ["--steps", args.steps, "--prompts", prompts, "--samples", args.samples]
-        config = bench_async.make_config(
-            folder, bench_async.parse([str(word) for word in words]), max_staleness=max_staleness, num_threads=1
+        config = asynchronous.make_config(
+            folder, asynchronous.parse([str(word) for word in words]), max_staleness=max_staleness, num_threads=1
         )
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             train(config)

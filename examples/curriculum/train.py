@@ -10,7 +10,7 @@ GRPO learns from problems of which some samples are right and some are not, and 
 solve, or none. What to look at in `metrics.jsonl`: `curriculum/expected_solve_rate` of the problems taken,
 `curriculum/resting`, which counts those that are solved and left out for a while, and `group/zero_variance`, the share of
 prompts that taught nothing. `data.curriculum.enabled=false` is the same run without it. docs/data.md says what each setting
-does; scripts/bench_curriculum.py measures what it saves.
+does; scripts/bench/curriculum.py measures what it saves.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class DeviceRates:
 
 
 CPU = DeviceRates(linear_flops=7.5e10, attention_flops=5.3e10, kernel_s=1.3e-5)
-"""One core with AVX-512, float32, as `scripts/bench_device_rates.py` measured it."""
+"""One core with AVX-512, float32, as `scripts/bench/device_rates.py` measured it."""
 
 RATES: dict[str, DeviceRates] = {
     "H200": DeviceRates(linear_flops=6.5e14, attention_flops=3.5e14, kernel_s=5e-6),
@@ -47,7 +47,7 @@ RATES: dict[str, DeviceRates] = {
     "": DeviceRates(linear_flops=1.0e14, attention_flops=6e13, kernel_s=6e-6),
 }
 """bfloat16, by what the device's name contains; the last is any other accelerator. About two thirds of the data sheets'
-dense rates, not measured; `scripts/bench_device_rates.py --device cuda` prints a device's own row."""
+dense rates, not measured; `scripts/bench/device_rates.py --device cuda` prints a device's own row."""
 
 
 def rates_of(device_name: str) -> DeviceRates:

@@ -38,7 +38,7 @@ SCORE_BYTES = 4
 
 
 _ROLLOUT_BYTES = 50
-"""What a token of the rollouts takes in the controller's memory at most, their writer included (`bench_rollouts.py`)."""
+"""What a token of the rollouts takes in the controller's memory at most, writer included (`bench/rollout_store.py`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ _WARM_UP_STEPS = 1
 _EACH_TIME = ("checkpoint", "evaluate")
 """Phases that not every step has."""
 _ROLLOUT_BYTES = 8.0
-"""What a token takes of a rollout file: its id, the engine's log-probability and its text (`scripts/bench_rollouts.py`)."""
+"""What a token takes of a rollout file: id, engine log-probability and text (`scripts/bench/rollout_store.py`)."""
 _COLUMN_BYTES = {"float32": 3.5, "bfloat16": 1.5}
 """What a log-probability of the trainer takes there; advantages, which are equal over a trajectory, take next to nothing."""
 

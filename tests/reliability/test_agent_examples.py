@@ -85,5 +85,5 @@ def test_an_agent_of_others_trains_on_the_tokens_of_its_script(
 
 
 def test_the_benchmark_of_the_endpoint_runs() -> None:
-    said = run("scripts/bench_agents.py", "--sessions", "8", "--turns", "2", "--tokens", "8")
+    said = run("scripts/bench/agents.py", "--sessions", "8", "--turns", "2", "--tokens", "8")
     assert "all 128 kept" in said

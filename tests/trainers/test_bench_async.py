@@ -7,8 +7,8 @@ import pytest
 
 from skyrl_train.telemetry.timeline import Line
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import bench_async
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
+import asynchronous
 
 
 @pytest.mark.slow
@@ -22,8 +22,8 @@ def test_both_workloads_are_in_the_table(capsys: pytest.CaptureFixture[str], mon
         "--seeds=2",
         "--learning-steps=1",
     ]
-    monkeypatch.setattr(sys, "argv", ["bench_async.py", *arguments])
-    assert bench_async.main(arguments) == 0
+    monkeypatch.setattr(sys, "argv", ["asynchronous.py", *arguments])
+    assert asynchronous.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "sleeps of median 0.01 s" in shown
     assert "no sleep" in shown
@@ -40,4 +40,4 @@ def test_waiting_is_what_neither_the_learner_nor_the_engine_computes_in() -> Non
         engine=((1.0, 2.0), (5.0, 8.0)),
         groups=(),
     )
-    assert bench_async.idle_seconds(line) == 4.0
+    assert asynchronous.idle_seconds(line) == 4.0

@@ -16,8 +16,8 @@ from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.telemetry.rollout_store import read_rollouts
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import bench_moe_routing as bench
+sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
+import moe_routing as bench
 
 ARGUMENTS = ["--rollouts=8", "--length=24", "--layers=2"]
 

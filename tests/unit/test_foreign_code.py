@@ -62,7 +62,7 @@ EXCEPTIONS: Exceptions = {
     ("skyrl_train/distributed/collectives.py", "dist.all_gather_object"): _RANKS,
     ("skyrl_train/distributed/fsdp.py", "dist.broadcast_object_list"): _RANKS,
     ("scripts/preset_layouts.py", "dist.all_gather_object"): _RANKS,
-    ("scripts/bench_long_rows.py", "torch.load"): "of what the script's own processes wrote a moment ago",
+    ("scripts/bench/long_rows.py", "torch.load"): "of what the script's own processes wrote a moment ago",
     ("scripts/bench/update_ranks.py", "torch.load"): "of what the script's own processes wrote a moment ago",
     ("scripts/bench/update.py", "torch.load"): "of what the script's own processes wrote a moment ago",
 }

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "bench_batching.py"
+SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "batching.py"
 
 
 def test_the_benchmark_finds_its_promises_kept():
@@ -13,7 +13,7 @@ def test_the_benchmark_finds_its_promises_kept():
         capture_output=True,
         text=True,
         check=False,
-        env={"PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"},
+        env={"PYTHONPATH": str(SCRIPT.parents[2]), "OMP_NUM_THREADS": "1"},
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert "10,240" in run.stdout

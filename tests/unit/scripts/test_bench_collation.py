@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "bench_collation.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "bench" / "collation.py"
 
 
 @pytest.fixture

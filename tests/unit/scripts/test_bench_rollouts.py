@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "bench_rollouts.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "bench" / "rollout_store.py"
 
 
 @pytest.fixture

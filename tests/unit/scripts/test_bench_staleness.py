@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
-import bench_staleness as script
+sys.path.append(str(Path(__file__).resolve().parents[3] / "scripts" / "bench"))
+import staleness as script
 
 
 def write_run(root: Path, name: str, *, ages: list[float], accuracy: float) -> None:

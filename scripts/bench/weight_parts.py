@@ -1,4 +1,4 @@
-"""What two ranks do for a weight sync, without Ray and engines: python scripts/bench_weight_parts.py
+"""What two ranks do for a weight sync, without Ray and engines: python scripts/bench/weight_parts.py
 
 Two FSDP2 ranks on gloo hand over a random model, in turns and in each way:
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 TIMEOUT_S = 600.0
 
 
@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the engines")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    from bench_weight_sync import save_model
     from torch import multiprocessing
+    from weight_sync import save_model
 
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
 """Measures the controller's own work in a training step, without a model.
 
-    python scripts/bench_controller.py
-    python scripts/bench_controller.py --prompts 64 --tokens-per-sequence 500        # smaller, quicker
+    python scripts/bench/controller.py
+    python scripts/bench/controller.py --prompts 64 --tokens-per-sequence 500        # smaller, quicker
 
 The controller is what happens between generation and update on one CPU: assembling rows, boundaries, advantages,
 closing mini-batches, metrics, and the rollout log. It is compared with a step whose time is calculated, not measured:

@@ -1,7 +1,7 @@
 """Measures rollouts at rest and in memory: bytes a token on disk, CPU time of writing, memory of the controller.
 
-    python scripts/bench_rollouts.py
-    python scripts/bench_rollouts.py --prompts 16 --ids uniform     # smaller; token ids as hard to compress as can be
+    python scripts/bench/rollout_store.py
+    python scripts/bench/rollout_store.py --prompts 16 --ids uniform     # smaller; token ids as hard to compress as can be
 
 The rollouts are made up: conversations of two turns, whose token ids are distributed as words are (Zipf's law; `--ids
 uniform` draws each of 150,000 equally often), with a text of as many words, and log-probabilities whose digits are

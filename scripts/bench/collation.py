@@ -1,6 +1,6 @@
 """How much of a supervised step is spent waiting for its batch, with batches made in the loop and made one ahead.
 
-    python scripts/bench_collation.py [--steps 30] [--step-ms 60]
+    python scripts/bench/collation.py [--steps 30] [--step-ms 60]
 
 The loader, the collator and the waiting are the real ones; the train step is matrix products that take a stated time, and
 collation is made dearer in steps: by waiting, as for a disk, or by computing, as a tokenizer would. Prints one line for

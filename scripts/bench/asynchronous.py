@@ -1,7 +1,7 @@
 """Measures what rollouts that are made while the learner updates are worth, on the bundled model and problems.
 
-    python scripts/bench_async.py --check
-    python scripts/bench_async.py --steps 4 --prompts 4 --parts speed      # smaller, quicker
+    python scripts/bench/asynchronous.py --check
+    python scripts/bench/asynchronous.py --steps 4 --prompts 4 --parts speed      # smaller, quicker
 
 Each turn of an environment sleeps for a time that is drawn log-normally (`--median-s`, `--sigma`) by row, answer and
 turn. Runs are made one after the other in this process:

@@ -1,7 +1,7 @@
 """What a device computes in a second: the rates by which rows are dealt to ranks and layouts are chosen.
 
-    python scripts/bench_device_rates.py                  # one core, float32
-    python scripts/bench_device_rates.py --device cuda    # bfloat16
+    python scripts/bench/device_rates.py                  # one core, float32
+    python scripts/bench/device_rates.py --device cuda    # bfloat16
 
 Prints a row for the table of `skyrl_train/batch/cost.py`: a large matrix product, causal attention, and starting a kernel.
 The best of several rounds counts: what a device reaches where nothing disturbs it. Rates stand in the table, and are not

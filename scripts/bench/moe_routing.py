@@ -1,7 +1,7 @@
 """Measures how far the trainer's log-probabilities are from the engine's, where routers choose and with recorded experts.
 
-    python scripts/bench_moe_routing.py
-    python scripts/bench_moe_routing.py --dtype float32 --rollouts 4
+    python scripts/bench/moe_routing.py
+    python scripts/bench/moe_routing.py --dtype float32 --rollouts 4
 
 A random mixture of experts (`--layers`, `--experts`, `--top-k`) answers the bundled problems with `generator=hf`, which
 records where it sent each token; then the same rollouts are trained on for one step without and with

@@ -1,7 +1,7 @@
 """Time and balance of planning an optimizer step against its size. Pure CPU work on one thread; no model.
 
-    python scripts/bench_batching.py                    # 1k to 1M sequences
-    python scripts/bench_batching.py --sizes 1024 102400 --json
+    python scripts/bench/batching.py                    # 1k to 1M sequences
+    python scripts/bench/batching.py --sizes 1024 102400 --json
 
 For each number of sequences with long-tailed lengths (log-normal, median 1,000, sigma 1, at most 16,384 tokens):
 balancing over 8 and 64 ranks, cutting rows under a cap of 16,384 tokens, padded and packed, and the mini-batch

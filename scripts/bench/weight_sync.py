@@ -1,10 +1,10 @@
 """Time of a weight sync against the size of the model: learners on Ray, vLLM engines on Ray, models with random weights.
 
-    python scripts/bench_weight_sync.py                           # 4, 100 and 500 MB; two FSDP2 ranks, one engine
-    python scripts/bench_weight_sync.py --megabytes 4 --ranks 1 --syncs 3
-    python scripts/bench_weight_sync.py --device cuda             # a rank and an engine on each GPU, through CUDA IPC
-    python scripts/bench_weight_sync.py --device cuda --apart     # half of the GPUs train, half generate: NCCL
-    python scripts/bench_weight_sync.py --device cuda --tensor-parallel 2 --megabytes 3000 15000
+    python scripts/bench/weight_sync.py                           # 4, 100 and 500 MB; two FSDP2 ranks, one engine
+    python scripts/bench/weight_sync.py --megabytes 4 --ranks 1 --syncs 3
+    python scripts/bench/weight_sync.py --device cuda             # a rank and an engine on each GPU, through CUDA IPC
+    python scripts/bench/weight_sync.py --device cuda --apart     # half of the GPUs train, half generate: NCCL
+    python scripts/bench/weight_sync.py --device cuda --tensor-parallel 2 --megabytes 3000 15000
 
 Prints a row per size: bytes that travelled, the first sync, the median and the longest of the later ones, and GB/s of the
 median. A model of so many megabytes in float32 travels as half of them where engines compute in bfloat16, as they do on

@@ -1,6 +1,6 @@
 """Supervised training side by side with TRL's SFTTrainer: same model, data, order, tokens and optimizer.
 
-    python scripts/bench_sft_vs_trl.py --data data/gsm8k/train.jsonl --steps 20
+    python scripts/bench/sft_vs_trl.py --data data/gsm8k/train.jsonl --steps 20
 
 Needs `pip install '.[bench]'` (TRL). Rows have `question` and `answer`; both trainers render them with the model's chat
 template and train on the assistant's tokens. Compared are the token ids of each step, the loss of each step, and tokens

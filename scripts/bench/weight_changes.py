@@ -1,4 +1,4 @@
-"""How much of a model's weights an optimizer step changes, as engines keep them: python scripts/bench_weight_changes.py
+"""How much of a model's weights an optimizer step changes, as engines keep them: python scripts/bench/weight_changes.py
 
 AdamW on the bundled model, next-token loss on random tokens, constant learning rates. After each step the weights are cut
 as a rank would send them; what differs from the last ones is counted, and the bytes of a sync of changes are compared with
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 
 def main() -> None:

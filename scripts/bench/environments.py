@@ -1,8 +1,8 @@
 """Measures what an environment call costs on threads and in worker processes, and how many asynchronous ones go on at once.
 
-    python scripts/bench_environments.py                                   # 100,000 calls each way
-    python scripts/bench_environments.py --calls 20000 --sleepers 0        # seconds
-    python scripts/bench_environments.py --env-class gsm8k_multi_turn      # start and memory of an environment of skyrl-gym
+    python scripts/bench/environments.py                                   # 100,000 calls each way
+    python scripts/bench/environments.py --calls 20000 --sleepers 0        # seconds
+    python scripts/bench/environments.py --env-class gsm8k_multi_turn      # start and memory of an environment of skyrl-gym
 
 The calls are steps of the bundled environment, which take a few microseconds: what is left is the way there and back.
 As many trajectories are under way as there are workers. Start-up is from nothing to the first answer, with the imports

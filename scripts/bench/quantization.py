@@ -1,6 +1,6 @@
 """Measures rollouts of engines with 8-bit weights: how far log-probabilities are from the trainer's, and what is learnt.
 
-    python scripts/bench_quantization.py outputs/quantization --seeds 1 2 3 --steps 24
+    python scripts/bench/quantization.py outputs/quantization --seeds 1 2 3 --steps 24
 
 Runs of the bundled experiment (16 prompts a step, two optimizer steps each, `--lr`), one after the other, for each of:
 

@@ -1,7 +1,7 @@
 """Trains the bundled model with tokens of different ages, with and without a correction for them, and draws what is learnt.
 
-    python scripts/bench_staleness.py outputs/staleness --picture docs/images/staleness.png
-    python scripts/bench_staleness.py outputs/staleness --staleness 0 8 --seeds 1 --steps 8      # smaller, quicker
+    python scripts/bench/staleness.py outputs/staleness --picture docs/images/staleness.png
+    python scripts/bench/staleness.py outputs/staleness --staleness 0 8 --seeds 1 --steps 8      # smaller, quicker
 
 One run of the bundled experiment for each seed, staleness and correction, `--jobs` at a time, each in a process of its own
 with one thread. Runs that are in the folder already are not made again. The correction is

@@ -1,6 +1,6 @@
 """How many rollouts a curriculum saves: the quickstart, and smaller steps with and without a curriculum.
 
-python scripts/bench_curriculum.py --seeds 0 1 2 --prompts 16 --steps 56 --folder outputs/bench_curriculum
+python scripts/bench/curriculum.py --seeds 0 1 2 --prompts 16 --steps 56 --folder outputs/curriculum
 
 Each seed is trained three times on the bundled word problems: with the quickstart's 40 steps of 32 prompts; with `--steps`
 of `--prompts` chosen by the curriculum; and with as many that are not chosen, which shows what smaller steps do by
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prompts", type=int, default=16, help="a step's prompts with the curriculum; even")
     parser.add_argument("--steps", type=int, default=56, help="steps of so many prompts")
-    parser.add_argument("--folder", type=Path, default=Path("outputs/bench_curriculum"))
+    parser.add_argument("--folder", type=Path, default=Path("outputs/curriculum"))
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="for all runs")
     args = parser.parse_args(argv)
     small = [

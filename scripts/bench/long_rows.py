@@ -1,4 +1,4 @@
-"""Memory and time of one long row over ranks that compute it together: python scripts/bench_long_rows.py
+"""Memory and time of one long row over ranks that compute it together: python scripts/bench/long_rows.py
 
 For each size of a group, so many processes on gloo (FSDP2, float32, one thread each) take one update on one packed row,
 half of whose tokens carry loss. Reported of the fullest rank: the most bytes of tensors that the pass held beyond what was
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 MIB = 1 << 20
 MAX_DIFFERENCE = 1e-5
 TIMEOUT_S = 1800.0

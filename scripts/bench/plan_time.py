@@ -1,7 +1,7 @@
 """How well a plan predicts a step's time: one run gives the rates, the plan of another is held against that run.
 
-    python scripts/bench_plan_time.py                # two short runs of the bundled experiment, each predicts the other
-    python scripts/bench_plan_time.py --steps 8 --check
+    python scripts/bench/plan_time.py                # two short runs of the bundled experiment, each predicts the other
+    python scripts/bench/plan_time.py --steps 8 --check
 
 The runs differ in the prompts of a batch and in the optimizer steps made of it. Steps but the first count, in the median,
 as the first makes what later ones find. `--check` exits with status 1 where a prediction is off by more than 20 %.

@@ -1,6 +1,6 @@
 """What a step capsule takes: seconds a step, bytes of a state, and how many of these differences between states would save.
 
-    python scripts/bench_capsules.py OUTPUT_DIR      # of a run with trainer.capsules=2 or more
+    python scripts/bench/capsules.py OUTPUT_DIR      # of a run with trainer.capsules=2 or more
 
 A difference is lossless: the bits of each tensor XOR those of the state before, their bytes sorted by significance, zstd.
 """

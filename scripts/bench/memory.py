@@ -1,8 +1,8 @@
 """Memory of passes over micro-batches: predicted against measured; the budget that is found, and what it gives.
 
-    python scripts/bench_memory.py predict                # four models at three numbers of rows, training and scoring
-    python scripts/bench_memory.py budget                 # the budget, 1,000 micro-batches under it, throughput
-    python scripts/bench_memory.py budget --layout packed --micro-batches 200 --check
+    python scripts/bench/memory.py predict                # four models at three numbers of rows, training and scoring
+    python scripts/bench/memory.py budget                 # the budget, 1,000 micro-batches under it, throughput
+    python scripts/bench/memory.py budget --layout packed --micro-batches 200 --check
 
 Measured is what `memory/meter.py` sees of the real engine's passes on a CPU, tensor by tensor.
 """
@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
 

@@ -1,6 +1,6 @@
 """What a seed on each request costs vLLM: tokens per second with our sampler, with generators of vLLM's, and without seeds.
 
-    python scripts/bench_sampler.py [--requests 256] [--tokens 32] [--vocabulary 32000] [--top-p 1.0] [--device cpu|cuda]
+    python scripts/bench/sampler.py [--requests 256] [--tokens 32] [--vocabulary 32000] [--top-p 1.0] [--device cpu|cuda]
 
 One engine with a random Qwen2 of two small layers, so that sampling is most of a step; prints a table. On a GPU vLLM's
 runner V2 samples by seed and position itself, so that the first two rows are the same there.

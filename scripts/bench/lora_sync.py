@@ -1,7 +1,7 @@
 """What an adapter costs to send and to generate with: merged into the weights, or shipped to the engine as an adapter.
 
-    python scripts/bench_lora_sync.py                            # 4 and 100 MB, rank 16, one vLLM engine in this process
-    python scripts/bench_lora_sync.py --megabytes 4 --rank 8
+    python scripts/bench/lora_sync.py                            # 4 and 100 MB, rank 16, one vLLM engine in this process
+    python scripts/bench/lora_sync.py --megabytes 4 --rank 8
 
 Models have random weights. Both ways take turns on engines of their own; CPU seconds of this process, medians of syncs.
 """
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from bench_weight_sync import save_model
+from weight_sync import save_model
 
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, LoraConfig, ModelConfig

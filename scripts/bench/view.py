@@ -1,6 +1,6 @@
 """How long the viewer takes for a run of many turns: the first page, and every filter, answered and on the screen.
 
-    python scripts/bench_view.py [--turns 100000] [--check]
+    python scripts/bench/view.py [--turns 100000] [--check]
 
 Writes a synthetic run (tests/support/view_runs.py), starts `skyrl-view` on it as a user would, and asks over HTTP. What
 the first view needs is asked for right after the address is printed, with nothing read before; then the filters of the
@@ -22,8 +22,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/browser"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/browser"))
 
 from browser_pages import CHROMIUM, DRIVER, Page, served, start_chromium
 

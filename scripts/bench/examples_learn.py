@@ -1,4 +1,4 @@
-"""How far an example's reward rises: `python scripts/bench_examples.py reward_function [--seeds 0 1 2] [KEY=VALUE ...]`.
+"""How far an example's reward rises: `scripts/bench/examples_learn.py reward_function [--seeds 0 1 2] [KEY=VALUE ...]`.
 
 Runs it once for each seed and prints the mean reward of its first and of its last steps, as `metrics.jsonl` has them, and
 how long it took: by the clock, and in CPU time of all its processes, which other work does not lengthen as much.
@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = {
     "curriculum": ("examples/curriculum/train.py", "seed={seed}", "output_dir={folder}/run"),
     "gymnasium_frozenlake": ("examples/gymnasium_frozenlake/train.py", "--seed={seed}", "--output={folder}"),

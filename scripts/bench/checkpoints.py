@@ -1,7 +1,7 @@
 """What a checkpoint costs the loop: models of several sizes with random weights, trained in one process and on Ray ranks.
 
-    python scripts/bench_checkpoints.py                            # 4, 25 and 100 MB of weights; one process, two Ray ranks
-    python scripts/bench_checkpoints.py --megabytes 100 --ranks 0 --rounds 5
+    python scripts/bench/checkpoints.py                            # 4, 25 and 100 MB of weights; one process, two Ray ranks
+    python scripts/bench/checkpoints.py --megabytes 100 --ranks 0 --rounds 5
 
 A checkpoint holds three times the weights: AdamW's averages are in it. Each is measured in three ways, which take turns:
 
@@ -28,10 +28,10 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
-from bench_weight_sync import save_model
+from weight_sync import save_model
 
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.config.learners import LearnerSettings, learner_settings

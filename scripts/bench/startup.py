@@ -1,7 +1,7 @@
 """Where the time goes from the command to the first rollout.
 
-    python scripts/bench_startup.py                                              # the quickstart, in one process
-    python scripts/bench_startup.py placement=cpu_2 strategy=fsdp2 generator=vllm
+    python scripts/bench/startup.py                                              # the quickstart, in one process
+    python scripts/bench/startup.py placement=cpu_2 strategy=fsdp2 generator=vllm
 
 Runs one step of `+experiment=gsm8k_multiturn` with these overrides and prints a row per stage, in seconds since the
 command was typed. A stage ends where the function that it is named after returns.

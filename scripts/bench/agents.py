@@ -1,6 +1,6 @@
 """What the endpoint of agents costs: sessions that ask over HTTP, beside the same requests made of the engine directly.
 
-    python scripts/bench_agents.py [--sessions 256] [--turns 4] [--tokens 256] [--tokens-per-second 50]
+    python scripts/bench/agents.py [--sessions 256] [--turns 4] [--tokens 256] [--tokens-per-second 50]
 
 The engine draws tokens at a fixed rate for each request, however many there are, as a server with room for all of them.
 The programs run in a process of their own and keep their whole conversation, which they send with each request.
