@@ -6,7 +6,10 @@ import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test waits for a network, or is another where there is one
 
+import pytest
 from hypothesis import settings
+
+pytest.register_assert_rewrite("tests.support")
 
 # Time on a machine that others use as well says nothing of a test. In CI the same examples are drawn each time: a run
 # fails for what was changed, while new examples are found where somebody looks at them.

@@ -30,9 +30,9 @@ from skyrl_train.config.learners import layout_of
 from skyrl_train.config.schema import Config, PlacementConfig
 from skyrl_train.errors import SkyrlTrainError
 from tests.cluster.several_nodes import Probe
-from tests.cluster.test_learners import make_config, three_steps, weights_of
 from tests.support.auto_placement_cases import COUNTS, gpu_config
 from tests.support.learner_cases import settings_of
+from tests.support.ray_learners import make_config, three_steps, weights_of
 
 
 def reserved(config: Config) -> Placement:

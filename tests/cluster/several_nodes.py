@@ -28,8 +28,8 @@ from skyrl_train.cluster.session import RaySession, forwarded_environment
 from skyrl_train.config.bundles import plan_layout
 from skyrl_train.config.schema import PlacementConfig
 from skyrl_train.errors import SkyrlTrainError
-from tests.cluster.test_learners import make_config, three_steps, weights_of
 from tests.support.learner_cases import settings_of
+from tests.support.ray_learners import make_config, three_steps, weights_of
 
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x20000, 0x4000, 0x40000
 NUM_NODES, NUM_CPUS, NUM_GPUS = 3, 10, 4

@@ -17,8 +17,8 @@ from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.rollout.token_stream import listening
 from skyrl_train.telemetry.rollout_store import read_rollouts
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
-from tests.cluster.test_vllm_apart import settings_apart
 from tests.support.command_runs import RAY, exported, records, relative_difference, run_command
+from tests.support.vllm_apart import settings_apart
 
 pytestmark = pytest.mark.cluster
 

@@ -15,7 +15,8 @@ from skyrl_train.config.schema import CriticConfig, CriticModelConfig, LoraConfi
 from skyrl_train.errors import ModelError
 from skyrl_train.interfaces import Learner
 from skyrl_train.weights import stored_weights
-from tests.cluster.test_learners import (
+from tests.support.learner_cases import critic_of, make_batch, policy_of, settings_of
+from tests.support.ray_learners import (
     LENGTHS,
     SLOT,
     make_config,
@@ -24,7 +25,6 @@ from tests.cluster.test_learners import (
     three_steps,
     weights_of,
 )
-from tests.support.learner_cases import critic_of, make_batch, policy_of, settings_of
 
 pytestmark = pytest.mark.cluster
 

@@ -14,8 +14,8 @@ from skyrl_train.cluster.session import RaySession
 from skyrl_train.errors import ConfigError
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
 from tests.reliability.hostile_environments import HOSTILE
-from tests.reliability.test_hostile_environments import Played
 from tests.support.command_runs import records, run_command
+from tests.support.hostile_play import Played
 from tests.support.process_trees import descendants
 
 pytestmark = pytest.mark.cluster

@@ -26,9 +26,9 @@ from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model import causal_lm, value_model
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.cluster.test_learners import make_config, mini_batch, relative_difference, weights_of
 from tests.support.gloo_ranks import on_ranks
 from tests.support.learner_cases import critic_of, make_batch, policy_of, save_tiny_model
+from tests.support.ray_learners import make_config, mini_batch, relative_difference, weights_of
 
 pytestmark = pytest.mark.cluster
 

@@ -12,7 +12,10 @@ from torch import Tensor
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ModelError
-from tests.cluster.test_learners import (
+from tests.support.command_runs import RAY, exported, records, run_command
+from tests.support.command_runs import relative_difference as distance_of_files
+from tests.support.learner_cases import make_batch, policy_of
+from tests.support.ray_learners import (
     LENGTHS,
     make_config,
     mini_batch,
@@ -22,9 +25,6 @@ from tests.cluster.test_learners import (
     three_steps,
     weights_of,
 )
-from tests.support.command_runs import RAY, exported, records, run_command
-from tests.support.command_runs import relative_difference as distance_of_files
-from tests.support.learner_cases import make_batch, policy_of
 
 pytestmark = pytest.mark.cluster
 

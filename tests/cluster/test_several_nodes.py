@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.cluster.several_nodes import VARIABLES
-from tests.cluster.test_learners import make_config, three_steps, weights_of
 from tests.support.learner_cases import policy_of
+from tests.support.ray_learners import make_config, three_steps, weights_of
 
 pytestmark = pytest.mark.cluster
 

@@ -20,8 +20,8 @@ from skyrl_train.types import GenerationRequest, SamplingParams
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
 from skyrl_train.weight_sync.transports import RouteSettings, auto
-from tests.cluster.test_learners import SLOT, make_config
 from tests.support.command_runs import RAY, start_command, wait_for
+from tests.support.ray_learners import SLOT, make_config
 
 pytestmark = pytest.mark.cluster
 

@@ -27,8 +27,8 @@ from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
 from skyrl_train.weight_sync.transports import RouteSettings, auto
 from skyrl_train.weights import stored_weights
-from tests.cluster.test_learners import SLOT, make_config
-from tests.cluster.test_vllm_apart import moved
+from tests.support.ray_learners import SLOT, make_config
+from tests.support.vllm_apart import moved
 
 pytestmark = pytest.mark.cluster
 

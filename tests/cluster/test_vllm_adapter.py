@@ -23,11 +23,10 @@ from skyrl_train.model.lora import adapter_tensors, add_adapter, as_they_are, me
 from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import GenerationOutput
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from tests.cluster.test_learners import SLOT, make_config, mini_batch
-from tests.cluster.test_vllm_engine import LONG_PROMPT, expected_logprobs, largest_difference, request, sync
-from tests.cluster.test_weight_transports import sync_of
 from tests.support.learner_cases import settings_of
-from tests.support.weight_cases import in_buckets
+from tests.support.ray_learners import SLOT, make_config, mini_batch
+from tests.support.vllm_cases import LONG_PROMPT, expected_logprobs, largest_difference, request, sync
+from tests.support.weight_cases import in_buckets, sync_of
 
 pytestmark = pytest.mark.cluster
 

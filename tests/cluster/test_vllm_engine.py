@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,25 +13,20 @@ import torch
 from torch import Tensor
 
 from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
-from skyrl_train.config.schema import Config
 from skyrl_train.endpoints import Rendezvous
 from skyrl_train.errors import EngineError
 from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.inference.vllm_settings import vllm_settings
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers
 from skyrl_train.runs.build_engines import engine_settings
-from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
 from skyrl_train.weight_sync.cuda_ipc import Export
 from skyrl_train.weight_sync.receiver import wire_dtype
 from skyrl_train.weight_sync.sender import WeightGroup
 from skyrl_train.weights import Bucket, pack, pack_bucket
+from tests.support.vllm_cases import CONFIG, LONG_PROMPT, expected_logprobs, largest_difference, request, sync
 from tests.support.weight_cases import in_buckets
 
 pytestmark = pytest.mark.cluster
-
-CONFIG = Config()
-LONG_PROMPT = tuple(5 + index % 50 for index in range(200))
-"""More than one block of the prefix cache (128 tokens)."""
 
 
 @pytest.fixture(scope="module")
@@ -59,42 +54,6 @@ def trained_weights(seed: int) -> dict[str, Tensor]:
         name: parameter.detach() + 0.02 * torch.randn(parameter.shape, generator=generator)
         for name, parameter in model.named_parameters()
     }
-
-
-def request(
-    name: str, prompt: tuple[int, ...] = LONG_PROMPT, *, seed: int = 1, temperature: float = 1.0, **sampling: object
-) -> GenerationRequest:
-    return GenerationRequest(
-        request_id=name,
-        prompt_token_ids=prompt,
-        sampling=SamplingParams(temperature=temperature, max_generate_length=12, **sampling),  # type: ignore[arg-type]
-        seed=seed,
-    )
-
-
-def expected_logprobs(
-    weights: Mapping[str, Tensor] | None, prompt: tuple[int, ...], output: GenerationOutput, temperature: float = 1.0
-) -> Tensor:
-    """Of the sampled tokens under the Hugging Face model with these weights."""
-    model = load_causal_lm(CONFIG.model, "cpu")
-    if weights is not None:
-        model.load_state_dict(dict(weights), strict=False)
-        model.tie_weights()
-    ids = torch.tensor([[*prompt, *output.token_ids]])
-    with torch.no_grad():
-        scores = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float() / temperature, dim=-1)
-    return scores[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1)
-
-
-def sync(engine: VLLMEngine, weights: Mapping[str, Tensor], version: int) -> int:
-    engine.begin_update()
-    for bucket in in_buckets(iter(weights.items())):
-        engine.update(bucket)
-    return engine.finish_update(version, len(weights))
-
-
-def largest_difference(output: GenerationOutput, expected: Tensor) -> float:
-    return float((torch.tensor(output.logprobs) - expected).abs().max())
 
 
 def test_log_probabilities_agree_with_the_trainers_model_in_float32(engine: VLLMEngine) -> None:

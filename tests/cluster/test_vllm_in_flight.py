@@ -15,9 +15,9 @@ from transformers import DynamicCache, PreTrainedModel
 from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.types import GenerationOutput, GenerationRequest, SamplingParams
-from tests.cluster.test_stream_placements import check_each_prompt_once, check_versions, journal
-from tests.cluster.test_vllm_apart import CONFIG, endless, moved, settings_apart
 from tests.support.command_runs import RAY, exported, records, relative_difference, run_command
+from tests.support.stream_checks import check_each_prompt_once, check_versions, journal
+from tests.support.vllm_apart import CONFIG, endless, moved, settings_apart
 from tests.support.weight_cases import in_buckets
 
 pytestmark = pytest.mark.cluster

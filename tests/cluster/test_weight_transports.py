@@ -18,20 +18,18 @@ from skyrl_train.cluster.learners import RayLearner, start_learner
 from skyrl_train.cluster.session import RaySession
 from skyrl_train.config.bundles import count_engines
 from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
-from skyrl_train.config.parts import WEIGHT_TRANSPORTS
 from skyrl_train.config.schema import Config, ModelConfig
 from skyrl_train.errors import ActorError
-from skyrl_train.model.causal_lm import load_tokenizer
-from skyrl_train.runs.build_engines import engine_settings, probe_settings
+from skyrl_train.runs.build_engines import engine_settings
 from skyrl_train.types import GenerationRequest, SamplingParams
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from skyrl_train.weight_sync.probe import WeightSyncProbe
 from skyrl_train.weight_sync.receiver import Receiver, UpdatableEngine
-from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
-from skyrl_train.weight_sync.transports import Route, RouteSettings
+from skyrl_train.weight_sync.transport import WeightSync
+from skyrl_train.weight_sync.transports import Route
 from skyrl_train.weights import Bucket
-from tests.cluster.test_learners import SLOT, make_config, mini_batch
 from tests.support.learner_cases import settings_of
+from tests.support.ray_learners import SLOT, make_config, mini_batch
+from tests.support.weight_cases import sync_of
 
 pytestmark = pytest.mark.cluster
 
@@ -54,30 +52,6 @@ class Cluster:
     def train(self, seed: int) -> None:
         self.learner.forward_backward(mini_batch(seed))
         self.learner.optim_step()
-
-
-def sync_of(
-    config: Config,
-    group: EngineGroup,
-    sharing: DeviceSharing,
-    name: str,
-    file: Path,
-    *,
-    verified: bool = True,
-    adapter_only: bool = False,
-    full_sync_every: int = 1,
-) -> WeightSync:
-    """As of a run whose engines share no devices with the models; each sync is verified."""
-    vocabulary = len(load_tokenizer(config.model))
-    probe = WeightSyncProbe(
-        engines=group.living, sharing=sharing, settings=probe_settings(config, vocabulary=vocabulary)
-    )
-    settings = RouteSettings(
-        files=file.parent / "weights", node_folder=file.parent, timeout_s=60.0, full_sync_every=full_sync_every
-    )
-    records = SyncRecords(file, probe if verified else None)
-    transport = WEIGHT_TRANSPORTS.resolve(name)
-    return WeightSync(group.for_update, transport, settings, sharing, records, adapter_only=adapter_only)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from skyrl_train.memory.meter import GIB, CountingMeter
 from skyrl_train.memory.probe import Prober
 from skyrl_train.memory.sizing import hold_everything
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.equivalence.test_layouts import ALGORITHM as LAYOUT_ALGORITHM
 from tests.support.gloo_ranks import on_ranks
+from tests.support.layout_cases import ALGORITHM as LAYOUT_ALGORITHM
 from tests.support.layout_cases import close, distance, flat_gradient, on_policy
 from tests.support.learner_cases import fixed_rows, make_batch, make_double, make_learner, save_tiny_model
 from tests.support.memory_cases import size_itself

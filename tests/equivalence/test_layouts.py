@@ -22,21 +22,21 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model import joined_attention
 from skyrl_train.telemetry.metrics import StepMetrics, to_values
 from tests.support.layout_cases import (
+    ALGORITHM,
+    LAYOUTS,
     REGIMES,
+    TOLERANCE,
     Regime,
     close,
     distance,
     flat_gradient,
     on_policy,
+    plain,
     tree_batch,
     use_layout,
 )
 from tests.support.learner_cases import make_learner, save_tiny_model
 
-TOLERANCE = 1e-10
-ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, clip_cov_share=0.3, clip_cov_low=0.0, kl_cov_share=0.3)
-LAYOUTS = [("padded", True), ("packed", False), ("packed", True), ("prefix_shared", False), ("auto", True)]
-"""With and without turns merged."""
 ANY_REGIME = pytest.mark.parametrize("regime", REGIMES)
 
 
@@ -52,11 +52,6 @@ def _short_runs() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def learner(tmp_path_factory: pytest.TempPathFactory) -> PolicyLearner:
     return make_learner(save_tiny_model(tmp_path_factory.mktemp("model")), double=True, algorithm=ALGORITHM)
-
-
-def plain(learner: PolicyLearner) -> None:
-    """One row at a time, padded, nothing shared."""
-    use_layout(learner, "padded", merge=False, rows=1)
 
 
 def gradient(

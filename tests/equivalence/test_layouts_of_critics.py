@@ -17,8 +17,17 @@ from skyrl_train.config.schema import ModelConfig, OptimizerConfig
 from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.model.value_model import load_value_model
-from tests.equivalence.test_layouts import LAYOUTS, TOLERANCE
-from tests.support.layout_cases import REGIMES, Regime, close, distance, flat_gradient, tree_batch, use_layout
+from tests.support.layout_cases import (
+    LAYOUTS,
+    REGIMES,
+    TOLERANCE,
+    Regime,
+    close,
+    distance,
+    flat_gradient,
+    tree_batch,
+    use_layout,
+)
 from tests.support.learner_cases import fixed_rows, make_double, save_tiny_model
 
 

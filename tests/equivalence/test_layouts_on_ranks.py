@@ -15,9 +15,17 @@ from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
-from tests.equivalence.test_layouts import ALGORITHM, flat_gradient, plain
 from tests.support.gloo_ranks import on_ranks
-from tests.support.layout_cases import close, distance, on_policy, tree_batch, use_layout
+from tests.support.layout_cases import (
+    ALGORITHM,
+    close,
+    distance,
+    flat_gradient,
+    on_policy,
+    plain,
+    tree_batch,
+    use_layout,
+)
 from tests.support.learner_cases import fixed_rows, make_double, make_learner, save_tiny_model
 
 

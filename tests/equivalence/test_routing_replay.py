@@ -10,43 +10,31 @@ import torch
 from layouts import (
     ALL_DIFFERENT,
     Layout,
-    Step,
     assert_same_gradient,
     closed,
     fixed_rollouts,
     learner_gradient,
-    learner_of,
 )
 from layouts import flat_gradient as gradient_of
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs
 from skyrl_train.algorithms.losses import policy_loss
 from skyrl_train.batch.prefix_tree import hosts_of, prefix_order, sharing_keys
 from skyrl_train.batch.training_batch import ROUTED
-from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutName
 from skyrl_train.model.expert_routing import follow_routing
 from skyrl_train.types import RolloutBatch
-from tests.support.layout_cases import use_layout
-from tests.support.learner_cases import make_double
-from tests.support.moe_cases import NUM_EXPERTS, NUM_LAYERS, TOP_K, make_moe, with_experts
-
-STEP = Step(algorithm=AlgorithmConfig(loss_reduction="sequence_mean"))
-
-
-class DoubleRouter(nn.Module):
-    """Qwen3-MoE's, whose own softmax would round to float32."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.weight.T
-        best, experts = torch.topk(logits.softmax(-1), TOP_K, dim=-1)
-        return logits, best / best.sum(-1, keepdim=True), experts
+from tests.support.moe_cases import (
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    STEP,
+    TOP_K,
+    DoubleRouter,
+    double_moe,
+    gradient,
+    with_experts,
+)
 
 
 class WrittenOut(nn.Module):
@@ -70,13 +58,6 @@ class WrittenOut(nn.Module):
         return logits, best / best.sum(-1, keepdim=True), experts
 
 
-def double_moe() -> PreTrainedModel:
-    made = make_moe()
-    made.set_experts_implementation("eager")  # grouped products are of other types
-    make_double(made)
-    return made
-
-
 @pytest.fixture(scope="module")
 def model() -> nn.Module:
     made = double_moe()
@@ -84,15 +65,6 @@ def model() -> nn.Module:
         layer.mlp.gate = DoubleRouter(layer.mlp.gate.weight)
     follow_routing(made, name="m")
     return made
-
-
-def gradient(model: nn.Module, batch_of: RolloutBatch, name: LayoutName, *, step_wise: bool, merge: bool) -> Tensor:
-    mini_batch = closed(STEP, batch_of, Layout(step_wise=step_wise))
-    learner = learner_of(model, STEP, Layout())
-    use_layout(learner, name, merge=merge, rows=3)
-    learner.engine.zero_grad()
-    learner.forward_backward(mini_batch)
-    return gradient_of(model)
 
 
 def written_out(batch_of: RolloutBatch) -> Tensor:

@@ -17,6 +17,7 @@ from skyrl_train.model.layouts import hidden_states
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import close, distance, tree_batch
 from tests.support.memory_cases import DEADLINE_S, FailingMeter, size_itself
+from tests.support.model_layouts import EXACT, build, states_and_gradient, tree
 from tests.support.sequence_cases import (
     CASES,
     TIMEOUT_S,
@@ -28,7 +29,6 @@ from tests.support.sequence_cases import (
     run_ranks,
     save_models,
 )
-from tests.unit.model.test_model_layouts import EXACT, build, states_and_gradient, tree
 
 TOLERANCE = 1e-10
 POINTS = 8

@@ -13,8 +13,8 @@ from skyrl_train.config.generation import GeneratorConfig, VLLMConfig
 from skyrl_train.config.schema import Config, PlatformConfig
 from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.runs.build_engines import engine_settings
-from tests.cluster.test_vllm_apart import check_death, check_orphans, check_updates_under_way, endless, settings_apart
-from tests.cluster.test_vllm_sampler import check_draws, check_repetition
+from tests.support.vllm_apart import check_death, check_orphans, check_updates_under_way, endless, settings_apart
+from tests.support.vllm_draws import check_draws, check_repetition
 
 __all__ = ["endless"]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +13,10 @@ from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import OptimizerConfig
 from skyrl_train.registry import reads
+from skyrl_train.runs.rl import assembly_settings
+from skyrl_train.trainers import steps
+from skyrl_train.types import RolloutBatch
+from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
 
 RARE = -5.5
 """Log-probability under the engine below which a token is spoilt."""
@@ -49,3 +55,19 @@ class SpoilsAWeight(torch.optim.AdamW):
 def spoils_a_weight(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
     """An optimizer that breaks the model."""
     return SpoilsAWeight(groups, lr=config.lr)
+
+
+TURNS = make_trajectory(make_turn((1, 2), (3, 4)), make_turn((1, 2, 3, 4, 9), (5,)), sample=1)
+
+
+def batch_of(folder: Path, *, step_wise: bool = False):
+    """Sample 0 failed; sample 1 has rows `1 2 3 4 9 5` with loss on 3, 4 and 5, or one row a turn; sample 2 `1 2 6`."""
+    rollouts = RolloutBatch(
+        prompts=tuple(make_prompts(1)),
+        trajectories=(failed_trajectory(), TURNS, make_trajectory(make_turn((1, 2), (6,)), sample=2)),
+        n_samples_per_prompt=3,
+    )
+    config = make_config(folder, train_batch_size=1, policy_mini_batch_size=1)
+    generator = replace(config.generator, n_samples_per_prompt=3, step_wise_trajectories=step_wise)
+    settings = assembly_settings(replace(config, generator=generator))
+    return steps.assemble(rollouts, settings, step=1, weight_version=0)

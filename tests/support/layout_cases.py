@@ -12,6 +12,7 @@ from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.microbatch import make_micro_batch_strategy
 from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
+from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.learner.policy import PolicyLearner
@@ -129,3 +130,14 @@ def distance(found: Tensor, expected: Tensor) -> float:
     """Length of the difference, relative to that of the expected vector, which is not 0."""
     assert float(expected.norm()) > 0
     return float((found - expected).norm() / expected.norm())
+
+
+TOLERANCE = 1e-10
+ALGORITHM = AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, clip_cov_share=0.3, clip_cov_low=0.0, kl_cov_share=0.3)
+LAYOUTS = [("padded", True), ("packed", False), ("packed", True), ("prefix_shared", False), ("auto", True)]
+"""With and without turns merged."""
+
+
+def plain(learner: PolicyLearner) -> None:
+    """One row at a time, padded, nothing shared."""
+    use_layout(learner, "padded", merge=False, rows=1)

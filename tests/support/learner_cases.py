@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from skyrl_train.batch.boundaries import offsets_of
 from skyrl_train.batch.microbatch import MemoryAwareBatchIterator, make_micro_batch_strategy
+from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.bundles import Role
@@ -211,3 +212,18 @@ def critic_of(config: Config, *, strategy: ModelStrategy | None = None) -> Criti
     learner = build_learner(settings_of(config, "critic"), strategy=strategy)
     assert isinstance(learner, CriticLearner)
     return learner
+
+
+LENGTHS = [5, 9, 7, 12]
+
+
+def close(batch: TrainingInputBatch) -> MiniBatch:
+    return close_mini_batch(batch, loss_reduction="token_mean", max_sequence_length_for_norm=64)
+
+
+def snapshot(learner: PolicyLearner) -> dict[str, Tensor]:
+    return {name: weight.clone() for name, weight in learner.weights()}
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

@@ -8,11 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from layouts import Layout, Step, closed, learner_of
+from layouts import flat_gradient as gradient_of
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.rules import LayoutName
 from skyrl_train.model.causal_lm import quiet_transformers
 from skyrl_train.types import RolloutBatch, Trajectory, Turn
-from tests.support.learner_cases import VOCABULARY, save_tiny_tokenizer
+from tests.support.layout_cases import use_layout
+from tests.support.learner_cases import VOCABULARY, make_double, save_tiny_tokenizer
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS = 8, 2, 2
 EXPERTS = {"num_experts": NUM_EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 16}
@@ -68,3 +74,59 @@ def with_experts(batch_of: RolloutBatch, *, seed: int = 0, roots_alike: bool = T
         turns = tuple(replace(turn, routed_experts=routed(each, turn)) for turn in each.turns)
         trajectories.append(replace(each, turns=turns))
     return replace(batch_of, trajectories=tuple(trajectories))
+
+
+STEP = Step(algorithm=AlgorithmConfig(loss_reduction="sequence_mean"))
+
+
+class DoubleRouter(nn.Module):
+    """Qwen3-MoE's, whose own softmax would round to float32."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ self.weight.T
+        best, experts = torch.topk(logits.softmax(-1), TOP_K, dim=-1)
+        return logits, best / best.sum(-1, keepdim=True), experts
+
+
+def double_moe() -> PreTrainedModel:
+    made = make_moe()
+    made.set_experts_implementation("eager")  # grouped products are of other types
+    make_double(made)
+    return made
+
+
+def gradient(model: nn.Module, batch_of: RolloutBatch, name: LayoutName, *, step_wise: bool, merge: bool) -> Tensor:
+    mini_batch = closed(STEP, batch_of, Layout(step_wise=step_wise))
+    learner = learner_of(model, STEP, Layout())
+    use_layout(learner, name, merge=merge, rows=3)
+    learner.engine.zero_grad()
+    learner.forward_backward(mini_batch)
+    return gradient_of(model)
+
+
+GROUPS = {
+    "n_routed_experts": NUM_EXPERTS,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    ("qwen3_moe", {}),
+    ("qwen2_moe", {"shared_expert_intermediate_size": 16}),
+    ("olmoe", {}),
+    ("mixtral", {"num_local_experts": NUM_EXPERTS}),
+    ("deepseek_v3", GROUPS),
+    ("gpt_oss", {"num_local_experts": NUM_EXPERTS}),
+    ("granitemoe", {"num_local_experts": NUM_EXPERTS}),
+]

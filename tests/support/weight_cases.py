@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from torch import Tensor
 
+from skyrl_train.cluster.engine_group import EngineGroup
+from skyrl_train.config.parts import WEIGHT_TRANSPORTS
+from skyrl_train.config.schema import Config
+from skyrl_train.model.causal_lm import load_tokenizer
+from skyrl_train.runs.build_engines import probe_settings
+from skyrl_train.weight_sync.device_sharing import DeviceSharing
+from skyrl_train.weight_sync.probe import WeightSyncProbe
+from skyrl_train.weight_sync.transport import SyncRecords, WeightSync
+from skyrl_train.weight_sync.transports import RouteSettings
 from skyrl_train.weights import Bucket, stored_weights
 
 
@@ -13,3 +23,27 @@ def in_buckets(weights: Iterable[tuple[str, Tensor]]) -> list[Bucket]:
     """All of them, as a weight sync hands them to an engine of this process."""
     stored = stored_weights(dict(weights))
     return [pending.passed_on() for pending in stored.handed_over(stored.buckets())]
+
+
+def sync_of(
+    config: Config,
+    group: EngineGroup,
+    sharing: DeviceSharing,
+    name: str,
+    file: Path,
+    *,
+    verified: bool = True,
+    adapter_only: bool = False,
+    full_sync_every: int = 1,
+) -> WeightSync:
+    """As of a run whose engines share no devices with the models; each sync is verified."""
+    vocabulary = len(load_tokenizer(config.model))
+    probe = WeightSyncProbe(
+        engines=group.living, sharing=sharing, settings=probe_settings(config, vocabulary=vocabulary)
+    )
+    settings = RouteSettings(
+        files=file.parent / "weights", node_folder=file.parent, timeout_s=60.0, full_sync_every=full_sync_every
+    )
+    records = SyncRecords(file, probe if verified else None)
+    transport = WEIGHT_TRANSPORTS.resolve(name)
+    return WeightSync(group.for_update, transport, settings, sharing, records, adapter_only=adapter_only)

@@ -7,17 +7,15 @@ import json
 import time
 import urllib.request
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_async_runs import check_each_prompt_once, check_versions, make_config, trained
 
-from skyrl_train.config.schema import Config
 from skyrl_train.inference import hf
 from skyrl_train.runs.rl import train
+from tests.support.async_runs import agent_config, check_each_prompt_once, check_versions, trained
 
 told: list[tuple[str, str]] = []
 """Prompt's uid and text of each answer that a program was given."""
@@ -34,24 +32,6 @@ def play(task: Any, address: Any) -> float:
         told.append((task["uid"], said["content"]))
         messages += [said, {"role": "user", "content": "And now?"}]
     return float(len(said["content"]) % 3)
-
-
-def agent_config(root: Path, **trainer: Any) -> Config:
-    config = make_config(root, **trainer)
-    sampling = replace(config.generator.sampling, max_generate_length=12)
-    generator = replace(
-        config.generator,
-        agent_loop={"_target_": "agent", "run": "test_agent_streams:play"},
-        step_wise_trajectories=True,
-        max_turns=2,
-        max_batch_size=4,
-        sampling=sampling,
-        eval_sampling=sampling,
-    )
-    data = replace(config.data, validation=())
-    return replace(
-        config, data=data, generator=generator, environment=replace(config.environment, env_class="reported")
-    )
 
 
 @pytest.mark.parametrize("in_flight", [True, pytest.param(False, marks=pytest.mark.slow)])

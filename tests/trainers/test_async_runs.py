@@ -14,77 +14,27 @@ from typing import Any
 import pytest
 
 from skyrl_train.algorithms.filters import differing_prompts
-from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import StopRequested
 from skyrl_train.runs.rl import load_data, train
 from skyrl_train.telemetry.metrics_log import phase_seconds, read_metrics
-from skyrl_train.telemetry.rollout_store import read_rollouts
 from skyrl_train.telemetry.timeline import read_timeline
 from skyrl_train.trainers.observers import RunEvent
 from skyrl_train.types import RolloutBatch
-
-BATCH, SAMPLES = 4, 2
-
-
-def make_config(root: Path, **trainer: Any) -> Config:
-    """3 steps of 4 prompts, 2 samples each, of 16 prompts; the held-out ones are 4."""
-    config = Config(output_dir=str(root))
-    sizes = {
-        "total_steps": 3,
-        "train_batch_size": BATCH,
-        "policy_mini_batch_size": BATCH,
-        "critic_mini_batch_size": BATCH,
-        "ckpt_interval": 0,
-        "eval_before_train": False,
-        "max_staleness": 1,
-        "export_hf": False,
-        "max_ckpts_to_keep": 9,
-        **trainer,
-    }
-    sampling = replace(config.generator.sampling, max_generate_length=8)
-    return replace(
-        config,
-        data=replace(config.data, max_train_prompts=4 * BATCH, max_validation_prompts=4),
-        environment=replace(config.environment, isolation="thread"),
-        generator=replace(config.generator, n_samples_per_prompt=SAMPLES, sampling=sampling, eval_sampling=sampling),
-        trainer=replace(config.trainer, **sizes),
-    )
+from tests.support.async_runs import (
+    BATCH,
+    check_each_prompt_once,
+    check_versions,
+    exported,
+    make_config,
+    trained,
+)
 
 
 def stop_after_two_steps(event: RunEvent) -> None:
     """For `trainer.callbacks`: a signal arrives at the end of step 2, while the groups of step 3 are in flight."""
     if event.kind == "step" and event.step == 2:
         os.kill(os.getpid(), signal.SIGTERM)
-
-
-def trained(root: Path) -> list[RolloutBatch]:
-    """The batches of all steps."""
-    files = sorted((root / "rollouts").glob("train_step_*.parquet"))
-    return [batch for file in files for batch in read_rollouts(file).values()]
-
-
-def check_each_prompt_once(root: Path, config: Config, *, num_steps: int) -> None:
-    batches = trained(root)
-    assert len(batches) == num_steps
-    found = [prompt.uid for batch in batches for prompt in batch.prompts]
-    source = load_data(config).train
-    expected = [prompt.uid for position in range(num_steps) for prompt in source(position)]
-    assert Counter(found) == Counter(expected)
-    assert all(len(batch.trajectories) == BATCH * SAMPLES for batch in batches)
-
-
-def check_versions(root: Path, *, max_staleness: int) -> set[int]:
-    """Return the ages of all tokens."""
-    ages = {
-        version - run.version
-        for version, batch in enumerate(trained(root))
-        for trajectory in batch.trajectories
-        for turn in trajectory.turns
-        for run in turn.weight_versions
-    }
-    assert ages <= set(range(max_staleness + 1))
-    return ages
 
 
 def test_each_prompt_is_trained_on_once_and_with_tokens_that_are_young_enough(tmp_path: Path) -> None:
@@ -185,10 +135,6 @@ def steady(record: dict[str, Any]) -> dict[str, Any]:
     """A step's metrics without those of time, and of what else was in flight."""
     kept = ("timing/", "stream/in_flight", "stream/ready", "memory/", "time")
     return {name: value for name, value in record.items() if not name.startswith(kept)}
-
-
-def exported(root: Path) -> bytes:
-    return (root / "export" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.slow

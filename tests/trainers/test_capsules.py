@@ -18,8 +18,8 @@ from skyrl_train.trainers.manifest import sha256_of, verify
 from skyrl_train.trainers.state import TrainerState
 from skyrl_train.types import RolloutBatch
 from tests.support.fakes_trainer import FakeGenerator, FakeLearner, FakeRun, fake_run, make_config
+from tests.support.kills import Killed, killed_in
 from tests.support.sft_runs import RecordingLearner, sft_run
-from tests.trainers.test_ppo_resume import Killed, killed_in
 
 
 def capsuled(root: Path, *, keep: int = 2, **parts: Any) -> FakeRun:

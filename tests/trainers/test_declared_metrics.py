@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_agent_streams import agent_config
 
 from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.declarations import undeclared
 from skyrl_train.telemetry.metrics_log import read_metrics
 from tests.reliability.kill_and_resume import KINDS
+from tests.support.async_runs import agent_config, make_config
 from tests.support.command_runs import RAY, run_command
-from tests.trainers.test_async_runs import make_config
 
 
 def logged(folder: Path) -> set[str]:

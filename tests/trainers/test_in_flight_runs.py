@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_async_runs import check_each_prompt_once, check_versions, exported, make_config, trained
 
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
@@ -19,6 +18,7 @@ from skyrl_train.registry import reads
 from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.metrics_log import read_metrics
 from skyrl_train.types import Tokenizer
+from tests.support.async_runs import check_each_prompt_once, check_versions, exported, make_config, trained
 
 NUM_STEPS = 6
 

@@ -12,8 +12,8 @@ import pytest
 from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.metrics_log import read_metrics
 from tests.reliability.kill_and_resume import KINDS
+from tests.support.async_runs import BATCH, make_config
 from tests.support.command_runs import RAY, run_command
-from tests.trainers.test_async_runs import BATCH, make_config
 
 
 def profiled(folder: Path, steps: tuple[int, ...], *, updates: int = 1) -> list[dict[str, object]]:

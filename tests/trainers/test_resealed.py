@@ -17,8 +17,7 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.manifest import seal
 from skyrl_train.trainers.state import DataFingerprint, LoopState, TrainerState
-from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
-from tests.unit.learner.test_policy_learner import LENGTHS, close, same, snapshot
+from tests.support.learner_cases import LENGTHS, close, make_batch, make_learner, same, save_tiny_model, snapshot
 
 TRAINER, LEARNER = "trainer_state.json", "policy/state.json"
 MODEL, OPTIMIZER = "policy/model.safetensors", "policy/optimizer.safetensors"

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from skyrl_train.runs.sft import train
 from skyrl_train.telemetry.metrics_log import read_metrics
+from tests.support.sft_commands import make_config
 from tests.support.sft_runs import killed_at
-from tests.trainers.test_sft_main import make_config
 
 
 @pytest.mark.slow

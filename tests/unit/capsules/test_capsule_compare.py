@@ -17,7 +17,7 @@ from skyrl_train.capsules.compare import (
     compare_weights,
     table,
 )
-from tests.unit.capsules.test_capsule_search import batch_of
+from tests.support.capsule_parts import batch_of
 
 WEIGHTS = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
 MOVED = {"a": torch.tensor([1.0, 2.1]), "b": torch.tensor([3.0])}

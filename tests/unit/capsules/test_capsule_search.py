@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,10 +21,7 @@ from skyrl_train.capsules.search import (
     suspects,
     with_loss_on,
 )
-from skyrl_train.runs.rl import assembly_settings
-from skyrl_train.trainers import steps
-from skyrl_train.types import RolloutBatch
-from tests.support.fakes_trainer import failed_trajectory, make_config, make_prompts, make_trajectory, make_turn
+from tests.support.capsule_parts import batch_of
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8, 13])
@@ -94,22 +90,6 @@ def test_tensors_are_named_with_the_count_and_the_first_place() -> None:
         "bad": torch.tensor([[1.0, float("inf")], [float("nan"), 0.0]]),
     }
     assert non_finite_tensors(tensors) == {"bad": (2, 1)}
-
-
-TURNS = make_trajectory(make_turn((1, 2), (3, 4)), make_turn((1, 2, 3, 4, 9), (5,)), sample=1)
-
-
-def batch_of(folder: Path, *, step_wise: bool = False):
-    """Sample 0 failed; sample 1 has rows `1 2 3 4 9 5` with loss on 3, 4 and 5, or one row a turn; sample 2 `1 2 6`."""
-    rollouts = RolloutBatch(
-        prompts=tuple(make_prompts(1)),
-        trajectories=(failed_trajectory(), TURNS, make_trajectory(make_turn((1, 2), (6,)), sample=2)),
-        n_samples_per_prompt=3,
-    )
-    config = make_config(folder, train_batch_size=1, policy_mini_batch_size=1)
-    generator = replace(config.generator, n_samples_per_prompt=3, step_wise_trajectories=step_wise)
-    settings = assembly_settings(replace(config, generator=generator))
-    return steps.assemble(rollouts, settings, step=1, weight_version=0)
 
 
 def test_a_token_is_told_by_trajectory_turn_and_context(tmp_path: Path) -> None:

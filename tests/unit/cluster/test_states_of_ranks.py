@@ -17,8 +17,7 @@ from skyrl_train.errors import SaveError
 from skyrl_train.learner import state_files
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
-from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
-from tests.unit.learner.test_policy_learner import LENGTHS, close
+from tests.support.learner_cases import LENGTHS, close, make_batch, make_learner, save_tiny_model
 
 
 class Group:

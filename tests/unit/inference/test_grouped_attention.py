@@ -9,7 +9,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from skyrl_train.inference.grouped_attention import GROUPED, grouped_attention, use_grouped_attention
-from tests.unit.model.test_model_layouts import EXACT, build
+from tests.support.model_layouts import EXACT, build
 
 
 class _Layer(torch.nn.Module):

@@ -13,7 +13,7 @@ from skyrl_train.learner.policy import BaseOfAdapter
 from skyrl_train.learner.shared_device import LearnerOnSharedDevice
 from skyrl_train.weight_sync.device_sharing import DeviceSharing
 from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
-from tests.unit.cluster.test_engine_turns import engines
+from tests.support.shared_engines import engines
 
 LENGTHS = [9, 4, 12, 7]
 

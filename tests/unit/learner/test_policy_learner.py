@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_train.batch.minibatch import MiniBatch, close_mini_batch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig, OffPolicyConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, ReferenceConfig, ReferenceModelConfig
@@ -19,9 +18,17 @@ from skyrl_train.errors import BatchError, ModelError, NonFiniteError, SkyrlTrai
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.telemetry.metrics import to_values
-from tests.support.learner_cases import make_batch, make_double, make_learner, policy_of, save_tiny_model
-
-LENGTHS = [5, 9, 7, 12]
+from tests.support.learner_cases import (
+    LENGTHS,
+    close,
+    make_batch,
+    make_double,
+    make_learner,
+    policy_of,
+    same,
+    save_tiny_model,
+    snapshot,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("model"), tokenizer=True)
 
 
-def close(batch: TrainingInputBatch) -> MiniBatch:
-    return close_mini_batch(batch, loss_reduction="token_mean", max_sequence_length_for_norm=64)
-
-
 def gradient(learner: PolicyLearner) -> Tensor:
     gradients = [parameter.grad for parameter in learner.engine.parameters.values()]
     return torch.cat([value.flatten() for value in gradients if value is not None])
-
-
-def snapshot(learner: PolicyLearner) -> dict[str, Tensor]:
-    return {name: weight.clone() for name, weight in learner.weights()}
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def model_logprobs(folder: Path, batch: TrainingInputBatch, temperature: float) -> Tensor:

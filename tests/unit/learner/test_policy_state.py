@@ -15,8 +15,7 @@ from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_tokenizer
 from skyrl_train.telemetry.metrics import to_values
 from tests.support.file_limits import file_size_limit
-from tests.support.learner_cases import make_batch, make_learner, save_tiny_model
-from tests.unit.learner.test_policy_learner import LENGTHS, close, same, snapshot
+from tests.support.learner_cases import LENGTHS, close, make_batch, make_learner, same, save_tiny_model, snapshot
 
 
 @pytest.fixture(scope="module")

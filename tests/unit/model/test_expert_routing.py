@@ -14,32 +14,10 @@ from skyrl_train.errors import BatchError, ModelError
 from skyrl_train.model.expert_routing import follow_routing, replayed, replaying
 from skyrl_train.model.layouts import hidden_states
 from tests.support.fakes import make_tiny_model
-from tests.support.moe_cases import NUM_EXPERTS, NUM_LAYERS, TOP_K, make_moe
+from tests.support.moe_cases import FAMILIES, NUM_EXPERTS, NUM_LAYERS, TOP_K, make_moe
 
 CPU = torch.device("cpu")
 LOCAL = {"num_experts": None, "num_local_experts": NUM_EXPERTS}
-GROUPS = {
-    "n_routed_experts": NUM_EXPERTS,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 2,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 8,
-}
-FAMILIES: list[tuple[str, dict[str, Any]]] = [
-    ("qwen3_moe", {}),
-    ("qwen2_moe", {"shared_expert_intermediate_size": 16}),
-    ("olmoe", {}),
-    ("mixtral", {"num_local_experts": NUM_EXPERTS}),
-    ("deepseek_v3", GROUPS),
-    ("gpt_oss", {"num_local_experts": NUM_EXPERTS}),
-    ("granitemoe", {"num_local_experts": NUM_EXPERTS}),
-]
 
 
 def rows_of(*lengths: int) -> TrainingInputBatch:

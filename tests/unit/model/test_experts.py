@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 from skyrl_train.errors import ModelError
 from skyrl_train.memory.model_sizes import meta_model
 from skyrl_train.model.experts import check_experts, expert_modules
-from tests.support.moe_cases import EXPERTS, NUM_EXPERTS, SIZES
-from tests.unit.model.test_expert_routing import FAMILIES
+from tests.support.moe_cases import EXPERTS, FAMILIES, NUM_EXPERTS, SIZES
 
 
 def meta(kind: str, **changes: Any) -> PreTrainedModel:

@@ -24,8 +24,8 @@ from skyrl_train.model.joined_attention import joined_attention, parts_of_querie
 from skyrl_train.model.last_layer import narrow_last_layer, reading
 from skyrl_train.model.layouts import hidden_states
 from skyrl_train.model.lora import add_adapter
-from tests.unit.model.test_attention import dense, dense_mask, long_tree, qkv, random_tree
-from tests.unit.model.test_model_layouts import EXACT, build, tree
+from tests.support.attention_cases import dense, dense_mask, long_tree, qkv, random_tree
+from tests.support.model_layouts import EXACT, build, tree
 
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
 

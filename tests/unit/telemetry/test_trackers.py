@@ -21,7 +21,7 @@ from skyrl_train.telemetry.metrics_log import MetricsLog, read_metrics
 from skyrl_train.telemetry.run_folder import RunFolder
 from skyrl_train.telemetry.tracker import Trackers
 from skyrl_train.telemetry.wandb_tracker import choose_mode
-from tests.unit.telemetry.test_service_trackers import rollouts
+from tests.support.tracker_cases import rollouts
 
 
 class MemoryTracker:

@@ -13,7 +13,7 @@ from skyrl_train.telemetry.rollout_store import write_failed_rollouts, write_rol
 from skyrl_train.types import RolloutBatch, StopReason, Turn
 from skyrl_train.view.__main__ import main
 from skyrl_train.view.terminal import show
-from tests.unit.telemetry.test_service_trackers import rollouts
+from tests.support.tracker_cases import rollouts
 
 
 def run_of(folder: Path, *, text: str = "fine", steps: tuple[int, ...] = (1, 2)) -> Path:
