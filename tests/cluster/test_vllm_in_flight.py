@@ -180,7 +180,7 @@ def check_shares(folder: Path) -> list[float]:
     return distances
 
 
-@pytest.mark.parametrize("placement", ["inline", "ray"])
+@pytest.mark.parametrize("placement", [pytest.param("inline", marks=pytest.mark.nightly), "ray"])
 def test_a_run_trains_on_responses_of_several_versions(tmp_path: Path, placement: str) -> None:
     """Where their keys and values are computed again, the engine's log-probabilities are those of the versions that it
     names."""
@@ -189,7 +189,7 @@ def test_a_run_trains_on_responses_of_several_versions(tmp_path: Path, placement
     assert max(check_shares(tmp_path)) < TOLERANCE
 
 
-@pytest.mark.parametrize("placement", ["inline", "ray"])
+@pytest.mark.parametrize("placement", ["inline", pytest.param("ray", marks=pytest.mark.nightly)])
 def test_a_whole_run_goes_on_with_kept_keys_and_values_and_is_replayed_to_the_bit(
     tmp_path: Path, placement: str
 ) -> None:

@@ -175,7 +175,8 @@ def test_the_slow_tests_take_the_same_arguments(installed_clone: Path, bin_dir: 
 
     cores = "[-n][auto][--maxprocesses][8][--dist][worksteal]"
     assert result.stdout == (
-        f"[-m][pytest]{cores}[-k][a or b][-m][pytest][-m][slow and not cluster and not gpu]{cores}[-k][a or b]"
+        f"[-m][pytest]{cores}[-k][a or b][-m][pytest][-m][slow and not cluster and not gpu and not nightly]{cores}"
+        "[-k][a or b]"
     )
 
 

@@ -98,7 +98,7 @@ def test_the_page_has_what_the_script_prints_of_an_update(script: ModuleType) ->
     assert script.put(page, "update", script.update_table(script.work_of(script.lengths_of()))) == page
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_page_has_what_the_script_simulates(script: ModuleType) -> None:
     page = script.PAGE.read_text(encoding="utf-8")
     assert script.put(page, "schedule", script.schedule_table(script.lengths_of())) == page
