@@ -1,6 +1,6 @@
 """Writes the tables of `docs/scale.md`, by the arithmetic of `skyrl_train/plan/scale.py` and simulated schedules.
 
-    python scripts/make_scale_tables.py             # both tables, into the page
+    python scripts/make_scale_tables.py             # all tables, into the page
     python scripts/make_scale_tables.py --print     # to the terminal
     python scripts/make_scale_tables.py --print --lengths gsm8k/train.jsonl
 
@@ -47,6 +47,8 @@ STALENESS = (1, 4)
 STEPS, WARM_UP = 6, 1
 TOOLS = Latency(median_s=30.0, sigma=1.0)
 DEVICE = Device()
+APART = ("products", "weight sync", "partial sums")
+"""What is no exchange beside products."""
 
 
 @cache
@@ -110,7 +112,7 @@ def update_table(work: Work) -> str:
                 found = best_update(ScaledModel.named(name), gpus, work, DEVICE)
                 kinds, moved, seconds = found.memory, found.moved, found.seconds
                 state = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
-                links = sum(value for kind, value in seconds.items() if kind not in ("products", "weight sync"))
+                links = sum(value for kind, value in seconds.items() if kind not in APART)
                 yield (
                     *(name, gpus, layout(found), gigabytes(state)),
                     gigabytes(kinds["gathered parameters"] + kinds["gradients in flight"]),
@@ -124,6 +126,44 @@ def update_table(work: Work) -> str:
                     gigabytes(moved["weight sync"]),
                     *(f"{value:,.3g}" for value in (seconds["products"], links, seconds["weight sync"])),
                     found.limit,
+                )
+
+    return table(columns, rows())
+
+
+def tensor_table(work: Work) -> str:
+    """Return the table of updates of dense models by ranks with parts of each matrix: as many as make the shortest step,
+    beside the step of ranks with whole ones."""
+    columns = (
+        *("model", "GPUs", "parts", "shards x replicas", "state", "in flight", "activations", "in all"),
+        *("micro-batches", "gathered", "summed", "partial sums"),
+        *("products, s", "links, s", "partial sums, s", "step, s", "without, s", "in all, without"),
+    )
+
+    def rows() -> Iterator[Sequence[object]]:
+        for model in (ScaledModel.named(name) for name in MODELS[:3]):
+            for gpus in GPUS[1:]:
+                whole = best_update(model, gpus, work, DEVICE)
+                found = min(
+                    (
+                        best_update(model, gpus, work, DEVICE, tensor=size)
+                        for size in (2, 4, 8)
+                        if model.kv_heads % size == 0
+                    ),
+                    key=lambda each: (bool(each.host_bytes), each.step_s),
+                )
+                kinds, moved, seconds = found.memory, found.moved, found.seconds
+                state = sum(kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer state"))
+                links = sum(seconds[kind] for kind in seconds if kind not in APART)
+                yield (
+                    *(model.name, gpus, found.mesh.tensor, layout(found), gigabytes(state)),
+                    gigabytes(kinds["gathered parameters"] + kinds["gradients in flight"]),
+                    gigabytes(kinds["activations"]),
+                    gigabytes(found.memory_bytes) + ("" if found.fits(DEVICE) else ", does not fit"),
+                    f"{found.micro_batches} of {found.micro_batch:,}",
+                    *(gigabytes(moved[kind]) for kind in ("gathered parameters", "summed gradients", "partial sums")),
+                    *(f"{value:,.3g}" for value in (seconds["products"], links, seconds["partial sums"])),
+                    *(f"{found.step_s:,.3g}", f"{whole.step_s:,.3g}", gigabytes(whole.memory_bytes)),
                 )
 
     return table(columns, rows())
@@ -185,7 +225,8 @@ def schedule_table(lengths: Lengths, num_gpus: int = GPUS[-1]) -> str:
 def sections(path: str = "") -> dict[str, str]:
     """Return the tables by the name that stands around them in the page."""
     lengths = lengths_of(path)
-    return {"update": update_table(work_of(lengths)), "schedule": schedule_table(lengths)}
+    work = work_of(lengths)
+    return {"update": update_table(work), "tensor": tensor_table(work), "schedule": schedule_table(lengths)}
 
 
 def put(page: str, name: str, content: str) -> str:

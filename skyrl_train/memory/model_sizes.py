@@ -96,6 +96,12 @@ class ParameterCounts:
             trained_experts=self.trained_experts - trained,
         )
 
+    def cut(self, tensor_ranks: int) -> ParameterCounts:
+        """Return what a rank has of a whole model of which so many ranks have parts of each matrix; norms, which each has
+        whole, are taken for cut."""
+        parts = {name: -(-count // tensor_ranks) for name, count in vars(self).items()}
+        return replace(self, **parts)
+
     def exchanged(self, *, compute_bytes: int, num_shards: int, training: bool) -> dict[str, int]:
         """Return what a sharded model's pass holds beside its shards and its activations, in bytes by kind: what is outside
         of its layers, gathered, and two layers, the one at work and the next; and the gradient of the layer before, in

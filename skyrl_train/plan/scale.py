@@ -64,6 +64,7 @@ class ScaledModel:
     shape: ModelShape
     hidden: int
     kv_size: int
+    kv_heads: int
     layer_features: int
     """Numbers of one position that a layer's forward makes, of the experts that it passes."""
 
@@ -75,7 +76,8 @@ class ScaledModel:
             int(config[key]) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
         )
         head = int(config.get("head_dim") or hidden // heads)
-        query, kv = heads * head, int(config.get("num_key_value_heads") or heads) * head
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        query, kv = heads * head, kv_heads * head
         experts = int(config.get("num_experts") or 0)
         width = int(config["moe_intermediate_size"] if experts else config["intermediate_size"])
         expert_block = 3 * hidden * width * experts
@@ -97,6 +99,7 @@ class ScaledModel:
             shape=ModelShape.of_config(config),
             hidden=hidden,
             kv_size=kv,
+            kv_heads=kv_heads,
             layer_features=4 * hidden + 2 * (query + kv) + 3 * width * max(1, chosen),
         )
 
@@ -153,9 +156,11 @@ class Update:
 
     @property
     def step_s(self) -> float:
-        """Seconds of the update where exchanges hide behind products, the weight sync aside."""
-        links = sum(seconds for name, seconds in self.seconds.items() if name not in ("products", "weight sync"))
-        return max(self.seconds["products"], links)
+        """Seconds of the update where exchanges hide behind products, the weight sync aside. What ranks with parts of
+        matrices sum hides behind nothing: what comes next needs it."""
+        apart = ("products", "weight sync", "partial sums")
+        links = sum(seconds for name, seconds in self.seconds.items() if name not in apart)
+        return max(self.seconds["products"], links) + self.seconds["partial sums"]
 
     @property
     def limit(self) -> str:
@@ -171,6 +176,7 @@ def update_on(
     Gradients of micro-batches are added up on each rank where whole ones are small enough for `strategy.gradient_sync=auto`;
     else each is summed over ranks as it comes.
     """
+    tensor, counts = mesh.tensor, model.counts.cut(mesh.tensor)
     share = DeviceShare(
         num_shards=mesh.shard,
         sequence=mesh.sequence,
@@ -181,11 +187,16 @@ def update_on(
         device_bytes=int(device.memory_bytes),
         compute_bytes=_BF16,
     )
-    ranks, counts = mesh.num_ranks, model.counts
-    micro_batches = max(1, math.ceil(work.tokens / (ranks // mesh.sequence) / micro_batch))
+    ranks = mesh.num_ranks
+    # Ranks that share micro-batches have the same rows.
+    tokens = work.tokens * tensor * mesh.sequence / ranks
+    micro_batches = max(1, math.ceil(tokens / micro_batch))
     resident = share.resident(counts, training=True)
-    # Inputs of all layers are kept; one layer's numbers and their gradients are there while it is recomputed.
-    per_position = _BF16 * (model.num_layers * model.hidden + 2 * model.layer_features)
+    # Inputs of all layers are kept; one layer's numbers and their gradients are there while it is recomputed. Inputs and
+    # outputs of its halves are whole on each rank.
+    whole = 4 * model.hidden
+    layer = whole + (model.layer_features - whole) // tensor
+    per_position = _BF16 * (model.num_layers * model.hidden + 2 * layer)
     activations = {"activations": int(per_position * micro_batch / mesh.sequence)}
     keeps_whole = mesh.shard > 1 and resident.get("gradients", 0) >= _FP32 * counts.on_a_rank(mesh.expert).trained
     sums = 1 if keeps_whole else micro_batches
@@ -199,16 +210,20 @@ def update_on(
         "gathered parameters": 2 * micro_batches * _BF16 * received,
         "summed gradients": sums * _FP32 * received,
         "states": states * (mesh.expert - 1) / mesh.expert,
+        # Two in each layer's forward, recomputed forward and backward, the embedding's, and the gradient behind the head;
+        # a sum over ranks moves what is summed there and back.
+        "partial sums": 2 * (tensor - 1) / tensor * _BF16 * model.hidden * (6 * model.num_layers + 2) * tokens,
         "replicas": sums * 2 * _FP32 * counts.total / mesh.shard * (mesh.replicate - 1) / mesh.replicate,
         # Shards come as they are gathered, in float32, and gradients leave.
         "host memory": offloaded * (2 * micro_batches + sums) * _FP32 * counts.total / mesh.shard,
-        "weight sync": _BF16 * counts.total * others,
+        "weight sync": _BF16 * model.counts.total * (1 - 1 / (mesh.shard * tensor)),
     }
-    rates, within = rates_of(device.name), device.link(mesh.shard)
+    rates, within = rates_of(device.name), device.link(mesh.shard * tensor)
     linear = 4 * model.active_flops * work.tokens + 3 * model.shape.head_flops_per_token * work.tokens
     attention = 4.5 * work.tokens * work.mean_length / 2 * model.shape.attention_flops_per_pair
     links = dict.fromkeys(moved, within) | {
         "states": device.link(mesh.expert),
+        "partial sums": device.link(tensor),
         "replicas": device.network_rate,
         "host memory": device.host_rate,
     }
@@ -226,15 +241,17 @@ def update_on(
     )
 
 
-def best_update(model: ScaledModel, num_gpus: int, work: Work, device: Device) -> Update:
+def best_update(model: ScaledModel, num_gpus: int, work: Work, device: Device, *, tensor: int = 1) -> Update:
     """Return the quickest way to lay out so many GPUs that fits: shards over all, or over groups of nodes that hold the
     same (`strategy.fsdp_size`); experts gathered, or divided over eight; micro-batches of one to eight of the longest rows.
-    Where nothing fits, parameters and state are in host memory; where that does not either, it is what takes least."""
+    Where nothing fits, parameters and state are in host memory; where that does not either, it is what takes least.
+    `tensor` ranks have parts of each matrix (`strategy.tensor_parallel_size`)."""
     sizes = [size for size in (8, 16, 32, 64, 128, 256, 512) if size <= num_gpus and num_gpus % size == 0]
+    sizes = [size for size in sizes if size > tensor or size == num_gpus]
     found = [
         update_on(
             model,
-            MeshSizes(shard=size, replicate=num_gpus // size, expert=experts),
+            MeshSizes(shard=size // tensor, replicate=num_gpus // size, tensor=tensor, expert=experts),
             work,
             device,
             micro_batch=rows * work.longest,

@@ -136,12 +136,15 @@ CASES: tuple[Case, ...] = (
     Case(name="groups/default", body="ranks:default_group", processes="each_device"),
     Case(name="groups/weights", body="ranks:weight_group", processes="each_device"),
     *_strategies(),
-    Case(
-        name="strategy/sequence_parallel",
-        body="ranks:strategy_step",
-        arguments={"name": "sequence_parallel", "dtype": "float32"},
-        min_devices=2,
-        processes="each_device",
+    *(
+        Case(
+            name=f"strategy/{name}",
+            body="ranks:strategy_step",
+            arguments={"name": name, "dtype": "float32"},
+            min_devices=2,
+            processes="each_device",
+        )
+        for name in ("sequence_parallel", "tensor_parallel", "expert_parallel")
     ),
     Case(name="auto_micro_batches", body="learners:auto_micro_batches"),
     Case(name="engine/hf", body="runs:hf_engine"),

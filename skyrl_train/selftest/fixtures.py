@@ -25,9 +25,12 @@ from skyrl_train.learner.build import compile_layers
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm, quiet_transformers, resolve_model_path
+from skyrl_train.model.experts import expert_modules
 from skyrl_train.model.numerics import set_numerics
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from skyrl_train.distributed.strategy import ModelStrategy
 
 BUILTIN = "builtin:tiny_qwen2"
@@ -43,18 +46,20 @@ LOGPROB_BOUNDS = {"float32": 1e-4, "bfloat16": 0.1}
 """Largest difference of a token's log-probability."""
 
 
-def save_model(folder: Path, *, window: int | None = None) -> Path:
+def save_model(folder: Path, *, window: int | None = None, experts: int = 0) -> Path:
     """Write a random Qwen2 (2 layers, 4 heads of 64 with grouped keys, 1 million parameters) and a tokenizer.
 
-    Heads of 64 are what fused kernels take. `window`: sliding attention over so many tokens in every layer.
+    Heads of 64 are what fused kernels take. `window`: sliding attention over so many tokens in every layer. `experts`: a
+    Qwen3-MoE of these sizes instead, with so many of them in a layer, of which a token is sent to two.
     """
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     source = resolve_model_path(BUILTIN)
-    vocabulary = Qwen2Config.from_pretrained(source).vocab_size
+    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
+    config = AutoConfig.for_model(
+        "qwen3_moe" if experts else "qwen2",
+        vocab_size=AutoConfig.from_pretrained(source).vocab_size,
         hidden_size=256,
         intermediate_size=512,
         num_hidden_layers=2,
@@ -68,10 +73,11 @@ def save_model(folder: Path, *, window: int | None = None) -> Path:
         use_sliding_window=window is not None,
         sliding_window=window,
         max_window_layers=0,
+        **(mixture if experts else {}),
     )
-    make: Any = Qwen2ForCausalLM
+    make: Any = AutoModelForCausalLM.from_config
     with quiet_transformers():
-        make(config).save_pretrained(folder)
+        make(config, dtype=torch.float32).save_pretrained(folder)
     for name in _TOKENIZER_FILES:
         shutil.copy(source / name, folder / name)
     return folder
@@ -139,11 +145,14 @@ def make_learner(
     return PolicyLearner(engine, model=model_config, algorithm=algorithm, temperature=1.0)
 
 
-def _make_double(model: nn.Module) -> None:
-    """Norms of transformers round to float32 inside, whatever the type of their input: replace them by torch's."""
+def _make_double(model: PreTrainedModel) -> None:
+    """Norms of transformers round to float32 inside, whatever the type of their input: replace them by torch's. Grouped
+    products of experts know no float64."""
+    if expert_modules(model):
+        model.set_experts_implementation("eager")
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child).__name__ == "Qwen2RMSNorm":
+            if type(child).__name__ in ("Qwen2RMSNorm", "Qwen3MoeRMSNorm"):
                 own: Any = child
                 norm = nn.RMSNorm(own.weight.shape[0], eps=own.variance_epsilon)
                 norm.weight = own.weight

@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_train.batch.stage import stage
+from skyrl_train.config.placement import StrategyConfig, mesh_sizes
+from skyrl_train.distributed.mesh import RankMesh
 from skyrl_train.distributed.process_group import join, leave
 from skyrl_train.distributed.sequence_parallel import SequenceGroup
-from skyrl_train.distributed.strategy import Replicated, Sharded
+from skyrl_train.distributed.strategy import ModelStrategy, RankSettings, make_strategy
 from skyrl_train.endpoints import Rendezvous
 from skyrl_train.selftest.cases import Context, SkipCase
 from skyrl_train.selftest.fixtures import (
@@ -38,6 +40,14 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 120.0
 _NUM_WORDS = 1 << 20
 """Of a bucket: 4 MiB."""
+_STRATEGIES = {
+    "fsdp2": StrategyConfig(name="fsdp2"),
+    "fsdp2_cpu_offload": StrategyConfig(name="fsdp2", cpu_offload=True),
+    "ddp": StrategyConfig(name="ddp"),
+    "sequence_parallel": StrategyConfig(name="fsdp2", sequence_parallel_size=2),
+    "tensor_parallel": StrategyConfig(name="fsdp2", tensor_parallel_size=2),
+    "expert_parallel": StrategyConfig(name="fsdp2", expert_parallel_size=2),
+}
 
 
 def export_without_importer(context: Context) -> str:
@@ -135,20 +145,17 @@ def weight_group(context: Context) -> str:
 
 def strategy_step(context: Context, *, name: str, dtype: str) -> str:
     """A model spread over the ranks: the gradient of one process, offload and onload bit for bit, save and load."""
-    groups_of = 2 if name == "sequence_parallel" else 1
-    if context.num_ranks % groups_of:
-        raise SkipCase(f"needs a multiple of {groups_of} devices, found {context.num_ranks}")
+    chosen = _STRATEGIES[name]
+    of_ranks = chosen.ranks_per_share * chosen.expert_parallel_size
+    if context.num_ranks % of_ranks:
+        raise SkipCase(f"needs a multiple of {of_ranks} devices, found {context.num_ranks}")
     folder = context.folder / f"model-{context.rank}"
-    reference = make_reference(save_model(folder))  # once ranks have met, transformers writes models on the first alone
-    device = _join(context)
-    group = SequenceGroup(groups_of, timeout_s=_TIMEOUT_S) if groups_of > 1 else None
-    strategy = (
-        Replicated(group)
-        if name == "ddp"
-        else Sharded(device=device, dtype=getattr(torch, dtype), cpu_offload=name == "fsdp2_cpu_offload", group=group)
-    )
+    experts = 4 if chosen.expert_parallel_size > 1 else 0
+    # once ranks have met, transformers writes models on the first alone
+    reference = make_reference(save_model(folder, experts=experts))
+    strategy = _strategy(chosen, context, _join(context), dtype=getattr(torch, dtype))
     learner = make_learner(folder, context.device, dtype=dtype, strategy=strategy)
-    shard = _own_rows(reference.step, context, groups_of)
+    shard = _own_rows(reference.step, context, chosen.ranks_per_share)
     learner.forward_backward(shard)
     strategy.reduce_gradients(learner.engine.parameters.values())
     error = require_gradient(gradient_of(learner), reference, dtype)
@@ -175,6 +182,20 @@ def strategy_step(context: Context, *, name: str, dtype: str) -> str:
     leave()
     figure = f"{context.num_ranks} ranks, gradient {error:.1e} off, offload and load bit for bit"
     return f"{figure}, {freed / 2**20:.0f} MiB freed meanwhile" if context.on_cuda else figure
+
+
+def _strategy(chosen: StrategyConfig, context: Context, device: torch.device, *, dtype: torch.dtype) -> ModelStrategy:
+    """What spreads the model, on a rank that has joined the others."""
+    size = chosen.sequence_parallel_size
+    ranks = RankSettings(
+        num_ranks=context.num_ranks,
+        device=device,
+        dtype=dtype,
+        cpu_offload=chosen.cpu_offload,
+        group=SequenceGroup(size, timeout_s=_TIMEOUT_S) if size > 1 else None,
+        mesh=RankMesh(sizes=mesh_sizes(chosen, context.num_ranks), device_type=device.type, timeout_s=_TIMEOUT_S),
+    )
+    return make_strategy(chosen, ranks)
 
 
 def _bytes_on_cuda(tensors: Iterable[Tensor]) -> int:

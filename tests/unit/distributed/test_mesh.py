@@ -39,10 +39,11 @@ def test_all_ranks_share_one_model_unless_told_otherwise() -> None:
     assert mesh_sizes(StrategyConfig(name="fsdp2", fsdp_size=2), 8) == MeshSizes(shard=2, replicate=4)
 
 
-def refused(strategy: dict[str, Any], **placement: Any) -> list[str]:
+def refused(strategy: dict[str, Any], model: dict[str, Any] | None = None, **placement: Any) -> list[str]:
     config = load_config(
         {
             "strategy": {"name": "fsdp2", **strategy},
+            "model": model or {},
             "placement": {"backend": "ray", "policy_num_workers": 8, "ray_address": "auto", **placement},
         }
     )
@@ -75,6 +76,52 @@ def test_what_does_not_fit_is_refused_with_sizes_that_do(
 ) -> None:
     found = refused(strategy, **placement)
     assert any("strategy.fsdp_size" in each and message in each for each in found), found
+
+
+def test_sizes_of_ranks_with_parts_of_matrices_that_fit_are_accepted() -> None:
+    assert [refused({"tensor_parallel_size": size}) for size in (2, 4, 8)] == [[]] * 3
+    assert refused({"tensor_parallel_size": 2, "fsdp_size": 2, "cpu_offload": True}) == []
+    assert refused({"tensor_parallel_size": 4}, policy_num_nodes=2) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "placement", "message"),
+    [
+        (
+            {"name": "ddp"},
+            {},
+            {},
+            "strategy.tensor_parallel_size: must be 1 with strategy=ddp; got 2. Add strategy=fsdp2",
+        ),
+        (
+            {"sequence_parallel_size": 2},
+            {},
+            {},
+            "strategy.sequence_parallel_size: must be 1 with strategy.tensor_parallel",
+        ),
+        (
+            {"expert_parallel_size": 2},
+            {},
+            {},
+            "strategy.expert_parallel_size: must be 1 with strategy.tensor_parallel_size",
+        ),
+        ({}, {"lora": {"rank": 8}}, {}, "model.lora.rank: must be 0 with strategy.tensor_parallel_size=2, which cuts"),
+        ({}, {"quantization": "nf4", "lora": {"rank": 8}}, {}, "model.quantization: must be none with strategy.tensor"),
+        ({}, {"compile": True}, {}, "model.compile: must be false with strategy.tensor_parallel_size=2, which cuts"),
+        ({"fsdp_size": 8}, {}, {}, "strategy.fsdp_size: must divide placement.policy_num_workers=8 / strategy.tensor_"),
+        (
+            {"tensor_parallel_size": 4},
+            {},
+            {"policy_num_workers": 24, "policy_num_nodes": 4},
+            "strategy.tensor_parallel_size: must divide the 6 ranks of the policy on a node; got 4. Try strategy.tensor_",
+        ),
+    ],
+)
+def test_what_does_not_go_with_parts_of_matrices_is_refused_by_name(
+    strategy: dict[str, Any], model: dict[str, Any], placement: dict[str, Any], message: str
+) -> None:
+    found = refused({"tensor_parallel_size": 2, **strategy}, model, **placement)
+    assert any(each.startswith(message) for each in found), found
 
 
 def test_a_reference_of_other_ranks_is_looked_at_too() -> None:

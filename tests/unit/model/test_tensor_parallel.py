@@ -29,9 +29,34 @@ def of_family(name: str, **changes: Any) -> Any:
     return meta_model({**SIZES, **changes, "model_type": name}, name="some/model")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "granite"])
-def test_families_whose_plan_has_whole_heads_and_features_are_accepted(family: str) -> None:
-    check_divisible(of_family(family), 2, name="some/model")
+BY_ROWS = {"embed_tokens", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"}
+BY_COLUMNS = {"o_proj", "down_proj"}
+WITH_BIASES = {"qwen2": {"q_proj", "k_proj", "v_proj"}}
+"""Families whose products have biases: those of outputs that are cut are cut with them."""
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text", "granite"])
+def test_each_matrix_of_a_family_is_cut_by_rows_or_by_columns_and_the_rest_is_whole(family: str) -> None:
+    whole = {name: each.shape for name, each in of_family(family).named_parameters()}
+    model = of_family(family)
+    check_divisible(model, 2, name="some/model")
+    cut_matrices(model, TensorGroup(None, size=2), name="some/model")
+    cuts: dict[str, set[str]] = {"rows": set(), "columns": set(), "biases": set()}
+    for name, parameter in model.named_parameters():
+        *_, module, kind = name.split(".")
+        shape = list(whole[name])
+        if list(parameter.shape) == [shape[0] // 2, *shape[1:]]:
+            cuts["rows" if kind == "weight" else "biases"].add(module)
+        elif len(shape) > 1 and list(parameter.shape) == [shape[0], shape[1] // 2]:
+            cuts["columns"].add(module)
+        else:
+            assert list(parameter.shape) == shape
+            assert "norm" in module, "all but norms is cut"
+    tied = model.config.tie_word_embeddings
+    assert cuts["rows"] == (BY_ROWS - {"lm_head"} if tied else BY_ROWS)
+    assert cuts["columns"] == BY_COLUMNS
+    assert cuts["biases"] == WITH_BIASES.get(family, set())
+    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
 
 
 @pytest.mark.parametrize(
@@ -40,6 +65,7 @@ def test_families_whose_plan_has_whole_heads_and_features_are_accepted(family: s
         ("phi3", "transformers plans 'rowwise_split_input' for its model.layers.0.self_attn.o_proj"),
         ("olmo2", "transformers plans 'colwise_gather_output' for its model.layers.0.self_attn.q_proj"),
         ("bloom", "transformers has no plan for its layers"),
+        ("qwen3_moe", "transformers plans 'moe_tp_experts' for its model.layers.0.mlp.experts"),
     ],
 )
 def test_others_are_refused_by_what_their_plan_says(family: str, reason: str) -> None:

@@ -75,6 +75,22 @@ def test_divided_experts_are_gathered_from_those_that_have_the_same_and_tokens_t
     assert divided.memory["parameters"] == gathered.memory["parameters"]
 
 
+def test_ranks_with_parts_of_matrices_gather_parts_and_sum_what_each_half_of_a_layer_makes() -> None:
+    whole, parts = (
+        update_on(B7, MeshSizes(shard=8 // size, tensor=size), WORK, Device(), micro_batch=16_000) for size in (1, 2)
+    )
+    total, tokens = B7.counts.total, 2 * WORK.tokens / 8
+    assert parts.micro_batches == 16  # of 250,000 tokens that two ranks compute together
+    assert parts.memory["parameters"] == pytest.approx(whole.memory["parameters"], rel=1e-6)
+    assert parts.memory["gathered parameters"] == pytest.approx(whole.memory["gathered parameters"] / 2, rel=1e-6)
+    assert parts.moved["gathered parameters"] == pytest.approx(2 * 16 * 2 * total / 2 * 3 / 4)
+    # Two sums in each of 28 layers in three passes, of bfloat16 numbers; one of two ranks receives as much as it sends.
+    assert parts.moved["partial sums"] == pytest.approx(2 * 3584 * (6 * 28 + 2) * tokens)
+    assert whole.moved["partial sums"] == 0
+    assert parts.seconds["products"] == whole.seconds["products"]
+    assert parts.step_s == pytest.approx(parts.seconds["products"] + parts.moved["partial sums"] / 3.6e11)
+
+
 def test_what_fits_is_chosen_and_what_does_not_is_said() -> None:
     assert best_update(B7, 1, WORK, Device()).host_bytes == 16 * B7.counts.total
     assert best_update(B7, 8, WORK, Device()).host_bytes == 0
@@ -94,8 +110,9 @@ def test_engines_have_the_devices_that_automatic_placement_gives_them() -> None:
 
 
 def test_the_page_has_what_the_script_prints_of_an_update(script: ModuleType) -> None:
-    page = script.PAGE.read_text(encoding="utf-8")
-    assert script.put(page, "update", script.update_table(script.work_of(script.lengths_of()))) == page
+    page, work = script.PAGE.read_text(encoding="utf-8"), script.work_of(script.lengths_of())
+    assert script.put(page, "update", script.update_table(work)) == page
+    assert script.put(page, "tensor", script.tensor_table(work)) == page
 
 
 @pytest.mark.nightly
