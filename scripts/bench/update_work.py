@@ -158,8 +158,8 @@ KINDS = {"single": single_turn, "step": step_wise}
 
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "typical": ("single", {}),
-    "long prompt, short answer": ("single", {"prompt_tokens": (700, 1000), "response_median": 60}),
-    "short prompt, long answer": (
+    "long prompt short answer": ("single", {"prompt_tokens": (700, 1000), "response_median": 60}),
+    "short prompt long answer": (
         "single",
         {"prompt_tokens": (30, 60), "response_median": 400, "longest_response": 1600},
     ),

@@ -34,6 +34,7 @@ from skyrl_train.learner.profiling import Profiler
 from skyrl_train.learner.state_files import HostCopy
 from skyrl_train.memory.oom_retry import OomRetry
 from skyrl_train.model.last_layer import narrow_last_layer
+from skyrl_train.model.linear import use_fast_products
 from skyrl_train.model.lora import by_layer, has_adapter, merged_weights
 from skyrl_train.telemetry.metrics import Last, Mean, StepMetrics, merge_metrics
 from skyrl_train.weight_sync.sender import RankSender
@@ -68,6 +69,7 @@ class ModelEngine:
         """`strategy` says how the model is spread over ranks; alone in its process unless given. The layout of
         `micro_batching` must be exact for the model (`model/layouts.py`)."""
         self.strategy = strategy or SingleProcess()
+        use_fast_products(model)
         narrow_last_layer(model)
         self.strategy.prepare(model)
         self.model = model

@@ -24,6 +24,7 @@ from torch import Tensor
 from skyrl_train.batch.layout import Layout, find_scored, spread_to_rows
 from skyrl_train.batch.scored_tokens import ScoredTokens
 from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.model.linear import product
 from skyrl_train.model.tensor_parallel import Vocabulary
 from skyrl_train.model.tiles import Tiles, make_tiles
 
@@ -85,7 +86,7 @@ class _TileMaths:
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """`[tokens, vocabulary]` in float32 (float64 for float64), and the derivative of the cap where there is one."""
-        z = torch.nn.functional.linear(hidden.to(self.compute_dtype), weight)
+        z = product(hidden.to(self.compute_dtype), weight)
         z = z.to(_accumulator(z.dtype))
         if bias is not None:
             z += bias
@@ -264,7 +265,7 @@ class _Gradients:
         """The products of the tokens from `start` on; their sum is in float32 or better."""
         span = slice(start, start + len(grad_z))
         if self.hidden is not None:
-            self.hidden[span] = grad_z @ weight
+            self.hidden[span] = product(grad_z, weight.T)
         if self.weight is not None and self.weight.dtype == weight.dtype:
             self.weight.addmm_(grad_z.T, hidden[span].to(weight.dtype))
         elif self.weight is not None:

@@ -1,0 +1,74 @@
+"""Linear layers multiplied by oneDNN give the sums of torch's own, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from skyrl_train.model.linear import FastLinear, has_fast_products, linear, product, use_fast_products
+
+needs_operation = pytest.mark.skipif(not has_fast_products(), reason="this machine has no faster products")
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().double() - expected.detach()).norm() / expected.norm())
+
+
+def _gradients(layer: nn.Linear, inputs: Tensor, by_output: Tensor) -> list[Tensor]:
+    leaf = inputs.clone().requires_grad_()
+    layer(leaf).backward(by_output)
+    return [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
+
+
+@needs_operation
+@pytest.mark.parametrize(("size", "out"), [(96, 256), (256, 96)])
+def test_outputs_and_gradients_are_those_of_float64(size: int, out: int) -> None:
+    torch.manual_seed(0)
+    layer, exact = nn.Linear(size, out), nn.Linear(size, out).double()
+    exact.load_state_dict(layer.state_dict())
+    use_fast_products(layer)
+    inputs, by_output = torch.randn(2, 300, size), torch.randn(2, out, 300).transpose(1, 2)
+
+    assert type(layer) is FastLinear
+    assert _distance(layer(inputs), exact(inputs.double())) < 1e-6
+    for found, expected in zip(
+        _gradients(layer, inputs, by_output), _gradients(exact, inputs.double(), by_output.double()), strict=True
+    ):
+        assert found.shape == expected.shape
+        assert _distance(found, expected) < 1e-6
+
+
+@needs_operation
+def test_a_frozen_weight_gets_no_gradient_and_its_inputs_are_not_kept() -> None:
+    layer = nn.Linear(128, 128).requires_grad_(False)
+    use_fast_products(layer)
+    inputs = torch.randn(1, 256, 128, requires_grad=True)
+    out = layer(inputs)
+    assert out.grad_fn.saved_tensors[0] is None
+    out.sum().backward()
+    assert layer.weight.grad is None
+    torch.testing.assert_close(inputs.grad, layer.weight.sum(0).expand_as(inputs))
+
+
+def test_other_types_and_small_products_are_torchs_own_to_the_bit() -> None:
+    for dtype, size in ((torch.float64, 256), (torch.bfloat16, 256), (torch.float32, 8)):
+        inputs, weight = torch.randn(300, size, dtype=dtype), torch.randn(size, size, dtype=dtype)
+        assert torch.equal(linear(inputs, weight), nn.functional.linear(inputs, weight))
+        assert torch.equal(product(inputs, weight), inputs @ weight.T)
+
+
+def test_autocast_chooses_the_type_as_ever() -> None:
+    layer = nn.Linear(256, 256)
+    use_fast_products(layer)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(torch.randn(300, 256)).dtype == torch.bfloat16
+
+
+def test_what_only_resembles_a_linear_layer_is_left_alone() -> None:
+    class Own(nn.Linear):
+        pass
+
+    model = nn.Sequential(Own(4, 4), nn.LayerNorm(4))
+    use_fast_products(model)
+    assert [type(part) for part in model] == [Own, nn.LayerNorm]
