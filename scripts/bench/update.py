@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -36,38 +35,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
+from update_peers import PACKAGES, PEERS, install, is_there, package_folders  # noqa: E402
 from update_work import SHAPES  # noqa: E402
 
 OURS = ("padded", "packed", "merged", "shared", "auto")
-PEERS: dict[str, tuple[str, dict[str, bool]]] = {
-    "trl": ("trl", {"merged": False}),
-    "trl_merged": ("trl", {"merged": True}),
-    "verl": ("verl", {"packed": False}),
-    "verl_packed": ("verl", {"packed": True}),
-    "openrlhf": ("openrlhf", {"packed": False}),
-    "openrlhf_packed": ("openrlhf", {"packed": True}),
-}
-"""Name to package, whose driver is `update_PACKAGE.py`, and form."""
-PACKAGES = {
-    "trl": ["trl==1.16", "accelerate"],
-    "verl": [
-        "verl==0.9.1",
-        "tensordict==0.10.0",
-        "transformers==5.10.4",
-        "tokenizers<=0.23.0",
-        "huggingface-hub<2",
-        "trl==0.27.0",
-        "codetiming",
-        "pylatexenc",
-        "torchdata",
-        "pyvers",
-        "orjson",
-        "cloudpickle",
-    ],
-    "openrlhf": ["openrlhf==0.11.2", "pylatexenc"],
-}
-"""What `peers` installs, without dependencies: torch and the rest are this environment's."""
-CACHE = Path.home() / ".cache" / "skyrl_train" / "peers"
 MAX_DISTANCE = 1e-5
 """Relative L2 between gradients in float32."""
 MAX_DISTANCE_BF16 = 0.05
@@ -130,7 +101,7 @@ def main() -> None:
         "compare": run_compare,
         "growth": run_growth,
         "head": run_head,
-        "peers": run_peers,
+        "peers": install,
         "one": run_one,
     }[args.command](args)
 
@@ -156,8 +127,8 @@ def run_device(args: argparse.Namespace) -> None:
 
 def run_compare(args: argparse.Namespace) -> None:
     """A table for each model and kind of rollouts."""
-    folders = _folders(args)
-    variants = [name for name in args.variants.split(",") if name not in PEERS or _is_there(PEERS[name][0], folders)]
+    folders = package_folders(args.at)
+    variants = [name for name in args.variants.split(",") if name not in PEERS or is_there(PEERS[name][0], folders)]
     for model in args.models.split(","):
         for kind in args.kinds.split(","):
             found, _ = _interleaved(
@@ -166,53 +137,18 @@ def run_compare(args: argparse.Namespace) -> None:
             _print_table(f"{model}, {kind}{', bf16' if args.bf16 else ''}", found)
 
 
-def _folders(args: argparse.Namespace) -> dict[str, str]:
-    """Name of each package that lies in a folder of its own, to the folder."""
-    cached = {name: str(CACHE / name) for name in PACKAGES if (CACHE / name / "installed").is_file()}
-    named = (each.partition("=") for each in args.at)
-    return cached | {name: str(Path(folder).expanduser()) for name, _, folder in named}
-
-
-def run_peers(_args: argparse.Namespace) -> None:
-    """Install the other trainers, each in a folder of its own, once."""
-    for name, requirements in PACKAGES.items():
-        folder, wanted = CACHE / name, "\n".join(requirements)
-        done = folder / "installed"
-        if done.is_file() and done.read_text(encoding="utf-8") == wanted:
-            print(f"{name}: {folder}")
-            continue
-        shutil.rmtree(folder, ignore_errors=True)
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--target",
-            str(folder),
-            *requirements,
-        ]
-        outcome = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
-        if outcome.returncode:
-            print(f"{name}: not installed: {(outcome.stderr.strip().splitlines() or ['pip failed'])[-1]}")
-        else:
-            done.write_text(wanted, encoding="utf-8")
-            print(f"{name}: {folder}")
-
-
 def run_shapes(args: argparse.Namespace) -> None:
-    """One table a model: over shapes, our update's seconds, and how many times as long each peer's takes."""
-    folders = _folders(args)
-    there = [name for name in PEERS if _is_there(PEERS[name][0], folders)]
+    """One table a model: over shapes, our update's seconds, how many times as long each peer's takes, and our peak memory
+    over that of TRL's. The column of a peer that is not installed is empty, and a line before the tables says so."""
+    folders = package_folders(args.at)
+    there = [name for name in PEERS if is_there(PEERS[name][0], folders)]
     for package in PACKAGES:
         if not any(PEERS[name][0] == package for name in there):
             print(f"{package} is missing: python scripts/bench/update.py peers")
     for model in args.models.split(","):
-        print(
-            f"\n{model}{', bf16' if args.bf16 else ''}\n\n| shape | rows | positions | CPU s | {' | '.join(there)} | best |"
-        )
-        print("|---" * (len(there) + 5) + "|", flush=True)
+        print(f"\n{model}{', bf16' if args.bf16 else ''}\n")
+        print(f"| shape | rows | positions | CPU s | {' | '.join(PEERS)} | best | memory |")
+        print("|---" * (len(PEERS) + 6) + "|", flush=True)
         for shape in args.shapes.split(","):
             kind, work = SHAPES[shape]
             variants = [name for name in there if kind == "step" or _is_apart(name)]
@@ -222,18 +158,12 @@ def run_shapes(args: argparse.Namespace) -> None:
             far = [name for name, row in found.items() if row["distance"] > _most_distance(args)]
             cells = [
                 f"{times[name]:.1f}x{' **differs**' if name in far else ''}" if name in times else missing.get(name, "")
-                for name in there
+                for name in PEERS
             ]
             best = min((time for name, time in times.items() if name not in far), default=float("nan"))
-            line = [
-                shape,
-                f"{ours['rows']}",
-                f"{ours['positions']:,}",
-                f"{ours['cpu_s']:.2f}",
-                *cells,
-                f"**{best:.1f}x**",
-            ]
-            print(f"| {' | '.join(line)} |", flush=True)
+            memory = f"{ours['peak_mib'] / found['trl']['peak_mib']:.2f}" if "trl" in found else ""
+            line = [shape, f"{ours['rows']}", f"{ours['positions']:,}", f"{ours['cpu_s']:.2f}", *cells]
+            print(f"| {' | '.join([*line, f'**{best:.1f}x**', memory])} |", flush=True)
 
 
 def _most_distance(args: argparse.Namespace) -> float:
@@ -371,14 +301,6 @@ def _peak_mib() -> float:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def _is_there(package: str, folders: dict[str, str]) -> bool:
-    import importlib.util
-
-    if package in folders:
-        return (Path(folders[package]) / package).is_dir()
-    return importlib.util.find_spec(package) is not None
 
 
 def _distances(folder: Path, variants: list[str]) -> dict[str, float]:
