@@ -23,6 +23,7 @@ from update_work import KINDS, SIZES, ModelSize
 
 from skyrl_train.batch.planner import facts_of
 from skyrl_train.batch.training_batch import TrainingInputBatch
+from skyrl_train.model.linear import product
 from skyrl_train.model.numerics import set_numerics
 
 PEAK_BF16 = {
@@ -57,7 +58,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     for _ in range(4):
         _wait(device)
         start = clock()
-        left @ right
+        product(left, right)
         _wait(device)
         seconds.append(clock() - start)
     return 2 * side**3 / min(seconds[1:]), f"measured, {side} x {side} in {str(dtype).removeprefix('torch.')}"
