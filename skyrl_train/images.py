@@ -9,14 +9,17 @@ counts tokens counts images with them. Which image a run stands for is said besi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 _KEY_BITS = 60
+_KEY = re.compile(r"[0-9a-f]{64}")
+_NO_PIXELS = np.zeros((0, 0), np.float32)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -25,8 +28,9 @@ class Image:
 
     key: str
     """SHA-256 of the encoded image, in hexadecimal."""
-    pixels: NDArray[np.float32]
-    """What the vision tower takes: `[patches, numbers]` (Qwen2.5-VL) or `[channels, height, width]` (Gemma 3)."""
+    pixels: NDArray[np.float32] = field(default_factory=lambda: _NO_PIXELS)
+    """What the vision tower takes: `[patches, numbers]` (Qwen2.5-VL) or `[channels, height, width]` (Gemma 3). Empty where a
+    record named the image, and it was not read yet (`with_pixels`)."""
     patches: tuple[int, int, int] | None = None
     """Frames, rows and columns of patches, where the tower is told them."""
     grid: tuple[int, int] | None = None
@@ -168,3 +172,32 @@ def distinct(spans: Iterable[ImageSpan]) -> dict[Image, int]:
 def as_record(spans: ImageSpans) -> list[list[Any]]:
     """Return the spans as JSON takes them: `[start, tokens, key]` each."""
     return [[span.start, span.image.num_tokens, span.image.key] for span in spans]
+
+
+def from_record(record: object) -> ImageSpans:
+    """Return what `as_record` gave, whose images have no pixels. Raises ValueError for anything else."""
+    found: list[ImageSpan] = []
+    parts: list[Any] = record if isinstance(record, list) else [record]
+    for each in parts:
+        kinds = [type(part) for part in each] if isinstance(each, list) else []
+        if kinds != [int, int, str] or each[0] < 0 or each[1] < 1 or not _KEY.fullmatch(each[2]):
+            raise ValueError(f"images must be lists [start, tokens, SHA-256 sum]; got {each!r:.80}")
+        found.append(ImageSpan(each[0], Image(key=each[2], num_tokens=each[1])))
+    return tuple(found)
+
+
+def with_pixels(spans: ImageSpans, read: Callable[[str], Image]) -> ImageSpans:
+    """Return the spans with the images that a record named as `read` gives them by their keys.
+
+    Raises ValueError where the model makes another number of tokens of one than it has in the record.
+    """
+    found = []
+    for span in spans:
+        image = span.image if span.image.pixels.size else read(span.image.key)
+        if image.num_tokens != span.image.num_tokens:
+            raise ValueError(
+                f"image sha256:{image.key} has {span.image.num_tokens} tokens in the record, and this model's processor "
+                f"makes {image.num_tokens} of it. Give the model, and its processor, that the record was made with"
+            )
+        found.append(ImageSpan(span.start, image))
+    return tuple(found)

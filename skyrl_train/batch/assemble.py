@@ -25,7 +25,7 @@ from skyrl_train.batch.training_batch import ROUTED, BatchMetadata, TrainingInpu
 from skyrl_train.config.parts import TRAJECTORY_ROWS
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError
-from skyrl_train.images import ImageSpans
+from skyrl_train.images import Image, ImageSpans, with_pixels
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.types import RolloutBatch, TokenIds, Trajectory, Turn, token_ids
 
@@ -66,6 +66,8 @@ class AssemblySettings:
     """Data-parallel ranks of the critic; None where there is no critic."""
     max_staleness: int | None = None
     """Versions that trained tokens may be old; None for recorded rollouts, whose versions are those of another run."""
+    read_image: Callable[[str], Image] | None = None
+    """Gives an image by its key, of rollouts that were recorded; None for a model that reads none."""
 
 
 def assemble(
@@ -124,9 +126,20 @@ def assemble(
             critic_mini_batch_boundaries=None
             if settings.critic_shares is None
             else boundaries(trainer.critic_mini_batch_size, settings.critic_shares),
-            images=tuple(row.images for row in made) if any(row.images for row in made) else (),
+            images=_images(made, settings.read_image),
         ),
     )
+
+
+def _images(made: Sequence[_Row], read: Callable[[str], Image] | None) -> tuple[ImageSpans, ...]:
+    if not any(row.images for row in made):
+        return ()
+    if read is None:
+        return tuple(row.images for row in made)
+    try:
+        return tuple(with_pixels(row.images, read) for row in made)
+    except ValueError as error:
+        raise BatchError(str(error)) from error
 
 
 def _document_boundaries(

@@ -30,6 +30,7 @@ from torch import Tensor
 from skyrl_train.batch.minibatch import LossDenominators
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.errors import DataError, SkyrlTrainError
+from skyrl_train.images import as_record, from_record
 from skyrl_train.telemetry.files import parse_json, read_json, whole_number, write_json
 
 CAPSULE_FILE = "capsule.json"
@@ -155,24 +156,25 @@ def cut_capsules_after(capsules: Path, step: int) -> None:
 
 
 def write_batch(path: Path, batch: TrainingInputBatch) -> None:
-    """Write the columns, exactly, and what is known of the rows. Their images are those of the step's rollouts."""
+    """Write the columns, exactly, and what is known of the rows: of their images where they stand, and their sums."""
     tensors = {"row_offsets": batch.row_offsets}
     tensors |= {f"token/{name}": column.contiguous() for name, column in batch.token_columns.items()}
     # Copied, as two of them may be one tensor, which the file refuses.
     tensors |= {f"row/{name}": column.clone() for name, column in batch.row_columns.items()}
     known = dataclasses.asdict(dataclasses.replace(batch.metadata, images=()))
-    del known["images"]
+    known["images"] = [as_record(spans) for spans in batch.metadata.images]
     save_file(tensors, path, metadata={"batch": json.dumps(known)})
 
 
 def read_batch(path: Path) -> TrainingInputBatch:
-    """Inverse of `write_batch`. Raises DataError."""
+    """Inverse of `write_batch`, but for the pixels of images. Raises DataError."""
     try:
         file: Any = safe_open(path, framework="pt")
         tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         known = dict(parse_json(file.metadata()["batch"]))
         for name in ("policy_mini_batch_boundaries", "critic_mini_batch_boundaries"):
             known[name] = known[name] and tuple((int(start), int(stop)) for start, stop in known[name])
+        known["images"] = tuple(map(from_record, known.get("images", ())))
         known["uids"] = tuple(map(str, known["uids"]))
         known["prompt_end_indices"] = known["prompt_end_indices"] and tuple(known["prompt_end_indices"])
         return TrainingInputBatch(

@@ -48,6 +48,8 @@ class ImageStore:
     def __init__(self) -> None:
         self.folder: Path | None = None
         """Where what is used is kept; None keeps nothing."""
+        self.recorded: list[Path] = []
+        """Folders of other runs whose images are used."""
         self._held: dict[str, bytes | Path] = {}
 
     def add(self, data: bytes, path: Path | None = None) -> str:
@@ -59,10 +61,11 @@ class ImageStore:
     def read(self, reference: str) -> bytes:
         """Return the encoded image, and keep it in `folder`. Raises DataError where it is gone or was changed."""
         key = reference.removeprefix(REFERENCE)
-        kept = None if self.folder is None else self.folder / key
-        held = self._held.get(key, kept)
+        folders = [*([] if self.folder is None else [self.folder]), *self.recorded]
+        held = self._held.get(key) or next((file for each in folders if (file := each / key).is_file()), None)
         if held is None:
-            raise DataError(f"image {reference}: nothing says where it is")
+            places = ", ".join(map(str, folders)) or "a row, as no folder of images is known"
+            raise DataError(f"image {reference} is not in {places}. Put it back, under its sum")
         place = "memory" if isinstance(held, bytes) else str(held)
         try:
             data = held if isinstance(held, bytes) else held.read_bytes()
@@ -70,12 +73,26 @@ class ImageStore:
             raise DataError(f"image {reference}: {place} cannot be read ({error.strerror}). Put it back") from error
         if hashlib.sha256(data).hexdigest() != key:
             raise DataError(f"image {reference}: {place} was changed. Put back what this run began with")
-        if kept is not None and not kept.is_file():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            temporary = kept.with_name(f".{key}.{os.getpid()}")
-            temporary.write_bytes(data)
-            os.replace(temporary, kept)
+        if self.folder is not None:
+            _keep(self.folder / key, data)
+            if isinstance(held, bytes):
+                self._held[key] = self.folder / key  # what environments show in a long run does not stay in memory
         return data
+
+    def keep(self, keys: Iterable[str], folder: Path) -> None:
+        """Keep images in `folder`. Raises DataError."""
+        for key in keys:
+            if not (folder / key).is_file():
+                _keep(folder / key, self.read(key))
+
+
+def _keep(file: Path, data: bytes) -> None:
+    if file.is_file():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.write_bytes(data)
+    os.replace(temporary, file)
 
 
 IMAGES = ImageStore()
@@ -99,9 +116,9 @@ class ImageReading:
         object.__setattr__(self, "_processed", lru_cache(maxsize=_PROCESSED)(self._process))
 
     def read(self, reference: str) -> Image:
-        """Return the image of a reference. Raises DataError."""
+        """Return the image of a reference, or of its sum alone. Raises DataError."""
         processed: Callable[[str], Image] = self._processed  # type: ignore[attr-defined]
-        return processed(reference)
+        return processed(REFERENCE + reference.removeprefix(REFERENCE))
 
     def of(self, messages: Iterable[ChatMessage]) -> list[Image]:
         """Return the images of messages whose parts are references, in order. Raises DataError."""
@@ -112,8 +129,8 @@ class ImageReading:
         return find_spans(token_ids.tolist(), self.placeholder, self.of(messages), start)
 
     def with_references(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """Return what an environment said with references in place of its images, which are given in the messages
-        themselves: files and addresses are the data's alone. Raises DataError."""
+        """Return what an environment, or a tool, said with references in place of its images, which are given in the
+        messages themselves: files and addresses are the data's alone. Raises DataError."""
         return [_referenced(each, _Source(self.store, self.settings, None, "an observation")) for each in messages]
 
     def _process(self, reference: str) -> Image:
@@ -261,7 +278,7 @@ class _Source:
         if value.startswith("data:"):
             return _decoded(value, self.settings.max_bytes), None
         if self.folder is None:
-            raise ValueError(f"{shown(value)}: an environment gives its images as data: URLs")
+            raise ValueError(f"{shown(value)}: environments and tools give images as data: URLs")
         if value.startswith(("http://", "https://")):
             return _fetched(value, self.settings), None
         path = Path(value.removeprefix("file://")).expanduser()
@@ -311,6 +328,11 @@ def check_image(data: bytes, *, max_pixels: int) -> None:
 def decode_image(data: bytes) -> Any:
     """Return the `PIL.Image.Image` in RGB. Raises ValueError for what is none."""
     return _loaded(_opened(data)).convert("RGB")
+
+
+def image_format(data: bytes) -> str:
+    """Return what Pillow calls the format, e.g. `PNG`. Raises ValueError for what is no image."""
+    return str(_opened(data).format)
 
 
 def _opened(data: bytes) -> Any:

@@ -6,6 +6,7 @@ Of transformers' processors those are taken that need Pillow and numpy alone; to
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,20 @@ def image_reading(model: ModelConfig, settings: ImagesConfig) -> ImageReading | 
         return None
     processor = FamilyProcessor.of(folder)
     return ImageReading(processor.placeholder, processor, settings, marks=processor.marks)
+
+
+def image_reader(model: ModelConfig, settings: ImagesConfig) -> Callable[[str], Image]:
+    """Return what gives an image by its reference, or its sum. The model's folder is looked at when the first is asked for:
+    ModelError is raised then where it reads none."""
+
+    @cache
+    def reading() -> ImageReading:
+        found = image_reading(model, settings)
+        if found is None:
+            raise ModelError(f"model path {model.path!r} reads no images, and rollouts have some. Give one that does")
+        return found
+
+    return lambda reference: reading().read(reference)
 
 
 def pads_rows(model: ModelConfig) -> bool:

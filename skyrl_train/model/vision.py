@@ -120,6 +120,8 @@ class Vision:
 
     def _features(self, images: Sequence[Image], like: Tensor) -> Tensor:
         """`[image tokens, hidden]` of all images, one after the other."""
+        if any(not image.pixels.size for image in images):
+            raise BatchError("rows have images of a record that were not read: its model.path reads none")
         parts = [torch.from_numpy(np.ascontiguousarray(image.pixels)).to(like.device) for image in images]
         if self.family.rotary:
             grids = torch.tensor([image.patches for image in images], device=like.device)

@@ -136,7 +136,10 @@ class ChatTokens:
 
     def with_references(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return what an environment said with references in place of its images. Raises Broken (invalid_observation)."""
-        if self._images is None:
+        if self._images is None or self.is_text:
+            if references_in(messages):
+                lacks = "there is no chat template" if self.is_text else "the model reads none"
+                raise Broken(FailureKind.INVALID_OBSERVATION, f"an environment or a tool showed an image, and {lacks}")
             return list(messages)
         try:
             return self._images.with_references(messages)

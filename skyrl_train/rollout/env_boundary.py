@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 from skyrl_train.registry import PartSpec
 from skyrl_train.rollout.plain_data import MAX_METRIC_NAME, number_in, numbers_only, plain, scalar
-from skyrl_train.rollout.tools.toolbox import Schema
+from skyrl_train.rollout.tools.toolbox import Schema, is_content
 from skyrl_train.telemetry.json_text import is_text, shown
 from skyrl_train.types import ChatMessage, Failure, FailureKind
 
@@ -103,9 +103,9 @@ class ToolSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResult:
-    """What a tool answered to one call, or why it did not."""
+    """What a tool answered to one call, a text or parts with images among them, or why it did not."""
 
-    content: str
+    content: str | list[dict[str, Any]]
     failed: bool
 
 
@@ -360,11 +360,11 @@ def check_tool_results(value: object, *, source: str) -> list[ToolResult]:
     """Return the results of tools, or raise Broken."""
     try:
         results = plain(value, "the results")
-        if all(isinstance(each["content"], str) and isinstance(each["failed"], bool) for each in results):
+        if all(is_content(each["content"]) and isinstance(each["failed"], bool) for each in results):
             return [ToolResult(content=each["content"], failed=each["failed"]) for each in results]
     except (ValueError, KeyError, TypeError):
         pass
-    raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source} returned {shown(value)}; must be texts")
+    raise Broken(FailureKind.ENVIRONMENT_ERROR, f"{source} returned {shown(value)}; must be texts, or texts and images")
 
 
 def check_reward(value: object, *, source: str) -> float:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyrl_train.errors import ConfigError, DataError, EngineError, Violation
+from skyrl_train.images import ImageSpan, ImageSpans
 from skyrl_train.rollout.checked_engine import check_failures, checked_trajectory
 from skyrl_train.rollout.groups import distinct, rollouts_of
 from skyrl_train.rollout.journal import FILE, batch_places, read_group
@@ -73,7 +74,10 @@ class ReplayGenerator:
         self._steps: list[_RecordedStep] = []
         self._loaded: tuple[Path, dict[int, RolloutBatch]] | None = None
         self._shape = shape
+        self._spans: dict[str, ImageSpan] = {}
         path = Path(path).expanduser()
+        self.images_folder = (path if path.is_dir() else path.parent).parent / "images"
+        """Where the run that was recorded has its images."""
         journal = path / FILE if path.is_dir() else path
         if journal.name == FILE and journal.is_file():
             for index, groups in enumerate(batch_places(journal)):
@@ -101,6 +105,11 @@ class ReplayGenerator:
     def prompts(self) -> list[Prompt]:
         """The prompts of all steps, in order."""
         return [prompt for step in self._steps for prompt in step.prompts]
+
+    @property
+    def images(self) -> ImageSpans:
+        """Each image of the recording once, without pixels."""
+        return tuple(span for _, span in sorted(self._spans.items()))
 
     def check(self, *, train_batch_size: int, n_samples_per_prompt: int, total_steps: int) -> None:
         """Raises ConfigError, with all violations, where a run of these sizes cannot be replayed from the recording."""
@@ -210,6 +219,8 @@ class ReplayGenerator:
         checked = [checked_trajectory(trajectory, **self._limits) for trajectory in batch.trajectories]
         refused = [after for before, after in zip(batch.trajectories, checked) if after.failed and not before.failed]
         check_failures(refused, len(checked), limit=self._max_failed_fraction)
+        spans = (span for each in checked for turn in each.turns for span in turn.images)
+        self._spans |= {span.image.key: span for span in spans}
         return replace(batch, trajectories=tuple(checked))
 
 

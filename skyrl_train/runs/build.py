@@ -71,23 +71,23 @@ def build_rollouts(
     host: Host,
 ) -> RolloutParts:
     """Return what makes rollouts with the engine of `host`, or reads them from a recording. `stack` closes it."""
-    engines = host.engines
+    from skyrl_train.data.images import IMAGES
+    from skyrl_train.telemetry.run_folder import RunFolder
+
+    engines, IMAGES.folder = host.engines, RunFolder(Path(config.output_dir)).images
     if recording is not None:
         from skyrl_train.weight_sync.transport import NoTransport
 
         return RolloutParts(generator=recording, transport=NoTransport())
     from skyrl_train.config.mix import mixed_datasets
-    from skyrl_train.data.images import IMAGES
     from skyrl_train.inference.vllm_tools import make_tool_parser
     from skyrl_train.model.causal_lm import load_tokenizer
     from skyrl_train.model.vocabulary import vocabulary_size
     from skyrl_train.rollout.generator import RolloutGenerator
-    from skyrl_train.telemetry.run_folder import RunFolder
 
     tokenizer = load_tokenizer(config.model)
     assert engines is not None, "whatever is no recording is an engine"
     _load_reward_models(config, host, stack)
-    IMAGES.folder = RunFolder(Path(config.output_dir)).images
     generator = RolloutGenerator(
         engines.engine,
         tokenizer,

@@ -40,8 +40,11 @@ from skyrl_train.config.load import load_root
 from skyrl_train.config.placement import PlacementConfig, StrategyConfig
 from skyrl_train.config.schema import Config, PlatformConfig
 from skyrl_train.config.sft import SFTConfig, sft_learner_settings
+from skyrl_train.data.images import IMAGES
 from skyrl_train.errors import DataError
+from skyrl_train.images import with_pixels
 from skyrl_train.learner.state import read_tensors
+from skyrl_train.model.image_processor import image_reader
 from skyrl_train.plan.dry_run import plan_batches
 from skyrl_train.runs.build import Host, build_learners, size_micro_batches
 from skyrl_train.runs.common import prepare_process
@@ -92,7 +95,15 @@ class Opened:
         if not (self.folder / BATCH_FILE).is_file():
             reason = self.capsule.refusal.error if self.capsule.refusal else "its file is missing"
             raise DataError(f"step {self.capsule.step} has no training batch: {reason}")
-        return read_batch(self.folder / BATCH_FILE)
+        batch = read_batch(self.folder / BATCH_FILE)
+        if not batch.metadata.images:
+            return batch
+        try:
+            read = image_reader(self.config.model, self.config.data.images)
+            images = tuple(with_pixels(spans, read) for spans in batch.metadata.images)
+        except ValueError as error:
+            raise DataError(f"{self.folder / BATCH_FILE}: {error}") from error
+        return replace(batch, metadata=replace(batch.metadata, images=images))
 
     def closed(self) -> MiniBatch:
         """The one mini-batch of a step of supervised training, as it was recorded. Raises DataError."""
@@ -118,6 +129,7 @@ def open_capsule(run: Path, step: int) -> Opened:
     folder = find_capsule(RunFolder(run).capsules, step)
     verify(folder)
     capsule = Capsule.read(folder)
+    IMAGES.recorded.append(RunFolder(run).images)
     before, after = folder, None
     if capsule.refusal is None:
         states = RunFolder(run).capsules / STATES

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig
+from skyrl_train.config.data import NO_HELD_OUT, DataConfig, EnvironmentConfig, ImagesConfig
 from skyrl_train.config.image_rules import layout_violations
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.placement import StrategyConfig
@@ -15,6 +16,9 @@ from skyrl_train.rollout.row_checks import checked_prompts
 from skyrl_train.runs.build import chat_tokens
 from skyrl_train.types import Prompt
 from skyrl_train.wording import counted
+
+if TYPE_CHECKING:
+    from skyrl_train.rollout.replay import ReplayGenerator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,3 +147,22 @@ def require_exact_images(
     found = [*others, *(layout_violations(layout, strategy.sequence_parallel_size) if pads_rows(model) else ())]
     if found:
         raise ConfigError(found)
+
+
+def check_recorded_images(
+    recording: ReplayGenerator, model: ModelConfig, settings: ImagesConfig, layout: str, strategy: StrategyConfig
+) -> None:
+    """Read each image of a recording, whose run kept them. Raises DataError where one is missing or changed, or has another
+    number of tokens; ModelError for a model that reads none; ConfigError as `require_exact_images` does."""
+    from skyrl_train.data.images import IMAGES
+    from skyrl_train.images import with_pixels
+    from skyrl_train.model.image_processor import image_reader
+
+    if not recording.images:
+        return
+    IMAGES.recorded.append(recording.images_folder)
+    try:
+        with_pixels(recording.images, image_reader(model, settings))
+    except ValueError as error:
+        raise DataError(f"generator.replay_path: {error}") from error
+    require_exact_images(model, layout, strategy)

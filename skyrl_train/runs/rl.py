@@ -16,7 +16,7 @@ from skyrl_train.config.platform import Devices, local_devices
 from skyrl_train.config.rewards import reward_entries, with_reward_components
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import validate_config
-from skyrl_train.errors import ConfigError, DataError
+from skyrl_train.errors import ConfigError
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.runs.build import (
     build_evaluator,
@@ -229,6 +229,7 @@ def ppo_settings(config: Config) -> PPOSettings:
 def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> AssemblySettings:
     """What assembly reads of `config`; `rows` in place of `generator.trajectory_rows` where it is given."""
     from skyrl_train.batch.assemble import AssemblySettings
+    from skyrl_train.model.image_processor import image_reader
 
     def shares(num_workers: int) -> int:
         return data_parallel_size(num_workers, config.strategy.ranks_per_share)
@@ -239,6 +240,7 @@ def assembly_settings(config: Config, *, rows: PartSpec | None = None) -> Assemb
         policy_shares=shares(config.placement.policy_num_workers),
         critic_shares=shares(config.placement.critic_num_workers) if config.critic.model.path else None,
         max_staleness=None if config.generator.backend == "replay" else config.trainer.max_staleness,
+        read_image=image_reader(config.model, config.data.images),
     )
 
 
@@ -371,6 +373,7 @@ def _replayed_data(config: Config) -> Data:
     from skyrl_train.algorithms.filters import shape_rewards
     from skyrl_train.model.vocabulary import vocabulary_size
     from skyrl_train.rollout.replay import ReplayGenerator
+    from skyrl_train.runs.prompts import check_recorded_images
     from skyrl_train.trainers.state import DataFingerprint
 
     recording = ReplayGenerator(
@@ -386,9 +389,7 @@ def _replayed_data(config: Config) -> Data:
         total_steps=config.trainer.total_steps,
     )
     prompts = recording.prompts
-    if has_images(prompts):
-        rule = "its prompts have images, with which rollouts cannot be replayed. Generate them anew with generator=hf"
-        raise DataError(f"{config.generator.replay_path}: {rule}")
+    check_recorded_images(recording, config.model, config.data.images, config.trainer.layout, config.strategy)
     return Data(
         train=recording.batch,
         fingerprint=DataFingerprint.of(prompts),

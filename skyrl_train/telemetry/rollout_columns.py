@@ -8,8 +8,9 @@ their turns. A trajectory that failed before its first turn has one row, whose `
                        sum over its turns), greedy_reward, env_class, dataset: in each of its rows
                        prompt, extras, tools, first_messages, metrics, rewards (JSON), teacher_prompt_token_ids: in its first
     of the turn        turn, parent, reward, text, observations (JSON), tool_calls (JSON; null where none was
-                       read), stop_reason, versions, added_token_ids, response_token_ids, routed_experts (flat, with its
-                       shape)
+                       read), stop_reason, versions, added_token_ids, images (JSON, `[start, tokens, SHA-256 sum]` of each
+                       among the added tokens; null where there are none), response_token_ids, routed_experts (flat,
+                       with its shape)
     of its tokens      logprobs (the engine's), loss_mask, advantages, policy_logprobs, reference_logprobs, entropies:
                        lists as long as response_token_ids; null where there are none
 
@@ -73,6 +74,7 @@ KINDS = {
     "stop_reason": "text",
     "versions": "runs",
     "added_token_ids": "ids",
+    "images": "text",
     "response_token_ids": "ids",
     "routed_experts": "experts",
     "routed_experts_shape": "ids",

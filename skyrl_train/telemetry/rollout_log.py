@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.errors import DataError
+from skyrl_train.images import as_record, from_record
 from skyrl_train.telemetry.json_text import json_problem, parse_json, shown
 from skyrl_train.turns import NO_ROUTING, decode_routing, encode_routing
 from skyrl_train.types import (
@@ -110,6 +111,8 @@ def _encode_turn(turn: Turn) -> dict[str, Any]:
         record["loss_mask"] = turn.loss_mask.tolist()
     if len(turn.routed_experts):
         record["routed_experts"] = encode_routing(turn.routed_experts)
+    if turn.images:
+        record["images"] = as_record(turn.images)
     return record
 
 
@@ -238,6 +241,7 @@ def _decode_turn(record: Mapping[str, Any], earlier: Sequence[Turn]) -> Turn:
         stop_reason=StopReason(record.get("stop_reason", StopReason.STOP.value)),
         weight_versions=_versions(record.get("weight_versions", [[0, record.get("weight_version", 0)]])),
         routed_experts=decode_routing(record["routed_experts"]) if "routed_experts" in record else NO_ROUTING,
+        images=from_record(record.get("images", [])),
     )
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.errors import DataError
+from skyrl_train.images import from_record
 from skyrl_train.telemetry.json_text import parse_json, shown
 from skyrl_train.telemetry.rollout_columns import (
     FLOAT_COLUMNS,
@@ -208,6 +209,7 @@ def _decode_turn(row: Mapping[str, Any], number: int, *, allow_infinite: bool) -
         stop_reason=StopReason(row["stop_reason"] or StopReason.STOP.value),
         weight_versions=(VersionRun(0, 0),) if runs is None else tuple(VersionRun(*run) for run in runs.tolist()),
         routed_experts=routed,
+        images=from_record(parse_json(row["images"] or "[]")),
     )
 
 

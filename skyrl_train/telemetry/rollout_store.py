@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from skyrl_train.images import as_record
 from skyrl_train.telemetry import rollout_reading
 from skyrl_train.telemetry.files import bring_to_disk, sync_folder
 from skyrl_train.telemetry.json_text import json_text, writable_text
@@ -271,6 +272,7 @@ def _turn_row(turn: Turn) -> dict[str, Any]:
         "stop_reason": turn.stop_reason.value,
         "versions": turn.weight_versions,
         "added_token_ids": turn.added_token_ids,
+        "images": json_text(as_record(turn.images)) if turn.images else None,
         "response_token_ids": turn.response_token_ids,
         "logprobs": turn.response_logprobs if len(turn.response_logprobs) else None,
         "loss_mask": turn.loss_mask if len(turn.loss_mask) else None,

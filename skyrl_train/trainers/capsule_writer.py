@@ -28,6 +28,7 @@ from skyrl_train.capsules.record import (
     step_name,
     write_batch,
 )
+from skyrl_train.data.images import IMAGES
 from skyrl_train.errors import BatchError, NonFiniteError, SkyrlTrainError
 from skyrl_train.interfaces import HeldState
 from skyrl_train.telemetry.console import RunConsole
@@ -142,8 +143,11 @@ class CapsuleWriter:
         """Write all that is no model."""
         shutil.copyfile(self._folder.config_file, folder / CONFIG_FILE)
         closed = batch if isinstance(batch, MiniBatch) else None
-        if batch is not None:
-            write_batch(folder / BATCH_FILE, batch.batch if isinstance(batch, MiniBatch) else batch)
+        rows = batch.batch if isinstance(batch, MiniBatch) else batch
+        if rows is not None:
+            write_batch(folder / BATCH_FILE, rows)
+            used = {span.image.key for spans in rows.metadata.images for span in spans}
+            IMAGES.keep(sorted(used), self._folder.images)
         if rollouts is not None:
             _link(rollouts, folder / rollouts.name)
         Capsule(

@@ -7,6 +7,7 @@
     trajectory  one trajectory with what is known of each token
     records     everything else in a run's folder: metrics, timeline, settings
     tails       what of it grows: lines of records, and of the log
+    pictures    images that messages name by their sums
     server      who may ask, and how; `export` puts answers and page into one file
 
 A folder is only read: it is never opened for writing and never locked, and what vanishes or is half written while it is
@@ -23,6 +24,7 @@ from typing import Any
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
 from skyrl_train.view import records
 from skyrl_train.view.filters import Arguments, Endpoint, NotThereError, chosen_run
+from skyrl_train.view.pictures import Picture, read_picture
 from skyrl_train.view.rollout_answers import RolloutAnswers
 from skyrl_train.view.rollouts import RolloutIndex
 from skyrl_train.view.sources import Run
@@ -66,6 +68,12 @@ class Answers:
         except (ValueError, SkyrlTrainError) as error:
             return 400, {"error": str(error), "problems": problems}
         return 200, found | {"problems": problems}
+
+    def picture(self, run: str, name: str) -> Picture:
+        """Return an image of a run by its sum. Raises ValueError, NotThereError."""
+        if run not in self._runs:
+            raise NotThereError(f"run={run} is not one of {', '.join(self._runs)}")
+        return read_picture(self._runs[run], name)
 
     def _list_runs(self, arguments: Arguments, problems: list[str]) -> Json:
         del arguments

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from skyrl_train.errors import ModelError
 from skyrl_train.view.answers import Answers, to_json
+from skyrl_train.view.pictures import sums_in
 
 _STYLE = re.compile(r'<link rel="stylesheet" href="static/(?P<name>[^"]+)">')
 _SCRIPT = re.compile(r'<script src="static/(?P<name>[^"]+)" defer></script>\n?')
 _POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 _LIMIT = 200
 _MOST = 2000
+_MOST_PICTURES = 32_000_000
+"""Characters of all images; those that are over are named in their places."""
 _SAFE = "!'()*-._~"
 """What `encodeURIComponent` leaves as it is."""
 
@@ -38,6 +42,7 @@ def write_report(answers: Answers, query: Sequence[tuple[str, str]], static: Pat
     found["api/runs"]["runs"] = [run for run in found["api/runs"]["runs"] if run["id"] in runs]
     for run in runs:
         found |= _of_run(answers, run, filters, limit)
+    found |= _pictures(answers, found)
     if len(runs) > 1:
         found[_key("api/diff", [("runs", ",".join(runs))])] = _get(answers, "api/diff", [("runs", ",".join(runs))])
     data = {
@@ -82,6 +87,31 @@ def _of_run(answers: Answers, run: str, filters: Sequence[tuple[str, str]], limi
             if (key := _key(path, arguments)) not in found:
                 found[key] = _get(answers, path, arguments)
     return found
+
+
+def _pictures(answers: Answers, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the images that the answers name, as the page asks for them: each as a `data:` URL, or why it is not there."""
+    wanted = {
+        (answer["run"], name): None
+        for path, answer in found.items()
+        if path.startswith(("api/trajectory?", "api/group?", "api/prompt?"))
+        for name in sums_in(answer)
+    }
+    made: dict[str, Any] = {}
+    left = _MOST_PICTURES
+    for run, name in wanted:
+        try:
+            url = answers.picture(run, name).url()
+            if len(url) > left:
+                raise ValueError(
+                    f"image {name[:12]} is not in the report, whose images take {_MOST_PICTURES:,} characters"
+                )
+            left -= len(url)
+            picture = {"data": url}
+        except (LookupError, ValueError, ModelError) as error:
+            picture = {"error": str(error)}
+        made[_key("api/image", [("run", run), ("sum", name)])] = picture
+    return made
 
 
 def _get(answers: Answers, path: str, arguments: Sequence[tuple[str, str]]) -> dict[str, Any]:

@@ -42,7 +42,8 @@ _SUMMARY = """
         any_value(env_class), any_value(dataset), any_value(outcome), any_value(failure_kind), any_value(failure_message),
         any_value(failure_turn), any_value(error), any_value(trajectory_reward), max(num_turns),
         sum(len(response_token_ids)), arg_max(stop_reason, turn),
-        left(any_value(CASE WHEN json_valid(prompt) THEN coalesce(prompt->>'$[#-1].content', prompt) ELSE prompt END), 240),
+        left(any_value(CASE WHEN json_valid(prompt) THEN coalesce(prompt->>'$[#-1].content[#-1].text',
+            prompt->>'$[#-1].content', prompt) ELSE prompt END), 240),
         left(arg_max(text, turn), 240),
         any_value(CASE WHEN json_valid(metrics) THEN try_cast(metrics->>'$.solved' AS DOUBLE) END)
     FROM {rows} GROUP BY ALL"""

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from skyrl_train.errors import ModelError
 from skyrl_train.view.answers import Answers, to_json
 from skyrl_train.view.export import write_report
+from skyrl_train.view.filters import NotThereError
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -82,6 +84,18 @@ def make_app(answers: Answers, *, token: str, static: Path = STATIC) -> Starlett
 
         return as_json(*await run_in_threadpool(made))
 
+    async def image(request: Request) -> Response:
+        def made() -> Response:
+            try:
+                found = answers.picture(request.query_params.get("run", ""), request.query_params.get("sum", ""))
+            except NotThereError as error:
+                return as_json(404, to_json({"error": str(error), "problems": []}))
+            except (ValueError, ModelError) as error:
+                return as_json(400, to_json({"error": str(error), "problems": []}))
+            return Response(found.data, media_type=found.media_type)
+
+        return await run_in_threadpool(made)
+
     async def export(request: Request) -> Response:
         def made() -> tuple[int, str, dict[str, str]]:
             try:
@@ -104,6 +118,7 @@ def make_app(answers: Answers, *, token: str, static: Path = STATIC) -> Starlett
     routes = [
         Route("/", file),
         Route("/api/export", export),
+        Route("/api/image", image),
         Route("/api/{name}", answer),
         Route("/static/{name:path}", file),
     ]

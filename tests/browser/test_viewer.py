@@ -14,6 +14,7 @@ pytest.importorskip("duckdb")
 
 from browser_pages import PHONE, Page, export, served
 
+from tests.support.pictured_runs import write_pictured_run
 from tests.support.view_runs import append_records, write_large_run, write_run
 
 pytestmark = pytest.mark.browser
@@ -346,3 +347,25 @@ def test_a_hundred_thousand_turns_are_shown_and_scrolled_through(chromium: Any, 
         page.until(middle % (total // 2))
         assert page.js("return document.querySelectorAll('.row').length") < 60
         assert page.errors() == []
+
+
+def test_images_stand_where_messages_have_them_and_what_is_damaged_is_named(chromium: Any, tmp_path: Path) -> None:
+    sums = write_pictured_run(tmp_path / "pictured")
+    export(tmp_path / "report.html", [tmp_path / "pictured"], limit=5)
+    where = {"run": "pictured", "purpose": "train", "step": 1, "uid": "p"}
+    sizes = "return [...document.images].map((e) => [e.complete, e.naturalWidth, e.naturalHeight])"
+    with served(tmp_path / "pictured") as address:
+        for page in (Page(chromium, address), Page(chromium, (tmp_path / "report.html").as_uri())):
+            for view, sample in (("trajectory", {"sample": 0}), ("group", {})):
+                page.open(view, **where, **sample)
+                page.until("return document.querySelectorAll('.picture .missing').length === 5")
+                page.until("return [...document.images].every((e) => e.complete)")
+                assert page.js(sizes) == [[True, 12, 10]] * 3
+                said = page.texts(".picture .missing")
+                names = ("changed", "cut", "svg", "html", "missing")
+                assert [text.split()[1] for text in said] == [sums[name][:12] for name in names]
+                assert "its file was changed" in said[0]
+                assert "is missing" in said[-1]
+                assert page.js("return window.pwned") is None
+                assert any("which colour?" in text for text in page.texts(".message.user .content"))
+            page.driver.get_log("browser")  # the refused requests for images

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
+from typing import Any
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+
+PICTURE = Path(__file__).parents[2] / "docs/images/viewer_phone.png"
 
 server = MCPServer("numbers")
 
@@ -34,6 +38,12 @@ def sleep(seconds: float) -> str:
     """Answers late."""
     time.sleep(seconds)
     return "awake"
+
+
+@server.tool(structured_output=False)
+def picture() -> list[Any]:
+    """Shows a picture."""
+    return ["look", Image(path=PICTURE)]
 
 
 if __name__ == "__main__":

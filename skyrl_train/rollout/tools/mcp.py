@@ -83,9 +83,11 @@ class McpServer:
                 _CONNECTIONS[key] = _Connection(self._settings, self._name, self._timeout_s)
             return _CONNECTIONS[key]
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return the text of a tool's result. Raises ToolError with what the server calls an error, ToolUnavailable where it
-        has ended or does not answer."""
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str | list[dict[str, str]]:
+        """Return the text of a tool's result, or its texts and images.
+
+        Raises ToolError with what the server calls an error, ToolUnavailable where it has ended or does not answer.
+        """
         try:
             connection = await asyncio.to_thread(self.connection)
         except ConfigError as error:
@@ -98,7 +100,10 @@ class McpServer:
                     del _CONNECTIONS[key]
             connection.begin_close()
             raise
-        texts = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
+        parts = [_part(block) for block in result.content]
+        if not result.is_error and any(part["type"] == "image" for part in parts):
+            return parts
+        texts = [part.get("text", "[image]") for part in parts]
         text = "\n".join(texts) if texts else json.dumps(result.structured_content, default=str)
         if result.is_error:
             raise ToolError(text)
@@ -112,7 +117,7 @@ class _RemoteTool:
         self.schema = schema
         self._server = server
 
-    async def __call__(self, **arguments: Any) -> str:
+    async def __call__(self, **arguments: Any) -> str | list[dict[str, str]]:
         return await self._server.call(self.schema["function"]["name"], arguments)
 
 
@@ -265,6 +270,13 @@ def _close_all() -> None:
 
 
 atexit.register(_close_all)
+
+
+def _part(block: Any) -> dict[str, str]:
+    """Return a block of a result as a part of a message; what is neither text nor image is named."""
+    if block.type == "image":
+        return {"type": "image", "image": f"data:{block.mime_type};base64,{block.data}"}
+    return {"type": "text", "text": block.text if block.type == "text" else f"[{block.type}]"}
 
 
 def _schema(tool: Any) -> Schema:

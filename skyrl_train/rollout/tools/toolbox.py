@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from skyrl_train.config.parts import TOOLS
+from skyrl_train.data.images import is_image
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec
 
@@ -38,7 +39,10 @@ class ToolUnavailable(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Tool:
-    """What is called by its name, with arguments by theirs; its result, awaited where it can be, is text or becomes JSON."""
+    """What is called by its name, with arguments by theirs; its result, awaited where it can be, is text or becomes JSON.
+
+    One with images is a part `{"type": "image", "image": "data:image/png;base64,..."}`, or a list of such parts and texts.
+    """
 
     name: str
     call: Any
@@ -97,6 +101,8 @@ class Toolbox:
     async def run(self, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return `{"content": text, "failed": bool}` for each call `{"name": ..., "arguments": {...}}`.
 
+        The content of a result with images is a list of texts and images.
+
         Asynchronous tools run together. Raises ToolUnavailable, and MemoryError.
         """
         return list(await asyncio.gather(*map(self._run_one, calls)))
@@ -112,14 +118,17 @@ class Toolbox:
         try:
             result = self._tools[call["name"]].call(**call["arguments"])
             result = await result if inspect.isawaitable(result) else result
-            content = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            content = _content(result)
         except (ToolUnavailable, MemoryError):
             raise
         except Exception as error:
             kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
             text = f"Error: {kind}{' '.join(str(error)[:_MAX_ERROR_CHARACTERS].split())}"
             return {"content": self._bounded(text), "failed": True}
-        return {"content": self._bounded(content), "failed": False}
+        if isinstance(content, str):
+            return {"content": self._bounded(content), "failed": False}
+        parts = [{**each, "text": self._bounded(each["text"])} if "text" in each else each for each in content]
+        return {"content": parts, "failed": False}
 
     def _bounded(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode()
@@ -138,6 +147,30 @@ class Toolbox:
         several = made if isinstance(made, (list, tuple)) else _tools_of(made)
         for each in (made,) if several is None else several:
             yield as_tool(each, target, setting)
+
+
+def _content(result: object) -> str | list[dict[str, Any]]:
+    """Return a result as a message has it: a text, or texts and images in their order."""
+    if isinstance(result, str):
+        return result
+    parts: list[Any] = list(result) if isinstance(result, (list, tuple)) else [result]
+    if not any(map(is_image, parts)):
+        return json.dumps(result, ensure_ascii=False, default=str)
+    return [
+        dict(part) if is_image(part) else {"type": "text", "text": part["text"] if _is_text(part) else _content(part)}
+        for part in parts
+    ]
+
+
+def is_content(value: object) -> bool:
+    """Whether a value is what a tool's message may hold: a text, or a list of texts and images."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and all(_is_text(part) or is_image(part) for part in value)
+    )
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 def as_tool(value: object, owner: str, setting: str = TOOLS.setting) -> Tool:

@@ -172,15 +172,41 @@ function treeElement({ turns }, state, onPath) {
 }
 
 function messageElement(message) {
-  const content = typeof message.content === "string" ? message.content : JSON.stringify(message.content, null, 1);
   const role = String(message.role || "message");
   return h(
     "div",
     { class: `message ${["user", "system", "tool", "assistant"].includes(role) ? role : "other"}` },
     h("span.role", role),
-    h("div.content", content),
+    h("div.content", contentParts(message.content)),
     (message.tool_calls || []).map(callElement),
   );
+}
+
+// Text, or texts and images in their order; anything else as JSON.
+function contentParts(content) {
+  if (typeof content === "string") return content;
+  const isImage = (part) => part && part.type === "image" && typeof part.image === "string";
+  if (!Array.isArray(content) || !content.some(isImage)) return JSON.stringify(content, null, 1);
+  return content.map((part) =>
+    isImage(part) ? pictureElement(part.image) : part && typeof part.text === "string" ? part.text : JSON.stringify(part),
+  );
+}
+
+// An image by its name, the sum of its file. In the place of one that is missing or damaged stands what is wrong with it.
+function pictureElement(reference) {
+  const sum = reference.replace(/^sha256:/, "");
+  const source = address("api/image", { run: readState().run, sum });
+  const frame = h("span.picture");
+  const lacks = (reason) => replaceChildren(frame, h("span.missing", { role: "img" }, reason));
+  const held = exportedReport && (exportedReport.answers[source] || { error: `image ${sum.slice(0, 12)} is not in the report` });
+  if (held && held.error) {
+    lacks(held.error);
+    return frame;
+  }
+  const failed = () => fromServer(source).catch((error) => lacks(error.message));
+  const image = h("img", { src: held ? held.data : source, alt: `image ${sum.slice(0, 12)}`, title: reference, on: { error: failed } });
+  frame.append(image);
+  return frame;
 }
 
 function callElement(call) {

@@ -21,6 +21,7 @@ from skyrl_train.capsules.record import (
     write_batch,
 )
 from skyrl_train.errors import DataError
+from skyrl_train.images import Image, ImageSpan
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers import steps
 from skyrl_train.types import RolloutBatch
@@ -70,6 +71,8 @@ def test_a_batch_is_read_as_it_was_written_nan_included(tmp_path: Path) -> None:
     rewards = batch["rewards"].clone()
     rewards[1] = torch.nan
     batch = batch.with_columns(rewards=rewards)
+    spans = [(ImageSpan(1, Image(key="ab" * 32, num_tokens=2)),), *[()] * (batch.num_rows - 1)]
+    batch = replace(batch, metadata=replace(batch.metadata, images=tuple(spans)))
     write_batch(tmp_path / "batch", batch)
     found = read_batch(tmp_path / "batch")
     assert found.metadata == batch.metadata

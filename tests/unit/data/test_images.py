@@ -109,3 +109,26 @@ def test_prompts_of_a_parquet_file_with_encoded_images(tmp_path: Path) -> None:
     assert len(references_in(prompt.messages)) == 1
     assert prompt.extras["images"] == references_in(prompt.messages)
     assert np.array_equal(prompt.messages[0]["content"][1]["text"], "what?")
+
+
+def test_images_of_another_run_are_found_by_their_sums_and_kept(tmp_path: Path) -> None:
+    store, data = ImageStore(), png()
+    reference = store.add(data)
+    store.keep([reference.removeprefix(REFERENCE)], tmp_path / "theirs")
+    other = ImageStore()
+    other.folder = tmp_path / "own"
+    with pytest.raises(DataError, match=rf"{reference} is not in {tmp_path}/own\. Put it back"):
+        other.read(reference)
+    other.recorded.append(tmp_path / "theirs")
+    assert other.read(reference) == data
+    assert (tmp_path / "own" / reference.removeprefix(REFERENCE)).read_bytes() == data
+
+
+def test_what_is_on_disk_does_not_stay_in_memory(tmp_path: Path) -> None:
+    store = ImageStore()
+    store.folder = tmp_path
+    reference = store.add(png())
+    assert store.read(reference) == png()
+    (tmp_path / reference.removeprefix(REFERENCE)).write_bytes(png(16))
+    with pytest.raises(DataError, match="was changed"):
+        store.read(reference)

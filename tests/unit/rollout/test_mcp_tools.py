@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import re
 import sys
@@ -21,6 +22,7 @@ from skyrl_train.rollout.generator import most_workers
 from skyrl_train.rollout.tools.mcp import McpServer, _close_all
 from skyrl_train.rollout.tools.toolbox import Toolbox, ToolUnavailable, tool_schemas
 
+PICTURE = Path(__file__).parents[3] / "docs/images/viewer_phone.png"
 SERVER = [sys.executable, str(Path(__file__).parents[2] / "support" / "mcp_server.py")]
 
 
@@ -46,7 +48,7 @@ def use(toolbox: Toolbox, name: str, **arguments: Any) -> tuple[str, bool]:
 def test_a_server_is_called_told_of_its_errors_and_started_again_when_it_ends() -> None:
     toolbox = Toolbox([mcp(command=SERVER, timeout_s=60.0)])
     schemas = {schema["function"]["name"]: schema["function"] for schema in toolbox.schemas()}
-    assert list(schemas) == ["multiply", "refuse", "die", "sleep"]
+    assert list(schemas) == ["multiply", "refuse", "die", "sleep", "picture"]
     assert schemas["multiply"]["description"] == "Multiplies two numbers."
     assert schemas["multiply"]["parameters"]["required"] == ["a", "b"]
     assert use(toolbox, "multiply", a=6, b=7) == ("42", False)
@@ -122,3 +124,13 @@ def test_servers_that_workers_start_are_not_as_many_as_trajectories() -> None:
 def test_a_server_named_twice_is_one() -> None:
     with pytest.raises(ConfigError, match="needs either"):
         McpServer(command=["x"], url="y")
+
+
+def test_a_picture_of_a_server_is_a_part_of_the_result() -> None:
+    toolbox = Toolbox([mcp(command=SERVER, timeout_s=60.0, only=["picture"], env={"OWN": "1"})])
+    (result,) = asyncio.run(toolbox.run([{"name": "picture", "arguments": {}}]))
+    text, image = result["content"]
+    assert (text, result["failed"]) == ({"type": "text", "text": "look"}, False)
+    head, _, data = image["image"].partition(",")
+    assert (image["type"], head) == ("image", "data:image/png;base64")
+    assert base64.b64decode(data) == PICTURE.read_bytes()

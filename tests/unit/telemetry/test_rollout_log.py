@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.errors import DataError
+from skyrl_train.images import Image, ImageSpan
 from skyrl_train.telemetry.rollout_log import decode_trajectory, encode_trajectory, read_json_lines
 from skyrl_train.types import (
     Failure,
@@ -46,6 +48,7 @@ def make_turn(**changes: Any) -> Turn:
 
 def make_trajectory(sample: int = 0, **changes: Any) -> Trajectory:
     second = make_turn(parent=0, added_token_ids=(4,), response_token_ids=(8,), response_logprobs=(-1e-17,))
+    second = replace(second, images=(ImageSpan(0, Image(key="ab" * 32, num_tokens=1)),))
     fields: dict[str, Any] = {
         "prompt_uid": "train-17",
         "sample_index": sample,
