@@ -17,7 +17,9 @@ import binascii
 import hashlib
 import io
 import os
+import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,11 +32,12 @@ from skyrl_train.data.rows import Row
 from skyrl_train.errors import DataError, ModelError
 from skyrl_train.images import Image, ImageSpans, find_spans
 from skyrl_train.telemetry.json_text import shown
-from skyrl_train.types import ChatMessage, TokenIds
+from skyrl_train.types import ChatMessage, TokenIds, Tokenizer
 
 REFERENCE = "sha256:"
 _TIMEOUT_S = 30.0
-"""For an image's URL to answer."""
+"""For an image's URL to answer, and to send the image whole."""
+_READ_BYTES = 1 << 16
 _COLUMNS = ("images", "image")
 """Columns that hold images where `data.images.column` is not set, if what they hold is an encoded image."""
 _GIVEN_AS = ("image", "path", "bytes", "url", "image_url")
@@ -127,6 +130,14 @@ class ImageReading:
     def spans(self, token_ids: TokenIds, messages: Iterable[ChatMessage], start: int = 0) -> ImageSpans:
         """Return where the images of `messages` stand in `token_ids` from `start` on. Raises ValueError, DataError."""
         return find_spans(token_ids.tolist(), self.placeholder, self.of(messages), start)
+
+    def written(self, text: str, tokenizer: Tokenizer) -> str:
+        """Return a rendered text as the family's processor writes it. Where the template writes only what begins an image,
+        its placeholder and its end follow, with empty lines around them."""
+        if self.marks is None:
+            return text
+        begin, end, placeholder = (str(tokenizer.decode([each])) for each in (*self.marks, self.placeholder))
+        return text.replace(begin, f"\n\n{begin}{placeholder}{end}\n\n")
 
     def with_references(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """Return what an environment, or a tool, said with references in place of its images, which are given in the
@@ -309,11 +320,25 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _fetched(url: str, settings: ImagesConfig) -> bytes:
-    if not any(url.startswith(allowed) for allowed in settings.urls):
+    if not any(_is_below(url, allowed) for allowed in settings.urls):
         raise ValueError(f"{url} begins with none of data.images.urls={list(settings.urls)}")
-    with urllib.request.build_opener(_NoRedirect).open(url, timeout=_TIMEOUT_S) as answer:
-        data: bytes = answer.read(settings.max_bytes + 1)
-    return data
+    found, ends = bytearray(), time.monotonic() + _TIMEOUT_S
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(url, timeout=_TIMEOUT_S) as answer:
+            while len(found) <= settings.max_bytes and (part := answer.read1(_READ_BYTES)):
+                found += part
+                if time.monotonic() > ends:
+                    raise ValueError(f"{url} did not send it within {_TIMEOUT_S:g} s")
+    except urllib.error.HTTPError as error:
+        where = error.headers.get("Location")
+        raise ValueError(f"{url} leads to {where}, and redirects are not followed" if where else str(error)) from error
+    return bytes(found)
+
+
+def _is_below(url: str, allowed: str) -> bool:
+    """Whether an address begins with an allowed one, of which a host is whole, and does not leave its folder."""
+    begin = allowed if "/" in allowed.partition("://")[2] else f"{allowed}/"
+    return url.startswith(begin) and ".." not in urllib.parse.unquote(url).split("/")
 
 
 def check_image(data: bytes, *, max_pixels: int) -> None:

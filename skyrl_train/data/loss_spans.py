@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from skyrl_train.data.conversations import Conversation
+from skyrl_train.data.images import ImageReading
 from skyrl_train.errors import DataError
 from skyrl_train.types import ChatMessage, Tokenizer
 
@@ -51,9 +52,12 @@ def trained_messages(conversation: Conversation, loss_on: LossOn, place: str) ->
 class LossSpans:
     """Renders conversations with one tokenizer's template and finds what the assistant wrote."""
 
-    def __init__(self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]) -> None:
-        """`template_kwargs` are handed to the template. Raises DataError where it cannot render a conversation."""
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, template_kwargs: Mapping[str, Any], images: ImageReading | None = None
+    ) -> None:
+        """`template_kwargs` are handed to the template; `images` is how they are read, where the model reads any. Raises
+        DataError where it cannot render a conversation."""
+        self._tokenizer, self._images = tokenizer, images
         self._kwargs = dict(template_kwargs)
         question: ChatMessage = {"role": "user", "content": "1"}
         try:
@@ -148,7 +152,7 @@ class LossSpans:
             add_generation_prompt=generation_prompt,
             **self._kwargs,
         )
-        return str(rendered)
+        return str(rendered) if self._images is None else self._images.written(str(rendered), self._tokenizer)
 
 
 def _common_suffix(left: str, right: str) -> str:

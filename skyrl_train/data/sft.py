@@ -233,7 +233,7 @@ class _Encoder:
             text = content.prompt + content.completion
             return Rendered(text=text, spans=((len(content.prompt), len(text)),))
         if self._spans is None:
-            self._spans = LossSpans(self.tokenizer, self.form.template_kwargs)
+            self._spans = LossSpans(self.tokenizer, self.form.template_kwargs, self._images)
         return self._spans.render(content, trained_messages(content, self.form.loss_on, place), place)
 
     def _tokenise(self, pieces: Sequence[_Piece]) -> list[list[int]]:

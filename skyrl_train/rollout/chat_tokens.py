@@ -216,7 +216,7 @@ class ChatTokens:
             **self._template_kwargs,
         )
         if self._images is not None and self._images.marks is not None and references_in(messages):
-            text = self._with_whole_marks(str(render(tokenize=False)), self._images)
+            text = self._images.written(str(render(tokenize=False)), self._tokenizer)
             rendered = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         else:
             rendered = render(tokenize=True, return_dict=False)
@@ -226,13 +226,6 @@ class ChatTokens:
         if references_in(messages):
             raise ValueError("it has images, and the model reads none: give model.path one that does")
         return token_ids
-
-    def _with_whole_marks(self, text: str, images: ImageReading) -> str:
-        """Return a rendered text in which what begins an image is followed by its placeholder and its end, with empty lines
-        around them, as the family's processor writes it."""
-        begin, end = (str(self._tokenizer.decode([each])) for each in images.marks or ())
-        placeholder = str(self._tokenizer.decode([images.placeholder]))
-        return text.replace(begin, f"\n\n{begin}{placeholder}{end}\n\n")
 
 
 def _missing(after: tuple[int, ...], response: tuple[int, ...]) -> tuple[int, ...]:
