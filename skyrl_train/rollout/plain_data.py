@@ -79,7 +79,8 @@ def scalar(value: Any) -> Any:
 
 def number_in(value: object, most: float) -> float | None:
     try:
-        if isinstance(value, SupportsFloat) and abs(number := float(value)) <= most:
+        # a protocol takes far longer to look for than what most numbers are
+        if isinstance(value, (float, int, SupportsFloat)) and abs(number := float(value)) <= most:
             return number
     except (TypeError, ValueError, OverflowError):
         pass
