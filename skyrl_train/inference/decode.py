@@ -24,15 +24,16 @@ from transformers import PreTrainedModel
 
 from skyrl_train.errors import ModelError
 from skyrl_train.images import content_ids, position_offset
+from skyrl_train.inference.grouped_attention import reads_shared_keys
 from skyrl_train.inference.kv_cache import (
     BatchCache,
-    KeptPrefixes,
     OwnCache,
     num_attention_layers,
     require_exact_cache,
+    right_aligned_mask,
     start_own_cache,
 )
-from skyrl_train.inference.prefill import MAX_POSITIONS, prefill, right_aligned_mask
+from skyrl_train.inference.prefill import MAX_POSITIONS, KeptPrefixes, prefill
 from skyrl_train.inference.sampling import SamplingTable, sample_tokens
 from skyrl_train.rollout.token_stream import Listener
 from skyrl_train.turns import NO_ROUTING, routing_column
@@ -123,6 +124,7 @@ class Decoder:
         self._pad_token_id = pad_token_id
         self._decode_text = decode_text
         self._keeps_older_cache = keeps_older_cache
+        self._shares = reads_shared_keys(model)
         self._prefixes = KeptPrefixes(_MAX_KEPT_BYTES)
 
     def start_wave(self) -> None:
@@ -194,21 +196,24 @@ class Decoder:
             place_of = {sequence: place for place, sequence in enumerate(dict.fromkeys(sequences))}
             if any(row.request.images for row in rows):
                 raise ModelError("generator=hf reads images with models of attention layers alone")
-            cache, logits = start_own_cache(self._model, torch.tensor(list(place_of), device=self._model.device))
+            own, logits = start_own_cache(self._model, torch.tensor(list(place_of), device=self._model.device))
             places = torch.tensor([place_of[sequence] for sequence in sequences], device=self._model.device)
-            cache.take_rows(places)
-            return _Computed(cache=cache, logits=logits[places], lengths=lengths, positions=lengths)
+            own.take_rows(places)
+            mask = right_aligned_mask(lengths, int(lengths.max()))
+            return _Computed(cache=own, logits=logits[places], mask=mask, positions=lengths)
         images = {sequence: row.request.images for sequence, row in zip(sequences, rows) if row.request.images}
         prefilled = prefill(self._model, self._num_layers, sequences, self._prefixes, self._pad_token_id, images)
         further = [position_offset(row.request.images) for row in rows]
+        cache = BatchCache(
+            self._num_layers,
+            reserve=max(map(len, sequences)) + min(new_tokens, _RESERVED_NEW_TOKENS),
+            rows=[prefilled[sequence].state for sequence in sequences],
+            shares=self._shares,
+        )
         return _Computed(
-            cache=BatchCache(
-                self._num_layers,
-                reserve=max(map(len, sequences)) + min(new_tokens, _RESERVED_NEW_TOKENS),
-                rows=[prefilled[sequence].state for sequence in sequences],
-            ),
+            cache=cache,
             logits=torch.stack([prefilled[sequence].logits for sequence in sequences]),
-            lengths=lengths,
+            mask=cache.mask(lengths),
             positions=lengths + torch.tensor(further, device=lengths.device) if images else lengths,
         )
 
@@ -245,8 +250,8 @@ class _Computed:
     cache: BatchCache | OwnCache
     logits: Tensor
     """`[rows, vocab]`, of the next tokens."""
-    lengths: Tensor
-    """int64 `[rows]`, tokens."""
+    mask: Tensor
+    """bool `[rows, columns]`: where the tokens of each row lie."""
     positions: Tensor
     """int64 `[rows]`, of the next tokens."""
 
@@ -271,7 +276,7 @@ class _DecodeState:
         self.cache = computed.cache
         self.is_of_one_version = True
         """Whether the weights that computed the keys and values, all of them, are those of one version."""
-        self.mask = right_aligned_mask(computed.lengths, int(computed.lengths.max()))
+        self.mask = computed.mask
         self._logits = computed.logits
         self._positions = computed.positions
 

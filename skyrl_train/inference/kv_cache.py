@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,14 +33,57 @@ class RowState:
 
     layers: tuple[tuple[Tensor, Tensor], ...]
     """Where experts are recorded, behind these one more pair: int16 `[layers, tokens, k]`, and nothing."""
+    prompt: RowState | None = None
+    """What the row begins with, before `layers`: of a prompt that several samples have in common, once for all of them."""
 
     @property
     def num_tokens(self) -> int:
-        return int(self.layers[0][0].shape[1])
+        return int(self.layers[0][0].shape[1]) + self.num_prompt_tokens
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.prompt.num_tokens if self.prompt else 0
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer)
+        own = sum(tensor.numel() * tensor.element_size() for layer in self.layers for tensor in layer)
+        return own + (self.prompt.num_bytes if self.prompt else 0)
+
+    @property
+    def root(self) -> RowState:
+        """What other rows may have in common with this one."""
+        return self.prompt or self
+
+    def whole(self, layer: int) -> tuple[Tensor, ...]:
+        """The keys and values of all tokens in one layer."""
+        if self.prompt is None:
+            return self.layers[layer]
+        return tuple(torch.cat(parts, dim=1) for parts in zip(self.prompt.layers[layer], self.layers[layer]))
+
+
+@dataclass(frozen=True)
+class SharedKeys:
+    """One layer's keys and values of prompts, each read by all rows that go on from it (`grouped_attention.py`)."""
+
+    keys: Tensor
+    values: Tensor
+    """`[prompts, key heads, tokens, size]`, right-aligned."""
+    slots: Tensor
+    """int64 `[rows]`: a row's place among `most` rows of each prompt."""
+    most: int
+
+    def spread(self, of_rows: Tensor) -> Tensor:
+        """`[rows, key heads, queries, n]` to `[prompts, key heads, most x queries, n]`, zeros where there is no row."""
+        prompts, (_, heads, queries, size) = self.keys.shape[0], of_rows.shape
+        full = of_rows.new_zeros((prompts * self.most, heads, queries, size)).index_copy_(0, self.slots, of_rows)
+        of_prompts = full.view(prompts, self.most, heads, queries, size).transpose(1, 2)
+        return of_prompts.reshape(prompts, heads, self.most * queries, size)
+
+    def collect(self, of_prompts: Tensor, queries: int) -> Tensor:
+        """The inverse of `spread`."""
+        prompts, heads, _, size = of_prompts.shape
+        full = of_prompts.view(prompts, heads, self.most, queries, size).transpose(1, 2)
+        return full.reshape(prompts * self.most, heads, queries, size).index_select(0, self.slots)
 
 
 class ReservedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -57,28 +100,26 @@ class ReservedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._reserve = reserve
         self._length = 0
         self._buffers: tuple[Tensor, Tensor] | None = None
+        self._shared: SharedKeys | None = None
+
+    @property
+    def shared_length(self) -> int:
+        """Columns before those of a row's own."""
+        return self._shared.keys.shape[2] if self._shared else 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         room = max(self._reserve, key_states.shape[2])
         self._buffers = _with_room(key_states[:, :, :0], room), _with_room(value_states[:, :, :0], room)
         self.is_initialized = True
 
-    def fill(self, rows: Sequence[tuple[Tensor, Tensor] | None]) -> None:
-        """Starts with the given rows' tokens, right-aligned; None is a row without any (at least one has some)."""
-        lengths = [0 if row is None else row[0].shape[1] for row in rows]
-        width = max(lengths)
-        example = next(row for row in rows if row is not None)
-        room = max(self._reserve, width)
-        keys, values = (part.new_empty((len(rows), part.shape[0], room, part.shape[2])) for part in example)
-        for buffer in (keys, values):
-            # Masked columns weigh nothing, but nothing times NaN is NaN.
-            buffer[:, :, :width].zero_()
-        self._buffers = keys, values
-        for place, (row, length) in enumerate(zip(rows, lengths)):
-            if row is not None:
-                for buffer, part in zip(self._buffers, row):
-                    buffer[place, :, width - length : width] = part
-        self._length = width
+    def fill(self, rows: Sequence[tuple[Tensor, ...] | None], shared: SharedKeys | None = None) -> None:
+        """Starts with the given rows' tokens, right-aligned; None is a row without any (at least one has some). What is
+        `shared` comes before them."""
+        self._shared = shared
+        room = max(self._reserve - self.shared_length, *(0 if row is None else row[0].shape[1] for row in rows))
+        keys, values = (_right_aligned([None if row is None else row[part] for row in rows], room) for part in (0, 1))
+        self._buffers = keys[0], values[0]
+        self._length = self.shared_length + keys[1]
         self.is_initialized = True
 
     def update(
@@ -88,18 +129,22 @@ class ReservedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         *args: Any,  # noqa: ARG002
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Appends; returns views of everything so far."""
+        """Appends; returns views of everything so far, of what is not shared: that the keys have as `shared`."""
         if self._buffers is None:
             self.lazy_initialization(key_states, value_states)
         keys, values = self._held()
-        end = self._length + key_states.shape[2]
+        begin = self._length - self.shared_length
+        end = begin + key_states.shape[2]
         if end > keys.shape[2]:
-            keys, values = (_with_room(held[:, :, : self._length], int(end * _GROWTH)) for held in (keys, values))
+            keys, values = (_with_room(held[:, :, :begin], int(end * _GROWTH)) for held in (keys, values))
             self._buffers = keys, values
-        keys[:, :, self._length : end] = key_states
-        values[:, :, self._length : end] = value_states
-        self._length = end
-        return keys[:, :, :end], values[:, :, :end]
+        keys[:, :, begin:end] = key_states
+        values[:, :, begin:end] = value_states
+        self._length = self.shared_length + end
+        own = keys[:, :, :end]
+        if self._shared is not None:
+            own.shared = self._shared  # type: ignore[attr-defined]
+        return own, values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._length + query_length, 0
@@ -114,9 +159,11 @@ class ReservedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Keeps the given rows, in that order."""
         keys, values = self._held()
         self._buffers = keys.index_select(0, rows), values.index_select(0, rows)
+        if self._shared is not None:
+            self._shared = replace(self._shared, slots=self._shared.slots[rows])
 
     def read_row(self, place: int, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """A copy of one row's tokens in the given columns."""
+        """A copy of one row's tokens in the given columns, which are counted from what is not shared."""
         keys, values = self._held()
         return keys[place].index_select(1, columns), values[place].index_select(1, columns)
 
@@ -135,19 +182,38 @@ class _NotedCache(Cache):
 class BatchCache:
     """The cache of one batch, all layers."""
 
-    def __init__(self, num_layers: int, *, reserve: int, rows: Sequence[RowState | None] = ()) -> None:
+    def __init__(
+        self, num_layers: int, *, reserve: int, rows: Sequence[RowState | None] = (), shares: bool = False
+    ) -> None:
         """
         Args:
             reserve: Tokens to make room for, those of `rows` included.
             rows: What each row starts with, right-aligned; empty where no row starts with anything.
+            shares: Rows with the same root read it together, where there are at least two for each: the mask's columns
+                are those of the roots, and then those of the rest, both right-aligned.
         """
         self._all = [ReservedLayer(reserve) for _ in range(num_layers + 1)]
         """The last has what `expert_routing.record_routing` notes; empty where nothing is recorded."""
         given = [row for row in rows if row is not None]
+        roots = list({id(row.root): row.root for row in given}.values())
+        # where experts are recorded, rows stand by themselves
+        self._roots = roots if shares and 2 * len(roots) <= len(rows) and len(given[0].layers) == num_layers else []
+        self._root_of = [_index_of(row.root, self._roots) for row in given] if self._roots else []
         for index in range(len(given[0].layers) if given else 0):
-            self._all[index].fill([None if row is None else row.layers[index] for row in rows])
+            if self._roots:
+                self._fill_shared(index, given)
+            else:
+                self._all[index].fill([None if row is None else row.whole(index) for row in rows])
         self._for_model = _NotedCache(layers=list(self._all[:num_layers]))
         self._for_model.routed = self._all[num_layers]
+
+    def mask(self, lengths: Tensor) -> Tensor:
+        """bool `[rows, columns]`: where the tokens lie of rows that have so many."""
+        if not self._roots:
+            return right_aligned_mask(lengths, int(lengths.max()))
+        first = lengths.new_tensor([self._roots[index].num_tokens for index in self._root_of])
+        parts = [right_aligned_mask(part, int(part.max())) for part in (first, lengths - first)]
+        return torch.cat(parts, dim=1)
 
     def arguments(self, mask: Tensor, positions: Tensor) -> dict[str, Any]:
         """What the model takes beside new tokens. `mask` bool `[rows, tokens]`, the new ones included; `positions` are
@@ -157,9 +223,32 @@ class BatchCache:
     def take_rows(self, rows: Tensor) -> None:
         for layer in self._layers:
             layer.take_rows(rows)
+        if self._roots:
+            self._root_of = [self._root_of[row] for row in rows.tolist()]
 
-    def read_row(self, place: int, columns: Tensor) -> RowState:
-        return RowState(tuple(layer.read_row(place, columns) for layer in self._layers))
+    def read_row(self, place: int, columns: Tensor, prompt: RowState | None = None) -> RowState:
+        """A copy of one row's tokens in the given columns; not of `prompt`, which it begins with."""
+        if self._roots:
+            prompt = self._roots[self._root_of[place]]
+            shared = self._layers[0].shared_length
+            columns = columns[prompt.num_tokens :] - shared
+        elif prompt is not None:
+            columns = columns[prompt.num_tokens :]
+        return RowState(tuple(layer.read_row(place, columns) for layer in self._layers), prompt)
+
+    def _fill_shared(self, index: int, rows: Sequence[RowState]) -> None:
+        """Start a layer from the rows, with their roots beside them."""
+        count: Counter[int] = Counter()
+        ranks = []
+        for root in self._root_of:
+            ranks.append(count[root])
+            count[root] += 1
+        most = max(count.values())
+        keys, values = (_right_aligned([root.layers[index][part] for root in self._roots]) for part in (0, 1))
+        slots = torch.tensor([root * most + rank for root, rank in zip(self._root_of, ranks)], device=keys[0].device)
+        shared = SharedKeys(keys=keys[0], values=values[0], slots=slots, most=most)
+        none = tuple(part[:, :0] for part in rows[0].root.layers[index])
+        self._all[index].fill([row.layers[index] if row.prompt else none for row in rows], shared)
 
     def routed(self, place: int, columns: Tensor) -> Tensor | None:
         """int16 `[tokens, layers, k]`: experts of one row's tokens in the given columns, where they are recorded."""
@@ -240,64 +329,36 @@ def num_attention_layers(model: PreTrainedModel) -> int | None:
     return len(layer_types)
 
 
+def right_aligned_mask(lengths: Tensor, width: int) -> Tensor:
+    """bool `[rows, width]`, True in the last `lengths[row]` columns."""
+    return torch.arange(width, device=lengths.device) >= (width - lengths)[:, None]
+
+
+def _right_aligned(parts: Sequence[Tensor | None], room: int = 0) -> tuple[Tensor, int]:
+    """`[heads, tokens, size]` each into one buffer `[parts, heads, room, size]`, and the width that they take of it."""
+    width = max(0 if part is None else part.shape[1] for part in parts)
+    example = next(part for part in parts if part is not None)
+    buffer = example.new_empty((len(parts), example.shape[0], max(room, width), example.shape[2]))
+    begin = 0
+    while begin < len(parts):
+        part, end = parts[begin], begin + 1
+        while end < len(parts) and parts[end] is part:
+            end += 1
+        first = width - (0 if part is None else part.shape[1])
+        # Masked columns weigh nothing, but nothing times NaN is NaN.
+        buffer[begin:end, :, :first] = 0
+        if part is not None:
+            buffer[begin:end, :, first:width] = part
+        begin = end
+    return buffer, width
+
+
+def _index_of(root: RowState, roots: Sequence[RowState]) -> int:
+    return next(index for index, each in enumerate(roots) if each is root)
+
+
 def _with_room(held: Tensor, room: int) -> Tensor:
     """A buffer for `room` tokens that begins with `held`."""
     buffer = held.new_empty((*held.shape[:2], room, held.shape[3]))
     buffer[:, :, : held.shape[2]] = held
     return buffer
-
-
-@dataclass(frozen=True)
-class _Kept:
-    state: RowState
-    wave: int
-
-
-class KeptPrefixes:
-    """Token ids to row states. The next turn of a conversation comes one wave later, so older ones are dropped."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._wave = 0
-        self._kept: dict[tuple[int, ...], _Kept] = {}
-        self._lengths: Counter[int] = Counter()
-
-    def start_wave(self) -> None:
-        """Drops what the wave before the last left behind."""
-        self._wave += 1
-        for token_ids in [key for key, kept in self._kept.items() if kept.wave < self._wave - 1]:
-            self._drop(token_ids)
-
-    def clear(self) -> None:
-        """After the weights changed."""
-        self._kept.clear()
-        self._lengths.clear()
-        self._num_bytes = 0
-
-    def keep(self, token_ids: tuple[int, ...], state: RowState) -> None:
-        """Keeps the state of the first tokens of `token_ids` (all but the last, which no forward pass has seen).
-
-        Nothing is kept once `max_bytes` are.
-        """
-        if token_ids in self._kept or self._num_bytes + state.num_bytes > self._max_bytes:
-            return
-        self._kept[token_ids] = _Kept(state, self._wave)
-        self._lengths[len(token_ids)] += 1
-        self._num_bytes += state.num_bytes
-
-    def longest(self, prompt_token_ids: tuple[int, ...]) -> RowState | None:
-        """The state of the longest kept sequence that the prompt begins with."""
-        for length in sorted(self._lengths, reverse=True):
-            if length <= len(prompt_token_ids):
-                kept = self._kept.get(prompt_token_ids[:length])
-                if kept is not None:
-                    return kept.state
-        return None
-
-    def _drop(self, token_ids: tuple[int, ...]) -> None:
-        kept = self._kept.pop(token_ids)
-        self._num_bytes -= kept.state.num_bytes
-        self._lengths[len(token_ids)] -= 1
-        if not self._lengths[len(token_ids)]:
-            del self._lengths[len(token_ids)]

@@ -11,7 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from skyrl_train.inference.decode import Decoder, Response
-from skyrl_train.inference.kv_cache import KeptPrefixes, RowState
+from skyrl_train.inference.kv_cache import RowState
+from skyrl_train.inference.prefill import KeptPrefixes
 from skyrl_train.types import GenerationRequest, SamplingParams, StopReason
 from tests.support.fakes import make_tiny_model, make_tokenizer
 
