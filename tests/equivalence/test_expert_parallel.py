@@ -30,7 +30,7 @@ from tests.support.learner_cases import fixed_rows, make_double
 from tests.support.memory_cases import DEADLINE_S, FailingMeter, full_weights, size_itself
 from tests.support.moe_cases import FAMILIES, STEP, DoubleRouter, double_moe, make_moe, with_experts
 
-pytestmark = pytest.mark.slow
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 LAYOUTS: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
 CPU = torch.device("cpu")
 
@@ -98,12 +98,18 @@ def measured(spread: ModelStrategy) -> Found:
 
 def strategy(name: str) -> ModelStrategy:
     """`fsdp2 2`: shards, and experts divided over two ranks; `fsdp2`: shards alone; `fsdp2 2 2`:
-    in groups of two."""
-    kind, *sizes = name.split()
+    in groups of two; `offload`: with shards in the host's memory."""
+    kind, *sizes = name.removesuffix(" offload").split()
     expert, fsdp = (int(sizes[number]) if len(sizes) > number else default for number, default in enumerate((1, 0)))
     config = StrategyConfig(name=kind, expert_parallel_size=expert, fsdp_size=fsdp)
     mesh = RankMesh(sizes=mesh_sizes(config, dist.get_world_size()), device_type="cpu")
-    ranks = RankSettings(num_ranks=dist.get_world_size(), device=CPU, dtype=torch.float64, mesh=mesh)
+    ranks = RankSettings(
+        num_ranks=dist.get_world_size(),
+        device=CPU,
+        dtype=torch.float64,
+        mesh=mesh,
+        cpu_offload=name.endswith("offload"),
+    )
     return make_strategy(config, ranks)
 
 
@@ -112,7 +118,12 @@ def run_rank(rank: int, folder: Path, names: tuple[str, ...]) -> dict[str, Found
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "names"), [(2, ("ddp 2", "fsdp2 2")), (4, ("ddp 2", "ddp 4", "fsdp2 2", "fsdp2 4", "fsdp2 2 2"))]
+    ("num_ranks", "names"),
+    [
+        pytest.param(2, ("ddp 2", "fsdp2 2"), marks=SLOW),
+        pytest.param(4, ("fsdp2 2", "fsdp2 2 2 offload"), marks=SLOW),
+        pytest.param(4, ("ddp 2", "ddp 4", "fsdp2 4", "fsdp2 2 2", "fsdp2 2 0 offload"), marks=NIGHTLY),
+    ],
 )
 def test_experts_on_other_ranks_leave_gradient_norm_and_step(
     tmp_path: Path, num_ranks: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -127,9 +138,6 @@ def test_experts_on_other_ranks_leave_gradient_norm_and_step(
             assert distance(found.weights, expected.weights) < 1e-10, name
 
 
-SPREAD = ("fsdp2", "ddp 2", "ddp 4", "fsdp2 2", "fsdp2 4", "fsdp2 2 2")
-
-
 @dataclass(frozen=True, kw_only=True)
 class WentOn:
     """By one rank."""
@@ -142,16 +150,16 @@ class WentOn:
     """The same with those of the export; of rank 0."""
 
 
-def go_on(rank: int, folder: Path) -> WentOn:
+def go_on(rank: int, folder: Path, spread: tuple[str, ...]) -> WentOn:
     """Each saves after a step; then each goes on from what each saved, `single` among them."""
-    learners = {name: learner_of(strategy(name)) for name in SPREAD}
+    learners = {name: learner_of(strategy(name)) for name in spread}
     for name, learner in learners.items():
         one_step(learner)
         learner.save(folder / name)
     dist.barrier()
     weights, synced, exported = {}, {}, {}
     for name, learner in learners.items():
-        for saved in ("single", *SPREAD):
+        for saved in ("single", *spread):
             learner.load(folder / saved)
             one_step(learner)
             weights[saved, name] = weights_of(learner)
@@ -170,8 +178,16 @@ def _distance_of_scores(weights: dict[str, Tensor], batch: TrainingInputBatch, s
     return float((alone.forward(batch) - scores).abs().max())
 
 
+@pytest.mark.parametrize(
+    "spread",
+    [
+        pytest.param(("fsdp2", "ddp 2", "fsdp2 2 2"), marks=SLOW),
+        pytest.param(("fsdp2", "ddp 2", "ddp 4", "fsdp2 2", "fsdp2 4", "fsdp2 2 2"), marks=NIGHTLY),
+    ],
+    ids=["some", "all"],
+)
 def test_every_way_to_spread_goes_on_from_every_other_and_gives_its_weights_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, spread: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     learner = learner_of(SingleProcess())
@@ -179,11 +195,11 @@ def test_every_way_to_spread_goes_on_from_every_other_and_gives_its_weights_away
     learner.save(tmp_path / "single")
     one_step(learner)
     expected = weights_of(learner)
-    for found in on_ranks(go_on, tmp_path, num_ranks=4):
+    for found in on_ranks(go_on, tmp_path, spread, num_ranks=4):
         for (saved, name), weights in found.weights.items():
             assert distance(weights, expected) < 1e-10, (saved, name)
         assert max([*found.synced.values(), *found.exported.values()]) < 1e-10
-    for saved in SPREAD:
+    for saved in spread:
         learner.load(tmp_path / saved)
         one_step(learner)
         assert distance(weights_of(learner), expected) < 1e-10, saved
@@ -220,7 +236,7 @@ def run_out(rank: int, folder: Path, name: str) -> tuple[Tensor, list[Tensor]]:
     return calm, [step(*([point] if rank == 1 else [])) for point in points]
 
 
-@pytest.mark.parametrize("name", ["ddp 2", "fsdp2 2"])
+@pytest.mark.parametrize("name", [pytest.param("fsdp2 2", marks=SLOW), pytest.param("ddp 2", marks=NIGHTLY)])
 def test_memory_that_runs_out_on_one_rank_leaves_no_other_waiting_for_its_tokens(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,6 +275,7 @@ def run_families(rank: int, folder: Path) -> dict[str, tuple[float, float]]:
     return found
 
 
+@SLOW
 def test_every_family_that_is_divided_computes_what_it_does_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

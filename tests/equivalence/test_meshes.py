@@ -12,7 +12,7 @@ from skyrl_train.distributed.strategy import SingleProcess
 from tests.support.layout_cases import distance
 from tests.support.sequence_cases import CASES, Case, Ranks, alone, make_learner, outcome, run_ranks, save_models
 
-pytestmark = pytest.mark.slow
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 TOLERANCE = 1e-10
 WHOLE = [case for case in CASES if not case.adapter]
 
@@ -32,10 +32,22 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (Ranks(strategy="fsdp2", num_ranks=4, fsdp_size=2), CASES[::3]),
-        (Ranks(strategy="fsdp2", num_ranks=4, fsdp_size=2, sequence_parallel_size=2), CASES[::6]),
-        (Ranks(strategy="fsdp2", num_ranks=2, tensor_parallel_size=2), WHOLE[::3]),
-        (Ranks(strategy="fsdp2", num_ranks=4, tensor_parallel_size=2), WHOLE[1::4]),
+        pytest.param(
+            Ranks(strategy="fsdp2", num_ranks=4, fsdp_size=2, sequence_parallel_size=2, layers_ahead=1),
+            CASES[::6],
+            marks=SLOW,
+        ),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=2, tensor_parallel_size=2), WHOLE[::3], marks=SLOW),
+        pytest.param(
+            Ranks(strategy="fsdp2", num_ranks=4, tensor_parallel_size=2, cpu_offload=True), WHOLE[1::4], marks=SLOW
+        ),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=4, fsdp_size=2), CASES[::3], marks=NIGHTLY),
+        pytest.param(
+            Ranks(strategy="fsdp2", num_ranks=4, fsdp_size=2, cpu_offload=True, layers_ahead=1),
+            CASES[1::8],
+            marks=NIGHTLY,
+        ),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=4, tensor_parallel_size=2), WHOLE[1::4], marks=NIGHTLY),
     ],
     ids=lambda value: value.name if isinstance(value, Ranks) else "",
 )
@@ -58,6 +70,7 @@ OF_FLOAT32 = ("gemma3_text",)
 """Whose norms of heads are computed in float32, whatever the model's type: a last bit before is one of float32 behind."""
 
 
+@SLOW
 def test_other_families_with_a_plan_are_exact(tmp_path: Path) -> None:
     """Windows, capped scores and logits, embeddings with a factor."""
     save_models(tmp_path, OTHER_FAMILIES)

@@ -33,7 +33,7 @@ from tests.support.sequence_cases import (
 TOLERANCE = 1e-10
 POINTS = 8
 """Places in a step at which memory runs out."""
-pytestmark = pytest.mark.slow
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +51,12 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        (Ranks(strategy="fsdp2", num_ranks=2, sequence_parallel_size=2), CASES),
-        (Ranks(strategy="ddp", num_ranks=2, sequence_parallel_size=2), CASES[::3]),
-        (Ranks(strategy="fsdp2", num_ranks=4, sequence_parallel_size=2), CASES),
-        (Ranks(strategy="fsdp2", num_ranks=4, sequence_parallel_size=4), CASES[::3]),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=2, sequence_parallel_size=2), CASES[::2], marks=SLOW),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=4, sequence_parallel_size=2), CASES[1::5], marks=SLOW),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=2, sequence_parallel_size=2), CASES[1::2], marks=NIGHTLY),
+        pytest.param(Ranks(strategy="ddp", num_ranks=2, sequence_parallel_size=2), CASES[::3], marks=NIGHTLY),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=4, sequence_parallel_size=2), CASES, marks=NIGHTLY),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=4, sequence_parallel_size=4), CASES[::3], marks=NIGHTLY),
     ],
     ids=lambda value: value.name if isinstance(value, Ranks) else "",
 )
@@ -88,6 +90,7 @@ def compare_families(rank: int, folder: Path) -> dict[tuple[int, str, str], tupl
     return found
 
 
+@SLOW
 def test_every_supported_family_is_exact(tmp_path: Path) -> None:
     """Sliding windows, capped scores and scaled positions among them."""
     for found in on_ranks(compare_families, tmp_path, deadline_s=DEADLINE_S):
@@ -118,9 +121,9 @@ def run_out_of_memory(rank: int, folder: Path, models: Path, ranks: Ranks) -> tu
 @pytest.mark.parametrize(
     "ranks",
     [
-        Ranks(strategy="ddp", num_ranks=2, sequence_parallel_size=2),
-        Ranks(strategy="fsdp2", num_ranks=2, sequence_parallel_size=2),
-        Ranks(strategy="fsdp2", num_ranks=2, tensor_parallel_size=2),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=2, sequence_parallel_size=2), marks=SLOW),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=2, tensor_parallel_size=2), marks=SLOW),
+        pytest.param(Ranks(strategy="ddp", num_ranks=2, sequence_parallel_size=2), marks=NIGHTLY),
     ],
     ids=lambda ranks: ranks.name,
 )

@@ -95,6 +95,8 @@ class Ranks:
     sequence_parallel_size: int = 1
     fsdp_size: int = 0
     tensor_parallel_size: int = 1
+    cpu_offload: bool = False
+    layers_ahead: int | None = None
 
     @property
     def name(self) -> str:
@@ -200,7 +202,14 @@ def make_strategy(ranks: Ranks) -> ModelStrategy:
     )
     sizes = mesh_sizes(chosen, ranks.num_ranks)
     mesh = RankMesh(sizes=sizes, device_type="cpu", timeout_s=TIMEOUT_S)
-    return Sharded(device=device, dtype=torch.float64, cpu_offload=False, group=group, mesh=mesh)
+    return Sharded(
+        device=device,
+        dtype=torch.float64,
+        cpu_offload=ranks.cpu_offload,
+        group=group,
+        mesh=mesh,
+        layers_ahead=ranks.layers_ahead,
+    )
 
 
 def _run_rank(rank: int, folder: Path, ranks: Ranks, cases: list[Case]) -> dict[str, Outcome]:
