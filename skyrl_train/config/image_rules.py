@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from skyrl_train.config.generation import GeneratorConfig
 from skyrl_train.config.models import CriticConfig, ModelConfig, ReferenceConfig
@@ -18,7 +19,12 @@ def part_violations(
 ) -> Iterator[Violation]:
     """Yield the parts of a run that would not read the images of its prompts."""
     backend, loop = part_name(generator.backend), part_name(generator.agent_loop)
-    if backend != "hf" and _OWN not in backend:
+    if backend == "vllm" and find_spec("torchvision") is None:
+        rule = "needs torchvision where prompts have images: vLLM's models that read them import it"
+        yield _of(
+            "generator.backend", backend, rule, "Install the build of torchvision for this torch, or set generator=hf"
+        )
+    if backend not in ("hf", "vllm", "http") and _OWN not in backend:
         yield _of("generator.backend", backend, "must be hf where prompts have images", "Set generator=hf")
     if loop != "multi_turn" and _OWN not in loop:
         rule, remedy = "must be multi_turn where prompts have images", "Set generator.agent_loop=multi_turn"
@@ -34,7 +40,7 @@ def part_violations(
         yield _of("generator.privileged_context", column, rule, remedy)
 
 
-def layout_violations(layout: str, sequence_parallel_size: int) -> Iterator[Violation]:
+def layout_violations(layout: str, sequence_parallel_size: int, backend: str = "hf") -> Iterator[Violation]:
     """Yield what is not exact for a family in which the tokens of an image see one another."""
     reason = "for images of this model's family, whose tokens see one another"
     if layout != "padded":
@@ -42,6 +48,8 @@ def layout_violations(layout: str, sequence_parallel_size: int) -> Iterator[Viol
     if sequence_parallel_size > 1:
         remedy = "Set strategy.sequence_parallel_size=1"
         yield _of("strategy.sequence_parallel_size", str(sequence_parallel_size), f"must be 1 {reason}", remedy)
+    if backend in ("vllm", "http"):
+        yield _of("generator.backend", backend, f"must be hf {reason}", "Set generator=hf")
 
 
 def _of(field: str, value: str, rule: str, remedy: str) -> Violation:

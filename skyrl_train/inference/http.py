@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 
 from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.inference import http_images
 from skyrl_train.inference.settings import EngineSettings, stop_token_ids
 from skyrl_train.model.vocabulary import vocabulary_size
 from skyrl_train.rollout.checked_engine import check_answer
@@ -98,8 +99,6 @@ class HTTPEngine(UpdatableEngine):
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Tries again, with growing pauses, what the server did not answer or answered with a passing error: the seed
         makes the same tokens. Raises EngineError, DeadlineError."""
-        if request.images:
-            raise EngineError("generator=http reads no images. Set generator=hf")
         self._num_in_flight += 1
         try:
             return await self._ask(request)
@@ -114,20 +113,27 @@ class HTTPEngine(UpdatableEngine):
             len(request.prompt_token_ids) + request.sampling.max_generate_length
         )
 
+        path, body = "/v1/completions", self._body(request)
+        if request.images:
+            path, body = http_images.PATH, http_images.image_body(request, body)
+
         async def attempt() -> Reply:
             try:
                 await self._confirm_again()
-                return await self._send("POST", "/v1/completions", self._body(request), most)
+                reply = await self._send("POST", path, body, most)
             except httpx.TimeoutException:
                 raise
             except httpx.HTTPError:
                 self._confirmed = False
                 raise
+            if reply.status == 404 and request.images:
+                raise EngineError(f"{where}: the server has no {path}. Prompts with images need --enable-scale-out")
+            return reply
 
         answer = await ask_until_answered(
             attempt, where=where, max_retries=self._options.max_retries, timeout_s=self._timeout_s
         )
-        output = _output(answer, request, version)
+        output = _output(http_images.as_completion(answer) if request.images else answer, request, version)
         return check_answer(output, request, vocabulary_size=self._vocabulary_size, versions=(version, version))
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, most: int) -> Reply:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from skyrl_train.errors import DeadlineError, EngineError
+from skyrl_train.errors import DeadlineError
 from skyrl_train.inference.settings import EngineSettings
 from skyrl_train.inference.vllm_core import VLLMCore
 from skyrl_train.inference.vllm_processes import EngineProcesses
@@ -125,8 +125,6 @@ class VLLMEngine(UpdatableEngine):
     async def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Return the answer; a request that is cancelled is given up. Raises EngineError where vLLM refuses, and
         EngineDeadError where it broke or a process of it is gone."""
-        if request.images:
-            raise EngineError("generator=vllm reads no images. Set generator=hf")
         try:
             return await asyncio.wrap_future(self.submit(request))
         except asyncio.CancelledError:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from skyrl_train.errors import EngineDeadError, EngineError
 from skyrl_train.inference.vllm_adapter import with_adapter
+from skyrl_train.inference.vllm_images import prompt_with_images
 from skyrl_train.inference.vllm_processes import CoreClient, EngineProcesses
 from skyrl_train.inference.vllm_settings import VLLMSettings, sampling_arguments
 from skyrl_train.rollout.token_stream import Listener
@@ -147,6 +148,8 @@ class VLLMCore:
 
     def _prompt(self, request: GenerationRequest) -> dict[str, Any]:
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt_token_ids)}
+        if request.images:
+            prompt = prompt_with_images(request)
         if self._settings.in_flight_cache == "keep":
             # While requests keep their blocks the prefix cache cannot be reset; under another name nobody finds these.
             prompt["cache_salt"] = f"version {self.weight_version}"
@@ -236,11 +239,13 @@ class VLLMCore:
                 if not all(self._engine.collective_rpc("load_adapter", kwargs=how)):
                     raise EngineError("vLLM did not take the adapter")
                 self._has_adapter = True
-            # Keys and values of older weights would be found again under the same tokens.
+            # Keys and values of older weights would be found again under the same tokens, features under the same images.
             if self._requests and self._settings.in_flight_cache == "keep":
                 self._take_back_unanswered()
             elif not self._engine.reset_prefix_cache(reset_running_requests=bool(self._requests)):
                 raise EngineError("vLLM did not reset its prefix cache")
+            if self._engine.model_config.is_multimodal_model:
+                self._engine.reset_encoder_cache()
             self._engine.set_weight_version(str(version))
             self.weight_version = int(self._engine.get_weight_version())
             if not self._was_paused:

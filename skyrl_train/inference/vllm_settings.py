@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from skyrl_train.inference.settings import EngineSettings, stop_token_ids
 from skyrl_train.inference.vllm_adapter import adapter_arguments
+from skyrl_train.inference.vllm_images import image_arguments
 from skyrl_train.inference.vllm_sampler import SEED_KEY
 from skyrl_train.model.causal_lm import resolve_model_path
 from skyrl_train.telemetry.stacks import Answering
@@ -53,7 +55,7 @@ class VLLMSettings:
 
 
 def vllm_settings(settings: EngineSettings) -> VLLMSettings:
-    """Return what vLLM is started with. Raises ModelError where there is no such model."""
+    """Return what vLLM is started with. Raises ModelError where there is no such model, or vLLM cannot read its images."""
     gpu, inline, model, options = settings.on_gpu, not settings.in_actor, settings.model, settings.vllm
     folder = str(resolve_model_path(model.path, model.revision))
     arguments: dict[str, Any] = {
@@ -93,6 +95,7 @@ def vllm_settings(settings: EngineSettings) -> VLLMSettings:
         arguments["max_num_batched_tokens"] = max(2048, settings.max_context_length)
     if settings.quantizes_fp8:
         arguments["quantization"] = "fp8_per_channel"  # activations by token, as they come
+    arguments |= image_arguments(Path(folder), on_gpu=gpu)
     if settings.adapter is not None:
         arguments |= adapter_arguments(settings.adapter)
     arguments |= options.engine_args

@@ -11,7 +11,7 @@ from skyrl_train.config.image_rules import layout_violations
 from skyrl_train.config.models import ModelConfig
 from skyrl_train.config.placement import StrategyConfig
 from skyrl_train.errors import ConfigError, DataError, Violation
-from skyrl_train.registry import split_spec
+from skyrl_train.registry import PartSpec, part_name, split_spec
 from skyrl_train.rollout.row_checks import checked_prompts
 from skyrl_train.runs.build import chat_tokens
 from skyrl_train.types import Prompt
@@ -139,12 +139,19 @@ def has_images(prompts: Sequence[Prompt]) -> bool:
 
 
 def require_exact_images(
-    model: ModelConfig, layout: str, strategy: StrategyConfig, others: Sequence[Violation] = ()
+    model: ModelConfig,
+    layout: str,
+    strategy: StrategyConfig,
+    others: Sequence[Violation] = (),
+    backend: PartSpec = "hf",
 ) -> None:
-    """Raises ConfigError where rows with images are not exact for the family of the model, or for `others`."""
+    """Raises ConfigError where rows with images are not exact for the family of the model, or for `others`. `backend`: of
+    the engine, if there is one."""
     from skyrl_train.model.image_processor import pads_rows
 
-    found = [*others, *(layout_violations(layout, strategy.sequence_parallel_size) if pads_rows(model) else ())]
+    found = list(others)
+    if pads_rows(model):
+        found += layout_violations(layout, strategy.sequence_parallel_size, part_name(backend))
     if found:
         raise ConfigError(found)
 

@@ -354,7 +354,7 @@ def load_data(config: Config, rows: Sequence[CheckedRows] | None = None) -> Data
         first, slots = [source.first_epoch()], lambda _: [0] * batch_size
     if has_images([*train, *validation]):
         violations = list(part_violations(config.model, config.generator, config.critic, config.reference))
-        require_exact_images(config.model, config.trainer.layout, config.strategy, violations)
+        require_exact_images(config.model, config.trainer.layout, config.strategy, violations, config.generator.backend)
     curriculum = None
     if config.data.curriculum.enabled:
         curriculum = Curriculum(datasets=first, slots=slots, seed=seed, config=config.data.curriculum)

@@ -17,7 +17,7 @@ from tests.cluster.architectures import ARCHITECTURES
 IN_CI = ("llama_tied", "qwen3_moe", "mixtral")
 REFUSED: Mapping[str, str] = {
     "deepseek_v3": "more than 0.001 (generator.weight_sync_tolerance). It does not compute with the trainer's weights",
-    "gemma3_multimodal": "Gemma3ForConditionalGeneration",
+    "gemma3_multimodal": "vLLM's gemma3 needs torchvision",
     "gpt_oss": "vLLM cannot take new weights of a gpt_oss model",
 }
 """Those that vLLM 0.32 cannot take from the trainer, or computes otherwise on a CPU, and what the error names."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -49,14 +50,15 @@ VISION: dict[str, Any] = {
 }
 
 
-def make_vlm(*, seed: int = 0, double: bool = False) -> PreTrainedModel:
-    """A random Qwen2.5-VL of two layers whose tower has two more."""
+def make_vlm(*, seed: int = 0, double: bool = False, text: Mapping[str, Any] | None = None) -> PreTrainedModel:
+    """A random Qwen2.5-VL of two layers whose tower has two more. `text`: what differs from `TEXT`."""
+    sizes = {**TEXT, **(text or {})}
     torch.manual_seed(seed)
     with quiet_transformers():
         config = AutoConfig.for_model(
             "qwen2_5_vl",
-            text_config=TEXT,
-            vision_config=VISION,
+            text_config=sizes,
+            vision_config={**VISION, "out_hidden_size": sizes["hidden_size"]},
             image_token_id=PLACEHOLDER,
             video_token_id=48,
             vision_start_token_id=47,

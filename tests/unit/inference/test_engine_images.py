@@ -1,62 +1,33 @@
-"""`HFEngine` with images: its log-probabilities are the trainer's, whatever it kept from the turn before."""
+"""Engines with images: log-probabilities of `generator=hf` are the trainer's, whatever it kept from the turn before."""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
+from typing import Any
 
+import httpx
+import msgpack
 import numpy as np
 import pytest
-import torch
-from transformers import PreTrainedModel
 
-from skyrl_train.batch.training_batch import batch_of_lengths
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig, OptimizerConfig
-from skyrl_train.images import ImageSpan, ImageSpans
-from skyrl_train.inference.decode import Decoder, Response
-from skyrl_train.learner.engine import ModelEngine
-from skyrl_train.learner.policy import PolicyLearner
-from skyrl_train.types import GenerationRequest, SamplingParams
-from tests.support.learner_cases import fixed_rows
+from skyrl_train.config.generation import HTTPConfig
+from skyrl_train.errors import EngineError
+from skyrl_train.images import ImageSpan
+from skyrl_train.inference.decode import Decoder
+from skyrl_train.inference.http import HTTPEngine
 from tests.support.vision_cases import PLACEHOLDER, make_image, make_vlm
-
-WIDE, SMALL = make_image(1, rows=1, columns=4), make_image(2)
-Prompt = tuple[tuple[int, ...], ImageSpans]
-
-
-def prompt(image: object, *, before: int, after: int) -> Prompt:
-    assert image in (WIDE, SMALL)
-    size = image.num_tokens  # type: ignore[attr-defined]
-    ids = (*range(3, 3 + before), *[PLACEHOLDER] * size, *range(20, 20 + after))
-    return ids, (ImageSpan(before, image),)  # type: ignore[arg-type]
-
-
-def generate(decoder: Decoder, prompts: list[Prompt]) -> list[Response]:
-    requests = [
-        GenerationRequest(
-            request_id=f"r{number}",
-            prompt_token_ids=ids,
-            sampling=SamplingParams(max_generate_length=6),
-            seed=number,
-            images=images,
-        )
-        for number, (ids, images) in enumerate(prompts)
-    ]
-    return decoder.run(requests)
-
-
-def scores(model: PreTrainedModel, found: Prompt, response: Response) -> list[float]:
-    """By the learner's forward."""
-    ids = [*found[0], *response.token_ids]
-    batch = batch_of_lengths([len(ids)])
-    mask = torch.tensor([False] * len(found[0]) + [True] * len(response.token_ids))
-    batch = batch.with_columns(input_ids=torch.tensor(ids, dtype=torch.int32), loss_mask=mask)
-    from dataclasses import replace
-
-    batch = replace(batch, metadata=replace(batch.metadata, images=(found[1],)))
-    engine = ModelEngine(model, name="policy", micro_batching=fixed_rows(1), optimizer=OptimizerConfig())
-    learner = PolicyLearner(engine, model=ModelConfig(), algorithm=AlgorithmConfig(), temperature=1.0)
-    return [float(each) for each in learner.forward(batch)[mask]]
+from tests.support.vision_engines import (
+    SMALL,
+    WIDE,
+    Prompt,
+    difference,
+    image_prompt,
+    later_turns,
+    learner_of,
+    requests_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,24 +37,21 @@ def decoder() -> Decoder:
 
 
 def test_log_probabilities_are_the_trainers_in_a_later_turn_too(decoder: Decoder) -> None:
-    trainer = make_vlm()
+    trainer = learner_of(make_vlm())
     decoder.forget()
     decoder.start_wave()
-    prompts = [prompt(WIDE, before=2, after=3), prompt(SMALL, before=5, after=1), ((5, 6, 7), ())]
-    first = generate(decoder, prompts)
+    prompts = [image_prompt(WIDE, before=2, after=3), image_prompt(SMALL, before=5, after=1), ((5, 6, 7), ())]
+    first = decoder.run(requests_of(prompts))
     for each, response in zip(prompts, first):
-        assert np.abs(np.subtract(response.logprobs, scores(trainer, each, response))).max() < 1e-5
+        assert difference(trainer, each, response) < 1e-5
     decoder.start_wave()
-    later: list[Prompt] = []
-    for (ids, images), response in zip(prompts, first):
-        whole = (*ids, *response.token_ids, 9, *[PLACEHOLDER] * SMALL.num_tokens, 10)
-        later.append((whole, (*images, ImageSpan(len(whole) - 1 - SMALL.num_tokens, SMALL))))
-    for each, response in zip(later, generate(decoder, later)):
-        assert np.abs(np.subtract(response.logprobs, scores(trainer, each, response))).max() < 1e-5
+    later = later_turns(prompts, first)
+    for each, response in zip(later, decoder.run(requests_of(later))):
+        assert difference(trainer, each, response) < 1e-5
 
 
 def test_prompts_of_the_same_tokens_and_other_images_are_other_prompts(decoder: Decoder) -> None:
-    trainer = make_vlm()
+    trainer = learner_of(make_vlm())
     decoder.forget()
     other = make_image(7)
     prompts: list[Prompt] = [
@@ -91,17 +59,38 @@ def test_prompts_of_the_same_tokens_and_other_images_are_other_prompts(decoder: 
         ((3, *[PLACEHOLDER] * 4, 4), (ImageSpan(1, other),)),
         ((3, *[PLACEHOLDER] * 4, 4), ()),
     ]
-    for each, response in zip(prompts, generate(decoder, prompts)):
-        assert np.abs(np.subtract(response.logprobs, scores(trainer, each, response))).max() < 1e-5
+    for each, response in zip(prompts, decoder.run(requests_of(prompts))):
+        assert difference(trainer, each, response) < 1e-5
 
 
-def test_engines_that_read_no_images_say_so() -> None:
-    from skyrl_train.errors import EngineError
-    from skyrl_train.inference.vllm import VLLMEngine
+def http_engine(status: int, answer: dict[str, Any], asked: list[tuple[str, Any]]) -> HTTPEngine:
+    def serve(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.path, json.loads(request.content)))
+        return httpx.Response(status, json=answer)
 
-    request = GenerationRequest(
-        request_id="r", prompt_token_ids=(3, 4), sampling=SamplingParams(), seed=0, images=(ImageSpan(0, SMALL),)
-    )
-    engine = object.__new__(VLLMEngine)
-    with pytest.raises(EngineError, match="generator=vllm reads no images"):
-        asyncio.run(engine.generate(request))
+    options = HTTPConfig(url="http://server", model="served", max_retries=0)
+    return HTTPEngine(options, stop_token_ids=(2,), timeout_s=5.0, transport=httpx.MockTransport(serve))
+
+
+def test_a_server_is_told_tokens_and_pixels_and_not_what_to_make_of_an_image() -> None:
+    asked: list[tuple[str, Any]] = []
+    content = [{"token_id": 8, "logprob": -0.5}, {"token_id": 2, "logprob": -1.0}]
+    answer = {"choices": [{"token_ids": [8, 2], "logprobs": {"content": content}, "finish_reason": "stop"}]}
+    (request,) = requests_of([image_prompt(WIDE, before=2, after=3)])
+    output = asyncio.run(http_engine(200, answer, asked).generate(request))
+    assert (output.token_ids, output.logprobs) == ((8, 2), (-0.5, -1.0))
+    ((path, body),) = asked
+    assert path == "/inference/v1/generate"
+    assert body["token_ids"] == list(request.prompt_token_ids)
+    assert body["sampling_params"]["max_tokens"] == 6
+    assert body["features"]["mm_placeholders"] == {"image": [{"offset": 2, "length": 4}]}
+    assert body["features"]["mm_hashes"] == {"image": [WIDE.key]}
+    item = msgpack.unpackb(base64.b64decode(body["features"]["kwargs_data"]["image"][0]))
+    kind, shape, pixels = item["pixel_values"]["data"]
+    assert (kind, shape, pixels.data) == ("float32", list(WIDE.pixels.shape), WIDE.pixels.tobytes())
+    assert np.frombuffer(item["image_grid_thw"]["data"][2].data, np.int64).tolist() == [1, 2, 8]
+
+
+def test_a_server_without_that_interface_is_told_how_to_start() -> None:
+    with pytest.raises(EngineError, match="--enable-scale-out"):
+        asyncio.run(http_engine(404, {}, []).generate(requests_of([image_prompt(SMALL, before=2, after=3)])[0]))
