@@ -9,7 +9,6 @@ says which of it and how to tell that they arrived.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -22,14 +21,12 @@ from torch import Tensor
 
 from skyrl_train.endpoints import Endpoint, LocalEndpoint, Pending, Rendezvous
 from skyrl_train.errors import EngineError
+from skyrl_train.flat_bytes import Memory, Packing, checksum_of
 
 BUCKET_BYTES = 256 * 2**20
 _ALIGNMENT = 16
 _ROW_BYTES = 1024
 """A bucket is a whole number of these."""
-_COLUMN_FACTOR = 0x9E3779B2
-"""Even, so that every factor in the sum below is odd and no change of a single word can vanish modulo 2^64."""
-_SUMMED_BYTES = 4 * 2**20
 
 
 Update = Literal["", "keep", "changes"]
@@ -70,6 +67,8 @@ class Bucket:
     parts: tuple[Bucket, ...] = ()
     """What each rank sent of these parameters; they carry the bytes then."""
     update: Update = ""
+    tolerance: float = 0.0
+    """Of changes: values that are at most so far from those that were sent last are left out."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,24 +78,29 @@ class Bucket:
     def fields(self) -> dict[str, Any]:
         """Return what passes to another process, as keyword arguments."""
         plain = {
-            entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name not in ("tensors", "parts")
+            entry.name: getattr(self, entry.name)
+            for entry in fields(self)
+            if entry.name not in ("tensors", "parts", "tolerance")
         }
         return plain | {"parts": [part.fields() for part in self.parts]}
 
 
-def pack(tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> tuple[Bucket, Tensor]:
-    """Copies tensors, from wherever they are, into one flat uint8 tensor on `device`; the bucket describes it."""
+def pack(
+    tensors: Iterable[tuple[str, Tensor]], device: torch.device, memory: Memory | None = None
+) -> tuple[Bucket, Tensor]:
+    """Copies tensors, from wherever they are, into one flat uint8 tensor on `device`; the bucket describes it. `memory`: of
+    those before; None takes fresh memory."""
     named = [(name, tensor.detach()) for name, tensor in tensors]
     bucket = Bucket(
         names=tuple(name for name, _ in named),
-        dtypes=tuple(dtype_name(tensor) for _, tensor in named),
+        dtypes=tuple(dtype_name(tensor.dtype) for _, tensor in named),
         shapes=tuple(tuple(tensor.shape) for _, tensor in named),
     )
     slices, size = slices_of(bucket)
-    flat = torch.zeros(size, dtype=torch.uint8, device=device)
-    for (_, tensor), (start, num_bytes) in zip(named, slices):
-        flat[start : start + num_bytes].view(tensor.dtype).copy_(tensor.reshape(-1))
-    return replace(bucket, checksum=checksum_of(flat)), flat
+    packing = Packing(size, device, memory)
+    for (_, tensor), (start, _) in zip(named, slices):
+        packing.put(start, tensor, tensor.dtype)
+    return replace(bucket, checksum=packing.checksum()), packing.flat
 
 
 def unpack(bucket: Bucket, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -118,9 +122,9 @@ def verified_slices(bucket: Bucket, flat: Tensor) -> list[tuple[int, int]]:
     return slices
 
 
-def pack_bucket(tensors: Iterable[tuple[str, Tensor]]) -> Bucket:
-    """Return a bucket that carries its bytes."""
-    bucket, flat = pack(tensors, torch.device("cpu"))
+def pack_bucket(tensors: Iterable[tuple[str, Tensor]], memory: Memory | None = None) -> Bucket:
+    """Return a bucket that carries its bytes, in `memory` where that is given."""
+    bucket, flat = pack(tensors, torch.device("cpu"), memory)
     return replace(bucket, data=flat.numpy())
 
 
@@ -144,26 +148,6 @@ def in_file(bucket: Bucket, path: Path) -> Bucket:
     return replace(bucket, data=None, path=str(path.absolute()))
 
 
-def checksum_of(flat: Tensor) -> int:
-    """CRC-32 on a CPU; on another device, where the bytes are to stay, a weighted sum of their words modulo 2^64, which
-    notices every change of one word. Sender and receiver hold a bucket on devices of one kind."""
-    return zlib.crc32(flat.numpy().data) if flat.device.type == "cpu" else weighted_sum(flat)
-
-
-def weighted_sum(flat: Tensor) -> int:
-    """Sum over rows r and columns c of `word * (2r + 1 + factor * (2c + 1))` modulo 2^64; 256 words of 32 bits a row."""
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    columns = (2 * torch.arange(_ROW_BYTES // 4, device=flat.device) + 1) * _COLUMN_FACTOR
-    row = 0
-    for start in range(0, len(flat), _SUMMED_BYTES):
-        part = flat[start : start + _SUMMED_BYTES]
-        words = part.view(torch.int32).view(-1, _ROW_BYTES // 4).to(torch.int64)
-        rows = 2 * torch.arange(row, row + len(words), device=flat.device) + 1
-        total += (words.sum(dim=1) * rows).sum() + (words.sum(dim=0) * columns).sum()
-        row += len(words)
-    return int(total)
-
-
 def bucket_names(sizes: Sequence[tuple[str, int]], limit_bytes: int = BUCKET_BYTES) -> list[tuple[str, ...]]:
     """Neighbours whose sizes add up to at most `limit_bytes`; one that is larger stands alone."""
     buckets: list[list[str]] = []
@@ -177,9 +161,9 @@ def bucket_names(sizes: Sequence[tuple[str, int]], limit_bytes: int = BUCKET_BYT
     return [tuple(bucket) for bucket in buckets]
 
 
-def dtype_name(tensor: Tensor) -> str:
-    """Return the type of a tensor as buckets name it, e.g. `float32`."""
-    return str(tensor.dtype).removeprefix("torch.")
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a type as buckets name it, e.g. `float32`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def size_of(dtype: str, shape: Sequence[int]) -> int:
@@ -220,7 +204,7 @@ class ParameterFact:
 def facts_of(parameters: Mapping[str, Tensor]) -> tuple[ParameterFact, ...]:
     """Return a fact for each tensor, in order."""
     return tuple(
-        ParameterFact(name=name, dtype=dtype_name(tensor), shape=tuple(tensor.shape))
+        ParameterFact(name=name, dtype=dtype_name(tensor.dtype), shape=tuple(tensor.shape))
         for name, tensor in parameters.items()
     )
 
@@ -303,8 +287,11 @@ class ModelWeights:
         for pending in self.handed_over(self.buckets()):
             yield from tensors_of(pending.wait()[0])
 
-    def buckets(self, *, adapter_only: bool = False, dtype: str = "", update: Update = "") -> list[Bucket]:
-        """Return all weights, or those of the adapter, in buckets that say what they will hold.
+    def buckets(
+        self, *, adapter_only: bool = False, dtype: str = "", update: Update = "", tolerance: float = 0.0
+    ) -> list[Bucket]:
+        """Return all weights, or those of the adapter, in buckets that say what they will hold: `update` and `tolerance` of
+        which values.
 
         `dtype` is what float32 matrices are rounded to on their way; empty leaves them. Vectors travel as they are: they
         are few bytes, and engines keep some of them in float32 whatever their matrices are in.
@@ -324,6 +311,7 @@ class ModelWeights:
                 dtypes=tuple(types[name] for name in names),
                 shapes=tuple(facts[name].shape for name in names),
                 update=update,
+                tolerance=tolerance,
             )
             for names in bucket_names(sizes)
         ]

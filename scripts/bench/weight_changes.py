@@ -1,5 +1,7 @@
 """How much of a model's weights an optimizer step changes, as engines keep them: python scripts/bench/weight_changes.py
 
+    python scripts/bench/weight_changes.py --rates 1e-6 --tolerances 0 1e-6 3e-6      # generator.weight_change_tolerance
+
 AdamW on the bundled model, next-token loss on random tokens, constant learning rates. After each step the weights are cut
 as a rank would send them; what differs from the last ones is counted, and the bytes of a sync of changes are compared with
 those of all weights in the same type (`weight_sync/parts.py`).
@@ -20,16 +22,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-7, 1e-6, 1e-5, 1e-4])
+    parser.add_argument("--tolerances", type=float, nargs="+", default=[0.0])
     args = parser.parse_args()
-    print("| learning rate | type | values that changed, last step | bytes of the sync, of all |\n|---|---|---|---|")
+    print(
+        "| learning rate | type | tolerance | values sent, last step | bytes of the sync, of all |\n|---|---|---|---|---|"
+    )
     for rate in args.rates:
         for dtype in ("bfloat16", "float32"):
-            share, share_of_bytes = measure(rate, dtype, args.steps)
-            print(f"| {rate:g} | {dtype} | {share:.2%} | {share_of_bytes:.2%} |", flush=True)
+            for tolerance in args.tolerances:
+                share, share_of_bytes = measure(rate, dtype, args.steps, tolerance)
+                print(f"| {rate:g} | {dtype} | {tolerance:g} | {share:.2%} | {share_of_bytes:.2%} |", flush=True)
 
 
-def measure(rate: float, dtype: str, steps: int) -> tuple[float, float]:
-    """The share of values that differ after the last step from those after the one before, and of bytes."""
+def measure(rate: float, dtype: str, steps: int, tolerance: float) -> tuple[float, float]:
+    """The share of values that are sent after the last step, and of bytes."""
     import torch
 
     from skyrl_train.config.schema import ModelConfig
@@ -46,7 +52,7 @@ def measure(rate: float, dtype: str, steps: int) -> tuple[float, float]:
         for name, parameter in model.named_parameters():
             type_ = getattr(torch, dtype) if parameter.ndim > 1 else torch.float32
             box, piece = parameter.detach().to(type_), Piece((0,) * parameter.ndim, tuple(parameter.shape))
-            entries.append(sent.entry(name, box, piece, changes=step > 0))
+            entries.append(sent.entry(name, box, piece, changes=step > 0, tolerance=tolerance))
         num_bytes = pack_part(entries, planned, torch.device("cpu"))[0].num_bytes
         num_whole = num_whole or num_bytes
         if step == steps:

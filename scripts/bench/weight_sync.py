@@ -5,10 +5,15 @@
     python scripts/bench/weight_sync.py --device cuda             # a rank and an engine on each GPU, through CUDA IPC
     python scripts/bench/weight_sync.py --device cuda --apart     # half of the GPUs train, half generate: NCCL
     python scripts/bench/weight_sync.py --device cuda --tensor-parallel 2 --megabytes 3000 15000
+    python scripts/bench/weight_sync.py --in-process              # what packing and unpacking cost, against a memory copy
 
 Prints a row per size: bytes that travelled, the first sync, the median and the longest of the later ones, and GB/s of the
 median. A model of so many megabytes in float32 travels as half of them where engines compute in bfloat16, as they do on
 GPUs unless `--dtype` says otherwise.
+
+`--in-process` starts nothing: on one thread and in turns, a copy of the bytes that travel into memory that is there, packing
+them and unpacking them, as a rank and a worker of vLLM do (`RankSender.carry_part`, `Arrivals`), of one rank that has all
+and of two that have half of each matrix; CPU seconds, medians, and each as a multiple of the copy.
 """
 
 from __future__ import annotations
@@ -20,8 +25,10 @@ import os
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +51,11 @@ VOCABULARY = 4096
 _WIDTHS = {4: 128, 100: 640, 500: 1280, 3000: 2048, 15000: 3584}
 """Megabytes of float32 to hidden size; other sizes take the nearest width and as many layers as it needs."""
 _DEFAULT_MEGABYTES = {"cpu": [4, 100, 500], "cuda": [500, 3000]}
+
+
+_IN_PROCESS_HEAD = """\
+| type that travels | ranks | MB | copy, ms | pack, ms | unpack, ms | pack / copy | unpack / copy | both |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 def save_model(folder: Path, megabytes: int) -> int:
@@ -132,11 +144,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--apart", action="store_true", help="ranks and engines share no GPU")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="of the engines; bfloat16 on GPUs")
     parser.add_argument("--syncs", type=int, default=6)
+    parser.add_argument("--in-process", action="store_true", help="packing and unpacking alone")
+    parser.add_argument("--rounds", type=int, default=9, help="with --in-process")
     parser.add_argument("--transport", default="auto", help="generator.weight_transport")
     args = parser.parse_args(argv)
     if args.device == "cuda" and _count_gpus() < 1 + args.apart:
         parser.error(f"--device cuda finds {_count_gpus()} GPUs and needs {1 + args.apart}")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    if args.in_process:
+        print(_IN_PROCESS_HEAD)
+        for megabytes in args.megabytes or _DEFAULT_MEGABYTES["cpu"]:
+            for dtype in ("float32", "bfloat16"):
+                for ranks in (1, 2):
+                    print(measure_in_process(megabytes, dtype, ranks, args.rounds), flush=True)
+        return 0
     print_header = True
     for megabytes in args.megabytes or _DEFAULT_MEGABYTES[args.device]:
         with tempfile.TemporaryDirectory(prefix="bench-weight-sync-") as scratch:
@@ -150,6 +171,75 @@ def main(argv: Sequence[str] | None = None) -> int:
             first, *others = measure(config, syncs=args.syncs)
             print(_row(first, others or [first]), flush=True)
     return 0
+
+
+def measure_in_process(megabytes: int, dtype: str, ranks: int, rounds: int) -> str:
+    """Return a row of the table: a model of so many megabytes of float32 that travels in `dtype` from so many ranks."""
+    import torch
+
+    from skyrl_train.flat_bytes import Memory
+    from skyrl_train.weight_sync.parts import Arrivals, Entry, pack_part
+    from skyrl_train.weights import Bucket, Piece, bucket_names, copied, size_of
+
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), megabytes)
+        from skyrl_train.model.causal_lm import load_causal_lm
+
+        parameters = {
+            name: each.detach() for name, each in load_causal_lm(ModelConfig(path=folder), "cpu").named_parameters()
+        }
+    types = {name: dtype if each.ndim > 1 else "float32" for name, each in parameters.items()}
+    planned = [
+        Bucket(
+            names=names,
+            dtypes=tuple(types[name] for name in names),
+            shapes=tuple(tuple(parameters[name].shape) for name in names),
+        )
+        for names in bucket_names([(name, size_of(types[name], each.shape)) for name, each in parameters.items()])
+    ]
+    memories = [Memory() for _ in range(ranks)]
+
+    def parts_of(bucket: Bucket) -> list[Bucket]:
+        sent = []
+        for rank, memory in enumerate(memories):
+            entries = []
+            for name in bucket.names:
+                whole = parameters[name]
+                box = whole.chunk(ranks)[rank] if len(whole) >= ranks else whole[: len(whole) * (rank == 0)]
+                piece = Piece((rank * -(-len(whole) // ranks),) + (0,) * (whole.ndim - 1), tuple(whole.shape))
+                entries.append(Entry(name=name, box=box, piece=piece, dtype=getattr(torch, types[name])))
+            part, flat = pack_part(entries, bucket, cpu, memory)
+            sent.append(replace(part, data=flat.numpy()))
+        return sent
+
+    bytes_ = [torch.randint(0, 256, (bucket.num_bytes,), dtype=torch.uint8) for bucket in planned]
+    copies = [each.clone() for each in bytes_]
+    seconds: dict[str, list[float]] = {"copy": [], "pack": [], "unpack": []}
+    for _ in range(rounds + 1):
+        took = dict.fromkeys(seconds, 0.0)
+        arrivals = Arrivals()
+        arrivals.begin()
+        for bucket, source, target in zip(planned, bytes_, copies):
+            started = time.process_time()
+            target.copy_(source)
+            is_copied = time.process_time()
+            parts = parts_of(bucket)
+            packed = time.process_time()
+            for _ in arrivals.take(replace(bucket, parts=tuple(parts)), copied):
+                pass
+            took["unpack"] += time.process_time() - packed
+            took["copy"] += is_copied - started
+            took["pack"] += packed - is_copied
+        for name, one in took.items():
+            seconds[name].append(one)
+    copy, pack, unpack = (statistics.median(each[1:]) for each in seconds.values())  # the first takes its memory
+    ratios = f"{pack / copy:.1f} | {unpack / copy:.1f} | **{(pack + unpack) / copy:.1f}**"
+    travels = sum(bucket.num_bytes for bucket in planned) / 1e6
+    return (
+        f"| {dtype} | {ranks} | {travels:.0f} | {1e3 * copy:.1f} | {1e3 * pack:.1f} | {1e3 * unpack:.1f} | {ratios} |"
+    )
 
 
 def _print_header(config: Config) -> None:

@@ -165,6 +165,9 @@ class GeneratorConfig:
     """Of so many weight syncs one sends all weights, the others those values alone whose bits, in the engines' type, are not
     those that were sent last. Each rank and each worker of an engine keeps a copy in host memory. 1 sends all. For engines
     on Ray by weight_transport=shared_memory, over networks that are slow for the model (docs/distributed.md)."""
+    weight_change_tolerance: Forks[Annotated[float, Range(0.0)]] = 0.0
+    """With full_sync_every: values that are at most so far from what the engines have of them are not sent either, so that
+    engines are never further from the trainer. 0 sends every value that changed in any bit."""
     verify_weight_sync: Free[bool] = False
     """After each sync, not the first alone, compare the engine's log-probabilities of a probe with the trainer's, and stop
     where they drift. For engines on devices of their own, which a custom one says with `@reads(own_devices=True)`."""

@@ -306,6 +306,13 @@ def _full_sync_every(
             value=str(generator.full_sync_every),
             remedy="try generator.full_sync_every=1",
         )
+    if generator.weight_change_tolerance > 0 and generator.full_sync_every == 1:
+        yield Violation(
+            field="generator.weight_change_tolerance",
+            rule="every sync sends all weights with generator.full_sync_every=1, so that there is nothing to leave out",
+            value=str(generator.weight_change_tolerance),
+            remedy="try generator.full_sync_every=20",
+        )
 
 
 PROCESS_RULES: tuple[Rule, ...] = (

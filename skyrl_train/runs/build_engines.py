@@ -206,6 +206,7 @@ def _weight_sync(
             device=config.platform.device,
             shared_devices=shares_devices(config.placement, config.generator, config.platform),
             full_sync_every=config.generator.full_sync_every,
+            change_tolerance=config.generator.weight_change_tolerance,
         ),
         sharing,
         records,

@@ -3,8 +3,9 @@
     rank 0   rows 0-3 of q_proj, rows 0-7 of norm, ... ─┐
     rank 1   rows 4-7 of q_proj, ...                   ─┴──> whole parameters, each as soon as its last piece has come
 
-Changes are exact: a value is left out where the bytes that would travel are those that travelled last. Sender and receiver
-keep a copy of these in host memory, in the type in which they travel.
+A value is left out of the changes where what would travel is what travelled last, to the same bits, or, with a tolerance,
+where it is at most so far from that. It is compared with what the engine has, never with what it was at the last sync, so
+that differences do not add up. Sender and receiver keep a copy of that in host memory, in the type in which it travels.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 
 from skyrl_train.errors import EngineError
+from skyrl_train.flat_bytes import Memory, Packing, host_bytes
 from skyrl_train.weights import (
     Bucket,
     Piece,
-    checksum_of,
     dtype_name,
     index_bytes,
     slices_of,
@@ -40,6 +41,8 @@ class Entry:
     name: str
     box: Tensor
     piece: Piece
+    dtype: torch.dtype
+    """That it travels in."""
     changed: Tensor | None = None
     """Flat indices into the box; None: all of it."""
 
@@ -50,42 +53,62 @@ class SentWeights:
     def __init__(self) -> None:
         self._sent: dict[str, Tensor] = {}
 
-    def entry(self, name: str, box: Tensor, piece: Piece, *, changes: bool) -> Entry:
-        """Return what is to be sent of a box: with `changes`, those of its values alone that differ from the last ones,
-        where that is less. Keeps a copy."""
+    def entry(self, name: str, box: Tensor, piece: Piece, *, changes: bool, tolerance: float = 0.0) -> Entry:
+        """Return what is to be sent of a box: with `changes`, those of its values alone that are more than `tolerance` from
+        the last ones that were sent, where that is less. Keeps a copy."""
         last = self._sent.get(name)
-        if changes and last is not None and last.shape == box.shape and last.dtype == box.dtype:
-            bits = _BITS[box.element_size()]
-            differs = box.view(bits).flatten() != last.to(box.device).view(bits).flatten()
-            changed = differs.nonzero().flatten()
+        is_like = last is not None and last.shape == box.shape and last.dtype == box.dtype
+        if changes and last is not None and is_like:
+            changed = _differs(box, last.to(box.device), tolerance).flatten().nonzero().flatten()
             is_less = len(changed) * (_INDEX_BYTES + box.element_size()) < box.numel() * box.element_size()
             if is_less and box.numel() <= _MAX_INDEX:
                 last.view(-1)[changed.to(last.device)] = box.flatten()[changed].to(last.device)
-                return Entry(name=name, box=box, piece=piece._replace(num_changed=len(changed)), changed=changed)
-        self._sent[name] = box.to("cpu", copy=True).contiguous()
-        return Entry(name=name, box=box, piece=piece)
+                piece = piece._replace(num_changed=len(changed))
+                return Entry(name=name, box=box, piece=piece, dtype=box.dtype, changed=changed)
+        if last is None or not is_like:
+            self._sent[name] = last = _empty(tuple(box.shape), box.dtype, torch.device("cpu"))
+        last.copy_(box)
+        return Entry(name=name, box=box, piece=piece, dtype=box.dtype)
 
 
-def pack_part(entries: Iterable[Entry], planned: Bucket, device: torch.device) -> tuple[Bucket, Tensor]:
-    """Return what a rank sends of `planned`, and its bytes on `device`."""
+def _differs(box: Tensor, last: Tensor, tolerance: float) -> Tensor:
+    """Return where values differ: in any bit, or by more than `tolerance`, which what is no number always does."""
+    if tolerance == 0.0:
+        bits = _BITS[box.element_size()]
+        return box.view(bits) != last.view(bits)
+    exact = torch.float64 if box.dtype == torch.float64 else torch.float32
+    return ~((box.to(exact) - last.to(exact)).abs_() <= tolerance)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return fresh memory for a parameter, with anything in it."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return host_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+
+def pack_part(
+    entries: Iterable[Entry], planned: Bucket, device: torch.device, memory: Memory | None = None
+) -> tuple[Bucket, Tensor]:
+    """Return what a rank sends of `planned`, and its bytes on `device`, in `memory` where that is given. They are rounded
+    on their way there."""
     entries = tuple(entries)
     part = Bucket(
         names=tuple(entry.name for entry in entries),
-        dtypes=tuple(dtype_name(entry.box) for entry in entries),
+        dtypes=tuple(dtype_name(entry.dtype) for entry in entries),
         shapes=tuple(tuple(entry.box.shape) for entry in entries),
         pieces=tuple(entry.piece for entry in entries),
         update=planned.update,
     )
     slices, size = slices_of(part)
-    flat = torch.zeros(size, dtype=torch.uint8, device=device)
-    for entry, (start, num_bytes) in zip(entries, slices):
-        values = entry.box.reshape(-1)
-        if entry.changed is not None:
-            flat[start : start + _INDEX_BYTES * len(entry.changed)].view(torch.int32).copy_(entry.changed)
-            values = values[entry.changed]
-            start, num_bytes = start + index_bytes(len(values)), num_bytes - index_bytes(len(values))
-        flat[start : start + num_bytes].view(values.dtype).copy_(values)
-    return replace(part, checksum=checksum_of(flat)), flat
+    packing = Packing(size, device, memory)
+    for entry, (start, _) in zip(entries, slices):
+        if entry.changed is None:
+            packing.put(start, entry.box, entry.dtype)
+        else:
+            packing.put(start, entry.changed, torch.int32)
+            packing.put(start + index_bytes(len(entry.changed)), entry.box.reshape(-1)[entry.changed], entry.dtype)
+    return replace(part, checksum=packing.checksum()), packing.flat
 
 
 class Arrivals:
@@ -144,11 +167,11 @@ class Arrivals:
         self._num_missing.setdefault(name, math.prod(shape))
         if part.update == "":
             if name not in self._open:
-                self._open[name] = torch.empty(shape, dtype=dtype, device=device)
+                self._open[name] = _empty(shape, dtype, device)
             return self._open[name]
         kept = self._kept.get(name)
         if kept is None or kept.shape != shape or kept.dtype != dtype:
             if part.update == "changes":
                 raise EngineError(f"only what changed of {name} arrived, at an engine that does not have the rest")
-            kept = self._kept[name] = torch.empty(shape, dtype=dtype)
+            kept = self._kept[name] = _empty(shape, dtype, torch.device("cpu"))
         return kept

@@ -15,6 +15,7 @@ from torch import Tensor
 from skyrl_train.distributed.gather import own_box
 from skyrl_train.distributed.process_group import meet
 from skyrl_train.endpoints import Rendezvous, free_port
+from skyrl_train.flat_bytes import Memory, checksum_of
 from skyrl_train.model.lora import adapter_tensors, merged_weights, weights_by_name
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name
 from skyrl_train.weight_sync.parts import Entry, SentWeights, pack_part
@@ -23,7 +24,6 @@ from skyrl_train.weights import (
     ParameterFact,
     Piece,
     WeightSender,
-    checksum_of,
     facts_of,
     in_file,
     pack,
@@ -92,6 +92,8 @@ class RankSender(WeightSender):
         self._group: WeightGroup | None = None
         self._exports: list[Export] = []
         self._sent = SentWeights()
+        self._memory = Memory()
+        """Of the bucket that was handed over last."""
 
     def describe(self) -> tuple[ParameterFact, ...]:
         """Every parameter, tied ones once, in the model's order; an adapter is part of what it adapts."""
@@ -111,13 +113,15 @@ class RankSender(WeightSender):
         return replace(planned, tensors=tuple(tensor for _, tensor in self._whole(planned)))
 
     def carry(self, planned: Bucket) -> Bucket:
-        """Return the bytes of the parameters of `planned`, in its types, on rank 0; `planned` itself on other ranks."""
-        return pack_bucket(self._whole(planned)) if self._takes_part(planned, self._strategy.rank == 0) else planned
+        """Return the bytes of the parameters of `planned`, in its types, on rank 0, until the next bucket is asked for;
+        `planned` itself on other ranks."""
+        hands_over = self._takes_part(planned, self._strategy.rank == 0)
+        return pack_bucket(self._whole(planned), self._memory) if hands_over else planned
 
     def carry_part(self, planned: Bucket) -> Bucket:
         """Return the bytes of this rank's own shards, which nobody gathers, and of what has to be gathered after all (what
-        an adapter is added to) those of every so manieth parameter."""
-        bucket, flat = pack_part(self._own_entries(planned), planned, torch.device("cpu"))
+        an adapter is added to) those of every so manieth parameter; until the next bucket is asked for."""
+        bucket, flat = pack_part(self._own_entries(planned), planned, torch.device("cpu"), self._memory)
         return replace(bucket, data=flat.numpy())
 
     def write(self, planned: Bucket, path: Path) -> Bucket:
@@ -142,7 +146,7 @@ class RankSender(WeightSender):
         if self._takes_part(planned, self._strategy.rank == 0):
             if self._group is None:
                 raise RuntimeError("rank 0 was not told to meet the engines")
-            self._group.send(pack(self._whole(planned), self._device)[1])
+            self._group.send(pack(self._whole(planned), self._device, self._memory)[1])
 
     def export(self, planned: Bucket, devices: Collection[str]) -> Bucket:
         """Export the memory of these parameters until the `export` after the next or `close_export`, on a rank whose device
@@ -200,8 +204,9 @@ class RankSender(WeightSender):
             if name not in boxes or not (boxes[name][0].numel() or 0 in shape):
                 continue
             box, offset = boxes[name]
-            box, piece = box.to(self._device).to(types[name]), Piece(offset, shape)
+            piece = Piece(offset, shape)
             if planned.update:
-                yield self._sent.entry(name, box, piece, changes=planned.update == "changes")
+                box, changes = box.to(types[name]), planned.update == "changes"
+                yield self._sent.entry(name, box, piece, changes=changes, tolerance=planned.tolerance)
             else:
-                yield Entry(name=name, box=box, piece=piece)
+                yield Entry(name=name, box=box, piece=piece, dtype=types[name])

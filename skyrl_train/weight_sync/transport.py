@@ -152,7 +152,12 @@ class WeightSync:
         """Return the bytes that travelled to each engine."""
         workers = engines.call(UpdatableEngine.receivers, "sync")
         receivers = tuple(receiver for each in workers for receiver in each)
-        buckets = weights.buckets(adapter_only=self._adapter_only, dtype=wire_dtype(receivers), update=update)
+        buckets = weights.buckets(
+            adapter_only=self._adapter_only,
+            dtype=wire_dtype(receivers),
+            update=update,
+            tolerance=self._settings.change_tolerance,
+        )
         route = Route(weights=weights, engines=engines, receivers=receivers, settings=self._settings, kept=self._kept)
         engines.call(UpdatableEngine.begin_update, "sync")
         num_bytes = transport(route, buckets)

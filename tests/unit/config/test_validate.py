@@ -94,6 +94,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"generator__backend": "vllm", "generator__vllm__num_engines": 2}, "generator.vllm.num_engines"),
     ({"generator__backend": "vllm", "placement__inference_num_nodes": 1}, "placement.inference_num_nodes"),
     ({"generator__backend": "vllm", "generator__full_sync_every": 8}, "generator.full_sync_every"),
+    ({"generator__weight_change_tolerance": 1e-6}, "generator.weight_change_tolerance"),
     ({"generator__backend": "vllm", "generator__weight_transport": "broadcast"}, "generator.weight_transport"),
     (
         {"generator__backend": "vllm", "generator__weight_transport": "cuda_ipc"},

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from skyrl_train.errors import EngineError
+from skyrl_train.flat_bytes import Memory, checksum_of
 from skyrl_train.weights import Bucket, bucket_names, pack_bucket, unpack_bucket
 
 TENSORS = {
@@ -29,6 +30,37 @@ def test_a_bit_that_flipped_on_the_way_is_found() -> None:
     data[5] ^= 4
     with pytest.raises(EngineError, match=r"'embed' on arrived damaged"):
         list(unpack_bucket(Bucket(**{**bucket.fields(), "data": data})))
+
+
+def test_memory_is_used_again_and_grows_where_it_has_to() -> None:
+    memory = Memory()
+    small, large = pack_bucket(TENSORS.items(), memory), {"more": torch.rand(4096)}
+    assert torch.equal(dict(unpack_bucket(small))["embed"], TENSORS["embed"])
+    assert torch.equal(dict(unpack_bucket(pack_bucket(large.items(), memory)))["more"], large["more"])
+    first = memory.take(1024, torch.device("cpu"))
+    again = pack_bucket(TENSORS.items(), memory)
+    assert torch.equal(dict(unpack_bucket(again))["half"], TENSORS["half"])
+    assert again.data.ctypes.data == first.data_ptr()
+
+
+@pytest.mark.parametrize("num_words", [256, 2**17 - 256, 2**17 + 512, 2**18])
+def test_the_checksum_notices_what_happens_to_one_word_and_words_that_change_places(num_words: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31 - 1, (num_words,), dtype=torch.int32, generator=generator)
+    whole = checksum_of(words.view(torch.uint8))
+    assert whole == checksum_of(words.clone().view(torch.uint8))
+    for place in torch.randint(0, num_words, (20,), generator=generator).tolist():
+        for bit in (0, 7, 31):
+            other = words.clone()
+            other[place] ^= -(2**31) if bit == 31 else 1 << bit
+            assert checksum_of(other.view(torch.uint8)) != whole
+    for first, second in ((0, 1), (0, num_words - 1), (num_words // 2, num_words // 2 - 128)):
+        other = words.clone()
+        other[first], other[second] = words[second], words[first]
+        assert checksum_of(other.view(torch.uint8)) != whole
+    stale = words.clone()
+    stale[: num_words // 2] = stale[num_words // 2 :][: num_words // 2]
+    assert checksum_of(stale.view(torch.uint8)) != whole
 
 
 def test_shapes_that_do_not_fit_the_bytes_are_found() -> None:

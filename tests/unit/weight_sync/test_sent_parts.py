@@ -39,11 +39,11 @@ class Ranks:
         self._sent = [SentWeights(), SentWeights()]
         self.engine = Arrivals()
 
-    def sync(self, weights: dict[str, Tensor], update: Update) -> tuple[dict[str, Tensor], int]:
+    def sync(self, weights: dict[str, Tensor], update: Update, tolerance: float = 0.0) -> tuple[dict[str, Tensor], int]:
         """What the engine has afterwards, and the bytes that travelled."""
         planned = Bucket(
             names=tuple(weights),
-            dtypes=tuple(dtype_name(tensor) for tensor in weights.values()),
+            dtypes=tuple(dtype_name(tensor.dtype) for tensor in weights.values()),
             shapes=tuple(tuple(tensor.shape) for tensor in weights.values()),
             update=update,
         )
@@ -56,9 +56,10 @@ class Ranks:
                 if not box.numel():
                     continue
                 if update:
-                    entries.append(sent.entry(name, box, piece, changes=update == "changes"))
+                    changes = update == "changes"
+                    entries.append(sent.entry(name, box, piece, changes=changes, tolerance=tolerance))
                 else:
-                    entries.append(Entry(name=name, box=box, piece=piece))
+                    entries.append(Entry(name=name, box=box, piece=piece, dtype=box.dtype))
             part, flat = pack_part(entries, planned, CPU)
             parts.append(replace(part, data=flat.numpy()))
         self.engine.begin()
@@ -104,6 +105,36 @@ def test_changes_alone_make_the_new_weights_bit_for_bit(cut: Cut) -> None:
     assert num_bytes <= 2048
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_with_a_tolerance_the_engine_is_never_further_off_than_that(dtype: torch.dtype) -> None:
+    tolerance, step = 1e-3, 3e-4  # so that a sync of what moved since the sync before would never send a thing
+    torch.manual_seed(0)
+    masters = torch.rand(64, 33).double() / 16
+    weights = {"matrix": masters.to(dtype)}
+    direction = torch.sign(torch.randn(64, 33)) * torch.rand(64, 33)
+    ranks = Ranks(by_rows)
+    _, num_whole = ranks.sync(weights, "keep")
+    saved = 0
+    for _ in range(40):
+        masters += step * direction
+        weights["matrix"] = masters.to(dtype)
+        found, num_bytes = ranks.sync(weights, "changes", tolerance)
+        assert (found["matrix"].double() - weights["matrix"].double()).abs().max() <= tolerance
+        saved += num_bytes < num_whole
+    assert saved > 20
+    assert bits(found) != bits(weights)
+    found, _ = ranks.sync(weights, "keep")
+    assert bits(found) == bits(weights), "a sync of all weights is exact"
+
+
+def test_what_is_no_number_is_sent_whatever_the_tolerance() -> None:
+    ranks, weights = Ranks(by_rows), {"matrix": torch.zeros(16, 8)}
+    ranks.sync(weights, "keep")
+    weights["matrix"][3, 3], weights["matrix"][9, 1] = torch.nan, torch.inf
+    found, _ = ranks.sync(weights, "changes", 1e9)
+    assert bits(found) == bits(weights)
+
+
 def test_where_most_has_changed_all_is_sent() -> None:
     ranks = Ranks(by_rows)
     _, num_whole = ranks.sync(model(0), "keep")
@@ -133,7 +164,9 @@ def test_a_part_that_is_damaged_or_missing_is_refused() -> None:
     planned = Bucket(names=("matrix",), dtypes=("float32",), shapes=((4, 3),))
     parts = []
     for box, offset in by_rows(weights["matrix"]):
-        part, flat = pack_part([Entry(name="matrix", box=box, piece=Piece(offset, (4, 3)))], planned, CPU)
+        part, flat = pack_part(
+            [Entry(name="matrix", box=box, piece=Piece(offset, (4, 3)), dtype=box.dtype)], planned, CPU
+        )
         parts.append(replace(part, data=flat.numpy()))
     with pytest.raises(EngineError, match="of matrix 6 values did not arrive"):
         list(Arrivals().take(replace(planned, parts=tuple(parts[:1])), copied))
