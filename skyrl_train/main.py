@@ -28,10 +28,13 @@ def _train(node: DictConfig) -> float | None:
     from skyrl_train.cli.composition import load_node
     from skyrl_train.cli.exits import exit_on_errors
     from skyrl_train.config.schema import Config
+    from skyrl_train.runs.result import swept_metric
     from skyrl_train.runs.rl import train
 
     with exit_on_errors(node) as ending:
-        return train(load_node(node, Config), on_end=ending.begins)
+        config = load_node(node, Config)
+        train(config, on_end=ending.begins)
+        return swept_metric(config)
 
 
 if __name__ == "__main__":

@@ -23,14 +23,17 @@ def main() -> None:
     start(_train, config_name="sft")
 
 
-def _train(node: DictConfig) -> None:
+def _train(node: DictConfig) -> float | None:
     from skyrl_train.cli.composition import load_node
     from skyrl_train.cli.exits import exit_on_errors
     from skyrl_train.config.sft import SFTConfig
+    from skyrl_train.runs.result import swept_metric
     from skyrl_train.runs.sft import train
 
     with exit_on_errors(node) as ending:
-        train(load_node(node, SFTConfig), on_end=ending.begins)
+        config = load_node(node, SFTConfig)
+        train(config, on_end=ending.begins)
+        return swept_metric(config)
 
 
 if __name__ == "__main__":

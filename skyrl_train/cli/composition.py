@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -66,6 +67,25 @@ def text_of(override: Override) -> str:
 def value_of(override: Override) -> str:
     """What was typed after the equals sign, quoted."""
     return repr(text_of(override).partition("=")[2])
+
+
+def as_override(key: str, value: object) -> str:
+    """`KEY=VALUE` of a plain Python value, as Hydra's grammar reads it back."""
+    return f"{key}={_in_grammar(value)}"
+
+
+def _in_grammar(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}: {_in_grammar(item)}' for key, item in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_in_grammar, value))}]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    text = re.sub(r"(\\*)'", r"\1\1\\'", str(value))  # backslashes count where a quote follows them
+    text = re.sub(r"(\\+)$", r"\1\1", text)
+    return f"'{text}'"
 
 
 def reason(error: BaseException) -> str:

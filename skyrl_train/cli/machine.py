@@ -26,7 +26,7 @@ from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, ModelError, Violation
 from skyrl_train.memory.model_sizes import read_config
 from skyrl_train.registry import did_you_mean, part_name, split_spec
-from skyrl_train.rollout.env_local import violations_in_process
+from skyrl_train.rollout.env_local import IMPORT_DEADLINE_S, violations_in_process
 from skyrl_train.rollout.environments import (
     environment_violations,
     is_adapter,
@@ -37,6 +37,7 @@ from skyrl_train.rollout.environments import (
 from skyrl_train.rollout.scoring import reward_problems, server_problems
 from skyrl_train.rollout.tools.formats import TOOL_FORMATS, VLLM_PARSER
 from skyrl_train.rollout.tools.toolbox import tool_schemas
+from skyrl_train.threads import in_time
 
 _LAUNCHER_WITHIN_S = 60.0
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -136,7 +137,12 @@ def _rewards(environment: EnvironmentConfig, generator: GeneratorConfig) -> Iter
     found = reward_problems(environment)
     yield from found
     if not found and generator.backend != "replay":
-        yield from asyncio.run(server_problems(environment))
+        # on a thread: a notebook has an event loop on this one
+        yield from in_time(
+            lambda: list(asyncio.run(server_problems(environment))),
+            what="servers of rewards",
+            timeout_s=IMPORT_DEADLINE_S,
+        )
 
 
 def _tools(environment: EnvironmentConfig) -> Iterator[Violation]:

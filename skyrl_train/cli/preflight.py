@@ -29,8 +29,9 @@ from hydra.version import setbase
 from omegaconf import DictConfig
 
 from skyrl_train.cli.command_line import RL_ROOT, CommandLine, Root, root_of
-from skyrl_train.cli.composition import Composer
-from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, conf_dir, register_resolvers
+from skyrl_train.cli.composition import Composer, as_in_a_run, load_node
+from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, conf_dir, name_another_run, register_resolvers
+from skyrl_train.config.sft import AnyConfig
 from skyrl_train.config.validate import near_path
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
 from skyrl_train.telemetry.redaction import learn_arguments, redact_text
@@ -109,6 +110,24 @@ def check(flags: argparse.Namespace, *, config_name: str, rules: bool, root: Roo
         raise ConfigError(violations)
 
 
+def checked_config(arguments: Sequence[str], *, config_name: str, trains: bool = True) -> AnyConfig:
+    """Return the configuration that the command line of an entry point would run with, for runs that Python starts.
+
+    Raises ConfigError with all problems of the arguments.
+    """
+    learn_arguments(arguments, os.environ)
+    flags = argparse.Namespace(config_dir=None, overrides=list(arguments), multirun=False, cfg=None, info=None)
+    root = replace(root_of(config_name), trains=trains)
+    name_another_run()
+    check(flags, config_name=config_name, rules=True, root=root)
+    with config_loader(None) as loader:
+        composer = Composer(loader, config_name, [])
+        config = composer.attempt([override for text in arguments for override in composer.parse(text)])
+        assert isinstance(config, DictConfig), "it was checked"
+        with as_in_a_run(config, 0, multirun=False):
+            return load_node(config, root.schema)
+
+
 def _folder_violations(config_dir: str | None) -> Iterator[Violation]:
     if config_dir is not None and not Path(config_dir).is_dir():  # without one, Hydra's own message names its flag
         yield Violation.of("--config-dir", config_dir, "must be an existing folder", near_path(config_dir))
@@ -164,8 +183,9 @@ def config_loader(config_dir: str | None) -> Iterator[ConfigLoader]:
             path=f"file://{os.path.abspath(config_dir)}",
             anchor=SearchPathQuery(provider="schema"),
         )
+    before = GlobalHydra.instance().hydra  # of a program that calls us
     GlobalHydra.instance().clear()
     try:
         yield Hydra.create_main_hydra2(task_name="main", config_search_path=search_path).config_loader
     finally:
-        GlobalHydra.instance().clear()
+        GlobalHydra.instance().hydra = before

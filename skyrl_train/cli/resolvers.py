@@ -24,8 +24,14 @@ from skyrl_train.errors import ConfigError, Violation
 HYDRA_VERSION_BASE = "1.3"
 """For `hydra.main(version_base=...)` and the compose API."""
 
-_STARTED = time.strftime("%Y-%m-%d_%H%M%S")
-"""When this process started: part of the default run folder, the same however often it is asked for."""
+_TIME = "%Y-%m-%d_%H%M%S"
+_run_names = [time.strftime(_TIME)]
+"""When this process started, then one for each further run of it: the last is part of the default run folder."""
+
+
+def name_another_run() -> None:
+    """Have the default run folder be another one from here on, in a process that makes several runs."""
+    _run_names.append(f"{time.strftime(_TIME)}_{len(_run_names)}")
 
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -145,4 +151,4 @@ def _sweep_folder(*, _root_: DictConfig) -> str:
 
 
 def _named_folder(root: DictConfig, prefix: str = "") -> str:
-    return f"outputs/{OmegaConf.select(root, 'run_name', default=Config.run_name)}/{prefix}{_STARTED}"
+    return f"outputs/{OmegaConf.select(root, 'run_name', default=Config.run_name)}/{prefix}{_run_names[-1]}"

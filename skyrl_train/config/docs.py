@@ -32,8 +32,8 @@ groups, the experiment, the settings on the command line.
 
 - `--cfg job --resolve` prints what a command line gives, `--info defaults` the files that it came from.
 - `-m seed=0,1,2` trains once per value, under `outputs/RUN_NAME/sweep_DATE_TIME/`; `hydra.sweep.dir=...` moves it.
-- A sweeper that compares runs, as Optuna's does, is given the mean reward of the last evaluation; set
-  `hydra.sweeper.direction=maximize`.
+- A sweeper that compares runs, as Optuna's does, is given the last `sweep_metric`, which is `eval/accuracy`
+  (`main_sft`: `eval/loss`); set `hydra.sweeper.direction=maximize` for the former.
 - `hydra.run.dir=...`, or `output_dir=...`, chooses the folder of a run; it is `outputs/RUN_NAME/DATE_TIME` otherwise.
 - `--config-dir FOLDER` adds custom files: `FOLDER/experiment/mine.yaml` is `+experiment=mine`.
 - A value that differs between platforms is written `${per_platform:{cpu:40,gpu:150}}`.

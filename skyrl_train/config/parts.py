@@ -108,6 +108,7 @@ DATA_READERS = Seam(
         "parquet": Builtin("skyrl_train.data.rows:read_parquet"),
         "arrow": Builtin("skyrl_train.data.rows:read_arrow"),
         "hub": Builtin("skyrl_train.data.hub:read_hub"),
+        "memory": Builtin("skyrl_train.objects:rows_at"),
     },
     given=("location",),
 )

@@ -354,6 +354,8 @@ class RunConfig:
     """Where metrics go."""
     alerts: Free[AlertsConfig] = field(default_factory=AlertsConfig)
     """What somebody is told of."""
+    sweep_metric: Free[str] = "eval/accuracy"
+    """The metric whose last value a sweeper (`-m`) is given of each run (docs/metrics.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)

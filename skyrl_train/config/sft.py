@@ -145,6 +145,7 @@ class SFTConfig(RunConfig):
     """Everything a supervised run depends on."""
 
     run_name: Free[str] = "sft"
+    sweep_metric: Free[str] = "eval/loss"
     data: SFTDataConfig = field(default_factory=SFTDataConfig)
     """Examples."""
     trainer: SFTTrainerConfig = field(default_factory=SFTTrainerConfig)

@@ -17,6 +17,7 @@ from typing import Any
 
 from skyrl_train.config.parts import DATA_READERS
 from skyrl_train.errors import DataError
+from skyrl_train.objects import MEMORY
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.telemetry.json_text import parse_json
 
@@ -122,6 +123,8 @@ def by_name(location: str) -> Iterator[Row]:
 def _find(spec: str) -> list[Source]:
     if spec.startswith(BUILTIN):
         return [_find_builtin(spec)]
+    if spec.startswith(MEMORY):
+        return [Source(name=spec.removeprefix(MEMORY), location=spec, reader="memory")]
     path = Path(spec).expanduser()
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if _holds_rows(file))

@@ -87,6 +87,11 @@ def _made(spec: str) -> Callable[..., Any]:
     return functools.partial(part, **arguments) if arguments else part
 
 
+def forget_rewards() -> None:
+    """Have those of a run before this one in the same process be made anew."""
+    _made.cache_clear()
+
+
 def _part(target: str, setting: str) -> Callable[..., Any]:
     """Return the class or function itself. Raises ConfigError naming the setting."""
     if target not in REWARDS and ":" not in target:

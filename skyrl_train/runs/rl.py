@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.cli.auto_placement import place
@@ -17,6 +17,7 @@ from skyrl_train.config.rewards import reward_entries, with_reward_components
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError
+from skyrl_train.objects import ON_THREADS, has_object
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.runs.build import (
     build_evaluator,
@@ -76,10 +77,9 @@ class Data:
     """Recorded rollouts in place of an engine; `train` is then what it answers."""
 
 
-def train(config: Config, *, on_end: OnEnd = tell_nobody) -> float | None:
-    """Trains, or goes on training, in `config.output_dir`. `on_end` is called before parts are closed.
-
-    Returns the mean reward of the last evaluation, by which sweepers compare runs; None where nothing was evaluated now.
+def train(config: Config, *, on_end: OnEnd = tell_nobody) -> TrainingResult | None:
+    """Trains, or goes on training, in `config.output_dir`; None where the run there is complete. `on_end` is called before
+    parts are closed.
 
     Raises SkyrlTrainError for whatever the user can fix, before anything expensive where that can be known;
     StopRequested after a signal, with the checkpoint written.
@@ -126,10 +126,9 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody) -> float | None:
 
     with folder.locked():
         result = run_with_restarts(config, folder, console, attempt, on_end=on_end)
-    if result is None:
-        return None
-    say_goodbye(console, folder, step=result.global_step, is_exported=config.trainer.export_hf)
-    return result.evaluations[-1].overall.reward_mean if result.evaluations else None
+    if result is not None:
+        say_goodbye(console, folder, step=result.global_step, is_exported=config.trainer.export_hf)
+    return result
 
 
 def _train(
@@ -263,6 +262,7 @@ def describe(config: Config) -> list[str]:
         config,
         *(f"{name:<11} {rest.strip()}" for name, _, rest in (line.partition(" ") for line in placement)),
         f"environment {environment}, " + ("1 turn" if is_single else f"up to {counted(generator.max_turns, 'turn')}"),
+        *([f"isolation   {ON_THREADS}"] if has_object(asdict(config.environment)) else []),
         *(f"reward      {entry.name}, {part_name(entry.spec)}" for entry in reward_entries(config.environment)),
         f"engine      {part_name(generator.backend)}, {counted(generator.sampling.max_generate_length, 'new token')} a turn",
         data=[f"{each.name} ({each.weight:g})" for each in mix] or config.data.train,

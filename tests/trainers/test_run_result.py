@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 
 from skyrl_train.config.schema import Config
+from skyrl_train.runs.result import swept_metric
 from skyrl_train.runs.rl import train
 from skyrl_train.telemetry.metrics_log import read_metrics
 
 
 @pytest.mark.slow
-def test_a_run_returns_the_reward_of_its_last_evaluation(tmp_path: Path) -> None:
+def test_a_sweeper_is_given_the_last_value_of_its_metric(tmp_path: Path) -> None:
     config = Config(output_dir=str(tmp_path))
     sizes = {"total_steps": 1, "train_batch_size": 4, "policy_mini_batch_size": 4, "eval_before_train": False}
     config = replace(
@@ -22,7 +23,10 @@ def test_a_run_returns_the_reward_of_its_last_evaluation(tmp_path: Path) -> None
         generator=replace(config.generator, n_samples_per_prompt=2),
         trainer=replace(config.trainer, **sizes),  # type: ignore[arg-type]
     )
-    reward = train(config)
+    result = train(config)
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert reward == record["eval/reward_mean"] > 0.0
+    assert result is not None
+    assert swept_metric(config) == result.evaluations[-1].overall.accuracy == record["eval/accuracy"] > 0.0
+    assert swept_metric(replace(config, sweep_metric="eval/reward_mean")) == record["eval/reward_mean"]
     assert train(config) is None  # it has nothing left to do
+    assert swept_metric(config) == record["eval/accuracy"]

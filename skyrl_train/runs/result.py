@@ -1,0 +1,104 @@
+"""What a run that Python starts does around itself, and what it returns."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from skyrl_train.config.sft import AnyConfig
+from skyrl_train.telemetry.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from skyrl_train.trainers.evaluate import EvaluationResult
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run left. At the end of a notebook's cell it shows the learning curve."""
+
+    folder: RunFolder
+    """Where everything is: `folder.export`, `folder.checkpoints`, `folder.metrics_file` and the rest."""
+    metrics: list[dict[str, Any]] = field(repr=False)
+    """The record of each step, as in `metrics.jsonl`; those of a resumed run are all here."""
+    evaluations: list[EvaluationResult] = field(repr=False)
+    """Those of reinforcement learning, by step. Supervised runs have theirs in `metrics`, as `eval/loss`."""
+
+    @property
+    def step(self) -> int:
+        """Training steps that are done."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
+
+    def _repr_png_(self) -> bytes | None:
+        """What IPython shows."""
+        curve = self.folder.learning_curve_file
+        return curve.read_bytes() if curve.is_file() else None
+
+
+def run_logged(config: Any, run: Callable[[Any], object]) -> RunResult:
+    """Run with a `run.log` in the run's folder, as commands do; return what the folder then holds."""
+    from skyrl_train.runs.common import open_folder
+
+    folder = open_folder(config.output_dir)
+    with _logged(config, folder):
+        run(config)
+    from skyrl_train.telemetry.metrics_log import read_metrics
+    from skyrl_train.trainers.evaluation_report import read_evaluations
+
+    metrics, evaluations = read_metrics(folder.metrics_file), read_evaluations(folder.evaluation_file)
+    return RunResult(folder=folder, metrics=metrics, evaluations=evaluations)
+
+
+@contextmanager
+def _logged(config: AnyConfig, folder: RunFolder) -> Iterator[None]:
+    """Keep in `run.log` what the console shows, Python's logging and the traceback of an error, without secrets."""
+    from skyrl_train.rollout.reward_functions import forget_rewards
+    from skyrl_train.telemetry import stacks
+    from skyrl_train.telemetry.redaction import RedactingFormatter, learn_secrets
+    from skyrl_train.telemetry.run_log import RunLogHandler, console_streams
+
+    learn_secrets(asdict(config))
+    forget_rewards()
+    stacks.begin("trainer")
+    root, ours = logging.getLogger(), logging.getLogger("skyrl_train")
+    log = RunLogHandler(folder.root / "run.log")
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log.setFormatter(RedactingFormatter(plain))
+    handlers: list[logging.Handler] = [log]
+    if not root.handlers and logging.lastResort is not None:  # which a handler of ours would silence
+        handlers.append(logging.lastResort)
+    level = ours.level
+    ours.setLevel(logging.INFO)
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        with console_streams():
+            yield
+    except BaseException as error:
+        logger.info("the run ended", exc_info=error)
+        raise
+    finally:
+        for handler in handlers:
+            root.removeHandler(handler)
+        log.close()
+        ours.setLevel(level)
+
+
+def swept_metric(config: AnyConfig) -> float | None:
+    """Return the last value of `config.sweep_metric`, of a run that was complete before, too; None, and a line in `run.log`
+    that names those there are, where the run measured no such metric."""
+    from skyrl_train.telemetry.metrics_log import read_metrics
+
+    records = read_metrics(RunFolder(Path(config.output_dir)).metrics_file)
+    values = [record[config.sweep_metric] for record in records if record.get(config.sweep_metric) is not None]
+    if values:
+        return float(values[-1])
+    known = sorted({name for record in records for name in record if name.startswith(("eval/", "reward/", "train/"))})
+    message = "sweep_metric=%s was not measured, so that a sweeper has nothing to compare. Choose one of: %s"
+    logger.info(message, config.sweep_metric, ", ".join(known))
+    return None
