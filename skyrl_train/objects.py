@@ -90,6 +90,8 @@ def rows_at(location: str) -> Iterable[Mapping[str, Any]]:
 def _imported(module: str, qualname: str) -> object:
     try:
         found: object = importlib.import_module(module)
+        if getattr(found, "__spec__", None) is None:  # it was made here, not read from a file
+            return None
         for name in qualname.split("."):
             found = getattr(found, name)
     except (ImportError, AttributeError):
