@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from skyrl_train.model.linear import product
 
-LAYERS = ((2048, 128, 384), (2048, 256, 704), (2048, 704, 256), (2048, 1024, 1024), (8192, 896, 4864))
+LAYERS = ((2048, 128, 384), (2048, 256, 704), (2048, 704, 256), (2048, 1024, 1024))
 """(positions, inputs, outputs)."""
 
 

@@ -17,6 +17,10 @@ from skyrl_train.model.tiles import is_traced
 _LEAST_PRODUCTS = 1 << 20
 """Multiplications from which a product is worth a kernel of its own, which oneDNN compiles for each new shape in 0.15 ms."""
 
+_LONGEST_SUM = 512
+"""Numbers that one product adds up. oneDNN does so one after the other, of which the rounding grows with their number; MKL
+adds blocks, too."""
+
 
 def has_fast_products() -> bool:
     """Whether this process has the operation, and units that it is faster on."""
@@ -77,8 +81,16 @@ _PLAIN = (Tensor, nn.Parameter)
 
 
 def _multiply(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
+    """`left @ right.T + bias`, as a sum of products over a part of the columns each."""
     operation: Any = torch.ops.mkldnn._linear_pointwise
-    found: Tensor = operation(left, right, bias, "none", [], "")
+    found: Tensor | None = None
+    for one, other in zip(torch.split(left, _LONGEST_SUM, -1), torch.split(right, _LONGEST_SUM, -1)):
+        # columns of a matrix that lies row after row would be multiplied by a kernel that is slow
+        part: Tensor = operation(
+            one, other if other.stride(0) == 1 else other.contiguous(), bias if found is None else None, "none", [], ""
+        )
+        found = part if found is None else found.add_(part)
+    assert found is not None
     return found
 
 
