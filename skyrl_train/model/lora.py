@@ -252,6 +252,8 @@ def write_adapter(
         for name, tensor in tensors.items()
     }
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    layers = {name.split(".lora_")[0] for name in tensors}
+    ends = {layer.rpartition(".")[2] for layer in layers}
     peft.LoraConfig(
         task_type=peft.TaskType.CAUSAL_LM,
         base_model_name_or_path="" if base is None else _as_peft_finds_it(base.path),
@@ -259,7 +261,8 @@ def write_adapter(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=sorted({name.split(".lora_")[0].rpartition(".")[2] for name in tensors}),
+        # The last part of a name stands for all layers that end with it: a number (`mlp.0` of a vision tower) for too many.
+        target_modules=sorted(layers if any(end.isdigit() for end in ends) else ends),
         inference_mode=True,
     ).save_pretrained(str(folder))
 

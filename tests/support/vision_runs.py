@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from skyrl_train.config.load import load_root
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import SFTConfig
 from skyrl_train.data.images import IMAGES
+from skyrl_train.trainers.observers import RunEvent
 from tests.support.vision_cases import PLACEHOLDER, make_gemma, make_vlm
 
 BEGIN, END = 47, 46
@@ -142,6 +144,12 @@ class NextPicture:
             return {"observations": [], "reward": reward, "done": True}
         message = shown(data_url(png(10 + self.number + self.turns)), "next")
         return {"observations": [message], "reward": reward, "done": False}
+
+
+def kill_after_a_step(event: RunEvent) -> None:
+    """For `trainer.callbacks`: ends the process as kill -9 does after step 2, where that is asked for."""
+    if event.kind == "step" and event.step == 2 and os.environ.get("KILL_AFTER_A_STEP"):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tree(settings: Mapping[str, Any]) -> dict[str, Any]:
