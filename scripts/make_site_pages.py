@@ -28,13 +28,14 @@ FENCE = re.compile(r"^( *)(`{3,}).*?^\1\2`* *$", re.MULTILINE | re.DOTALL)
 NAMED = re.compile(r"(?<!\[)`(?:docs/)?([\w.]+\.md)`")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 REFERENCE = {
+    "skyrl_train": ["api", "runs.result"],
     "Settings": ["config.schema", "config.algorithm", "config.generation"],
     "What parts implement": ["interfaces"],
     "Data": ["types", "turns"],
     "Errors": ["errors"],
     "Algorithms": ["registry", "algorithms.advantages", "algorithms.losses"],
 }
-"""Modules of the package behind the functions of `skyrl_train` itself, by heading."""
+"""Modules of the package, by heading; the first have what `skyrl_train` offers."""
 
 
 def pages() -> dict[str, Path]:
@@ -86,11 +87,9 @@ def reference() -> str:
     lines = [
         "# Python",
         "",
-        "What `skyrl_train.__all__` names may be relied on: [releasing.md](releasing.md) says how long. The modules below",
-        "hold what those functions take and return; a name that begins with an underscore is not for use.",
-        "",
-        "::: skyrl_train",
-        "    options: {show_root_heading: false, heading_level: 3}",
+        "What `skyrl_train.__all__` names may be relied on: [releasing.md](releasing.md) says how long,",
+        "[python_api.md](python_api.md) shows it in use. The modules below hold what those functions take and return; a",
+        "name that begins with an underscore is not for use.",
     ]
     for heading, modules in REFERENCE.items():
         lines += ["", f"## {heading}"]
