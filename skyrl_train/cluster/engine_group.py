@@ -77,7 +77,7 @@ class EngineGroup:
             max_restarts: How often one engine may be started again.
         """
         self._backend, self._settings, self._placement = backend, settings, placement
-        self._session, self._slots = session, slots
+        self._session, self._slots, self.images = session, slots, session.images
         self.start_timeout_s = placement.start_timeout_s
         self._num_threads, self._max_restarts = num_threads, max_restarts
         self._in_order = threading.Lock()
@@ -324,7 +324,7 @@ class GroupEngine:
         """Return the answer; None where the engine died over it, or is far slower than another."""
         actor = self.group.actors[index]
         worker = self.group.workers([actor])
-        pending = worker.begin_asking(EngineWorker.generate, "generate", request).future()
+        pending = worker.begin_asking(EngineWorker.generate, "generate", *self.group.images.parted(request)).future()
         self._in_flight[index].add(pending)
         self._paces.begin(index, pending, request.sampling.max_generate_length)
         if self._monitor is None or self._monitor.done():

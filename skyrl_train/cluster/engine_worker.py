@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.cluster.calls import Answer, Identity, own_identity
 from skyrl_train.cluster.endpoints import Served
+from skyrl_train.cluster.images import Sent, arrived
 from skyrl_train.config.parts import ENGINES
 from skyrl_train.registry import PartSpec
 from skyrl_train.telemetry import stacks
@@ -72,10 +74,12 @@ class EngineWorker:
         """Answer for a method of this actor, or of the engine, that is awaited."""
         return await self._served.answer_of_coroutine(key, args, kwargs)
 
-    async def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Return the engine's answer to a request, until it is given up."""
+    async def generate(self, request: GenerationRequest, images: Sent | None = None) -> GenerationOutput:
+        """Return the engine's answer to a request, which travels without its images, until it is given up."""
         if self._engine is None:
             raise RuntimeError("the engine was not started")
+        if images is not None:
+            request = replace(request, images=(await asyncio.to_thread(arrived, images))[0])
         task = asyncio.ensure_future(self._engine.generate(request))
         self._running[request.request_id] = task
         try:

@@ -9,7 +9,7 @@ import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from skyrl_train.batch.minibatch import LossDenominators, MiniBatch
 from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.cluster.calls import Answer, Identity, own_identity
 from skyrl_train.cluster.endpoints import Served
+from skyrl_train.cluster.images import Sent, SentImages, arrived
 from skyrl_train.distributed.process_group import is_broken_collective, join
 from skyrl_train.endpoints import Rendezvous, free_port
 from skyrl_train.errors import CollectiveError, SaveError, SkyrlTrainError
@@ -55,17 +56,20 @@ class Shipped:
     row_columns: Mapping[str, NDArray[Any]]
     row_offsets: NDArray[np.int64]
     metadata: BatchMetadata
+    """Without the images."""
+    images: Sent | None = None
     denominators: LossDenominators | None = None
     """Denominators of the whole mini-batch that these rows are a part of."""
 
 
-def pack(batch: TrainingInputBatch, denominators: LossDenominators | None = None) -> Shipped:
-    """Return the rows as arrays that share their memory."""
+def pack(batch: TrainingInputBatch, images: SentImages, denominators: LossDenominators | None = None) -> Shipped:
+    """Return the rows as arrays that share their memory; `images` are those that were sent before."""
     return Shipped(
         token_columns={name: column.numpy() for name, column in batch.token_columns.items()},
         row_columns={name: column.numpy() for name, column in batch.row_columns.items()},
         row_offsets=batch.row_offsets.numpy(),
-        metadata=batch.metadata,
+        metadata=replace(batch.metadata, images=()),
+        images=images.of(batch.metadata.images),
         denominators=denominators,
     )
 
@@ -78,7 +82,7 @@ def unpack(shipped: Shipped) -> TrainingInputBatch:
             token_columns={name: torch.from_numpy(array) for name, array in shipped.token_columns.items()},
             row_columns={name: torch.from_numpy(array) for name, array in shipped.row_columns.items()},
             row_offsets=torch.from_numpy(shipped.row_offsets),
-            metadata=shipped.metadata,
+            metadata=replace(shipped.metadata, images=arrived(shipped.images)),
         )
 
 

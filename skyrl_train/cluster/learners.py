@@ -21,6 +21,7 @@ from skyrl_train.batch.stage import Together, computed_together, stage
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.cluster.calls import HEALTH, SAVES, RemoteActor
 from skyrl_train.cluster.endpoints import ActorGroup, stored
+from skyrl_train.cluster.images import SentImages
 from skyrl_train.cluster.learner_worker import LearnerRank, LearnerWorker, Scores, Shipped, pack
 from skyrl_train.cluster.placement import Slot
 from skyrl_train.cluster.session import RaySession, forwarded_environment
@@ -53,6 +54,7 @@ class RayLearner:
         together: Together = "row",
         cost: CostModel | None = None,
         ranks_per_share: int = 1,
+        images: SentImages | None = None,
     ) -> None:
         """
         Args:
@@ -61,11 +63,13 @@ class RayLearner:
             together: Rows within one such unit share computation on a rank, and go to one where that is level.
             cost: What rows cost, by which ranks get equal work.
             ranks_per_share: So many consecutive ranks compute the same rows together.
+            images: What was sent in this session, also to others.
         """
         self.group = group
         self._ranks = group.of(LearnerRank)
         self._together = together
         self._cost = cost
+        self._images = images or SentImages()
         self._num_shares = data_parallel_size(len(group.actors), ranks_per_share)
         self._on_devices = partial(sharing.models, group.role)
         """Has the model brought to its devices, with its optimizer where asked for."""
@@ -90,7 +94,7 @@ class RayLearner:
         """Have each rank add the gradient of its rows; the sums meet in `optim_step`, or in the backward pass."""
         self._on_devices(optimizer=True, trains=True)
         staged = stage(mini_batch.batch, self._num_shares, cost=self._cost, together=self._together)
-        shares = [pack(shard, mini_batch.denominators) for shard in staged.shards]
+        shares = [pack(shard, self._images, mini_batch.denominators) for shard in staged.shards]
         return merge_metrics(_on_shares(self._ranks, LearnerRank.forward_backward, "update", shares))
 
     def optim_step(self) -> StepMetrics:
@@ -154,7 +158,7 @@ class RayLearner:
     def _scores(self, method: Callable[[LearnerRank, Shipped], Scores], batch: TrainingInputBatch) -> Tensor:
         self._on_devices()
         staged = stage(batch, self._num_shares, cost=self._cost, together=self._together)
-        results = _on_shares(self._ranks, method, "score", [pack(shard) for shard in staged.shards])
+        results = _on_shares(self._ranks, method, "score", [pack(shard, self._images) for shard in staged.shards])
         return staged.collect([torch.from_numpy(np.array(result)) for result in results])
 
 
@@ -227,6 +231,7 @@ def start_learner(
             together=together,
             cost=cost,
             ranks_per_share=settings.strategy.ranks_per_share,
+            images=session.images,
         )
 
     return wait

@@ -27,6 +27,7 @@ import ray
 import ray._private.authentication.authentication_token_setup as authentication
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from skyrl_train.cluster.images import SentImages
 from skyrl_train.config.schema import PlacementConfig
 from skyrl_train.errors import DeadlineError, SkyrlTrainError
 from skyrl_train.telemetry import stacks
@@ -93,6 +94,7 @@ class RaySession:
         if ray.is_initialized():
             raise SkyrlTrainError("this process is already connected to Ray; call ray.shutdown() before starting a run")
         self.is_local = not placement.ray_address
+        self.images = SentImages()
         self.folder: Path | None = None
         """Folder of a session of this machine."""
         # Of its own, as the names of actors are unique in it: those of the session before may be dying yet.
