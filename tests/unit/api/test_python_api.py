@@ -164,6 +164,25 @@ def test_all_problems_are_told_at_once_and_folders_are_fresh() -> None:
         load_config(settings={"seed": object()})
 
 
+@pytest.mark.slow
+def test_a_tokenizer_and_a_dataset_may_be_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import Dataset
+
+    from skyrl_train.config.models import ModelConfig
+    from skyrl_train.model.causal_lm import load_tokenizer
+
+    monkeypatch.setenv("SKYRL_TRAIN_CACHE", str(tmp_path))
+    tokenizer = load_tokenizer(ModelConfig())
+    settings = {"model.tokenizer_path": tokenizer, "data.train": Dataset.from_list(ROWS * 4), "data.validation": []}
+    first, second = (
+        load_config("platform=cpu", settings={**settings, "environment.reward": closure(1.0)}) for _ in range(2)
+    )
+    assert first.model.tokenizer_path == second.model.tokenizer_path
+    assert len(load_tokenizer(first.model)) == len(tokenizer)
+    assert len(load_prompts(first.data.train)) == 32
+    assert first.output_dir != second.output_dir
+
+
 def test_importing_the_package_loads_nothing_heavy() -> None:
     code = "import sys, skyrl_train; print([name for name in ('torch', 'hydra', 'numpy') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
