@@ -23,10 +23,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests/browser"))
 
-from browser_pages import CHROMIUM, DRIVER, Page, served, start_chromium
-
+from tests.support.browser_pages import CHROMIUM, DRIVER, Page, served, start_chromium
 from tests.support.view_runs import write_large_run
 
 FIRST = ("", "api/runs", "api/overview", "api/metrics", "api/facets", "api/trajectories")

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from browser_pages import start_chromium
+
+from tests.support.browser_pages import start_chromium
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,7 @@ import pytest
 
 pytest.importorskip("duckdb")
 
-from browser_pages import PHONE, Page, served
-
+from tests.support.browser_pages import PHONE, Page, served
 from tests.support.view_runs import write_run
 
 pytestmark = pytest.mark.browser

@@ -12,8 +12,7 @@ import pytest
 
 pytest.importorskip("duckdb")
 
-from browser_pages import PHONE, Page, export, served
-
+from tests.support.browser_pages import PHONE, Page, export, served
 from tests.support.pictured_runs import write_pictured_run
 from tests.support.view_runs import append_records, write_large_run, write_run
 

@@ -23,9 +23,9 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.expert_routing import follow_routing
 from skyrl_train.model.experts import check_experts
-from tests.equivalence.layouts import Layout, closed, fixed_rollouts
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import distance, use_layout
+from tests.support.layouts import Layout, closed, fixed_rollouts
 from tests.support.learner_cases import fixed_rows, make_double
 from tests.support.memory_cases import DEADLINE_S, FailingMeter, full_weights, size_itself
 from tests.support.moe_cases import FAMILIES, STEP, DoubleRouter, double_moe, make_moe, with_experts

@@ -6,7 +6,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layouts import (
+from torch import nn
+
+from skyrl_train.algorithms.kl import KL_ESTIMATORS
+from skyrl_train.algorithms.losses import POLICY_LOSSES
+from skyrl_train.batch.minibatch import LOSS_REDUCTIONS
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import ModelConfig
+from skyrl_train.model.causal_lm import load_causal_lm
+from tests.support.layout_cases import REGIMES
+from tests.support.layouts import (
     ALL_DIFFERENT,
     Layout,
     Step,
@@ -17,15 +26,6 @@ from layouts import (
     plain_gradient,
     rollouts,
 )
-from torch import nn
-
-from skyrl_train.algorithms.kl import KL_ESTIMATORS
-from skyrl_train.algorithms.losses import POLICY_LOSSES
-from skyrl_train.batch.minibatch import LOSS_REDUCTIONS
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.model.causal_lm import load_causal_lm
-from tests.support.layout_cases import REGIMES
 from tests.support.learner_cases import make_double, save_tiny_model
 
 DRAWN = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import ALL_DIFFERENT, Step, assert_same_gradient, fixed_rollouts, learner_gradient, scored_batch
 from torch import Tensor, nn
 
 from skyrl_train.algorithms.kl import token_kl
@@ -19,6 +18,14 @@ from skyrl_train.batch.training_batch import BatchMetadata, TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.model.causal_lm import load_causal_lm
+from tests.support.layouts import (
+    ALL_DIFFERENT,
+    Step,
+    assert_same_gradient,
+    fixed_rollouts,
+    learner_gradient,
+    scored_batch,
+)
 from tests.support.learner_cases import make_double, save_tiny_model
 
 

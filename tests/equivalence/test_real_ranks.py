@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import (
+from torch import distributed, nn
+
+from skyrl_train.batch.documents import reduction_schedule
+from skyrl_train.batch.stage import stage
+from skyrl_train.config.algorithm import AlgorithmConfig
+from skyrl_train.config.schema import ModelConfig
+from skyrl_train.model.causal_lm import load_causal_lm
+from tests.support.gloo_ranks import on_ranks
+from tests.support.layout_cases import REGIMES, Regime
+from tests.support.layouts import (
     Layout,
     Step,
     assert_same_gradient,
@@ -19,15 +28,6 @@ from layouts import (
     plain_loss,
     rescoring,
 )
-from torch import distributed, nn
-
-from skyrl_train.batch.documents import reduction_schedule
-from skyrl_train.batch.stage import stage
-from skyrl_train.config.algorithm import AlgorithmConfig
-from skyrl_train.config.schema import ModelConfig
-from skyrl_train.model.causal_lm import load_causal_lm
-from tests.support.gloo_ranks import on_ranks
-from tests.support.layout_cases import REGIMES, Regime
 from tests.support.learner_cases import make_double, save_tiny_model
 
 STEP = Step(algorithm=AlgorithmConfig(kl_loss_coef=0.1, entropy_coef=0.02, loss_reduction="sequence_mean"))

@@ -16,9 +16,9 @@ from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.expert_routing import follow_routing
-from tests.equivalence.layouts import Layout, closed, fixed_rollouts
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import distance, use_layout
+from tests.support.layouts import Layout, closed, fixed_rollouts
 from tests.support.learner_cases import fixed_rows
 from tests.support.moe_cases import STEP, DoubleRouter, double_moe, gradient, with_experts
 

@@ -7,15 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from layouts import (
-    ALL_DIFFERENT,
-    Layout,
-    assert_same_gradient,
-    closed,
-    fixed_rollouts,
-    learner_gradient,
-)
-from layouts import flat_gradient as gradient_of
 from torch import Tensor, nn
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs
@@ -25,6 +16,15 @@ from skyrl_train.batch.training_batch import ROUTED
 from skyrl_train.config.rules import LayoutName
 from skyrl_train.model.expert_routing import follow_routing
 from skyrl_train.types import RolloutBatch
+from tests.support.layouts import (
+    ALL_DIFFERENT,
+    Layout,
+    assert_same_gradient,
+    closed,
+    fixed_rollouts,
+    learner_gradient,
+)
+from tests.support.layouts import flat_gradient as gradient_of
 from tests.support.moe_cases import (
     NUM_EXPERTS,
     NUM_LAYERS,

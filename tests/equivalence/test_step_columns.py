@@ -11,15 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from layouts import (
-    ALL_DIFFERENT,
-    Layout,
-    Step,
-    assert_same_gradient,
-    closed,
-    fixed_rollouts,
-    learner_gradient,
-)
 from torch import Tensor, nn
 
 from skyrl_train.algorithms.inputs import PolicyLossInputs, PolicyLossOutput
@@ -33,6 +24,15 @@ from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.registry import reads
+from tests.support.layouts import (
+    ALL_DIFFERENT,
+    Layout,
+    Step,
+    assert_same_gradient,
+    closed,
+    fixed_rollouts,
+    learner_gradient,
+)
 from tests.support.learner_cases import fixed_rows, make_double, make_learner, save_tiny_model
 
 TRAJECTORY = AlgorithmConfig(sequence_unit="trajectory", loss_reduction="sequence_mean", eps_clip_high=0.4)

@@ -8,8 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from layouts import Layout, Step, assert_same_gradient, closed, fixed_rollouts, learner_of
-from layouts import flat_gradient as gradient_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,6 +19,8 @@ from skyrl_train.images import ImageSpan
 from skyrl_train.inference.decode import Decoder
 from skyrl_train.types import GenerationRequest, RolloutBatch, SamplingParams
 from tests.support.layout_cases import use_layout
+from tests.support.layouts import Layout, Step, assert_same_gradient, closed, fixed_rollouts, learner_of
+from tests.support.layouts import flat_gradient as gradient_of
 from tests.support.vision_cases import PLACEHOLDER, make_gemma, make_gemma_image
 
 STEP = Step(algorithm=AlgorithmConfig(loss_reduction="sequence_mean"))

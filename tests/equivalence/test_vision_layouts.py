@@ -6,17 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layouts import (
-    ALL_DIFFERENT,
-    Layout,
-    Step,
-    assert_same_gradient,
-    closed,
-    fixed_rollouts,
-    learner_gradient,
-    learner_of,
-)
-from layouts import flat_gradient as gradient_of
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,6 +16,17 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.rules import LayoutName
 from skyrl_train.types import RolloutBatch
 from tests.support.layout_cases import use_layout
+from tests.support.layouts import (
+    ALL_DIFFERENT,
+    Layout,
+    Step,
+    assert_same_gradient,
+    closed,
+    fixed_rollouts,
+    learner_gradient,
+    learner_of,
+)
+from tests.support.layouts import flat_gradient as gradient_of
 from tests.support.vision_cases import make_vlm, own_arguments, with_images
 
 STEP = Step(algorithm=AlgorithmConfig(loss_reduction="sequence_mean"))

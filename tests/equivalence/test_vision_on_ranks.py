@@ -16,9 +16,9 @@ from skyrl_train.distributed.sequence_parallel import SequenceGroup
 from skyrl_train.distributed.strategy import ModelStrategy, Replicated, Sharded
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
-from tests.equivalence.layouts import Layout, Step, closed, fixed_rollouts, learner_gradient
 from tests.support.gloo_ranks import on_ranks
 from tests.support.layout_cases import distance, use_layout
+from tests.support.layouts import Layout, Step, closed, fixed_rollouts, learner_gradient
 from tests.support.learner_cases import fixed_rows
 from tests.support.vision_cases import make_vlm, with_images
 

@@ -11,7 +11,7 @@ from skyrl_train.algorithms.filters import sampling_weights, with_sample_counts
 from skyrl_train.batch.minibatch import LOSS_REDUCTIONS, close_mini_batch
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import FilterConfig
-from tests.equivalence.layouts import fixed_rollouts, scored_batch
+from tests.support.layouts import fixed_rollouts, scored_batch
 from tests.support.learner_cases import make_batch
 
 COUNTS = [2, 0, 1, 3, 0, 0]

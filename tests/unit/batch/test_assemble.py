@@ -4,13 +4,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.batch.staleness import ages_in
 from skyrl_train.errors import BatchError
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.types import Trajectory, Turn
+from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
 TWO_TURNS = (make_turn([1, 2], [3, 4], reward=0.5), make_turn([1, 2, 3, 4, 9], [5], reward=1.0))
 ONE_TURN = (make_turn([1, 2], [6], reward=2.0),)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from batch_builders import make_config
 
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError
 from skyrl_train.plan.dry_run import plan_batches
+from tests.support.batch_builders import make_config
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "batch_sizes.md").read_text(encoding="utf-8")
 TABLE = DOCUMENT.partition("<!-- table:")[2].partition("<!-- end of table -->")[0]

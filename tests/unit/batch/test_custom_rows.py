@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import Any
 
 import pytest
-from batch_builders import make_turn
 
 from skyrl_train.algorithms.filters import mask_rows
 from skyrl_train.batch.assemble import assemble
@@ -18,6 +17,7 @@ from skyrl_train.data.prompts import PromptSource
 from skyrl_train.errors import BatchError, DataError, Violation
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.types import Outcome, Prompt, RolloutBatch, Trajectory
+from tests.support.batch_builders import make_turn
 
 
 def at_most(config: Config, refused: Collection[str], *, prompts: int) -> list[Violation]:

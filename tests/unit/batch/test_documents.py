@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +13,7 @@ from skyrl_train.batch.microbatch import training_limit
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.runs.rl import assembly_settings
+from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
 
 def at_most(rows):

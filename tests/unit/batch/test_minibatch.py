@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batch_builders import make_batch
 
 from skyrl_train.batch.minibatch import LossDenominators, close_mini_batch, mini_batches
 from skyrl_train.errors import ConfigError
+from tests.support.batch_builders import make_batch
 
 # Prompt a: trajectory 0 as two rows (1 and 2 tokens with loss), trajectory 1 as one (3). Prompt b: trajectory 2 (2).
 ROWS = [("a", 0, [1, 2]), ("a", 0, [1, 2, 3]), ("a", 1, [1, 2, 3, 4]), ("b", 2, [1, 2, 3])]

@@ -4,7 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from batch_builders import make_config, make_rollouts, make_trajectory, make_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from skyrl_train.plan.batch_plan import ceil_div
 from skyrl_train.plan.dry_run import plan_batches
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.trainers.step_metrics import document_metrics
+from tests.support.batch_builders import make_config, make_rollouts, make_trajectory, make_turn
 
 ROWS = ("per_trajectory", "per_turn")
 

@@ -6,7 +6,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
 from skyrl_train.batch import training_batch
 from skyrl_train.batch.assemble import assemble
@@ -24,6 +23,7 @@ from skyrl_train.plan.notes import environment_notes, percent, plan_notes
 from skyrl_train.plan.report import TOKEN_BYTES, render_text, to_json
 from skyrl_train.rollout.envs.word_problems import parse_answer
 from skyrl_train.runs.rl import assembly_settings
+from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
 ROWS = ("per_trajectory", "per_turn")
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_builders import make_batch, make_config, make_rollouts, make_trajectory, make_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import BatchError
 from skyrl_train.registry import reads
 from skyrl_train.runs.rl import assembly_settings
+from tests.support.batch_builders import make_batch, make_config, make_rollouts, make_trajectory, make_turn
 
 LAYOUTS: tuple[LayoutName, ...] = ("padded", "packed", "prefix_shared")
 BATCH = make_batch([("p0", 0, [7, 8, 9, 1]), ("p0", 1, [7, 8, 4]), ("p1", 2, [5, 6])])

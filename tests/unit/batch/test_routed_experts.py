@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 
 from skyrl_train.batch.assemble import assemble
 from skyrl_train.batch.training_batch import ROUTED, TrainingInputBatch
+from skyrl_train.cluster.images import SentImages
 from skyrl_train.cluster.learner_worker import pack, unpack
 from skyrl_train.errors import BatchError
 from skyrl_train.runs.rl import assembly_settings
 from skyrl_train.types import Trajectory
+from tests.support.batch_builders import failed_trajectory, make_config, make_rollouts, make_trajectory, make_turn
 from tests.support.fakes_trainer import linked
 
 ROWS = ("per_trajectory", "per_turn")
@@ -90,7 +91,7 @@ def test_rows_keep_their_experts_when_they_are_taken_joined_padded_and_shipped()
     assert both[ROUTED][4:].tolist() == batch.take([0])[ROUTED].tolist()
     assert batch.pad_rows(1)[ROUTED][-3:].tolist() == [[-1, -1]] * 3
     assert batch.padded(ROUTED)[1, :, 0].tolist() == [10, 20, 30, -1, -1, -1]
-    assert unpack(pack(batch))[ROUTED].tolist() == batch[ROUTED].tolist()
+    assert unpack(pack(batch, SentImages()))[ROUTED].tolist() == batch[ROUTED].tolist()
     with pytest.raises(BatchError, match="routed_experts"):
         batch.with_columns(**{ROUTED: batch[ROUTED][1:]})
 

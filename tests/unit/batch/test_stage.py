@@ -3,13 +3,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from batch_builders import make_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_train.batch.minibatch import close_mini_batch
 from skyrl_train.batch.stage import stage, stage_chunks
 from skyrl_train.errors import BatchError
+from tests.support.batch_builders import make_batch
 
 
 def rows_of_lengths(*lengths):

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batch_builders import make_batch
 
 from skyrl_train.batch.staleness import Ages, ages_in, behind_updates, check_staleness, token_ages
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.errors import BatchError
+from tests.support.batch_builders import make_batch
 
 ROWS = [("a", 0, [1, 2, 3]), ("b", 1, [4, 5])]
 """Tokens 1, 2 and 4 are trained: the first of each row is its prompt. The learner has version 7."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from composing import composed
 
 from skyrl_train.cli import machine, resolvers
 from skyrl_train.cli.composition import load_node, plain_values
@@ -23,6 +22,7 @@ from skyrl_train.config.schema import Config, ModelConfig
 from skyrl_train.config.validate import run_rules, validate_config
 from skyrl_train.data.prompts import GSM8K_ENV_CLASS
 from skyrl_train.rollout.rewards.judge import Judge
+from tests.support.composing import composed
 
 FILES = sorted(
     path

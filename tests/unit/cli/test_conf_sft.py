@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from composing import composed
 
 from skyrl_train.cli import machine
 from skyrl_train.cli.composition import load_node, plain_values
@@ -18,6 +17,7 @@ from skyrl_train.config.fields import walk
 from skyrl_train.config.load import read_root
 from skyrl_train.config.sft import SFTConfig, sft_learner_settings, validate_sft
 from skyrl_train.config.validate import run_rules
+from tests.support.composing import composed
 
 FILES = sorted([*conf_dir().glob("sft_*/*.yaml"), *conf_dir().glob("experiment/sft_*.yaml")])
 PLATFORMS = ("cpu", "gpu")
