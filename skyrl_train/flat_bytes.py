@@ -79,18 +79,21 @@ def checksum_of(flat: Tensor) -> int:
 
 class Packing:
     """Bytes that are put together from the first to the last and summed while a core's cache has them, so that they pass
-    through memory once."""
+    through memory once. Between what is put there are zeros, so that equal weights are equal bytes on every rank."""
 
     def __init__(self, num_bytes: int, device: torch.device, memory: Memory | None) -> None:
         """`memory`: of those before; None takes fresh memory."""
         self.flat = (memory or Memory()).take(num_bytes, device)
         self._checksum = Checksum(self.flat)
+        self._end = 0
 
     def put(self, start: int, values: Tensor, dtype: torch.dtype) -> None:
         """Copy values from wherever they are, in `dtype`, to the bytes from `start` on."""
         values = values.reshape(-1)
         size = dtype.itemsize
-        target = self.flat[start : start + size * len(values)].view(dtype)
+        self.flat[self._end : start].zero_()
+        self._end = start + size * len(values)
+        target = self.flat[start : self._end].view(dtype)
         step = 4 * _LANES // size if self.flat.device.type == values.device.type == "cpu" else max(1, len(values))
         for low in range(0, len(values), step):
             target[low : low + step].copy_(values[low : low + step])
@@ -98,4 +101,5 @@ class Packing:
 
     def checksum(self) -> int:
         """Return the checksum, now that all is there."""
+        self.flat[self._end :].zero_()
         return self._checksum.value()

@@ -34,7 +34,7 @@ def test_each_optimizer_step_of_a_profiled_step_leaves_a_trace(
     with gzip.open(tmp_path / "profiles" / files[0]) as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"aten::mm", "aten::embedding"} & names
-    assert "autograd::engine::evaluate_function: MmBackward0" in names
+    assert "autograd::engine::evaluate_function: EmbeddingBackward0" in names
     said = " ".join(capsys.readouterr().out.split())
     assert "steps [2, 7] are profiled: traces in" in said
     assert "without snapshots of memory, which CUDA alone takes" in said

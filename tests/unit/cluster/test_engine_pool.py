@@ -16,6 +16,7 @@ from skyrl_train.cluster.calls import Answer, RemoteActor
 from skyrl_train.cluster.endpoints import RayEndpoint
 from skyrl_train.cluster.engine_group import GroupEngine
 from skyrl_train.cluster.engine_worker import EngineWorker
+from skyrl_train.cluster.images import SentImages
 from skyrl_train.config.schema import PlacementConfig
 from skyrl_train.errors import ActorLostError, EngineDeadError, EngineError, SkyrlTrainError
 from skyrl_train.inference.request_gate import RequestGate
@@ -54,7 +55,9 @@ class Handle:
     def __init__(self, answer: Answer | None) -> None:
         """`answer`: None never comes."""
         generated = NEVER if answer is None else answer
-        self.invoke_coroutine = Remote(lambda key, request: generated if key == "EngineWorker.generate" else None)
+        self.invoke_coroutine = Remote(
+            lambda key, request, images: generated if key == "EngineWorker.generate" else None
+        )
         self.ping = Remote(lambda: True)
 
 
@@ -70,6 +73,7 @@ class Group:
         self.alive = [True]
         self.lost: list[str] = []
         self.late: list[int] = []
+        self.images = SentImages()
         self.is_catching_up = True
 
     @property

@@ -32,6 +32,18 @@ def test_a_bit_that_flipped_on_the_way_is_found() -> None:
         list(unpack_bucket(Bucket(**{**bucket.fields(), "data": data})))
 
 
+def test_equal_weights_are_equal_bytes_whatever_lay_in_the_memory_before() -> None:
+    """Ranks export theirs, and whoever copies one of them is told of the checksum of another."""
+    tensors = [("norm", torch.arange(3.0)), ("bias", torch.arange(5.0))]
+    dirty = Memory()
+    dirty.take(4096, torch.device("cpu")).fill_(255)
+    clean, other = pack_bucket(tensors), pack_bucket(tensors, dirty)
+    assert clean.data is not None
+    assert other.data is not None
+    assert clean.data.tobytes() == other.data.tobytes()
+    assert clean.checksum == other.checksum
+
+
 def test_memory_is_used_again_and_grows_where_it_has_to() -> None:
     memory = Memory()
     small, large = pack_bucket(TENSORS.items(), memory), {"more": torch.rand(4096)}

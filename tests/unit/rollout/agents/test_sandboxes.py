@@ -306,7 +306,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(
 ) -> None:
     mark = tmp_path / "mark"
     loop = agent(tmp_path, HIDING.format(mark=str(mark)) + "time.sleep(120)\n", **in_docker(warm=1))
-    root = STUB.parents[1]
+    root = STUB.parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     trainer = subprocess.Popen(
         [sys.executable, "-c", RUN, str(folder), json.dumps(loop)], env=environment, start_new_session=True, cwd=root
