@@ -91,8 +91,15 @@ def test_vllm_tells_whoever_listens_what_it_samples() -> None:
     assert len(heard) > 1
 
 
-@pytest.mark.parametrize("stream", STREAMS)
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("placement", "stream"),
+    [
+        ("inline", "serial"),
+        pytest.param("inline", "stream", marks=pytest.mark.nightly),
+        pytest.param("ray", "serial", marks=pytest.mark.nightly),
+        ("ray", "stream"),
+    ],
+)
 def test_agents_are_trained_on_what_vllm_sampled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: str, stream: str
 ) -> None:

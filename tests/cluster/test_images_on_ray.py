@@ -39,7 +39,7 @@ def mini_batch() -> MiniBatch:
     return close_mini_batch(batch_with_images(), loss_reduction="token_mean", max_sequence_length_for_norm=16)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.nightly)])
 def test_two_ranks_train_the_tower_too_and_are_sent_each_image_once(
     session: RaySession, tmp_path: Path, strategy: str
 ) -> None:

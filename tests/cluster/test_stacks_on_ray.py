@@ -34,6 +34,7 @@ def hangs(inputs, config):
 """
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_leaves_the_stacks_of_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_losses.py").write_text(LOSS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
