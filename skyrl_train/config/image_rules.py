@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.generation import GeneratorConfig, ships_adapter
 from skyrl_train.config.models import CriticConfig, ModelConfig, ReferenceConfig
 from skyrl_train.errors import Violation
 from skyrl_train.registry import part_name
@@ -24,6 +24,9 @@ def part_violations(
         yield _of(
             "generator.backend", backend, rule, "Install the build of torchvision for this torch, or set generator=hf"
         )
+    if ships_adapter(generator):
+        rule = "must be merged where prompts have images: vLLM leaves out an adapter of a vision tower"
+        yield _of("generator.vllm.lora_sync", "adapter", rule, "Set generator.vllm.lora_sync=merged")
     if backend not in ("hf", "vllm", "http") and _OWN not in backend:
         yield _of("generator.backend", backend, "must be hf where prompts have images", "Set generator=hf")
     if loop != "multi_turn" and _OWN not in loop:

@@ -204,12 +204,9 @@ class _Encoder:
         self, ids: list[int], mask: list[bool], content: Conversation, place: str
     ) -> tuple[list[int], list[bool]]:
         """Return the tokens with as many placeholders for each image as it has tokens, and note where they stand."""
-        references = references_in(content.messages)
         if self._images is None:
-            if references:
-                raise DataError(f"{place}: has images, and the model reads none. Give model.path one that does.")
             return ids, mask
-        placeholder = self._images.placeholder
+        references, placeholder = references_in(content.messages), self._images.placeholder
         try:
             images = [self._images.read(each) for each in references]
             longer = expanded(ids, placeholder, images)
@@ -232,6 +229,8 @@ class _Encoder:
         if isinstance(content, PlainText):
             text = content.prompt + content.completion
             return Rendered(text=text, spans=((len(content.prompt), len(text)),))
+        if self._images is None and references_in(content.messages):  # which the template may refuse, or leave out
+            raise DataError(f"{place}: has images, and the model reads none. Give model.path one that does.")
         if self._spans is None:
             self._spans = LossSpans(self.tokenizer, self.form.template_kwargs, self._images)
         return self._spans.render(content, trained_messages(content, self.form.loss_on, place), place)

@@ -168,7 +168,8 @@ def adapt(loaded: PreTrainedModel, settings: LearnerSettings) -> None:
         seed, head = derive_seed(settings.seed, "critic"), HEAD
     else:
         seed, head = settings.seed, ""
-    add_adapter(loaded, lora=settings.model.lora, seed=seed, head=head)
+    frozen = "vision" in settings.model.freeze
+    add_adapter(loaded, lora=settings.model.lora, seed=seed, head=head, without_tower=frozen)
 
 
 def _require_same_tokenizer(model: ModelConfig, policy: ModelConfig) -> None:

@@ -26,6 +26,7 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import LoraConfig, ModelConfig
 from skyrl_train.errors import CheckpointError, ModelError
 from skyrl_train.model.causal_lm import BUILTIN, load_causal_lm, resolve_model_path
+from skyrl_train.model.vision import vision_of
 from skyrl_train.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -43,21 +44,26 @@ _ELEMENTS_AT_ONCE = 1 << 22
 """Of the numbers drawn for dropout, which are eight times the size of the mask that is made of them."""
 
 
-def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int, head: str = "") -> None:
+def add_adapter(
+    model: PreTrainedModel, lora: LoraConfig, *, seed: int, head: str = "", without_tower: bool = False
+) -> None:
     """Puts a new adapter on `model`, in place, and freezes everything else. A is random by the seed, B is 0. The
-    module `head`, which a value model has in place of the output head, gets none and is trained itself.
+    module `head`, which a value model has in place of the output head, gets none and is trained itself; a vision tower
+    that stays as it is (`without_tower`) gets none either.
 
     Raises ModelError for targets that the model does not have.
     """
     import peft
 
     targets: Any = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
+    vision = vision_of(model) if without_tower else None
+    left_out = ([head] if head else []) + ([] if vision is None else _targeted(vision.module_names(model), lora))
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=0.0,
         target_modules=targets,
-        exclude_modules=[head] if head else None,
+        exclude_modules=left_out or None,
     )
     try:
         with torch.random.fork_rng():
@@ -77,6 +83,15 @@ def add_adapter(model: PreTrainedModel, lora: LoraConfig, *, seed: int, head: st
             parameter.data = parameter.data.float()
     if lora.dropout > 0:
         _drop(model, lora.dropout, seed)
+
+
+def _targeted(names: Iterable[str], lora: LoraConfig) -> list[str]:
+    """Those that PEFT would adapt: it warns of others that it is told to leave out."""
+    return [
+        name
+        for name in names
+        if lora.targets == ("all-linear",) or any(f".{name}".endswith(f".{each}") for each in lora.targets)
+    ]
 
 
 def is_adapter(name: str) -> bool:
@@ -223,7 +238,7 @@ def base_with_adapter(model: ModelConfig, tensors: Mapping[str, Tensor]) -> PreT
     Raises CheckpointError where they are not those of the adapter that `model.lora` describes.
     """
     base = load_causal_lm(model, "cpu")
-    add_adapter(base, model.lora, seed=0)
+    add_adapter(base, model.lora, seed=0, without_tower="vision" in model.freeze)
     own = adapter_tensors(base)
     if {name: tensor.shape for name, tensor in tensors.items()} != {name: tensor.shape for name, tensor in own.items()}:
         raise CheckpointError(
@@ -254,6 +269,9 @@ def write_adapter(
     save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     layers = {name.split(".lora_")[0] for name in tensors}
     ends = {layer.rpartition(".")[2] for layer in layers}
+    # The last part of a name stands for all layers that end with it: a number (`mlp.0` of a vision tower) for too many, and
+    # any for too many where a tower was left out.
+    spelled_out = any(end.isdigit() for end in ends) or (base is not None and "vision" in base.freeze)
     peft.LoraConfig(
         task_type=peft.TaskType.CAUSAL_LM,
         base_model_name_or_path="" if base is None else _as_peft_finds_it(base.path),
@@ -261,8 +279,7 @@ def write_adapter(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        # The last part of a name stands for all layers that end with it: a number (`mlp.0` of a vision tower) for too many.
-        target_modules=sorted(layers if any(end.isdigit() for end in ends) else ends),
+        target_modules=sorted(layers if spelled_out else ends),
         inference_mode=True,
     ).save_pretrained(str(folder))
 

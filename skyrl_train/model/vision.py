@@ -97,6 +97,11 @@ class Vision:
         for name in self.family.tower:
             yield from getattr(self._base, name).parameters()
 
+    def module_names(self, model: nn.Module) -> list[str]:
+        """Return the names that linear layers of the vision tower have in `model`."""
+        own = {id(part) for name in self.family.tower for part in getattr(self._base, name).modules()}
+        return [name for name, part in model.named_modules() if id(part) in own and isinstance(part, nn.Linear)]
+
     def _before(self, _module: nn.Module, args: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         ids, given = named.get("input_ids"), self.given
         trained = [each for each in self.parameters() if each.requires_grad] if torch.is_grad_enabled() else []

@@ -91,6 +91,8 @@ class ChatTokens:
                 f"{place}: is a conversation, or has tools, and the model reads plain text: there is no chat template, or "
                 "data.prompt_format=text. Make 'prompt' one text, or put a chat_template.jinja beside the tokenizer."
             )
+        if self._images is None and references_in(prompt.messages):  # which the template may refuse, or leave out
+            raise DataError(f"{place}: has images, and the model reads none. Give model.path one that does.")
         try:
             return self.first_prompt(prompt.messages, tools)
         except Broken as broken:

@@ -44,6 +44,12 @@ from tests.support.learner_cases import fixed_rows
 from tests.support.vision_cases import MERGE, PATCH, PLACEHOLDER, VOCABULARY, make_image, make_vlm
 
 WIDE, SMALL = make_image(1, rows=1, columns=4), make_image(2)
+WIDE_HEADS: dict[str, Any] = {
+    "hidden_size": 128,
+    "initializer_range": 0.1,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
+}
+"""Heads of 32 numbers, the fewest that vLLM computes on a CPU."""
 Prompt: TypeAlias = tuple[tuple[int, ...], ImageSpans]
 Answer: TypeAlias = Callable[[Sequence[GenerationRequest]], Sequence[Any]]
 _NAMED = {
@@ -73,10 +79,8 @@ _SERVER = (
 
 
 def save_vlm(folder: Path) -> Path:
-    """Write a random Qwen2.5-VL of vocabulary 50, its tokenizer and its image processor. Its heads are of 32 numbers, the
-    fewest that vLLM computes on a CPU."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
-    make_vlm(text={"hidden_size": 128, "initializer_range": 0.1, "rope_parameters": rope}).save_pretrained(folder)
+    """Write a random Qwen2.5-VL of vocabulary 50, its tokenizer and its image processor."""
+    make_vlm(text=WIDE_HEADS).save_pretrained(folder)
     words = {_NAMED.get(number, f"w{number}"): number for number in range(VOCABULARY)}
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(words, "<pad>")),

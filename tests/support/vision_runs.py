@@ -63,8 +63,9 @@ PROCESSORS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def save_model(folder: Path, family: str = "qwen") -> str:
-    """Write a random model of `family` with its tokenizer of words and its image processor; return its path."""
+def save_model(folder: Path, family: str = "qwen", *, text: Mapping[str, Any] | None = None) -> str:
+    """Write a random model of `family` with its tokenizer of words and its image processor; return its path. `text`: as of
+    `make_vlm`, for Qwen2.5-VL."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -84,7 +85,7 @@ def save_model(folder: Path, family: str = "qwen") -> str:
         additional_special_tokens=["<end>", "<begin>", "<video>", "<image>"],
         chat_template=TEMPLATE.replace("MARK", MARKS[family]),
     )
-    (make_vlm() if family == "qwen" else make_gemma()).save_pretrained(folder)
+    (make_vlm(text=text) if family == "qwen" else make_gemma()).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[family]), encoding="utf-8")
     return str(folder)

@@ -102,3 +102,24 @@ def test_a_capsule_comes_out_again_bit_by_bit(finished: tuple[Path, dict[str, An
         assert "every bit is compared" in done.stdout
     batch = read_batch(run / "capsules" / "step_000002" / "batch.safetensors")
     assert [len(spans) for spans in batch.metadata.images] == [2] * 8
+
+
+def test_a_stream_trains_on_images_that_older_weights_were_shown_and_is_replayed(tmp_path: Path) -> None:
+    settings = rl_settings(save_model(tmp_path / "model"), write_rows(tmp_path / "rows", 8)[0])
+    settings |= {"trainer.total_steps": 3, "trainer.ckpt_interval": 3}
+    train(rl_config(tmp_path / "stream", settings | {"trainer.max_staleness": 1}))
+    found = trained(tmp_path / "stream")
+    assert found[0]["policy/rollout_logprob_diff_max"] < 1e-5
+    assert [each["off_policy/age/max"] for each in found] == [0, 1, 1]
+    shown = {
+        span.image.key
+        for step in (1, 2, 3)
+        for trajectory in read_rollouts(tmp_path / f"stream/rollouts/train_step_{step:06d}.parquet")[step].trajectories
+        for turn in trajectory.turns
+        for span in turn.images
+    }
+    assert shown <= {file.name for file in (tmp_path / "stream" / "images").iterdir()}
+    recording = {"generator.backend": "replay", "generator.replay_path": str(tmp_path / "stream" / "rollouts")}
+    train(rl_config(tmp_path / "again", settings | recording))
+    checkpoints = [tmp_path / each / "checkpoints/step_000003/policy" for each in ("stream", "again")]
+    assert weights(checkpoints[:1]) == weights(checkpoints[1:])
