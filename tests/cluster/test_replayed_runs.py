@@ -75,6 +75,7 @@ def test_two_workers_then_one_then_two_go_on_from_each_others_checkpoints(record
     assert [record["step"] for record in records(tmp_path)] == [1, 2, 3]
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_of_two_workers_goes_on_without_ray(recording: Recording, tmp_path: Path) -> None:
     two = (*RAY, "strategy=fsdp2", "placement.policy_num_workers=2")
     run_command(tmp_path, *recording.overrides, *two, "trainer.total_steps=2")

@@ -61,6 +61,7 @@ def wait_for_the_engine(event: RunEvent) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.nightly
 def test_vllm_beside_the_learner_generates_while_it_updates(tmp_path: Path) -> None:
     folder, steps = tmp_path / "run", 3
     cache = ("generator.vllm.engine_args={block_size: 32}", "trainer.eval_interval=1", "data.max_validation_prompts=8")

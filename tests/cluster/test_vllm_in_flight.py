@@ -189,7 +189,8 @@ def test_a_run_trains_on_responses_of_several_versions(tmp_path: Path, placement
     assert max(check_shares(tmp_path)) < TOLERANCE
 
 
-@pytest.mark.parametrize("placement", ["inline", pytest.param("ray", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("placement", ["inline", "ray"])
 def test_a_whole_run_goes_on_with_kept_keys_and_values_and_is_replayed_to_the_bit(
     tmp_path: Path, placement: str
 ) -> None:

@@ -30,6 +30,7 @@ def test_the_sdk_in_a_loop_trains_on_the_tokens_of_its_script(tmp_path: Path) ->
     assert "trained tokens are the sampled ones, rewards are the script's" in said
 
 
+@pytest.mark.nightly
 def test_the_sdk_in_a_loop_trains_the_bundled_model_and_does_the_same_again(tmp_path: Path) -> None:
     pytest.importorskip("openai")
     for name in ("one", "two"):

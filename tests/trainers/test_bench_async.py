@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts" / "bench"))
 import asynchronous
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_workloads_are_in_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [
         "--steps=2",

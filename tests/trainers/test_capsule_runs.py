@@ -119,6 +119,7 @@ def refused(folder: Path, *overrides: str) -> str:
     return said
 
 
+@pytest.mark.nightly
 def test_a_weight_that_is_no_number_is_named(tmp_path: Path) -> None:
     refused(tmp_path / "run", "trainer.policy.optimizer.name=tests.support.capsule_parts:spoils_a_weight")
     status, said = capsule("bisect", tmp_path / "run", "--step", 1)
@@ -165,7 +166,7 @@ def test_a_gradient_out_of_range_is_traced_to_its_trajectory_and_token(tmp_path:
 SUPERVISED = ("data.validation=[]", "trainer.export=none", "trainer.ckpt_interval=0", "trainer.batch_size=32")
 
 
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", [pytest.param("padded", marks=pytest.mark.nightly), "packed"])
 def test_a_supervised_step_comes_out_again_bit_by_bit_and_a_bad_token_of_it_is_found(
     tmp_path: Path, layout: str
 ) -> None:
