@@ -14,8 +14,11 @@ if ! "$tools/bin/python" -c 'import zensical, mkdocstrings_handlers.python' >/de
     find_base_python
     say "installing the site's generator into $tools"
     "$base_python" -m venv "$tools" || die "$base_python could not create $tools"
-    "$tools/bin/python" -m pip install -qq --disable-pip-version-check -r requirements/docs.txt ||
+    # The extra alone, without the project.
+    sed -n 's/^docs = \[\([^]]*\)\].*/\1/p' pyproject.toml | grep -o '"[^"]*"' |
+        xargs "$tools/bin/python" -m pip install -qq --disable-pip-version-check ||
         die "the generator could not be installed: the reason is above"
+    [ -x "$tools/bin/zensical" ] || die "the generator needs Python 3.11 or later: SKYRL_TRAIN_PYTHON=/path/to/python3.11"
 fi
 "$tools/bin/python" scripts/make_site_pages.py build/docs
 "$tools/bin/zensical" build --clean --strict

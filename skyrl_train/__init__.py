@@ -10,11 +10,15 @@ if TYPE_CHECKING:
     from skyrl_train.api import evaluate, load_config, train, train_sft
     from skyrl_train.runs.result import RunResult
 
-__version__ = "0.1.0"
+    __version__: str
+
 __all__ = ["RunResult", "__version__", "evaluate", "load_config", "train", "train_sft"]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "__version__":
+        version: str = import_module("importlib.metadata").version("skyrl_train")
+        return version
     return getattr(import_module("skyrl_train.api"), name)

@@ -101,8 +101,8 @@ def _reference_updates(reference: ReferenceConfig, algorithm: AlgorithmConfig) -
 
 
 def lora_targets(model: ModelConfig) -> Iterator[Violation]:
-    """An adapter has layers to adapt."""
-    yield from _no_targets(model.lora, "model.lora")
+    """An adapter has layers to adapt, and a package that puts it there."""
+    yield from _adapter(model.lora, "model.lora")
 
 
 def quantization(model: ModelConfig, strategy: StrategyConfig) -> Iterator[Violation]:
@@ -143,7 +143,10 @@ def _lora_dropout(model: ModelConfig, critic: CriticConfig) -> Iterator[Violatio
             )
 
 
-def _no_targets(lora: LoraConfig, prefix: str) -> Iterator[Violation]:
+def _adapter(lora: LoraConfig, prefix: str) -> Iterator[Violation]:
+    if lora.rank and find_spec("peft") is None:
+        rule, remedy = "needs PEFT, which is not installed here", "pip install 'skyrl_train[lora]'"
+        yield Violation.of(f"{prefix}.rank", lora.rank, rule, f"{remedy}, or {prefix}.rank=0")
     if lora.rank and not lora.targets:
         rule, remedy = "must name a layer", f"try {prefix}.targets=[all-linear]"
         yield Violation.of(f"{prefix}.targets", lora.targets, rule, remedy)
@@ -157,7 +160,7 @@ def _critic_lora(critic: CriticConfig) -> Iterator[Violation]:
             "needs a critic, and critic.model.path is empty",
             "set critic.model.path=policy, or critic.model.lora.rank=0",
         )
-    yield from _no_targets(critic.model.lora, "critic.model.lora")
+    yield from _adapter(critic.model.lora, "critic.model.lora")
 
 
 def _routing_replay(

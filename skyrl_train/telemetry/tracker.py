@@ -129,7 +129,7 @@ class TensorboardTracker:
         except (ImportError, OSError) as error:
             raise SkyrlTrainError(
                 f"tracker.tensorboard cannot start ({type(error).__name__}: {error}). "
-                "Install tensorboard, or leave tensorboard out of tracker=..."
+                "pip install 'skyrl_train[tensorboard]', or leave tensorboard out of tracker=..."
             ) from error
 
     def log(self, metrics: Mapping[str, float], *, step: int) -> None:

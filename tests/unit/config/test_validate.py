@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_train.config import validate
+from skyrl_train.config import validate, validate_models
 from skyrl_train.config.load import load_config
 from skyrl_train.config.schema import Config
 from skyrl_train.config.validate import validate_config
@@ -258,6 +258,13 @@ def test_xla_is_refused_where_jax_is_missing(monkeypatch: pytest.MonkeyPatch) ->
     (violation,) = validate_config(broken)
     assert violation.field == "trainer.memory_probe"
     assert "pip install 'skyrl_train[jax]'" in violation.remedy
+
+
+def test_an_adapter_is_refused_where_peft_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate_models, "find_spec", lambda name: None)
+    (violation,) = violations(model__lora__rank=8)
+    assert violation.field == "model.lora.rank"
+    assert "pip install 'skyrl_train[lora]'" in violation.remedy
 
 
 def test_rules_of_one_section_are_all_reported_beside_each_other() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from packaging.requirements import Requirement
 
 from skyrl_train.cli import register_resolvers
@@ -119,6 +120,28 @@ def test_kuberay_runs_as_nobody_in_particular_with_as_many_gpus_as_the_placement
     gpus = sum(int(pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]) for pod in pods)
     assert gpus == composed(*overrides_of(job["spec"]["entrypoint"])).placement.num_gpus
     assert all(pod["securityContext"]["runAsNonRoot"] for pod in pods)
+
+
+def test_each_kuberay_job_has_a_folder_of_its_own_behind_two_shells(tmp_path: Path) -> None:
+    """The pod that submits lets bash read the entry point and Ray's client quotes it; the first node's shell runs that."""
+    job = yaml.safe_load((LAUNCH / "kuberay.yaml").read_text(encoding="utf-8"))
+    client = "import shlex, sys; print(shlex.join(sys.argv[sys.argv.index('--') + 1:]), end='')"
+    executable(tmp_path / "ray", f'exec "{sys.executable}" -c "{client}" "$@"')
+    executable(tmp_path / "skyrl-train", "printf '%s\\n' \"$@\"")
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    submit = f"ray job submit --no-wait -- {job['spec']['entrypoint']} ;"
+    sent = subprocess.run(["bash", "-c", submit], env=environ, capture_output=True, text=True, check=True).stdout
+    arguments = subprocess.run(["sh", "-c", sent], env=environ, capture_output=True, text=True, check=True).stdout
+    (folder,) = re.findall(r"^hydra\.run\.dir=(.*)$", arguments, flags=re.MULTILINE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_CLUSTER_NAME", "skyrl-train-x7k2p")
+        assert OmegaConf.create({"folder": folder}).folder == "/outputs/skyrl-train-x7k2p"
+    assert job["metadata"].keys() == {"generateName"}
+    head = job["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    project = tomllib_loads(REPOSITORY / "pyproject.toml")["project"]
+    assert head["image"].endswith(f":{project['version']}")
+    (stated,) = re.findall(r"^ENV SKYRL_TRAIN_DATA=(.+)$", (REPOSITORY / "docker/Dockerfile").read_text(), re.MULTILINE)
+    assert head["env"] == [{"name": "SKYRL_TRAIN_DATA", "value": stated}]
 
 
 def test_every_cluster_that_a_launcher_brings_up_wants_a_token() -> None:

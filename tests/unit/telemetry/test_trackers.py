@@ -131,6 +131,12 @@ def test_wandb_finds_the_key_that_its_login_stored(tmp_path):
     assert choose_mode("auto", {"NETRC": str(netrc), "WANDB_BASE_URL": "https://other.example"}) == "offline"
 
 
+def test_tensorboard_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(SkyrlTrainError, match=r"pip install 'skyrl_train\[tensorboard\]'"):
+        logged(configured(tmp_path, tensorboard=True), tmp_path, steps=(1,))
+
+
 @pytest.mark.slow
 def test_all_trackers_together_and_resumed(tmp_path, monkeypatch):
     """Real wandb, offline, and real TensorBoard; no secret reaches the disk."""

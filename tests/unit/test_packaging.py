@@ -1,0 +1,107 @@
+"""What pyproject.toml says, held against the code, the pages and the locks."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from importlib import metadata
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+import skyrl_train
+from tests.support.source_calls import REPOSITORY
+
+TOLD = {"PIL": "pillow", "aiohttp": "aiohttp", "mcp_types": "mcp"}
+"""Packages that a run is told to install when it needs them, and a module of an extra with a name of its own."""
+DISTRIBUTIONS = {
+    "hydra": "hydra-core",
+    "yaml": "pyyaml",
+    "openenv": "openenv-core",
+    "prometheus_client": "prometheus-client",
+    "mlflow": "mlflow-skinny",
+}
+"""By what is imported, where the names differ by more than a hyphen."""
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no parser for TOML")
+    parsed: dict[str, Any] = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    return parsed["project"]
+
+
+def imported() -> set[str]:
+    """Top-level names of other packages that the package imports, inside functions too."""
+    found: set[str] = set()
+    for path in (REPOSITORY / "skyrl_train").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"skyrl_train"}
+
+
+def test_each_package_that_is_imported_is_required_or_an_extra(project: dict[str, Any]) -> None:
+    lines = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    required = {Requirement(line).name.lower() for line in lines}
+    missing = {
+        name for name in imported() - TOLD.keys() if DISTRIBUTIONS.get(name, name.replace("_", "-")) not in required
+    }
+    assert missing == set()
+
+
+def test_the_version_has_one_home(project: dict[str, Any]) -> None:
+    citation = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {project['version']}\n" in citation
+    changes = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## ([\d.]+)", changes, flags=re.MULTILINE)[0] == project["version"]
+    assert skyrl_train.__version__ == metadata.version("skyrl_train")
+
+
+def test_classifiers_name_the_versions_of_python_that_are_allowed(project: dict[str, Any]) -> None:
+    listed = {each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r"Python :: 3\.\d+$", each)}
+    allowed = SpecifierSet(project["requires-python"])
+    assert listed == {f"3.{minor}" for minor in range(8, 20) if allowed.contains(f"3.{minor}")}
+
+
+def test_the_page_on_installing_names_each_extra(project: dict[str, Any]) -> None:
+    table = (REPOSITORY / "docs" / "installing.md").read_text(encoding="utf-8").partition("## Extras")[2]
+    named = set(re.findall(r"`([\w-]+)`", "\n".join(line.split("|")[1] for line in table.splitlines() if "| " in line)))
+    assert named == project["optional-dependencies"].keys()
+
+
+def test_uv_lock_is_of_these_requirements_and_names_pypi_alone(project: dict[str, Any]) -> None:
+    """`scripts/lock.sh` writes it."""
+    tomllib = pytest.importorskip("tomllib")
+    text = (REPOSITORY / "uv.lock").read_text(encoding="utf-8")
+    assert set(re.findall(r"\w+://([^/\"]+)", text)) == {"pypi.org", "files.pythonhosted.org"}
+    assert set(re.findall(r"source = \{ (\w+) =", text)) == {"registry", "editable"}
+    packages = tomllib.loads(text)["package"]
+    (ours,) = (each for each in packages if each["name"] == "skyrl-train")
+    locked = {
+        (each["name"], SpecifierSet(each.get("specifier", "")), extra_of(each.get("marker", "")))
+        for each in ours["metadata"]["requires-dist"]
+    }
+    groups = {"": project["dependencies"], **project["optional-dependencies"]}
+    stated = {
+        (Requirement(line).name.lower(), Requirement(line).specifier, extra)
+        for extra in groups
+        for line in groups[extra]
+    }
+    assert locked == stated, "run scripts/lock.sh"
+    versions: dict[str, set[Version]] = {}
+    for each in packages:
+        versions.setdefault(each["name"], set()).add(Version(each.get("version", "0")))
+    for name, specifier, _ in stated:
+        assert all(specifier.contains(version) for version in versions[name]), name
+
+
+def extra_of(marker: str) -> str:
+    found = re.search(r"extra == '([\w-]+)'", marker)
+    return found[1] if found else ""
