@@ -53,7 +53,7 @@ class Bucket:
     """Names of torch types, e.g. `float32`."""
     shapes: tuple[tuple[int, ...], ...]
     checksum: int | None = None
-    """Checksum of the bytes; None where it comes behind them."""
+    """Checksum of the bytes; None while they are only planned."""
     data: NDArray[np.uint8] | None = None
     """One parameter after the other, each at a multiple of 16 bytes."""
     path: str = ""
@@ -66,6 +66,8 @@ class Bucket:
     """Where there are any, each entry is a piece of the parameter whose name it has; else it is whole."""
     parts: tuple[Bucket, ...] = ()
     """What each rank sent of these parameters; they carry the bytes then."""
+    rank: int = 0
+    """Of who sends the bytes, where they come through a group of processes."""
     update: Update = ""
     tolerance: float = 0.0
     """Of changes: values that are at most so far from those that were sent last are left out."""
@@ -245,12 +247,18 @@ class WeightSender:
         """Return a port of this node that nobody listens on at this moment."""
         raise NotImplementedError
 
-    def meet(self, rendezvous: Rendezvous | None) -> None:
-        """Have rank 0 join the engines' workers, in place of any group that it was in; other ranks are given None."""
+    def meet(self, rendezvous: Rendezvous) -> None:
+        """Join the other ranks and the engines' workers, in place of any group that this rank was in."""
         raise NotImplementedError
 
-    def broadcast(self, planned: Bucket) -> None:
-        """Send these parameters to those whom `meet` met, who must be waiting for them."""
+    def hold_part(self, planned: Bucket) -> Bucket:
+        """Keep the bytes that `carry_part` would return on this rank's device, until `broadcast` has sent them, and return
+        what describes them."""
+        raise NotImplementedError
+
+    def broadcast(self, sizes: Sequence[int]) -> None:
+        """Send what is held to those whom `meet` met, who must be waiting: one rank after the other, of so many bytes
+        each."""
         raise NotImplementedError
 
     def device(self) -> str:

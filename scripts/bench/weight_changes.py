@@ -1,29 +1,50 @@
 """How much of a model's weights an optimizer step changes, as engines keep them: python scripts/bench/weight_changes.py
 
     python scripts/bench/weight_changes.py --rates 1e-6 --tolerances 0 1e-6 3e-6      # generator.weight_change_tolerance
+    python scripts/bench/weight_changes.py --learn outputs/changes --tolerances 0 1e-4 5e-4
 
 AdamW on the bundled model, next-token loss on random tokens, constant learning rates. After each step the weights are cut
 as a rank would send them; what differs from the last ones is counted, and the bytes of a sync of changes are compared with
 those of all weights in the same type (`weight_sync/parts.py`).
+
+`--learn` trains with each tolerance instead: the bundled experiment in one process, whose engine gets what ranks on Ray
+would send theirs, all of it in one sync of twenty. It prints the accuracy on held-out problems after the last step.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+if TYPE_CHECKING:
+    from skyrl_train.weight_sync.transports import Route
+    from skyrl_train.weights import Bucket
+
+FULL_SYNC_EVERY = 20
+RUN_TIMEOUT_S = 3600.0
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--learn", type=Path, metavar="FOLDER", help="train, with the runs in this folder")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-7, 1e-6, 1e-5, 1e-4])
     parser.add_argument("--tolerances", type=float, nargs="+", default=[0.0])
     args = parser.parse_args()
+    if args.learn:
+        print("| tolerance | held-out accuracy, first turn |\n|---|---|")
+        for tolerance in args.tolerances:
+            print(f"| {tolerance:g} | {learn(args.learn / f'{tolerance:g}', args.steps, tolerance):.3f} |", flush=True)
+        return
     print(
         "| learning rate | type | tolerance | values sent, last step | bytes of the sync, of all |\n|---|---|---|---|---|"
     )
@@ -64,6 +85,46 @@ def measure(rate: float, dtype: str, steps: int, tolerance: float) -> tuple[floa
         optimizer.zero_grad()
     counts = [len(entry.changed) if entry.changed is not None else entry.box.numel() for entry in entries]
     return sum(counts) / sum(entry.box.numel() for entry in entries), num_bytes / num_whole
+
+
+def learn(folder: Path, steps: int, tolerance: float) -> float:
+    """Trains where no run is yet; the accuracy after the last step. Raises CalledProcessError, TimeoutExpired."""
+    from skyrl_train.telemetry.metrics_log import read_metrics
+
+    words = [
+        *(sys.executable, "-m", "skyrl_train.main", "+experiment=gsm8k_multiturn", "platform=cpu"),
+        f"hydra.run.dir={folder}",
+        f"trainer.total_steps={steps}",
+        f"trainer.eval_interval={steps}",
+        "trainer.ckpt_interval=0",
+        "trainer.export_hf=false",
+        f"generator.weight_transport={Path(__file__).stem}:send_changes",
+    ]
+    places = os.pathsep.join([str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": places, "WEIGHT_CHANGE_TOLERANCE": str(tolerance)}
+    if not (folder / "complete.json").exists():
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL, env=environment, timeout=RUN_TIMEOUT_S)
+    return float(read_metrics(folder / "metrics.jsonl")[-1]["eval/accuracy_first_turn"])
+
+
+def send_changes(route: Route, buckets: Sequence[Bucket]) -> int:
+    """A transport that brings an engine of this process what changed by more than the tolerance."""
+    from skyrl_train.weight_sync.receiver import UpdatableEngine
+    from skyrl_train.weights import WeightSender
+
+    senders = route.kept.setdefault("senders", route.senders)  # which know what was sent last
+    number = route.kept["number"] = route.kept.get("number", -1) + 1
+    num_bytes = 0
+    for bucket in buckets:
+        planned = replace(
+            bucket,
+            update="changes" if number % FULL_SYNC_EVERY else "keep",
+            tolerance=float(os.environ["WEIGHT_CHANGE_TOLERANCE"]),
+        )
+        (part,) = senders.call(WeightSender.carry_part, "sync", planned)
+        route.engines.call(UpdatableEngine.update_parts, "sync", planned, part)
+        num_bytes += part.num_bytes
+    return num_bytes
 
 
 if __name__ == "__main__":

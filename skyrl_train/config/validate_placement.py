@@ -296,13 +296,14 @@ def _full_sync_every(
     generator: GeneratorConfig, platform: PlatformConfig, placement: PlacementConfig
 ) -> Iterator[Violation]:
     name = WEIGHT_TRANSPORTS.name_of(generator.weight_transport)
-    sends_parts = name == "shared_memory" or (name == "auto" and platform.name == "cpu")
+    shared = platform.name == "gpu" and shares_devices(placement, generator, platform)
+    sends_parts = name in ("shared_memory", "broadcast") or (name == "auto" and not shared)
     if generator.full_sync_every > 1 and not (
         sends_parts and placement.backend == "ray" and generator.has_own_devices and generator.backend != "http"
     ):
         yield Violation(
             field="generator.full_sync_every",
-            rule="what changed alone travels to engines on Ray by generator.weight_transport=shared_memory",
+            rule="what changed alone travels to engines on Ray, by generator.weight_transport=shared_memory or broadcast",
             value=str(generator.full_sync_every),
             remedy="try generator.full_sync_every=1",
         )

@@ -306,12 +306,14 @@ class VLLMCore:
 def _for_workers(bucket: Bucket, *, separate: bool) -> Iterator[Bucket]:
     """The bucket as vLLM can hand it to its workers: an array does not pass to another process, a file in shared memory
     does."""
-    if not separate or (bucket.data is None and not bucket.parts):
+    if not separate:
         yield bucket
         return
     with contextlib.ExitStack() as stack:
 
         def filed(part: Bucket) -> Bucket:
+            if part.data is None:
+                return part
             place = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
             file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="skyrl-weights-", dir=place))
             return in_file(part, Path(file.name))

@@ -8,7 +8,7 @@ does, verifies each bucket before a byte of it is loaded, and mends what a reloa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from types import SimpleNamespace
 from typing import Any
@@ -56,6 +56,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     handles: Any = None
     pieces: Any = ()
     parts: Any = ()
+    rank: int = 0
     update: Any = ""
 
 
@@ -116,9 +117,11 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Raises EngineError, before anything is loaded, where the bucket is damaged."""
         bucket = bucket_of(dict(vars(update_info)))
-        if self._group is not None and not (bucket.handles or bucket.path or bucket.parts or bucket.data is not None):
-            flat, checksum = self._group.receive(bucket.num_bytes)
-            arrived = self._arrivals.take(replace(bucket, checksum=checksum), lambda _: flat)
+        parts = bucket.parts or (bucket,)
+        if self._group is not None and not any(map(_has_bytes, parts)):
+            # All of it before any is verified: who sends waits for every worker.
+            received = {part.rank: self._group.receive(part.num_bytes, part.rank) for part in parts}
+            arrived = self._arrivals.take(bucket, lambda part: received[part.rank])
         else:
             arrived = self._arrivals.take(bucket, self._bytes_of)
         if self._takes_adapter:
@@ -131,7 +134,7 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
         """The bytes of a bucket, or of a part of one, in memory that this worker owns."""
         if bucket.handles:
             return import_copy(bucket.handles, self.device, bucket.num_bytes)
-        if bucket.data is not None or bucket.path:
+        if _has_bytes(bucket):
             return copied(bucket)
         raise EngineError("weights were announced to an engine that did not meet the trainer")
 
@@ -158,6 +161,11 @@ class BucketEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[
             self._group = None
 
 
+def _has_bytes(bucket: Bucket) -> bool:
+    """Whether they come with the bucket, not through a group of processes."""
+    return bool(bucket.data is not None or bucket.path or bucket.handles)
+
+
 def bucket_of(fields: dict[str, Any]) -> Bucket:
     """The bucket whose `fields` these are, which may have come as JSON."""
     return Bucket(
@@ -170,6 +178,7 @@ def bucket_of(fields: dict[str, Any]) -> Bucket:
         handles=fields["handles"] or {},
         pieces=tuple(Piece(tuple(offset), tuple(whole), count) for offset, whole, count in fields["pieces"]),
         parts=tuple(bucket_of(part) for part in fields["parts"]),
+        rank=fields["rank"],
         update=fields["update"],
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 from skyrl_train.distributed.gather import own_box
 from skyrl_train.distributed.process_group import meet
 from skyrl_train.endpoints import Rendezvous, free_port
-from skyrl_train.flat_bytes import Memory, checksum_of
+from skyrl_train.flat_bytes import Memory
 from skyrl_train.model.lora import adapter_tensors, merged_weights, weights_by_name
 from skyrl_train.weight_sync.cuda_ipc import Export, device_name
 from skyrl_train.weight_sync.parts import Entry, SentWeights, pack_part
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
 
 class WeightGroup:
-    """One process's end of a group for weights alone: rank 0 of a learner sends, every worker of every engine receives.
+    """One process's end of a group for weights alone: the ranks of a learner send in turn, every worker of every engine
+    receives, and so do the other ranks, since a broadcast has all of a group take part.
 
     The group stands beside whatever groups learner and engine have. Its backend follows the device: gloo between CPUs, NCCL
     between CUDA devices, where a bucket never leaves device memory. Calls block until all have made theirs, or until the
@@ -46,21 +47,19 @@ class WeightGroup:
 
     def __init__(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """Raises what torch raises where the others do not come in time."""
-        self._device, self._timeout = device, timedelta(seconds=rendezvous.timeout_s)
+        self._device, self._rank = device, rendezvous.rank
+        self._timeout = timedelta(seconds=rendezvous.timeout_s)
         self._backend: Any = meet(rendezvous, device)
 
     def send(self, flat: Tensor) -> None:
-        """A bucket's bytes, and their checksum behind them."""
-        self._broadcast(flat)
-        self._broadcast(torch.tensor([checksum_of(flat)], dtype=torch.int64, device=self._device))
+        """Bytes of a bucket."""
+        self._broadcast(flat, self._rank)
 
-    def receive(self, num_bytes: int) -> tuple[Tensor, int]:
-        """The bytes, in memory of their own, and the checksum that came behind them."""
-        flat = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        self._broadcast(flat)
-        checksum = torch.empty(1, dtype=torch.int64, device=self._device)
-        self._broadcast(checksum)
-        return flat, int(checksum)
+    def receive(self, num_bytes: int, rank: int = 0, memory: Memory | None = None) -> Tensor:
+        """The bytes that `rank` sends, in memory of their own unless one is given."""
+        flat = (memory or Memory()).take(num_bytes, self._device)
+        self._broadcast(flat, rank)
+        return flat
 
     def close(self) -> None:
         """Leaves without waiting for anybody: others may be dead."""
@@ -69,9 +68,11 @@ class WeightGroup:
             abort()
         self._backend = None
 
-    def _broadcast(self, tensor: Tensor) -> None:
+    def _broadcast(self, tensor: Tensor, rank: int) -> None:
+        if not len(tensor):
+            return
         options = dist.BroadcastOptions()
-        options.rootRank = 0
+        options.rootRank = rank
         self._backend.broadcast([tensor], options).wait(self._timeout)
 
 
@@ -94,6 +95,9 @@ class RankSender(WeightSender):
         self._sent = SentWeights()
         self._memory = Memory()
         """Of the bucket that was handed over last."""
+        self._held: Tensor | None = None
+        self._passing = Memory()
+        """Of what other ranks send."""
 
     def describe(self) -> tuple[ParameterFact, ...]:
         """Every parameter, tied ones once, in the model's order; an adapter is part of what it adapts."""
@@ -133,20 +137,29 @@ class RankSender(WeightSender):
         """Return a port of this node that nobody listens on at this moment."""
         return free_port()
 
-    def meet(self, rendezvous: Rendezvous | None) -> None:
-        """Rank 0 joins the engines' workers, in place of any group that it was in; the other ranks are given None."""
+    def meet(self, rendezvous: Rendezvous) -> None:
+        """Join the other ranks and the engines' workers, in place of any group that this rank was in."""
         if self._group is not None:
             self._group.close()
             self._group = None
-        if rendezvous is not None:
-            self._group = WeightGroup(rendezvous, self._device)
+        self._group = WeightGroup(rendezvous, self._device)
 
-    def broadcast(self, planned: Bucket) -> None:
-        """Sends these parameters to those whom `meet` met, who must be waiting for them."""
-        if self._takes_part(planned, self._strategy.rank == 0):
-            if self._group is None:
-                raise RuntimeError("rank 0 was not told to meet the engines")
-            self._group.send(pack(self._whole(planned), self._device, self._memory)[1])
+    def hold_part(self, planned: Bucket) -> Bucket:
+        """Keep what `carry_part` would return on this rank's device, until `broadcast` has sent it, and return what
+        describes it."""
+        part, self._held = pack_part(self._own_entries(planned), planned, self._device, self._memory)
+        return replace(part, rank=self._strategy.rank)
+
+    def broadcast(self, sizes: Sequence[int]) -> None:
+        """Send what is held to those whom `meet` met, when it is this rank's turn, and let pass what others send."""
+        if self._group is None or self._held is None:
+            raise RuntimeError("this rank was not told to meet the engines, or has nothing to send")
+        held, self._held = self._held, None
+        for rank, num_bytes in enumerate(sizes):
+            if rank == self._strategy.rank:
+                self._group.send(held)
+            else:
+                self._group.receive(num_bytes, rank, self._passing)
 
     def export(self, planned: Bucket, devices: Collection[str]) -> Bucket:
         """Export the memory of these parameters until the `export` after the next or `close_export`, on a rank whose device

@@ -2,7 +2,7 @@
 
     shared_memory   each rank --its own shards--> every engine: shared memory within a node, on Ray the network between
                     nodes; within one process the tensors themselves
-    broadcast       rank 0 --gloo or NCCL--> every worker of every engine, from device to device
+    broadcast       each rank --its own shards, gloo or NCCL--> every worker of every engine, from device to device
     cuda_ipc        ranks whose device a worker of an engine shares export the bucket, which the worker copies there
     files           rank 0 writes a file, every engine reads it: for whatever nothing else works between
 
@@ -106,8 +106,8 @@ def files(route: Route, buckets: Sequence[Bucket]) -> None:
 
 
 def broadcast(route: Route, buckets: Sequence[Bucket]) -> int | None:
-    """Through a group of processes, which is made again where the engines are not those that were met. Weights of no model
-    are in this process alone and travel as `shared_memory`."""
+    """Through a group of processes, which is made again where the engines are not those that were met. Nobody gathers: each
+    rank sends its own shards. Weights of no model are in this process alone and travel as `shared_memory`."""
     if route.weights.scores is None:
         return shared_memory(route, buckets)
     ends = (route.senders.members, route.engines.members)
@@ -115,18 +115,23 @@ def broadcast(route: Route, buckets: Sequence[Bucket]) -> int | None:
         route.kept["met"] = None
         _meet(route)
         route.kept["met"] = ends
-    # Ranks are told of two: while engines load one they gather the next, and wait for who takes it.
-    sending = [route.senders.begin(WeightSender.broadcast, "sync", bucket) for bucket in buckets[:1]]
+    num_bytes = 0
+    packed = [route.senders.begin(WeightSender.hold_part, "sync", bucket) for bucket in buckets[:1]]
     for bucket, following in zip_longest(buckets, buckets[1:]):
-        if following is not None:
-            sending.append(route.senders.begin(WeightSender.broadcast, "sync", following))
-        taken = route.engines.begin(UpdatableEngine.update, "sync", bucket)
-        sending.pop(0).wait(taken)
-    return None
+        pending = packed.pop()
+        parts = pending.wait()
+        sizes = [part.num_bytes for part in parts]
+        sending = route.senders.begin(WeightSender.broadcast, "sync", sizes)
+        if following is not None:  # which ranks pack while engines load this one
+            packed.append(route.senders.begin(WeightSender.hold_part, "sync", following))
+        sent = [part for part in parts if part.names]
+        sending.wait(route.engines.begin(UpdatableEngine.update_parts, "sync", bucket, *sent))
+        num_bytes += sum(sizes)
+    return num_bytes
 
 
 def _meet(route: Route) -> None:
-    """Have rank 0 and all workers of the engines join one group."""
+    """Have all ranks and all workers of the engines join one group."""
     senders, engines = route.senders, route.engines
     place = meeting_point(
         [*senders.nodes, *engines.nodes],
@@ -134,13 +139,14 @@ def _meet(route: Route) -> None:
         port_of_first=lambda: senders.call(WeightSender.free_port, "sync")[0],
         timeout_s=route.settings.timeout_s,
     )
-    num_ranks, workers_per_engine = 1 + len(route.receivers), len(route.receivers) // len(engines.nodes)
-    first_ranks = [1 + workers_per_engine * index for index in range(len(engines.nodes))]
+    num_senders, workers_per_engine = len(senders.nodes), len(route.receivers) // len(engines.nodes)
+    num_ranks = num_senders + len(route.receivers)
+    first_ranks = [num_senders + workers_per_engine * index for index in range(len(engines.nodes))]
     joining = engines.begin_each(
         UpdatableEngine.meet, "sync", [place.rendezvous(rank, num_ranks) for rank in first_ranks]
     )
-    others = [None] * (len(senders.nodes) - 1)
-    senders.begin_each(WeightSender.meet, "sync", [place.rendezvous(0, num_ranks), *others]).wait(joining)
+    places = [place.rendezvous(rank, num_ranks) for rank in range(num_senders)]
+    senders.begin_each(WeightSender.meet, "sync", places).wait(joining)
 
 
 def cuda_ipc(route: Route, buckets: Sequence[Bucket]) -> int | None:

@@ -108,10 +108,11 @@ def test_two_engines_compute_with_the_weights_that_were_sent(cluster: Cluster, n
     print([f"{record['probe_difference']:.1e}" for record in records])
 
 
-def test_what_changed_alone_is_sent_to_engines_that_have_the_rest(cluster: Cluster) -> None:
+@pytest.mark.parametrize("name", ["shared_memory", "broadcast"])
+def test_what_changed_alone_is_sent_to_engines_that_have_the_rest(cluster: Cluster, name: str) -> None:
     """Between full syncs, and nothing of it to engines that were not there: the same engine after it caught up."""
-    file = cluster.folder / "changes.jsonl"
-    transport = sync_of(cluster.config, cluster.group, cluster.sharing, "shared_memory", file, full_sync_every=3)
+    file = cluster.folder / f"changes-{name}.jsonl"
+    transport = sync_of(cluster.config, cluster.group, cluster.sharing, name, file, full_sync_every=3)
     for version in (1, 2, 3, 4):
         if version == 3:
             cluster.train(version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,11 @@ from torch import Tensor, distributed, nn
 from skyrl_train.config.schema import LoraConfig, ModelConfig
 from skyrl_train.distributed.gather import gather_whole, own_box
 from skyrl_train.distributed.strategy import Sharded
+from skyrl_train.endpoints import Rendezvous
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.model.lora import add_adapter, as_they_are, by_layer, merged_weights, weights_by_name
 from skyrl_train.weight_sync.parts import Arrivals
-from skyrl_train.weight_sync.sender import RankSender
+from skyrl_train.weight_sync.sender import RankSender, WeightGroup
 from skyrl_train.weights import Bucket, copied
 from tests.support.gloo_ranks import on_ranks
 from tests.support.learner_cases import save_tiny_model
@@ -138,6 +140,35 @@ def assert_sent_in_parts(sender: RankSender, expected: dict[str, Tensor]) -> Non
     assert max(part.num_bytes for part in parts) < 0.7 * sum(part.num_bytes for part in parts)
 
 
+def receive_all(group: WeightGroup, parts: list[Bucket]) -> Callable[[Bucket], Tensor]:
+    received = [group.receive(part.num_bytes, part.rank) for part in parts]
+    return lambda part: received[part.rank]
+
+
+def assert_broadcast_by_both(rank: int, sender: RankSender, expected: dict[str, Tensor], meeting: Path) -> None:
+    """A worker that met both ranks has the weights from them, bit for bit, and then what changed: nothing."""
+    shapes = tuple(tuple(tensor.shape) for tensor in expected.values())
+    planned = Bucket(names=tuple(expected), dtypes=("bfloat16",) * len(shapes), shapes=shapes, update="keep")
+    place = Rendezvous(rank=rank, num_ranks=3, init_method=f"file://{meeting}", timeout_s=30.0)
+    arrivals = Arrivals()
+    with ThreadPoolExecutor(1) as worker:
+        joined = worker.submit(WeightGroup, replace(place, rank=2), torch.device("cpu")) if rank == 0 else None
+        sender.meet(place)
+        for update in (planned, replace(planned, update="changes")):
+            arrivals.begin()
+            parts: list[Any] = [None, None]
+            distributed.all_gather_object(parts, sender.hold_part(update))
+            assert [part.rank for part in parts] == [0, 1]
+            if joined is not None:
+                group = joined.result(30)
+                receiving = worker.submit(receive_all, group, parts)
+            sender.broadcast([part.num_bytes for part in parts])
+            if joined is not None:
+                made = dict(arrivals.take(replace(update, parts=tuple(parts)), receiving.result(30)))
+                assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())
+        assert sum(part.num_bytes for part in parts) <= 2 * 1024, "no value changed"
+
+
 def on_one_of_two(rank: int, folder: Path) -> dict[str, Any]:
     """Weights of an FSDP2 model with an adapter and of one without, gathered in bfloat16, against the plain model."""
     found = {}
@@ -156,7 +187,9 @@ def on_one_of_two(rank: int, folder: Path) -> dict[str, Any]:
         with counting_gathers() as gathers:
             made = dict(merged_weights(model, strategy.gather, types))
         assert all(torch.equal(made[name], expected[name]) for name in types)
-        assert_sent_in_parts(RankSender(model, strategy, torch.device("cpu")), expected)
+        sender = RankSender(model, strategy, torch.device("cpu"))
+        assert_sent_in_parts(sender, expected)
+        assert_broadcast_by_both(rank, sender, expected, folder / f"meet-{with_adapter}")
         found[str(with_adapter)] = (len(types), len(by_layer(types)), len(gathers))
     return found
 
