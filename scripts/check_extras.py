@@ -27,7 +27,7 @@ from typing import Any
 
 ENGINES = ("", "cpu", "vllm")
 """Extras that each other one may be installed beside; the first is none."""
-NOT_FOR_USERS = ("dev", "bench")
+NOT_FOR_USERS = ("dev", "bench", "docs")
 UNREACHABLE = 75
 OLDEST_PIP = (23, 3)
 """Older ones download whole packages in order to resolve: gigabytes of CUDA."""
