@@ -88,6 +88,11 @@ def require_the_run_of_one_process(folder: Path, *overrides: str) -> None:
     [
         pytest.param(grid(2, tensor_parallel_size=2), marks=CLUSTER, id="tensor"),
         pytest.param(grid(4, fsdp_size=2), marks=NIGHTLY, id="hsdp"),
+        pytest.param(
+            (*grid(4, fsdp_size=2), "generator.weight_transport=broadcast", "generator.full_sync_every=2"),
+            marks=NIGHTLY,
+            id="hsdp, changes by broadcast",
+        ),
         pytest.param(grid(4, fsdp_size=2, cpu_offload="true"), marks=NIGHTLY, id="hsdp, offload"),
         pytest.param(grid(4, tensor_parallel_size=2, cpu_offload="true"), marks=NIGHTLY, id="shard x tensor, offload"),
     ],

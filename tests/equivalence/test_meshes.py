@@ -48,6 +48,9 @@ def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             marks=NIGHTLY,
         ),
         pytest.param(Ranks(strategy="fsdp2", num_ranks=4, tensor_parallel_size=2), WHOLE[1::4], marks=NIGHTLY),
+        pytest.param(
+            Ranks(strategy="fsdp2", num_ranks=4, fsdp_size=1, tensor_parallel_size=2), WHOLE[2::6], marks=NIGHTLY
+        ),
     ],
     ids=lambda value: value.name if isinstance(value, Ranks) else "",
 )
