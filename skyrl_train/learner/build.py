@@ -22,7 +22,7 @@ from skyrl_train.learner.critic import CriticLearner
 from skyrl_train.learner.engine import ModelEngine
 from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.learner.profiling import Profiler
-from skyrl_train.memory.model_sizes import meta_model, read_config
+from skyrl_train.memory.model_sizes import meta_model, read_architecture
 from skyrl_train.model.attention import leave_uncompiled
 from skyrl_train.model.causal_lm import empty_causal_lm, load_causal_lm, load_tokenizer
 from skyrl_train.model.expert_routing import follow_routing
@@ -151,7 +151,7 @@ def build_engine(
 
 def _require_divisible(model: ModelConfig, spread: ModelStrategy) -> None:
     """Raises ModelError, before weights are read, for a model whose experts or matrices cannot be divided over the ranks."""
-    formed = meta_model(read_config(model.path, revision=model.revision), name=model.path)
+    formed = meta_model(read_architecture(model.path, revision=model.revision), name=model.path)
     if spread.expert_ranks > 1:
         check_experts(formed, size=spread.expert_ranks, num_shards=spread.num_shards, name=model.path)
     if spread.tensor_ranks > 1:

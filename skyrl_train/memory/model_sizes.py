@@ -54,6 +54,12 @@ class ModelSizes:
     """Mostly the embedding."""
     layers_alike: bool
     """Whether all decoder layers have parameters of the same shapes, so that what many layers take follows from few."""
+    tower_layers: int = 0
+    """Of the vision tower of a model that reads images."""
+    tower_size: int = 0
+    """Numbers of an image's token between two layers of the tower: of all patches that become one token."""
+    tower_kept: int = 0
+    """Numbers of an image's token that a layer of the tower keeps for its backward pass."""
 
     @property
     def query_size(self) -> int:
@@ -64,6 +70,13 @@ class ModelSizes:
     def kv_size(self) -> int:
         """The size of one position's keys, or of its values, over all heads."""
         return self.num_kv_heads * self.head_dim
+
+    def tower_bytes(self, *, checkpointing: bool) -> int:
+        """Return what a vision tower that is trained holds of an image's token from its forward to its backward pass, in
+        bytes: as float32, in which norms and rotations compute whatever the type of the rest."""
+        # Beside its layers: the embedded patches, and what is made of the last layer's.
+        whole, between = (1, self.tower_layers) if checkpointing else (self.tower_layers, 0)
+        return 4 * (whole * self.tower_kept + (between + 6) * self.tower_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +143,8 @@ def model_sizes(path: str, *, revision: str | None = None) -> ModelSizes:
 
     Raises ModelError that says what to do where the config cannot be had, or no model can be built from it.
     """
-    config = read_config(path, revision=revision)
-    _require_sizes(config, path)
+    config = read_architecture(path, revision=revision)
+    _require_sizes(text_part(config), path)
     found = remembered("sizes", [config], lambda: asdict(sizes_of_model(meta_model(config, name=path))))
     return ModelSizes(**found)
 
@@ -163,11 +176,44 @@ def sizes_of_model(model: PreTrainedModel) -> ModelSizes:
         parameters=sum(counts),
         largest_parameter=max(counts),
         layers_alike=all(each == shapes[0] for each in shapes),
+        **_tower_sizes(model),
     )
 
 
+def _tower_sizes(model: PreTrainedModel) -> dict[str, int]:
+    """Of a family whose images are known."""
+    from skyrl_train.model.vision import FAMILIES
+
+    family, whole = FAMILIES.get(str(model.config.model_type)), model.config.to_dict()
+    stated = whole.get("vision_config")
+    if family is None or not stated:
+        return {}
+    if "spatial_merge_size" in stated:
+        patches = int(stated["spatial_merge_size"]) ** 2
+    else:
+        patches = (int(stated["image_size"]) // int(stated["patch_size"])) ** 2 // int(whole["mm_tokens_per_image"])
+    hidden, inner = int(stated["hidden_size"]), int(stated["intermediate_size"])
+    return {
+        "tower_layers": int(stated.get("depth") or stated["num_hidden_layers"]),
+        "tower_size": patches * hidden,
+        "tower_kept": patches * (family.kept[0] * hidden + family.kept[1] * inner),
+    }
+
+
 def read_config(path: str, *, revision: str | None = None) -> Mapping[str, Any]:
-    """Return what config.json says, or the table where there is none on this machine. Raises ModelError."""
+    """Return what config.json says of the language model, or the table where there is none on this machine. Raises
+    ModelError."""
+    return text_part(read_architecture(path, revision=revision))
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the config of a model says of the language model in it."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return text
+
+
+def read_architecture(path: str, *, revision: str | None = None) -> Mapping[str, Any]:
+    """Return the same of the whole model, with a vision tower where it has one. Raises ModelError."""
     folder = _assets() / path.removeprefix(_BUILTIN) if path.startswith(_BUILTIN) else Path(path).expanduser()
     file = folder / "config.json"
     if not file.is_file():
@@ -186,8 +232,7 @@ def read_config(path: str, *, revision: str | None = None) -> Mapping[str, Any]:
         ) from None
     except ValueError as error:
         raise ModelError(f"model path {path!r}: {file} is not JSON: {error}") from error
-    text: dict[str, Any] = config.get("text_config") or config
-    return text
+    return config
 
 
 def local_folder(path: str, *, revision: str | None = None) -> Path | None:
@@ -222,22 +267,29 @@ def largest_parameter(path: str, *, revision: str | None = None) -> int:
 
 
 def of_depth(config: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
-    """Return the config of the model's first layers alone."""
+    """Return the config of the model's first layers alone; a vision tower stays whole."""
+    if config.get("text_config"):
+        return {**config, "text_config": of_depth(config["text_config"], num_layers)}
     types = {"layer_types": list(config["layer_types"])[:num_layers]} if config.get("layer_types") else {}
     return {**config, "num_hidden_layers": num_layers, **types}
 
 
 def meta_model(config: Mapping[str, Any], *, name: str, attention: str = "auto", dtype: str = "float32") -> Any:
-    """Return a model of transformers on the meta device, with weights of `dtype` and `model.attention`. Raises ModelError
-    for a config that it does not know."""
+    """Return a model of transformers on the meta device, with weights of `dtype` and `model.attention`; of a family whose
+    images are known with its vision tower. Raises ModelError for a config that it does not know."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+    from skyrl_train.model.vision import FAMILIES
+
+    reads_images = config.get("model_type") in FAMILIES and bool(config.get("vision_config"))
+    config = config if reads_images else text_part(config)
     kind = str(config.get("model_type", ""))
+    auto: Any = AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
     try:
         parsed = AutoConfig.for_model(**config)
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            return auto.from_config(
                 parsed, dtype=getattr(torch, dtype), attn_implementation=None if attention == "auto" else attention
             )
     except Exception as error:

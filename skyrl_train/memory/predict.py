@@ -27,7 +27,7 @@ from skyrl_train.config.learners import LearnerSettings
 from skyrl_train.config.placement import sums_once_a_step
 from skyrl_train.errors import MemoryLimitError
 from skyrl_train.memory.fit import MemoryProbe, PassPeaks, fit_memory_model
-from skyrl_train.memory.model_sizes import ModelSizes, ParameterCounts, remember, remembered_file
+from skyrl_train.memory.model_sizes import ModelSizes, ParameterCounts, remember, remembered_file, text_part
 
 if TYPE_CHECKING:
     from skyrl_train.memory.probe import Probed, Prober
@@ -176,6 +176,8 @@ class PredictedPasses:
     """Tokens of a row: the longest legal one. Ranks that compute it together have a part each."""
     share: DeviceShare
     effort: Effort
+    image_tokens: int
+    """Of a row at most, of a model that reads images."""
     make_learner: Callable[[int], Probed]
     """Makes the run's learner without weights, of so many layers."""
     _probers: list[Prober] = field(default_factory=list)
@@ -203,7 +205,7 @@ class PredictedPasses:
         training = phase == "training"
         kinds = self.share.resident(self.counts, training=training)
         kinds |= self.share.exchanged(self.counts, training=training)
-        kinds |= self._exchanged_positions(rows)
+        kinds |= self._beside_layers(phase, rows)
         kinds |= peaks.kinds
         return MemoryEstimate(moment=peaks.moment, kinds={kind: count for kind, count in kinds.items() if count})
 
@@ -242,7 +244,7 @@ class PredictedPasses:
     def _probe(self, phase: Phase, rows: int) -> MemoryProbe:
         training = phase == "training"
         beside = sum(self.share.exchanged(self.counts, training=training).values()) + self.resident_bytes(phase)
-        beside += sum(self._exchanged_positions(rows).values())
+        beside += sum(self._beside_layers(phase, rows).values())
         return MemoryProbe(
             rows=rows,
             longest=self.longest,
@@ -273,10 +275,16 @@ class PredictedPasses:
         found = [prober.sections(rows, self._own_length, training=training) for prober in self._tracers()]
         return found[0].between(found[-1], 1.0 + self._layers_beyond)
 
-    def _exchanged_positions(self, rows: int) -> dict[str, int]:
+    def _beside_layers(self, phase: Phase, rows: int) -> dict[str, int]:
+        """What ranks exchange of positions, and what a vision tower keeps, of which nothing is traced. Ranks that share rows
+        compute it whole."""
         positions = rows * self.longest
         heads = self.share.exchanged_heads(self.sizes, positions=positions)
-        experts = int(self.config.get("num_experts_per_tok") or 0)
+        model = self.settings.model
+        if phase == "training" and self.sizes.tower_layers and "vision" not in model.freeze:
+            per_token = self.sizes.tower_bytes(checkpointing=model.gradient_checkpointing)
+            heads["vision tower"] = rows * self.image_tokens * per_token
+        experts = int(text_part(self.config).get("num_experts_per_tok") or 0)
         return heads | self.share.travelling_tokens(experts * self.sizes.hidden_size, positions=positions)
 
     @property
@@ -317,7 +325,7 @@ class PredictedPasses:
             for folder in _SOURCES
             for file in sorted((Path(next(iter(skyrl_train.__path__))) / folder).glob("*.py"))
         ]
-        model = {name: getattr(own.model, name) for name in ("dtype", "gradient_checkpointing", "attention")}
+        model = {name: getattr(own.model, name) for name in ("dtype", "gradient_checkpointing", "attention", "freeze")}
         batching = [own.micro_batching.layout, own.merge_turns, self._own_length, self.effort.how]
         loss = [asdict(own.algorithm), own.on_policy, own.temperature]
         share = [self.share.sharded, self.share.device_type, self.share.tensor_ranks]

@@ -48,11 +48,16 @@ class Family:
     """Whether image tokens have a row's and a column's position; else they are counted as text."""
     sees_whole_images: bool
     """Whether each token of an image sees all others of it."""
+    kept: tuple[int, int]
+    """Numbers of a patch that a layer of the tower keeps for its backward pass: so many times its hidden size, and so many
+    times the size within its two or three matrices after attention."""
 
 
 FAMILIES = {
-    "qwen2_5_vl": Family(tower=("visual",), rotary=True, sees_whole_images=False),
-    "gemma3": Family(tower=("vision_tower", "multi_modal_projector"), rotary=False, sees_whole_images=True),
+    "qwen2_5_vl": Family(tower=("visual",), rotary=True, sees_whole_images=False, kept=(13, 4)),
+    "gemma3": Family(
+        tower=("vision_tower", "multi_modal_projector"), rotary=False, sees_whole_images=True, kept=(8, 2)
+    ),
 }
 """By `model_type`."""
 

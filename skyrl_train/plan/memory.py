@@ -20,7 +20,7 @@ from skyrl_train.config.parts import OPTIMIZERS
 from skyrl_train.config.placement import mesh_sizes
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import MemoryLimitError, ModelError, Violation
-from skyrl_train.memory.model_sizes import meta_model, model_sizes, of_depth, read_config
+from skyrl_train.memory.model_sizes import meta_model, model_sizes, of_depth, read_architecture
 from skyrl_train.memory.predict import DeviceShare, Effort, Phase, PredictedPasses
 from skyrl_train.wording import three_digits
 
@@ -230,7 +230,7 @@ def head_violations(config: Config) -> Iterator[Violation]:
 
 def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort: Effort) -> PredictedPasses:
     model, longest = settings.model, config.generator.max_context_length
-    architecture = read_config(model.path, revision=model.revision)
+    architecture = read_architecture(model.path, revision=model.revision)
     mesh = mesh_sizes(settings.strategy, num_ranks)
     share = DeviceShare(
         num_shards=mesh.shard,
@@ -253,6 +253,7 @@ def _predicted(config: Config, settings: LearnerSettings, num_ranks: int, effort
         sizes=model_sizes(model.path, revision=model.revision),
         config=architecture,
         longest=longest,
+        image_tokens=min(longest, config.data.max_prompt_length),
         share=share,
         effort=effort,
         make_learner=lambda num_layers: _learner_without_weights(settings, of_depth(architecture, num_layers), share),
@@ -272,6 +273,7 @@ def _learner_without_weights(
     from skyrl_train.model.causal_lm import place_model
     from skyrl_train.model.tensor_parallel import TensorGroup, cut_matrices
     from skyrl_train.model.value_model import replace_head
+    from skyrl_train.model.vision import freeze_vision, vision_of
 
     config = settings.model
     held = config.dtype if settings.frozen else "float32"
@@ -282,6 +284,8 @@ def _learner_without_weights(
     model.train()
     if config.lora.rank:
         adapt(model, settings)
+    if "vision" in config.freeze and vision_of(model) is not None:  # `plan.architecture` may have none
+        freeze_vision(model, name=config.path)
 
     class OneOfMany(ModelStrategy):
         """A rank that knows how many there are, and meets none of them."""
