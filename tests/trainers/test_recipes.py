@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+import subprocess
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +14,9 @@ import pytest
 from skyrl_train import load_config, train
 from skyrl_train.cli.resolvers import conf_dir
 from tests.support.recipe_cases import SCRIPTED, TWINS
+from tests.support.source_calls import REPOSITORY
+
+PAGE = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
 
 SMALL = {
     "tracker.console.enabled": False,
@@ -32,6 +38,21 @@ SMALL = {
 def test_each_recipe_has_a_twin() -> None:
     recipes = {path.stem for path in (conf_dir() / "experiment").glob("*.yaml") if not path.stem.startswith("sft_")}
     assert recipes == {*TWINS, "gsm8k_multiturn"}
+
+
+def test_the_page_has_each_recipe_and_its_plans() -> None:
+    named = set(re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE))
+    assert named == {*TWINS, "gsm8k_multiturn", "sft_gsm8k"}
+    planned = set(re.findall(r"^\| (\w+) \| ([18]) \|", PAGE, re.MULTILINE))
+    assert planned == {(recipe, gpus) for recipe in named - {"sft_gsm8k"} for gpus in "18"}
+
+
+@pytest.mark.nightly
+def test_the_script_prints_what_the_page_has() -> None:
+    command = [sys.executable, "scripts/make_recipe_plans.py", "--print", "gsm8k_multiturn"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, check=True, cwd=REPOSITORY)
+    assert len(done.stdout.splitlines()) == 2
+    assert done.stdout in PAGE
 
 
 @pytest.mark.slow
