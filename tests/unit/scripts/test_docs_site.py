@@ -34,7 +34,7 @@ def test_the_navigation_leads_to_pages_that_there_are_each_once() -> None:
 def test_what_a_page_names_becomes_a_link_that_holds(tmp_path: Path) -> None:
     site.write_pages(tmp_path)
     text = (tmp_path / "index.md").read_text(encoding="utf-8")
-    assert "[`docs/status.md`](status.md)" in text
+    assert "[status](status.md)" in text
     assert "](docs/" not in text
     assert "](images/learning_curve.png)" in text
     assert (tmp_path / "images" / "learning_curve.png").exists()
