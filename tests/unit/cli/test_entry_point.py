@@ -161,7 +161,7 @@ def test_a_command_without_arguments_says_which_experiments_there_are(started, t
     assert done.stdout == ""
     assert done.stderr.startswith("Nothing was named to train.")
     assert "+experiment=gsm8k_multiturn" in done.stderr
-    assert "sft" not in done.stderr
+    assert "=sft_" not in done.stderr
     assert not (tmp_path / "outputs").exists()
 
 
