@@ -113,10 +113,12 @@ class Vision:
         if ids is None or (given is None and not trained) or named.get("pixel_values") is not None:
             return None
         embeddings: Tensor = self._base.get_input_embeddings()(ids)
-        if given is None:
-            # Rows without images leave the tower a gradient of 0, not none: which rows share a forward, or are on which
-            # rank, decides neither what is decayed nor what ranks exchange.
+        if trained:
+            # Rows without images leave the tower a gradient of 0, not none, and so do those with images the parts of a
+            # tower that no feature comes from: which rows share a forward, or are on which rank, decides neither what is
+            # decayed nor what ranks exchange.
             embeddings = embeddings + sum(each.flatten()[0] for each in trained) * 0.0
+        if given is None:
             return args, {**named, "input_ids": None, "inputs_embeds": embeddings}
         features = self._features(given.images, embeddings)[given.features]
         shape = embeddings.shape

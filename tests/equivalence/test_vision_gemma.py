@@ -3,8 +3,6 @@ engine the trainer's log-probabilities, and other layouts are refused by name.""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -17,31 +15,13 @@ from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.errors import BatchError
 from skyrl_train.images import ImageSpan
 from skyrl_train.inference.decode import Decoder
-from skyrl_train.types import GenerationRequest, RolloutBatch, SamplingParams
+from skyrl_train.types import GenerationRequest, SamplingParams
 from tests.support.layout_cases import use_layout
 from tests.support.layouts import Layout, Step, assert_same_gradient, closed, fixed_rollouts, learner_of
 from tests.support.layouts import flat_gradient as gradient_of
-from tests.support.vision_cases import PLACEHOLDER, make_gemma, make_gemma_image
+from tests.support.vision_cases import PLACEHOLDER, make_gemma, make_gemma_image, with_gemma_images
 
 STEP = Step(algorithm=AlgorithmConfig(loss_reduction="sequence_mean"))
-
-
-def rollouts() -> RolloutBatch:
-    """Each trajectory but the first prompt's has an image in its prompt, and some in a later turn."""
-    found = fixed_rollouts()
-    trajectories = []
-    for number, each in enumerate(found.trajectories):
-        turns = []
-        for index, turn in enumerate(each.turns):
-            # Without placeholders that no image stands for, which transformers' own forward refuses.
-            turn = replace(turn, added_token_ids=turn.added_token_ids % PLACEHOLDER)
-            if number > 1 and index != 1:
-                ids = np.array([5, *[PLACEHOLDER] * 4, *turn.added_token_ids.tolist()], np.int32)
-                image = make_gemma_image(int(each.prompt_uid[1:]) + 10 * index)
-                turn = replace(turn, added_token_ids=ids, images=(ImageSpan(1, image),))
-            turns.append(replace(turn, response_token_ids=turn.response_token_ids % PLACEHOLDER))
-        trajectories.append(replace(each, turns=tuple(turns)))
-    return replace(found, trajectories=tuple(trajectories))
 
 
 def scores_of(model: PreTrainedModel, ids: Tensor, spans: tuple[ImageSpan, ...]) -> Tensor:
@@ -58,7 +38,7 @@ def scores_of(model: PreTrainedModel, ids: Tensor, spans: tuple[ImageSpan, ...])
 @pytest.mark.parametrize("step_wise", [False, True])
 def test_padded_rows_have_the_gradient_of_rows_alone(step_wise: bool) -> None:
     model = make_gemma(double=True)
-    batch = closed(STEP, rollouts(), Layout()).batch
+    batch = closed(STEP, with_gemma_images(fixed_rollouts()), Layout()).batch
     for row in range(batch.num_rows):
         one = batch.take([row])
         columns = {name: one.padded(name) for name in one.token_columns}
@@ -76,7 +56,7 @@ def test_padded_rows_have_the_gradient_of_rows_alone(step_wise: bool) -> None:
     learner = learner_of(model, STEP, Layout())
     use_layout(learner, "padded", merge=step_wise, rows=3)
     learner.engine.zero_grad()
-    learner.forward_backward(closed(STEP, rollouts(), Layout(step_wise=step_wise)))
+    learner.forward_backward(closed(STEP, with_gemma_images(fixed_rollouts()), Layout(step_wise=step_wise)))
     assert_same_gradient(gradient_of(model), expected)
 
 
@@ -85,7 +65,7 @@ def test_other_layouts_are_refused_by_name(name: str) -> None:
     learner = learner_of(make_gemma(), STEP, Layout())
     use_layout(learner, name, rows=3)  # type: ignore[arg-type]
     with pytest.raises(BatchError, match=r"trainer\.layout=padded"):
-        learner.forward_backward(closed(STEP, rollouts(), Layout()))
+        learner.forward_backward(closed(STEP, with_gemma_images(fixed_rollouts()), Layout()))
 
 
 def test_the_engines_log_probabilities_are_those_of_the_forward() -> None:

@@ -196,3 +196,20 @@ def make_gemma_image(number: int) -> Image:
         pixels=rng.standard_normal((3, 8, 8)).astype(np.float32),
         num_tokens=4,
     )
+
+
+def with_gemma_images(batch_of: RolloutBatch) -> RolloutBatch:
+    """The rollouts with an image in each prompt but the first two trajectories', and some in a later turn."""
+    trajectories = []
+    for number, each in enumerate(batch_of.trajectories):
+        turns = []
+        for index, turn in enumerate(each.turns):
+            # Without placeholders that no image stands for, which transformers' own forward refuses.
+            turn = replace(turn, added_token_ids=turn.added_token_ids % PLACEHOLDER)
+            if number > 1 and index != 1:
+                ids = np.array([5, *[PLACEHOLDER] * 4, *turn.added_token_ids.tolist()], np.int32)
+                image = make_gemma_image(int(each.prompt_uid[1:]) + 10 * index)
+                turn = replace(turn, added_token_ids=ids, images=(ImageSpan(1, image),))
+            turns.append(replace(turn, response_token_ids=turn.response_token_ids % PLACEHOLDER))
+        trajectories.append(replace(each, turns=tuple(turns)))
+    return replace(batch_of, trajectories=tuple(trajectories))

@@ -90,6 +90,17 @@ def test_rows_with_images_are_refused_for_another_family_by_their_row(folder: Pa
         sft.train(sft_config(tmp_path / "sft", sft_settings("builtin:tiny_qwen2", told)))
 
 
+@pytest.mark.parametrize("family", ["qwen", "gemma"])
+def test_a_prompt_is_as_long_as_its_images_make_it(folder: Path, tmp_path: Path, family: str) -> None:
+    # Nine of text; of an image four, its beginning and its end, and Gemma's two blank lines around it, of two tokens each.
+    length = 9 + 6 + (4 if family == "gemma" else 0)
+    settings = rl_settings(str(folder / family), str(folder / "rows" / "asked.jsonl")) | {"trainer.layout": "padded"}
+    loaded = rl.load_data(rl_config(tmp_path / "run", settings | {"data.max_prompt_length": length}))
+    assert loaded.num_train == 4
+    with pytest.raises(DataError, match=rf"the shortest has {length}\."):
+        rl.load_data(rl_config(tmp_path / "run", settings | {"data.max_prompt_length": length - 1}))
+
+
 def test_a_model_without_a_tower_has_none_to_freeze(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}\n' * 2)

@@ -58,6 +58,9 @@ def test_rollouts_keep_where_images_stand_and_the_run_keeps_the_images(finished:
     assert len(sums) == 8  # of four prompts, and of what is shown after each
     assert {file.name for file in (run / "images").iterdir()} == sums
     assert IMAGES.folder is None
+    differences = [record["policy/rollout_logprob_diff_max"] for record in trained(run)]
+    print(f"\nlargest differences between engine and trainer: {differences}")
+    assert max(differences) < 1e-5
 
 
 def test_a_replayed_run_trains_on_the_same_images(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
