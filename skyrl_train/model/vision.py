@@ -147,6 +147,9 @@ class Vision:
         from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
 
         make: Any = create_masks_for_vision_model
+        if (seen := named.get("attention_mask")) is not None:
+            # Columns that a cache holds come before those of this forward; transformers would have them come after.
+            blocks = nn.functional.pad(blocks, (seen.shape[-1] - blocks.shape[-1], 0), value=-1)
         return make(
             config=self._base.config.get_text_config(),
             inputs_embeds=named["inputs_embeds"],

@@ -20,6 +20,8 @@ from tests.support.layout_cases import use_layout
 from tests.support.layouts import Layout, Step, assert_same_gradient, closed, fixed_rollouts, learner_of
 from tests.support.layouts import flat_gradient as gradient_of
 from tests.support.vision_cases import PLACEHOLDER, make_gemma, make_gemma_image, with_gemma_images
+from tests.support.vision_engines import Prompt, difference, image_prompt, later_turns, requests_of
+from tests.support.vision_engines import learner_of as learner_of_model
 
 STEP = Step(algorithm=AlgorithmConfig(loss_reduction="sequence_mean"))
 
@@ -86,3 +88,17 @@ def test_the_engines_log_probabilities_are_those_of_the_forward() -> None:
         with torch.no_grad():
             expected = scores_of(model, torch.tensor([[*ids, *response.token_ids]]), images)[0, len(ids) - 1 :]
         assert np.abs(np.subtract(response.logprobs, expected.numpy())).max() < 1e-5
+
+
+def test_the_engines_log_probabilities_are_the_trainers_in_a_later_turn_too() -> None:
+    """What was computed in the turn before stands in front of the tokens of the next image."""
+    model, trainer = make_gemma(), learner_of_model(make_gemma())
+    decoder = Decoder(model, eos_token_ids=frozenset(), pad_token_id=0, decode_text=lambda ids: str(ids))
+    decoder.start_wave()
+    prompts: list[Prompt] = [image_prompt(make_gemma_image(1), before=5, after=3), ((5, 6, 7, 8, 9), ())]
+    first = decoder.run(requests_of(prompts))
+    decoder.start_wave()
+    later = later_turns(prompts, first, make_gemma_image(2))
+    for asked, answers in ((prompts, first), (later, decoder.run(requests_of(later)))):
+        for each, answer in zip(asked, answers):
+            assert difference(trainer, each, answer) < 1e-5

@@ -31,7 +31,7 @@ from skyrl_train.batch.training_batch import batch_of_lengths
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.generation import GeneratorConfig, HTTPConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig
-from skyrl_train.images import ImageSpan, ImageSpans
+from skyrl_train.images import Image, ImageSpan, ImageSpans
 from skyrl_train.inference.http import build_engine
 from skyrl_train.inference.vllm import VLLMEngine
 from skyrl_train.learner.engine import ModelEngine
@@ -115,12 +115,12 @@ def requests_of(prompts: Sequence[Prompt], name: str = "r") -> list[GenerationRe
     ]
 
 
-def later_turns(prompts: Sequence[Prompt], answers: Sequence[Any]) -> list[Prompt]:
+def later_turns(prompts: Sequence[Prompt], answers: Sequence[Any], image: Image = SMALL) -> list[Prompt]:
     """What was asked and answered, then an observation with another image."""
     found: list[Prompt] = []
     for (ids, images), answer in zip(prompts, answers):
-        whole = (*ids, *answer.token_ids, 9, *[PLACEHOLDER] * SMALL.num_tokens, 10)
-        found.append((whole, (*images, ImageSpan(len(whole) - 1 - SMALL.num_tokens, SMALL))))
+        whole = (*ids, *answer.token_ids, 9, *[PLACEHOLDER] * image.num_tokens, 10)
+        found.append((whole, (*images, ImageSpan(len(whole) - 1 - image.num_tokens, image))))
     return found
 
 
