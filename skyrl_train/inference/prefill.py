@@ -61,19 +61,29 @@ def prefill(
     work = [_Work(prompt, prefixes.longest(prompt), images.get(prompt, ())) for prompt in dict.fromkeys(prompts)]
     work.sort(key=lambda item: len(item.rest))
     done: dict[TokenIds, Prefilled] = {}
-    for group in _groups(work):
+    for group in _groups(work, gapless=_counts_columns(model)):
         for item, prefilled in zip(group, _prefill_group(model, num_layers, group, pad_token_id)):
             done[item.prompt] = prefilled
     return done
 
 
-def _groups(work: Sequence[_Work]) -> Iterator[list[_Work]]:
-    """Runs of similar length; `work` is sorted by it."""
+def _counts_columns(model: PreTrainedModel) -> bool:
+    """Whether a layer sees a window, which transformers' masks count in columns: padding within a row would be counted."""
+    config = model.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    return "sliding_attention" in kinds if kinds else bool(getattr(config, "sliding_window", None))
+
+
+def _groups(work: Sequence[_Work], *, gapless: bool) -> Iterator[list[_Work]]:
+    """Runs of similar length; `work` is sorted by it. `gapless`: of the same length where anything is kept, so that no
+    padding stands behind what is kept."""
     group: list[_Work] = []
     for item in work:
         if group:
             shortest, length = len(group[0].rest), len(item.rest)
             similar = length <= max(shortest * _LENGTH_RATIO, shortest + _LENGTH_SLACK)
+            if gapless and (item.kept or any(each.kept for each in group)):
+                similar = length == shortest
             if not similar or (len(group) + 1) * length > MAX_POSITIONS:
                 yield group
                 group = []
