@@ -12,9 +12,9 @@ die() {
     exit 1
 }
 
-# True when $1 starts and is Python 3.10 to 3.12. Asked of the program itself: a shim may exist and still fail.
+# True when $1 starts and is Python 3.10 to 3.13. Asked of the program itself: a shim may exist and still fail.
 python_fits() {
-    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' >/dev/null 2>&1
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 14))' >/dev/null 2>&1
 }
 
 has_uv() { uv --version >/dev/null 2>&1; }
@@ -25,9 +25,9 @@ find_base_python() {
     without_venv=
     if [ -n "${SKYRL_TRAIN_PYTHON:-}" ]; then
         python_fits "$SKYRL_TRAIN_PYTHON" ||
-            die "SKYRL_TRAIN_PYTHON=$SKYRL_TRAIN_PYTHON does not start or is not Python 3.10, 3.11 or 3.12"
+            die "SKYRL_TRAIN_PYTHON=$SKYRL_TRAIN_PYTHON does not start or is not Python 3.10, 3.11, 3.12 or 3.13"
     fi
-    for candidate in "${SKYRL_TRAIN_PYTHON:-python3}" python python3.12 python3.11 python3.10; do
+    for candidate in "${SKYRL_TRAIN_PYTHON:-python3}" python python3.12 python3.11 python3.13 python3.10; do
         python_fits "$candidate" || continue
         if has_uv || "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1; then
             base_python=$("$candidate" -c 'import sys; print(sys.executable)')
@@ -35,12 +35,12 @@ find_base_python() {
         fi
         without_venv=${without_venv:-$candidate}
     done
-    if has_uv && base_python=$(uv python find --no-python-downloads '>=3.10,<3.13' 2>/dev/null); then
+    if has_uv && base_python=$(uv python find --no-python-downloads '>=3.10,<3.14' 2>/dev/null); then
         return
     fi
     [ -z "$without_venv" ] || die "$without_venv has no venv module. Install it, on Debian or Ubuntu with" \
         "\`apt install python$("$without_venv" -c 'import sys; print("%d.%d" % sys.version_info[:2])')-venv\`, and run again"
-    die "Python 3.10, 3.11 or 3.12 is needed and none was found on the PATH. Install one, or name it:" \
+    die "Python 3.10, 3.11, 3.12 or 3.13 is needed and none was found on the PATH. Install one, or name it:" \
         "SKYRL_TRAIN_PYTHON=/path/to/python3.11"
 }
 

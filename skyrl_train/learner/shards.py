@@ -194,6 +194,7 @@ _TORCH_RECORDS = frozenset(
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # its name in Python 3.13
     ("builtins", "getattr"),  # how Python 3.11.2 names a member of an enumeration; as a record it gets nothing
 }
 

@@ -55,7 +55,7 @@ def test_no_suitable_python_is_an_error_that_says_which_to_install(clone: Path, 
     result = run_script(clone / "scripts/test.sh", bin_dir)
 
     assert result.returncode == 1
-    assert "Python 3.10, 3.11 or 3.12 is needed" in result.stderr
+    assert "Python 3.10, 3.11, 3.12 or 3.13 is needed" in result.stderr
     assert not (clone / ".venv").exists()
 
 
