@@ -34,7 +34,8 @@ class Call:
     @cached_property
     def target(self) -> str:
         """What is called, with its dots: `self._future.result`."""
-        return ast.unparse(self.node.func) if isinstance(self.node, ast.Call) else ast.unparse(self.node)
+        text = ast.unparse(self.node.func if isinstance(self.node, ast.Call) else self.node)
+        return text.replace("lambda :", "lambda:")  # of Python 3.10
 
     @property
     def receiver(self) -> str:

@@ -238,7 +238,7 @@ def test_one_that_was_stopped_for_a_moment_is_left_in_peace(tmp_path: Path) -> N
     parts = around(engine, tmp_path, silence_timeout_s=60.0)
 
     async def wait_a_while() -> None:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(parts.engine.generate(REQUEST), 1.2)
 
     asyncio.run(wait_a_while())
