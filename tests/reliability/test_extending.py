@@ -76,6 +76,7 @@ def check_plugins(output: Path, metrics: list[dict[str, float]]) -> None:
         assert float(str(record["reward"])) in (0.0, 0.25, 0.5, 1.0, 1.25)
 
 
+@pytest.mark.slow
 def test_one_custom_part_of_each_kind_trains_in_one_process(tmp_path: Path) -> None:
     check_plugins(tmp_path / "run", run(tmp_path / "run", *EXPERIMENT))
 

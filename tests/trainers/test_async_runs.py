@@ -181,7 +181,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW_KINDS = ("sized by memory", "dynamic sampling", "copies")
+SLOW_KINDS = ("sized by memory", "dynamic sampling", "copies", "adapter", "token budget", "oversampling")
 
 
 def check_kind(kind: str, records: list[dict[str, Any]], batches: list[RolloutBatch]) -> None:

@@ -237,7 +237,9 @@ def write_and_die(root: Path, step: int, content: str, kill_at: int) -> None:
     write_checkpoint(root, step, write, keep=1)
 
 
-@pytest.mark.parametrize("step", [3, 4], ids=["the same step again", "the next step"])
+@pytest.mark.parametrize(
+    "step", [pytest.param(3, marks=pytest.mark.slow), 4], ids=["the same step again", "the next step"]
+)
 def test_a_writer_killed_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path, step: int) -> None:
     context = multiprocessing.get_context("fork")
     seen = set()

@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[3] / "scripts" / "bench" / "batching.py"
 
 
+@pytest.mark.slow
 def test_the_benchmark_finds_its_promises_kept():
     run = subprocess.run(
         [sys.executable, str(SCRIPT), "--sizes", "1024", "10240", "--check"],

@@ -98,7 +98,7 @@ def start(config: Config, file: Path) -> tuple[PolicyLearner, TokenBudgets]:
     return learner, batches.budgets
 
 
-@pytest.mark.parametrize("layout", ["padded", "auto"])
+@pytest.mark.parametrize("layout", ["padded", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_planner_that_reads_the_memory_budget_is_given_what_auto_finds(
     folder: Path, tmp_path: Path, layout: LayoutChoice
 ) -> None:

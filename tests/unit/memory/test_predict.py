@@ -39,7 +39,14 @@ def predicted(folder: Path, effort: Effort | None = None, **changes: object) -> 
     return models_of(config, effort or Effort())["policy"]
 
 
-@pytest.mark.parametrize("name", ["bundled", "30M dense", "tiny mixture of experts", "30M dense, adapter"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bundled",
+        "tiny mixture of experts",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("30M dense", "30M dense, adapter")),
+    ],
+)
 def test_predicted_peaks_are_within_a_few_percent_of_measured_ones(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

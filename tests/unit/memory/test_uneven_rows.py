@@ -22,7 +22,7 @@ LIMITS = SizingLimits(longest=64, max_rows=600, limit_bytes=4 * MIB, margin=0.05
 ADVERSARIAL = [64] + [3] * 400
 
 
-@pytest.mark.parametrize("layout", ["packed", "prefix_shared"])
+@pytest.mark.parametrize("layout", ["packed", pytest.param("prefix_shared", marks=pytest.mark.slow)])
 def test_one_long_row_with_hundreds_of_short_ones_stays_within_the_budget(tmp_path: Path, layout: LayoutChoice) -> None:
     learner = make_learner(
         save_tiny_model(tmp_path),

@@ -66,6 +66,7 @@ def test_a_compiled_backward_pass_takes_more_than_a_forward() -> None:
     assert jax_probe(training=True)(2, 64).peak_bytes > jax_probe(training=False)(2, 64).peak_bytes
 
 
+@pytest.mark.slow
 def test_compiled_memory_grows_with_rows_and_faster_than_linearly_with_length() -> None:
     probe = jax_probe(training=True)
     small = probe(2, 128).peak_bytes
@@ -73,6 +74,7 @@ def test_compiled_memory_grows_with_rows_and_faster_than_linearly_with_length() 
     assert probe(2, 256).peak_bytes > 2 * small
 
 
+@pytest.mark.slow
 def test_what_is_resident_is_added() -> None:
     jax = pytest.importorskip("jax", reason="the extra `jax` is not installed")
     plain = jax_probe(training=True)(1, 16).peak_bytes

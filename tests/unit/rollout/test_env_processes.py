@@ -372,6 +372,7 @@ rollouts(make_prompts(2, deed="a catastrophic regular expression"), env_class=HO
         process.wait(timeout=20)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_is_killed_leaves_no_process_behind() -> None:
     code = """
 from tests.unit.rollout.test_env_processes import rollouts, make_prompts

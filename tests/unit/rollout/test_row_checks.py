@@ -82,6 +82,7 @@ def test_rows_are_checked_by_the_environments_that_they_name() -> None:
         check_all_rows(rows, environment)
 
 
+@pytest.mark.slow
 def test_the_code_of_a_custom_environment_is_asked_in_a_worker_process() -> None:
     spec: PartSpec = {"_target_": f"{HERE}:Checking", "least": 2}
     error = refused(EnvironmentConfig(env_class=spec), *({"n": 2} for _ in range(2500)), {"n": "x"}, {"n": 1})

@@ -215,7 +215,13 @@ def test_asynchronous_tools_of_one_turn_run_together(run: Any) -> None:
     ("tool", "isolation", "kind", "reason"),
     [
         ("down", "thread", FailureKind.ENVIRONMENT_ERROR, "ToolUnavailable: the archive does not answer"),
-        ("hang", "process", FailureKind.ENVIRONMENT_TIMEOUT, "Judge.tools did not answer within 5 s"),
+        pytest.param(
+            "hang",
+            "process",
+            FailureKind.ENVIRONMENT_TIMEOUT,
+            "Judge.tools did not answer within 5 s",
+            marks=pytest.mark.slow,
+        ),
         ("crash", "process", FailureKind.ENVIRONMENT_ERROR, "its worker process exited with status 7"),
     ],
 )
