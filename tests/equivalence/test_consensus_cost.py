@@ -75,6 +75,7 @@ def on_rank(rank: int, folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ranks_agree_once_a_micro_batch_and_not_once_a_collective(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

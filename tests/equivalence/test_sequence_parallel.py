@@ -122,7 +122,7 @@ def run_out_of_memory(rank: int, folder: Path, models: Path, ranks: Ranks) -> tu
     "ranks",
     [
         pytest.param(Ranks(strategy="fsdp2", num_ranks=2, sequence_parallel_size=2), marks=NIGHTLY),
-        pytest.param(Ranks(strategy="fsdp2", num_ranks=2, tensor_parallel_size=2), marks=SLOW),
+        pytest.param(Ranks(strategy="fsdp2", num_ranks=2, tensor_parallel_size=2), marks=NIGHTLY),
         pytest.param(Ranks(strategy="ddp", num_ranks=2, sequence_parallel_size=2), marks=NIGHTLY),
     ],
     ids=lambda ranks: ranks.name,

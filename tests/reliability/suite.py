@@ -55,7 +55,7 @@ PARTS = (
         name="crash_states",
         fault="killed, or without power, after any file operation; torn, lost and reordered writes",
         whole="tests.reliability.resume_crash_states",
-        sample="tests.reliability.resume_crash_states --cases 30",
+        sample="tests.reliability.resume_crash_states --cases 15",
     ),
     Part(
         name="bit_flips",

@@ -74,7 +74,7 @@ def interpreter(name: str, variable: str, log: Path) -> str:
     ("example", "name", "variable"),
     [
         ("agent_graph", "graph", "SKYRL_TRAIN_LANGGRAPH_PYTHON"),
-        ("agent_mini_swe", "mini_swe", "SKYRL_TRAIN_MINI_SWE_PYTHON"),
+        pytest.param("agent_mini_swe", "mini_swe", "SKYRL_TRAIN_MINI_SWE_PYTHON", marks=pytest.mark.nightly),
     ],
 )
 def test_an_agent_of_others_trains_on_the_tokens_of_its_script(

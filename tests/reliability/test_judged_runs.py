@@ -97,6 +97,7 @@ def test_a_run_that_is_killed_while_it_is_judged_goes_on_with_the_replies_it_has
     assert judge.asked[0]["model"] == MODEL
 
 
+@pytest.mark.nightly
 def test_a_run_does_not_go_on_with_another_reward_model(tmp_path: Path) -> None:
     folder = save_reward_model(tmp_path / "model")
     reward = f"environment.reward={{_target_: model, path: {folder}}}"

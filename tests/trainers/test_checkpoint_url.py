@@ -437,7 +437,7 @@ def run_command(kind: recordings.Kind, folder: Path, model: Path, *more: str, ki
 
 
 @SLOW
-@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize("kind", ["rl", pytest.param("sft", marks=pytest.mark.nightly)])
 def test_the_real_command_goes_on_from_the_url_alone_byte_for_byte(tmp_path: Path, kind: recordings.Kind) -> None:
     model = recordings.build_model(tmp_path / "model")
     url = f"trainer.checkpoint_url=file://{tmp_path}/url"

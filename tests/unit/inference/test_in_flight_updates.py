@@ -269,7 +269,7 @@ def test_an_update_in_flight_waits_for_no_more_than_a_token(cache: Cache) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cache", ["recompute", "keep"])
+@pytest.mark.parametrize("cache", [pytest.param("recompute", marks=pytest.mark.nightly), "keep"])
 def test_a_thousand_requests_during_updates(cache: Cache) -> None:
     """Two turns of 500 conversations, while weights change as fast as they can be brought."""
     models = [model_of(seed) for seed in range(NUM_MODELS)]

@@ -110,6 +110,7 @@ def test_a_budget_is_what_fits_and_a_row_that_does_not_is_named(tmp_path: Path) 
         passes.token_budget("training", 1000)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_plan_asks_xla_where_it_is_told_to(tmp_path: Path) -> None:
     pytest.importorskip("jax", reason="the extra `jax` is not installed")

@@ -51,6 +51,7 @@ def test_a_torch_whose_folder_has_a_blank_is_refused(learner: PolicyLearner, mon
         compile_layers(learner.engine.model, name="some/model")
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(" " in torch.__file__, reason="torch compiles nothing where its own folder has a blank in its path")
 @pytest.mark.slow
 def test_the_gradient_is_the_same_and_no_micro_batch_is_compiled_anew(learner: PolicyLearner, tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ def test_a_last_write_that_was_torn_or_reordered_is_removed(
         check_crash(wholes[environment], content, num_whole, tmp_path / f"{number}.jsonl", draw, environment)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_400_torn_writes(wholes: dict[str, Run], tmp_path: Path) -> None:
     draw = random.Random(3)

@@ -406,6 +406,7 @@ def test_what_is_discarded_is_settled_once_wherever_a_run_is_killed(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES)
 def test_100_crash_points_of_each_rule(start: Start, tmp_path: Path, rules: dict[str, Any]) -> None:
     crash(rules, tmp_path, start, 100)

@@ -44,6 +44,7 @@ def pyproject(conflicts: list[list[dict[str, str]]]) -> dict[str, Any]:
     return {"project": project, "tool": {"uv": {"conflicts": conflicts}}}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_pairs_that_exclude_each_other_must_be_stated_and_no_others(
     script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]

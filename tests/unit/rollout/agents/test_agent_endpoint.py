@@ -444,6 +444,7 @@ def test_fuzzed_requests_are_answered_or_refused() -> None:
     fuzz(150, 0)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_five_thousand_fuzzed_requests_are_answered_or_refused() -> None:
     for seed in range(1, 11):

@@ -359,6 +359,7 @@ def test_trained_tokens_are_the_sampled_ones(seed: int, monkeypatch: pytest.Monk
     assert run_programs(100, seed) >= 100
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_trained_tokens_are_the_sampled_ones_over_ten_thousand_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "_REJOIN_WITHIN_S", 0.0)
