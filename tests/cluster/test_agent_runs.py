@@ -94,7 +94,7 @@ def test_vllm_tells_whoever_listens_what_it_samples() -> None:
 @pytest.mark.parametrize(
     ("placement", "stream"),
     [
-        ("inline", "serial"),
+        pytest.param("inline", "serial", marks=pytest.mark.nightly),
         pytest.param("inline", "stream", marks=pytest.mark.nightly),
         pytest.param("ray", "serial", marks=pytest.mark.nightly),
         ("ray", "stream"),

@@ -46,7 +46,9 @@ def test_each_gpu_of_the_cluster_has_a_rank_and_an_engine(found: dict[int, Any],
     assert policy == engine
 
 
-@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(
+    "count", [pytest.param(count, marks=() if count == 8 else pytest.mark.nightly) for count in COUNTS]
+)
 def test_the_tiny_model_trains_in_the_same_bundles(found: dict[int, Any], count: int, model_folder: Path) -> None:
     config = make_config(model_folder)
     alone = policy_of(config)

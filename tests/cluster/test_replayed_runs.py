@@ -48,7 +48,15 @@ def recording(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     return Recording(overrides=overrides, weights=inline, reward=reward)
 
 
-@pytest.mark.parametrize(("strategy", "num_ranks"), [("single", 1), ("fsdp2", 1), ("fsdp2", 2), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [
+        pytest.param("single", 1, marks=pytest.mark.nightly),
+        pytest.param("fsdp2", 1, marks=pytest.mark.nightly),
+        ("fsdp2", 2),
+        ("ddp", 2),
+    ],
+)
 def test_ray_trains_the_weights_of_one_process_on_any_number_of_ranks(
     recording: Recording, tmp_path: Path, strategy: str, num_ranks: int
 ) -> None:

@@ -66,7 +66,7 @@ def test_an_actor_that_dies_is_started_again_once(session: RaySession, tmp_path:
         RayScorer(settings_of(tmp_path, weights="sha256:other"), session, timeout_s=START_TIMEOUT_S)
 
 
-@pytest.mark.parametrize("pads_with_the_end", [False, True])
+@pytest.mark.parametrize("pads_with_the_end", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_vllm_gives_the_scores_of_this_process(tmp_path: Path, pads_with_the_end: bool) -> None:
     # vLLM reads a folder's tokenizer by the class of its config; the one that other tests make is of no such class.
     tokenizer = load_tokenizer(ModelConfig())

@@ -113,6 +113,7 @@ def test_heads_that_the_ranks_do_not_divide_are_refused(session: RaySession, mod
         pass
 
 
+@pytest.mark.nightly
 def test_the_command_trains_the_same_with_two_ranks_that_share_micro_batches(tmp_path: Path) -> None:
     sizes = ("+experiment=gsm8k_multiturn", "platform=cpu", "data.validation=[]", "trainer.total_steps=2")
     sizes += ("trainer.train_batch_size=8", "trainer.policy_mini_batch_size=4", "trainer.critic_mini_batch_size=4")
