@@ -39,6 +39,7 @@ def found(model_folder: Path) -> dict[int, Any]:
     return {line["count"]: line for line in lines}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", COUNTS)
 def test_each_gpu_of_the_cluster_has_a_rank_and_an_engine(found: dict[int, Any], count: int) -> None:
     policy, engine = found[count]["policy"], found[count]["engine"]
@@ -46,9 +47,8 @@ def test_each_gpu_of_the_cluster_has_a_rank_and_an_engine(found: dict[int, Any],
     assert policy == engine
 
 
-@pytest.mark.parametrize(
-    "count", [pytest.param(count, marks=() if count == 8 else pytest.mark.nightly) for count in COUNTS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("count", COUNTS)
 def test_the_tiny_model_trains_in_the_same_bundles(found: dict[int, Any], count: int, model_folder: Path) -> None:
     config = make_config(model_folder)
     alone = policy_of(config)
@@ -57,6 +57,7 @@ def test_the_tiny_model_trains_in_the_same_bundles(found: dict[int, Any], count:
     assert found[count]["trained"] == pytest.approx(total, rel=1e-6)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", COUNTS)
 def test_more_gpus_than_there_are_is_refused_without_waiting(found: dict[int, Any], count: int) -> None:
     refusal = found[count]["refusal"]

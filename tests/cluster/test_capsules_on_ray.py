@@ -27,7 +27,8 @@ RUN = (
 )
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("ddp", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
 def test_the_last_five_steps_of_two_ranks_are_executed_again_in_one_process(tmp_path: Path, strategy: str) -> None:
     run_command(tmp_path / "run", *RUN, *RAY, f"strategy={strategy}", "placement.policy_num_workers=2")
     for step in range(2, NUM_STEPS + 1):

@@ -91,6 +91,7 @@ def test_a_checkpoint_of_two_workers_goes_on_without_ray(recording: Recording, t
     assert relative_difference(exported(tmp_path), recording.weights) < 1e-6
 
 
+@pytest.mark.nightly
 def test_a_fork_on_two_ranks_takes_the_new_rate_and_trains_as_one_in_this_process(
     recording: Recording, tmp_path: Path
 ) -> None:
@@ -115,6 +116,7 @@ def test_a_fork_on_two_ranks_takes_the_new_rate_and_trains_as_one_in_this_proces
     assert relative_difference(exported(tmp_path / "inline"), recording.weights) > 1e-4
 
 
+@pytest.mark.nightly
 def test_supervised_training_forks_from_this_process_onto_two_ranks(tmp_path: Path) -> None:
     sft = ("+experiment=sft_gsm8k", "sft_platform=cpu", "trainer.batch_size=8", "data.max_train_rows=64")
     alone = ("data.validation=[]", "trainer.eval_samples=0", f"data.cache_dir={tmp_path / 'cache'}")

@@ -180,7 +180,8 @@ def check_shares(folder: Path) -> list[float]:
     return distances
 
 
-@pytest.mark.parametrize("placement", [pytest.param("inline", marks=pytest.mark.nightly), "ray"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("placement", ["inline", "ray"])
 def test_a_run_trains_on_responses_of_several_versions(tmp_path: Path, placement: str) -> None:
     """Where their keys and values are computed again, the engine's log-probabilities are those of the versions that it
     names."""

@@ -92,6 +92,7 @@ def nothing_left(family: list[int]) -> bool:
     return not any(map(is_running, family))
 
 
+@pytest.mark.nightly
 def test_ctrl_c_lets_the_step_end_and_leaves_a_checkpoint_and_no_process(tmp_path: Path) -> None:
     """The terminal sends it to all processes; vLLM's would end at once, and the step could not."""
     with running(tmp_path / "run") as process:

@@ -81,6 +81,7 @@ def test_one_custom_part_of_each_kind_trains_in_one_process(tmp_path: Path) -> N
     check_plugins(tmp_path / "run", run(tmp_path / "run", *EXPERIMENT))
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_one_custom_part_of_each_kind_trains_on_two_ranks(tmp_path: Path) -> None:
     engine = "generator.backend={_target_: plugins.engines:Apart, repetition_penalty: 0.0}"

@@ -45,6 +45,7 @@ def test_a_profiled_run_trains_to_the_same_records(tmp_path: Path) -> None:
     assert profiled(tmp_path / "with", (1, 2)) == profiled(tmp_path / "without", ())
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 def test_each_rank_on_ray_leaves_its_own(tmp_path: Path) -> None:
     module, *overrides = KINDS["rl"]
