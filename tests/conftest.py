@@ -18,8 +18,17 @@ settings.register_profile("project", deadline=None, derandomize=os.environ.get("
 settings.load_profile("project")
 
 
+MANY_OBJECTS = 100_000
+
+
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays to the end: looking through it for garbage again and again takes a tenth of
-    the suite's time."""
+    """What was imported and collected is left alone by the garbage collector, which else looks through it again and again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    """The same after a run of training in this process, which thaws everything at its end."""
+    if gc.get_freeze_count() < MANY_OBJECTS:
+        gc.collect()
+        gc.freeze()

@@ -25,7 +25,7 @@ from skyrl_train.plan.device_report import BundleGroup, PlacementReport
 from skyrl_train.plan.estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
 from skyrl_train.plan.memory import DeviceMemory, planned_models
 from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes, plan_notes, size_notes
-from skyrl_train.plan.report import PlanReport, micro_batching_text, rate_points, storage_items
+from skyrl_train.plan.report import PlanReport, Storage, micro_batching_text, rate_points, storage_items
 from skyrl_train.plan.time import Rates, RunTime, disk_bytes, run_time, work_of_step
 from skyrl_train.registry import part_name
 from skyrl_train.wording import counted
@@ -89,18 +89,7 @@ def make_plan_report(
             *rate_points("policy", config.trainer.policy.optimizer, plan.schedule_steps),
             *rate_points("critic", config.critic.optimizer, plan.critic_schedule_steps),
         ),
-        storage=tuple(
-            storage_items(
-                config.trainer,
-                plan,
-                lengths,
-                num_parameters=num_parameters,
-                bytes_per_weight=2 if config.model.dtype == "bfloat16" else 4,
-                policy_shards=mesh_sizes(config.strategy, config.placement.policy_num_workers).shard
-                if config.strategy.kind == "fsdp2"
-                else 1,
-            )
-        ),
+        storage=tuple(_storage(config, plan, lengths, num_parameters)),
         violations=(),
         notes=(
             *size_notes(config),
@@ -119,6 +108,20 @@ def make_plan_report(
         placement=placement,
         time=None if rates is None else _time(config, plan, lengths, estimates, rates),
         disk=disk_bytes(plan, lengths, config.trainer, config.rollouts, num_parameters=num_parameters),
+    )
+
+
+def _storage(config: Config, plan: BatchPlan, lengths: RowLengths, num_parameters: int | None) -> Iterator[Storage]:
+    shards = 1
+    if config.strategy.kind == "fsdp2":
+        shards = mesh_sizes(config.strategy, config.placement.policy_num_workers).shard
+    return storage_items(
+        config.trainer,
+        plan,
+        lengths,
+        num_parameters=num_parameters,
+        bytes_per_weight=2 if config.model.dtype == "bfloat16" else 4,
+        policy_shards=shards,
     )
 
 

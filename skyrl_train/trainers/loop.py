@@ -373,10 +373,7 @@ def is_due(step: int, interval: int) -> bool:
 @contextmanager
 def _start_up_uncollected() -> Iterator[None]:
     """Within the block the garbage collector leaves alone what there was before it: modules of torch and transformers, of
-    which each look through all objects took 0.3 s, every fifth step of the quickstart. A caller's own freeze stays."""
-    if gc.get_freeze_count():
-        yield
-        return
+    which each look through all objects took 0.3 s, every fifth step of the quickstart."""
     gc.freeze()
     try:
         yield

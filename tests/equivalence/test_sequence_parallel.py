@@ -118,12 +118,13 @@ def run_out_of_memory(rank: int, folder: Path, models: Path, ranks: Ranks) -> tu
     return calm, [gradient(*([point] if rank else [])) for point in points]
 
 
+@NIGHTLY
 @pytest.mark.parametrize(
     "ranks",
     [
-        pytest.param(Ranks(strategy="fsdp2", num_ranks=2, sequence_parallel_size=2), marks=NIGHTLY),
-        pytest.param(Ranks(strategy="fsdp2", num_ranks=2, tensor_parallel_size=2), marks=NIGHTLY),
-        pytest.param(Ranks(strategy="ddp", num_ranks=2, sequence_parallel_size=2), marks=NIGHTLY),
+        Ranks(strategy="fsdp2", num_ranks=2, sequence_parallel_size=2),
+        Ranks(strategy="fsdp2", num_ranks=2, tensor_parallel_size=2),
+        Ranks(strategy="ddp", num_ranks=2, sequence_parallel_size=2),
     ],
     ids=lambda ranks: ranks.name,
 )
