@@ -22,7 +22,7 @@ MANY_OBJECTS = 100_000
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected is left alone by the garbage collector, which else looks through it again and again."""
+    """The garbage collector leaves alone what was imported and collected, through which it looked again and again."""
     gc.collect()
     gc.freeze()
 
