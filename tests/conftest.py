@@ -18,17 +18,7 @@ settings.register_profile("project", deadline=None, derandomize=os.environ.get("
 settings.load_profile("project")
 
 
-MANY_OBJECTS = 100_000
-
-
 def pytest_collection_finish() -> None:
     """The garbage collector leaves alone what was imported and collected, through which it looked again and again."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_runtest_setup() -> None:
-    """The same after a run of training in this process, which thaws everything at its end."""
-    if gc.get_freeze_count() < MANY_OBJECTS:
-        gc.collect()
-        gc.freeze()

@@ -15,6 +15,7 @@ from skyrl_train.telemetry.learning_curve import draw_learning_curve
 from skyrl_train.telemetry.metrics_log import MetricsLog, phase_seconds, read_metrics
 from skyrl_train.telemetry.rollout_store import read_rollouts, write_rollouts
 from skyrl_train.telemetry.timeline import read_timeline
+from skyrl_train.trainers.loop import _start_up_uncollected
 from skyrl_train.trainers.state import TrainerState
 from tests.support.fakes_trainer import FakeGenerator, FakeLearner, fake_run, make_config
 
@@ -391,3 +392,16 @@ def test_the_final_export_replaces_an_older_one_as_a_whole(tmp_path):
     run = fake_run(tmp_path, config=make_config(tmp_path, total_steps=1))
     run.run()
     assert [path.name for path in (tmp_path / "export").iterdir()] == ["model.json"]
+
+
+def test_a_loop_freezes_what_there_was_and_thaws_it_but_not_what_its_caller_froze() -> None:
+    gc.unfreeze()
+    try:
+        with _start_up_uncollected():
+            assert gc.get_freeze_count() > len(gc.get_objects())
+        assert gc.get_freeze_count() == 0
+    finally:
+        gc.freeze()
+    with _start_up_uncollected():
+        pass
+    assert gc.get_freeze_count() > len(gc.get_objects())
