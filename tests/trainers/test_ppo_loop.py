@@ -1,5 +1,6 @@
 """Whole runs of the loop, with fakes."""
 
+import gc
 import json
 import os
 import signal
