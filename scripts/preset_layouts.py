@@ -47,7 +47,7 @@ from skyrl_train.cli import HYDRA_VERSION_BASE, register_resolvers
 from skyrl_train.cli.composition import load_node
 from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.algorithm import needs_critic, needs_reference
-from skyrl_train.config.learners import needs_old_logprobs
+from skyrl_train.config.learners import old_logprobs_scored
 from skyrl_train.config.rules import LayoutChoice
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
 from skyrl_train.distributed.process_group import Rendezvous, join, leave
@@ -325,7 +325,7 @@ def build(config: Config, role: str, dtype: torch.dtype, strategy: ModelStrategy
         model=config.model,
         algorithm=config.trainer.algorithm,
         temperature=1.0,
-        on_policy=not needs_old_logprobs(scored_before(config).trainer),
+        on_policy=old_logprobs_scored(scored_before(config).trainer) != "all",
     )
 
 

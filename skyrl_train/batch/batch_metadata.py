@@ -25,6 +25,8 @@ class BatchMetadata:
     """`[start, stop)` rows of each of the policy's mini-batches; None as above."""
     critic_mini_batch_boundaries: tuple[tuple[int, int], ...] | None = None
     """The same for the critic; None also where there is no critic."""
+    first_scored_row: int = 0
+    """`old_logprobs` says nothing of rows before it: they are of the first optimizer step, whose policy is the old one."""
     images: tuple[ImageSpans, ...] = ()
     """Of each row the images among its tokens; empty where no row has any."""
 

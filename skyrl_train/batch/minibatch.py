@@ -129,10 +129,12 @@ def mini_batches(
     max_sequence_length_for_norm: int,
     normalize_advantages: bool = False,
 ) -> Iterator[MiniBatch]:
-    """One closed mini-batch for each `[start, stop)` range of rows, in order."""
+    """One closed mini-batch for each `[start, stop)` range of rows, in order; without `old_logprobs` where the policy
+    did not score its rows."""
     for start, stop in boundaries:
+        rows = batch.slice(start, stop)
         yield close_mini_batch(
-            batch.slice(start, stop),
+            rows.without_columns("old_logprobs") if start < batch.metadata.first_scored_row else rows,
             loss_reduction=loss_reduction,
             max_sequence_length_for_norm=max_sequence_length_for_norm,
             normalize_advantages=normalize_advantages,

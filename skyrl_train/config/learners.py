@@ -11,12 +11,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
 from skyrl_train.config.algorithm import AlgorithmConfig, estimator_reads, loss_reads, needs_reference, reads_whole_step
 from skyrl_train.config.bundles import Layout, Role, count_engines, plan_layout
 from skyrl_train.config.micro_batching import MicroBatchConfig
 from skyrl_train.config.placement import PlatformConfig, StrategyConfig
 from skyrl_train.config.schema import Config, LoopConfig, LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
+
+OldLogprobsScored = Literal["none", "later", "all"]
+"""Rows of a training batch that the policy scores before the update; `later`: those behind the first optimizer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +52,7 @@ class LearnerSettings:
     temperature: float
     """That rollouts are sampled at: the policy whose probabilities count is softmax(logits / temperature)."""
     on_policy: bool
-    """Whether mini-batches may lack `old_logprobs`, since the policy that is differentiated is the old one."""
+    """Whether mini-batches may lack `old_logprobs`: the policy that is differentiated is then the old one."""
     strategy: StrategyConfig
     collective_timeout_s: float
     platform: PlatformConfig
@@ -112,7 +116,7 @@ def learner_settings(config: Config, role: Role, schedule: ScheduleLength | None
         merge_turns=config.generator.merge_stepwise == "auto",
         algorithm=config.trainer.algorithm,
         temperature=config.generator.sampling.temperature,
-        on_policy=not needs_old_logprobs(config.trainer),
+        on_policy=old_logprobs_scored(config.trainer) != "all",
         strategy=config.strategy,
         collective_timeout_s=config.placement.call_timeout_s,
         platform=config.platform,
@@ -151,22 +155,22 @@ def reference_is_base(config: Config) -> bool:
     return config.model.lora.rank > 0 and own
 
 
-def needs_old_logprobs(trainer: TrainerConfig) -> bool:
-    """Whether the policy has to score a batch before it is updated on it.
+def old_logprobs_scored(trainer: TrainerConfig) -> OldLogprobsScored:
+    """Which rows of a batch the policy has to score before it is updated on them.
 
-    Not where each batch is one optimizer step: the old policy is then the one that is differentiated, and each ratio is
-    1 by construction. Not where the loss never reads them, or is given those of the engine. Always where rewards,
-    advantages or weights over the whole step are made of them.
+    `later`: those behind the first optimizer step, in which the old policy is the one that is differentiated, so that
+    each ratio is 1 by construction. Of a batch that is one step these are none. Further epochs compare the first rows,
+    too, with the policy before the first step. `none`: the loss never reads them, or is given those of the engine. `all`
+    wherever rewards, advantages or weights over the whole step are made of them.
     """
     algorithm = trainer.algorithm
     if algorithm.kl_reward_coef > 0 or "old_logprobs" in estimator_reads(algorithm).columns:
-        return True
+        return "all"
     if algorithm.off_policy.enabled and reads_whole_step(algorithm):
-        return True
+        return "all"
     if algorithm.proximal == "behaviour" or "old_logprobs" not in loss_reads(algorithm).columns:
-        return False
-    one_step = trainer.policy_mini_batch_size == trainer.train_batch_size and trainer.update_epochs_per_batch == 1
-    return not one_step or trainer.docs_per_step > 0
+        return "none"
+    return "all" if trainer.update_epochs_per_batch > 1 else "later"
 
 
 def scores_entropies(config: Config) -> bool:

@@ -13,7 +13,7 @@ from skyrl_train.batch.cost import CostModel
 from skyrl_train.batch.microbatch import TokenBudgets
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import Layout, count_engines, shares_devices
-from skyrl_train.config.learners import gpus_needed, layout_of, needs_old_logprobs, scores_entropies
+from skyrl_train.config.learners import gpus_needed, layout_of, old_logprobs_scored, scores_entropies
 from skyrl_train.config.placement import mesh_sizes
 from skyrl_train.config.platform import Devices
 from skyrl_train.config.schema import Config, TrainerConfig
@@ -174,8 +174,9 @@ def _time(
     config: Config, plan: BatchPlan, lengths: RowLengths, estimates: Sequence[PassEstimate], rates: Rates
 ) -> RunTime:
     reference = needs_reference(config.trainer.algorithm)
-    scores_policy = needs_old_logprobs(config.trainer) or scores_entropies(config)
-    scored = scores_policy + reference + bool(config.critic.model.path)
+    later = 1.0 - plan.num_samples_per_step / plan.num_samples_per_batch
+    of_policy = {"none": 0.0, "later": later, "all": 1.0}[old_logprobs_scored(config.trainer)]
+    scored = (1.0 if scores_entropies(config) else of_policy) + reference + bool(config.critic.model.path)
     work = work_of_step(plan, lengths, estimates, rates, models_scored=scored)
     devices = gpus_needed(config) or 1
     return run_time(

@@ -175,7 +175,7 @@ def measured_rates(folder: Path) -> Rates:
 
 
 def work_of_step(
-    plan: BatchPlan, lengths: RowLengths, estimates: Sequence[PassEstimate], rates: Rates, *, models_scored: int
+    plan: BatchPlan, lengths: RowLengths, estimates: Sequence[PassEstimate], rates: Rates, *, models_scored: float
 ) -> Work:
     """Return what one training batch makes of the plan's lengths.
 
@@ -303,9 +303,9 @@ def _sampled_share(lengths: RowLengths) -> float:
     return (last - prompts) / float(lengths.all_rows.sum())
 
 
-def _models_scored(record: Mapping[str, float]) -> int:
-    """How many models scored this step's batch."""
-    policy = not record.get("score/policy_pass_skipped", 0.0)
+def _models_scored(record: Mapping[str, float]) -> float:
+    """How many models scored this step's batch; the policy may have scored a share of it."""
+    policy = 1.0 - record.get("score/policy_pass_skipped", 0.0)
     return policy + ("kl/reference" in record) + ("critic/explained_variance" in record)
 
 

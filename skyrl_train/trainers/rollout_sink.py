@@ -177,13 +177,18 @@ def sampled(rollouts: RolloutBatch, columns: FloatColumns, fraction: float) -> t
 
 def columns_by_turn(rollouts: RolloutBatch, batch: TrainingInputBatch) -> dict[str, list[TurnValues | None]]:
     """Return, by name, what `batch` holds of each response token, per trajectory and turn; None for a trajectory without
-    rows."""
+    rows, and for one that was not scored."""
     spans = _spans(rollouts, batch)
+    first_scored = int(batch.row_offsets[batch.metadata.first_scored_row])
+    scored = [None if each and each[0][0] < first_scored else each for each in spans]
     found: dict[str, list[TurnValues | None]] = {}
     for name, column in _COLUMNS.items():
         if column in batch:
             values = batch[column].numpy().astype(np.float32, copy=False)
-            found[name] = [None if each is None else [values[start:stop] for start, stop in each] for each in spans]
+            each_spans = scored if column == "old_logprobs" else spans
+            found[name] = [
+                None if each is None else [values[start:stop] for start, stop in each] for each in each_spans
+            ]
     return found
 
 

@@ -54,8 +54,8 @@ batch/tokens | tokens | Tokens of all rows: prompts, observations, responses. | 
 batch/trained_tokens | tokens | Those with a loss.
 batch/documents_per_step/{mean,min,max,overshoot} | count | Rollouts of an optimizer step; by how many they exceed
     `docs_per_step` in the mean. | with `trainer.docs_per_step`
-score/policy_pass_skipped | share | 1 where the policy's log-probabilities before the update were not needed, and not
-    computed.
+score/policy_pass_skipped | share | Trained tokens whose log-probabilities before the update were not needed: of the first
+    optimizer step, or all.
 score/rollout_logprobs_used | share | 1 where the engine's log-probabilities stand in their place. | with
     `proximal=behaviour`
 mismatch/logprob_diff_{mean,max} | nats | Size of the difference between the trainer's and the engine's
@@ -134,10 +134,12 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
 
     `mismatch/` compares `old_logprobs` with `rollout_logprobs`, `kl/reference` with `ref_logprobs`, over trained
     tokens, before the first update of the step. `critic/explained_variance` is of the values before it, too.
-    The first two are left out where the policy need not score the batch (`score/policy_pass_skipped`);
-    `policy/rollout_logprob_diff` and `loss/kl` are then measured in the update itself.
+    The first two are of the tokens that the policy scored, and left out where it need not score any
+    (`score/policy_pass_skipped`); `policy/rollout_logprob_diff` and `loss/kl` are measured in the update, over all.
     """
     mask = batch["loss_mask"]
+    scored = mask.clone()
+    scored[: batch.row_offsets[batch.metadata.first_scored_row] if "old_logprobs" in batch else None] = False
     num_trained = int(mask.sum())
     metrics = {
         "batch/rows": float(batch.num_rows - int(batch["is_padding"].sum())),
@@ -145,16 +147,16 @@ def batch_metrics(batch: TrainingInputBatch, algorithm: AlgorithmConfig) -> dict
         "batch/trained_tokens": float(num_trained),
     }
     if num_trained:
-        metrics["score/policy_pass_skipped"] = float("old_logprobs" not in batch)
+        metrics["score/policy_pass_skipped"] = 1.0 - float(scored.sum()) / num_trained
         metrics |= {"score/rollout_logprobs_used": 1.0} if algorithm.proximal == "behaviour" else {}
     if num_trained and (ages := token_ages(batch)) is not None:
         metrics |= _ages(ages[mask])
         behind = float(behind_updates(batch).sum())
         metrics |= {"off_policy/in_flight/share": behind / num_trained} if behind else {}
-    if num_trained and "rollout_logprobs" in batch and "old_logprobs" in batch:
-        metrics |= _mismatch(batch["old_logprobs"][mask].double() - batch["rollout_logprobs"][mask].double())
-    if num_trained and "ref_logprobs" in batch and "old_logprobs" in batch:
-        metrics["kl/reference"] = mean_token_kl(batch["old_logprobs"], batch["ref_logprobs"], mask, algorithm)
+    if bool(scored.any()) and "rollout_logprobs" in batch:
+        metrics |= _mismatch(batch["old_logprobs"][scored].double() - batch["rollout_logprobs"][scored].double())
+    if bool(scored.any()) and "ref_logprobs" in batch:
+        metrics["kl/reference"] = mean_token_kl(batch["old_logprobs"], batch["ref_logprobs"], scored, algorithm)
     if "values" in batch and "returns" in batch:
         variance = explained_variance(batch["values"], batch["returns"], mask)
         metrics |= {} if variance is None else {"critic/explained_variance": variance}

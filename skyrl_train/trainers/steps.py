@@ -35,7 +35,7 @@ from skyrl_train.config.algorithm import (
     needs_greedy_sample,
 )
 from skyrl_train.config.generation import SamplingConfig
-from skyrl_train.config.learners import needs_old_logprobs
+from skyrl_train.config.learners import old_logprobs_scored
 from skyrl_train.config.schema import TrainerConfig
 from skyrl_train.errors import BatchError, NonFiniteError
 from skyrl_train.interfaces import Generator, Learner, Scorer, ScoresDistributions, WeightTransport
@@ -196,11 +196,14 @@ def score(
     critic. A policy that is its own teacher reads the teacher's prompts from the `rollouts` that the batch is made of.
     `with_entropies` adds `entropies`, of the forward that gives `old_logprobs` where there is one."""
     columns: dict[str, Tensor] = {}
+    first = _first_scored_row(batch, trainer)
     if with_entropies:
         logprobs, columns["entropies"] = _scorer(learners.policy).forward_with_entropy(batch).T.contiguous()
-        columns |= {"old_logprobs": logprobs} if needs_old_logprobs(trainer) else {}
-    elif needs_old_logprobs(trainer):
-        columns["old_logprobs"] = learners.policy.forward(batch)
+        columns |= {"old_logprobs": logprobs} if first < batch.num_rows else {}
+    elif first < batch.num_rows:
+        later = learners.policy.forward(batch.slice(first, batch.num_rows) if first else batch)
+        columns["old_logprobs"] = torch.cat([later.new_zeros(int(batch.row_offsets[first])), later])
+    batch = replace(batch, metadata=replace(batch.metadata, first_scored_row=first))
     if is_self_taught(trainer.algorithm) and rollouts is not None:
         columns["ref_logprobs"] = teacher_logprobs(batch, rollouts, learners.policy.forward)
     if "sum_pi_squared" in estimator_reads(trainer.algorithm).columns:
@@ -210,6 +213,14 @@ def score(
     if learners.critic is not None:
         columns["values"] = learners.critic.forward(batch)
     return batch.with_columns(**columns)
+
+
+def _first_scored_row(batch: TrainingInputBatch, trainer: TrainerConfig) -> int:
+    """From which row on the policy scores the batch; the number of rows where it scores none."""
+    scored = old_logprobs_scored(trainer)
+    if scored == "later":
+        return _known(batch.metadata.policy_mini_batch_boundaries, "policy_mini_batch_boundaries")[0][1]
+    return 0 if scored == "all" else batch.num_rows
 
 
 def estimate(batch: TrainingInputBatch, algorithm: AlgorithmConfig, *, kl_coef: float, seed: int) -> TrainingInputBatch:

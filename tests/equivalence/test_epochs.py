@@ -1,4 +1,4 @@
-"""Several epochs over one batch: each optimizer step compares with the policy as it was before the first of them."""
+"""Each optimizer step of a batch compares with the policy as it was before the first of them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.algorithm import AlgorithmConfig
 from skyrl_train.config.schema import Config, ModelConfig, OptimizerConfig, TrainerConfig
+from skyrl_train.learner.policy import PolicyLearner
 from skyrl_train.model.causal_lm import load_causal_lm
 from skyrl_train.trainers import steps
 from tests.support.learner_cases import make_batch, make_double, make_learner, save_tiny_model
@@ -46,14 +47,14 @@ def clipped_objective(model: nn.Module, batch: TrainingInputBatch, old: list[Ten
     return torch.cat(losses).mean()
 
 
-def plain_update(folder: Path, batch: TrainingInputBatch) -> dict[str, Tensor]:
+def plain_update(folder: Path, batch: TrainingInputBatch, *, epochs: int = EPOCHS) -> dict[str, Tensor]:
     """All optimizer steps written out: the weights after them."""
     model = load_causal_lm(ModelConfig(path=str(folder)), "cpu")
     make_double(model)
     ids = [batch["input_ids"][start:stop].long() for start, stop in zip(batch.row_offsets, batch.row_offsets[1:])]
     with torch.no_grad():
         old = [logprobs_of_row(model, row) for row in ids]
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for start, stop in MINI_BATCHES:
             gradients = torch.autograd.grad(
                 clipped_objective(model, batch, old, range(start, stop)), list(model.parameters())
@@ -64,14 +65,23 @@ def plain_update(folder: Path, batch: TrainingInputBatch) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def test_every_epoch_compares_with_the_policy_before_the_first(tmp_path: Path) -> None:
-    folder = save_tiny_model(tmp_path)
+def unscored_batch() -> TrainingInputBatch:
     batch = make_batch(LENGTHS)
-    unscored = {name: column for name, column in batch.token_columns.items() if name != "old_logprobs"}
     metadata = replace(batch.metadata, policy_mini_batch_boundaries=MINI_BATCHES)
-    batch = replace(batch, token_columns=unscored, metadata=metadata)
+    return replace(batch, metadata=metadata).without_columns("old_logprobs")
+
+
+def learner_of(folder: Path) -> PolicyLearner:
     optimizer = OptimizerConfig(name="sgd", lr=LR, weight_decay=0.0, max_grad_norm=0.0)
     learner = make_learner(folder, double=True, algorithm=ALGORITHM, optimizer=optimizer)
+    learner._on_policy = True
+    return learner
+
+
+def test_every_epoch_compares_with_the_policy_before_the_first(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path)
+    batch = unscored_batch()
+    learner = learner_of(folder)
     learners = steps.Learners(policy=learner, reference=None, critic=None)
 
     update = steps.update(
@@ -83,5 +93,25 @@ def test_every_epoch_compares_with_the_policy_before_the_first(tmp_path: Path) -
         "later epochs are far enough from the first to be clipped"
     )
     expected = plain_update(folder, batch)
+    for name, weight in learner.weights():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)
+
+
+def test_in_one_epoch_the_first_step_is_its_own_old_policy_and_is_not_scored(tmp_path: Path) -> None:
+    folder = save_tiny_model(tmp_path)
+    batch, learner = unscored_batch(), learner_of(folder)
+    trainer = replace(CONFIG.trainer, update_epochs_per_batch=1)
+    learners = steps.Learners(policy=learner, reference=None, critic=None)
+    every_row = learner.forward(batch)
+
+    scored = steps.score(batch, learners, trainer)
+    first = int(batch.row_offsets[4])
+    assert scored.metadata.first_scored_row == 4
+    assert not scored["old_logprobs"][:first].any()
+    torch.testing.assert_close(scored["old_logprobs"][first:], every_row[first:], rtol=0, atol=1e-12)
+    update = steps.update(scored, learners, trainer, on_progress=lambda _done, _total: None)
+
+    assert update.metrics["policy/clip_fraction"].value > 0.05, "the second step is far enough from the first"
+    expected = plain_update(folder, batch, epochs=1)
     for name, weight in learner.weights():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-10)

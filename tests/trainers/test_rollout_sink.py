@@ -60,6 +60,16 @@ def test_what_was_scored_goes_to_the_turns_too(tmp_path):
     assert [each.tolist() for each in columns["reference_logprobs"][0]] == [[0.5, 1.0], [1.5]]
 
 
+def test_what_was_not_scored_has_no_log_probabilities(tmp_path):
+    batch = numbered_batch(tmp_path, step_wise=False)
+    batch = batch.with_columns(old_logprobs=-batch["advantages"], ref_logprobs=batch["advantages"] / 2)
+    batch = replace(batch, metadata=replace(batch.metadata, first_scored_row=1))
+    columns = columns_by_turn(ROLLOUTS, batch)
+    assert columns["policy_logprobs"][0] is None
+    assert [each.tolist() for each in columns["policy_logprobs"][2]] == [[-4.0, -5.0, -6.0]]
+    assert [each.tolist() for each in columns["reference_logprobs"][0]] == [[0.5, 1.0], [1.5]]
+
+
 def in_chunks(trajectory, *, sizes):
     ends = [sum(sizes[:number]) for number in range(len(sizes) + 1)]
     return [trajectory.turns[start:stop] for start, stop in pairwise(ends)]

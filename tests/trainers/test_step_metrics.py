@@ -156,6 +156,20 @@ def test_the_distance_to_the_reference_is_a_mean_over_trained_tokens(tmp_path):
     assert metrics["kl/reference"] == pytest.approx(0.5)
 
 
+def test_rows_of_the_first_optimizer_step_were_not_scored_and_are_not_compared(tmp_path):
+    """The first trajectory has three trained tokens, the second one."""
+    batch = batch_of(tmp_path, rollouts_of(TWO_TURNS, ONE_TURN))
+    of_second = batch["loss_mask"].clone()
+    of_second[: batch.row_offsets[1]] = False
+    old = torch.where(of_second, batch["rollout_logprobs"] + 0.25, 0.0)
+    batch = batch.with_columns(old_logprobs=old, ref_logprobs=old - 0.5)
+    batch = replace(batch, metadata=replace(batch.metadata, first_scored_row=1))
+    metrics = batch_metrics(batch, AlgorithmConfig(kl_estimator="k1"))
+    assert metrics["score/policy_pass_skipped"] == 0.75
+    assert metrics["mismatch/logprob_diff_mean"] == metrics["mismatch/logprob_diff_max"] == pytest.approx(0.25)
+    assert metrics["kl/reference"] == pytest.approx(0.5)
+
+
 def test_a_batch_of_failures_compares_nothing(tmp_path):
     batch = batch_of(tmp_path, rollouts_of(failed_trajectory(), failed_trajectory()))
     batch = batch.with_columns(old_logprobs=torch.zeros(batch.num_tokens))

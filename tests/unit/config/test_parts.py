@@ -18,7 +18,7 @@ from skyrl_train.batch.minibatch import RowCounts, close_mini_batch
 from skyrl_train.batch.planner import Forward, RowFacts
 from skyrl_train.config.algorithm import AlgorithmConfig, needs_critic, needs_reference
 from skyrl_train.config.fields import parts_of
-from skyrl_train.config.learners import needs_old_logprobs
+from skyrl_train.config.learners import old_logprobs_scored
 from skyrl_train.config.load import load_config
 from skyrl_train.config.parts import ADVANTAGE_ESTIMATORS, ENGINES, MICRO_BATCH_STRATEGIES, POLICY_LOSSES
 from skyrl_train.config.schema import Config, CriticConfig, CriticModelConfig, OptimizerConfig, TrainerConfig
@@ -141,8 +141,8 @@ def test_what_a_run_computes_follows_from_what_custom_parts_read() -> None:
     assert not needs_critic(estimator)
     assert is_tokenwise(loss)
     several_steps = TrainerConfig(train_batch_size=8, policy_mini_batch_size=4)
-    assert not needs_old_logprobs(replace(several_steps, algorithm=loss))
-    assert needs_old_logprobs(TrainerConfig(train_batch_size=8, policy_mini_batch_size=8, algorithm=estimator))
+    assert old_logprobs_scored(replace(several_steps, algorithm=loss)) == "none"
+    assert old_logprobs_scored(replace(several_steps, algorithm=estimator)) == "all"
     one_sample = load_config(
         {"generator": {"n_samples_per_prompt": 1}, "trainer": {"algorithm": {"advantage_estimator": ESTIMATOR}}}
     )

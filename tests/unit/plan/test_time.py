@@ -82,6 +82,11 @@ def test_a_reference_and_a_critic_are_scored_too(tmp_path: Path) -> None:
     assert measured_rates(run_folder(tmp_path, both)).scored == 2 * 1000 / 0.5
 
 
+def test_of_a_batch_of_two_optimizer_steps_half_is_scored(tmp_path: Path) -> None:
+    half = {**STEP, "score/policy_pass_skipped": 0.5}
+    assert measured_rates(run_folder(tmp_path, half)).scored == 1000 / 2 / 0.5
+
+
 def test_the_time_of_a_step_follows_from_its_work() -> None:
     settings = config()
     plan = plan_batches(settings, num_train_prompts=40)
