@@ -26,7 +26,6 @@ def reduce_own(rank: int, folder: Path) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-@pytest.mark.slow
 def test_replicas_add_their_gradients_and_do_not_average_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Denominators were counted over the whole mini-batch, so that the sum is the gradient."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
