@@ -1,7 +1,7 @@
 """Whole steps of GRPO beside TRL's: rollouts, rewards, scoring, update and weight sync, each trainer with its own code.
 
-    python scripts/bench/step.py                                # both turns, three seeds; TRL of this environment
-    python scripts/bench/step.py --at trl=FOLDER --turns 1 --seeds 0 --steps 4 --trainers ours,trl
+    python scripts/bench/step.py        # both turns, three seeds; TRL as `update.py peers` installs it
+    python scripts/bench/step.py --at trl=FOLDER --turns 1 --seeds 0 --steps 4 --trainers "ours;trl"
 
 A step is 32 prompts of the bundled word problems, 8 samples each, at most 64 tokens a turn, and two optimizer steps of half
 the batch; bundled model, float32, one thread. Both sample from the model alone (temperature 1, no truncation), take GRPO's
@@ -32,6 +32,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts" / "bench"))
+
+from update_peers import package_folders  # noqa: E402
+
 PROMPTS, SAMPLES, MOST_TOKENS, LEARNING_RATE = 32, 8, 64, 5e-5
 CLOCK = "SKYRL_TRAIN_BENCH_CLOCK"
 """The variable that names the file of the clock."""
@@ -111,7 +115,7 @@ def _seconds_to(goal: float, outcome: Outcome) -> tuple[float | None, int]:
 def run(name: str, *, turns: int, seed: int, steps: int, at: Sequence[str] = ()) -> Outcome | str:
     """The steps of one run in a process of its own, or why there are none."""
     trainer, further = TRAINERS[name]
-    packages = dict(each.split("=", 1) for each in at)
+    packages = package_folders(at)
     with tempfile.TemporaryDirectory(prefix="bench-step-") as folder:
         clock = Path(folder) / "clock.jsonl"
         environment = {

@@ -81,6 +81,7 @@ def main() -> None:
     shapes = commands.add_parser("shapes")
     shapes.add_argument("--models", default="tiny,small")
     shapes.add_argument("--shapes", default=",".join(SHAPES))
+    shapes.add_argument("--peers", default=",".join(PEERS), help="the other columns stay empty")
     shapes.add_argument("--at", action="append", default=[], metavar="PACKAGE=FOLDER")
     shapes.add_argument("--rounds", type=int, default=3)
     shapes.add_argument("--steps", type=int, default=1, help="timed updates in each process")
@@ -141,9 +142,10 @@ def run_shapes(args: argparse.Namespace) -> None:
     """One table a model: over shapes, our update's seconds, how many times as long each peer's takes, and our peak memory
     over that of TRL's. The column of a peer that is not installed is empty, and a line before the tables says so."""
     folders = package_folders(args.at)
-    there = [name for name in PEERS if is_there(PEERS[name][0], folders)]
+    asked = args.peers.split(",")
+    there = [name for name in asked if is_there(PEERS[name][0], folders)]
     for package in PACKAGES:
-        if not any(PEERS[name][0] == package for name in there):
+        if any(PEERS[name][0] == package for name in asked if name not in there):
             print(f"{package} is missing: python scripts/bench/update.py peers")
     for model in args.models.split(","):
         print(f"\n{model}{', bf16' if args.bf16 else ''}\n")

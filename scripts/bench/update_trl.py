@@ -37,6 +37,7 @@ def run(
         else:
             mine += [(c, response, [1] * len(response), conversation.advantage) for c, response in conversation.rows()]
     num_rows = sum(map(len, entries.values()))
+    rows_per_micro_batch = min(rows_per_micro_batch, num_rows)
     texts = {prompt: f"t{prompt + 8}" for prompt in entries}
     prompt_of = {text: prompt for prompt, text in texts.items()}
 

@@ -37,6 +37,8 @@ def run(
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
     rows = [(context, response, c.advantage) for c in conversations for context, response in c.rows()]
+    # Of dynamic micro-batches each has room for the longest row, or is refused.
+    tokens = max(tokens, *(len(context) + len(response) for context, response, _ in rows))
     engine = _engine(size, packed=packed, tokens=tokens, bf16=bf16)
     settings = ActorConfig(
         strategy="fsdp2",
