@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -47,6 +48,16 @@ def test_the_page_names_for_every_bug_a_test_that_there_is(plant: ModuleType) ->
     for test in recorded.values():
         path, *names = test.partition("[")[0].split("::")
         assert all(name in (ROOT / path).read_text() for name in names), test
+
+
+@pytest.mark.slow
+def test_those_tests_run_by_default(plant: ModuleType) -> None:
+    recorded = set(plant.recorded_tests().values())
+    files = sorted({test.partition("::")[0] for test in recorded})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *files]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+
+    assert recorded - set(done.stdout.splitlines()) == set()
 
 
 def test_a_bug_that_a_test_notices_is_caught_and_taken_out_again(plant: ModuleType, small_project: Path) -> None:
