@@ -306,7 +306,9 @@ def _sampled_share(lengths: RowLengths) -> float:
 def _models_scored(record: Mapping[str, float]) -> float:
     """How many models scored this step's batch; the policy may have scored a share of it."""
     policy = 1.0 - record.get("score/policy_pass_skipped", 0.0)
-    return policy + ("kl/reference" in record) + ("critic/explained_variance" in record)
+    # The first is not there where the policy scored nothing.
+    reference = "kl/reference" in record or "loss/kl" in record
+    return policy + reference + ("critic/explained_variance" in record)
 
 
 def _rate(amount: float, seconds: float, ranks: int) -> float:

@@ -78,7 +78,7 @@ def test_rates_are_work_a_second_and_rank_without_the_first_step(tmp_path: Path)
 
 
 def test_a_reference_and_a_critic_are_scored_too(tmp_path: Path) -> None:
-    both = {**STEP, "kl/reference": 0.1, "critic/explained_variance": 0.5, "score/policy_pass_skipped": 1.0}
+    both = {**STEP, "loss/kl": 0.1, "critic/explained_variance": 0.5, "score/policy_pass_skipped": 1.0}
     assert measured_rates(run_folder(tmp_path, both)).scored == 2 * 1000 / 0.5
 
 
