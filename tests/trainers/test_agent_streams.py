@@ -7,6 +7,7 @@ import json
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,30 @@ import torch
 
 from skyrl_train.inference import hf
 from skyrl_train.runs.rl import train
-from tests.support.async_runs import agent_config, check_each_prompt_once, check_versions, trained
+from tests.support.async_runs import BATCH, SAMPLES, agent_config, check_each_prompt_once, check_versions, trained
 
 told: list[tuple[str, str]] = []
 """Prompt's uid and text of each answer that a program was given."""
+WAIT_S = 20.0
+
+
+class Playing:
+    """What programs of this process share."""
+
+    started = itertools.count()
+    is_updated: Callable[[], bool] | None = None
+    """Whether weights came; None: programs do not wait for them."""
 
 
 def play(task: Any, address: Any) -> float:
-    """Two questions, the second of which goes on from the first's answer; the address tells the session."""
+    """Two questions, the second of which goes on from the first's answer; the address tells the session. Programs of the
+    second batch and later ones ask the second when weights have come, where they wait for them."""
     messages = list(task["prompt"])
-    for _ in range(2):
+    is_later = next(Playing.started) >= BATCH * SAMPLES
+    for number in range(2):
+        end = time.monotonic() + WAIT_S
+        while number and is_later and Playing.is_updated and not Playing.is_updated() and time.monotonic() < end:
+            time.sleep(0.01)
         body = json.dumps({"messages": messages}).encode()
         request = urllib.request.Request(f"{address.session_url}/chat/completions", body)
         with urllib.request.urlopen(request, timeout=30) as response:
@@ -41,21 +56,25 @@ def test_a_program_that_outlives_a_weight_update_keeps_its_versions(
     load = hf.load_for_engine
 
     def slowed(*given: Any) -> Any:
-        """The engine is slow from the end of the first batch on until weights come, so that they find programs that play."""
+        """Where weights come in flight, the engine is slow from the end of the first batch on until they do, so that they
+        find answers under way; else programs wait for them between their questions."""
         model = load(*given)
         norm = model.model.norm.weight
         first, forwards = norm.detach().clone(), itertools.count()
         slow_from = 40
 
         def slow(*_: Any) -> None:
-            is_waiting = next(forwards) > slow_from and torch.equal(norm, first)
+            is_waiting = in_flight and next(forwards) > slow_from and torch.equal(norm, first)
             time.sleep(0.05 if is_waiting else 0.002)
 
         model.register_forward_pre_hook(slow)
+        is_updated = None if in_flight else lambda: not torch.equal(norm, first)
+        monkeypatch.setattr(Playing, "is_updated", staticmethod(is_updated) if is_updated else None)
         return model
 
     monkeypatch.setattr(hf, "load_for_engine", slowed)
     told.clear()
+    monkeypatch.setattr(Playing, "started", itertools.count())
     config = agent_config(tmp_path, in_flight_updates=in_flight, dump_rollouts=True)
     train(config)
     check_each_prompt_once(tmp_path, config, num_steps=3)
