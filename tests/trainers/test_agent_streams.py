@@ -65,7 +65,7 @@ def test_a_program_that_outlives_a_weight_update_keeps_its_versions(
 
         def slow(*_: Any) -> None:
             is_waiting = in_flight and next(forwards) > slow_from and torch.equal(norm, first)
-            time.sleep(0.05 if is_waiting else 0.002)
+            time.sleep(0.15 if is_waiting else 0.002)
 
         model.register_forward_pre_hook(slow)
         is_updated = None if in_flight else lambda: not torch.equal(norm, first)
