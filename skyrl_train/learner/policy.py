@@ -281,8 +281,8 @@ def _ledger(inputs: PolicyLossInputs, rows: TrainingInputBatch, algorithm: Algor
     """`off_policy/{numerics,staleness,drift,unattributed}_*`: why the policy differs from what sampled; by the age of the
     tokens, too, where the weights of the update did not sample all of them.
 
-    Without a column `old_logprobs` there is no drift, since the step is the batch's only one; but losses that never read
-    it are spared the column in batches of several steps, and then nothing can be told apart.
+    Without a column `old_logprobs` there is no drift, since the step is the batch's first; but losses that never read
+    it are spared the column in later steps, too, and then nothing can be told apart.
     """
     if inputs.rollout_logprobs is None:
         return {}

@@ -192,9 +192,10 @@ def score(
     rollouts: RolloutBatch | None = None,
     with_entropies: bool = False,
 ) -> TrainingInputBatch:
-    """Adds `old_logprobs` where they can matter, and `ref_logprobs` and `values` where there is a reference and a
-    critic. A policy that is its own teacher reads the teacher's prompts from the `rollouts` that the batch is made of.
-    `with_entropies` adds `entropies`, of the forward that gives `old_logprobs` where there is one."""
+    """Adds `old_logprobs` of the rows where they can matter, from `metadata.first_scored_row` on, and `ref_logprobs` and
+    `values` where there is a reference and a critic. A policy that is its own teacher reads the teacher's prompts from the
+    `rollouts` that the batch is made of. `with_entropies` adds `entropies`, of the forward that gives `old_logprobs` where
+    there is one."""
     columns: dict[str, Tensor] = {}
     first = _first_scored_row(batch, trainer)
     if with_entropies:
