@@ -83,6 +83,15 @@ def test_code_ends_at_its_deadline_with_what_it_started(tmp_path: Path) -> None:
     assert marker.stat().st_size == size
 
 
+def test_a_count_of_tests_that_a_program_wrote_by_itself_is_no_reward_beyond_its_range() -> None:
+    code = (
+        "import os, re, sys\nframe = sys._getframe(1).f_code.co_consts\n"
+        "mark = next(c.strip() for c in frame if isinstance(c, str) and re.fullmatch(r'\\s*[0-9a-f]{32}', c))\n"
+        "os.write(1, f'\\n{mark} 1000000000\\n'.encode())\nos._exit(0)"
+    )
+    assert score({"_target_": "code", "partial": True}, code, tests=["assert False", "assert 1 == 2"]) == 0.0
+
+
 def test_code_does_not_see_the_variables_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "s3cret")
     assert score("code", "import os", tests=["assert 'SECRET_TOKEN' not in os.environ"]) == 1.0
