@@ -26,6 +26,7 @@ from skyrl_train.cli.composition import (
 from skyrl_train.cli.machine import MACHINE_RULES, RL_MACHINE_RULES
 from skyrl_train.config.fields import Rule, SchemaField, is_refused, nearest, remedy_for_unknown, seam_of, strip, walk
 from skyrl_train.config.load import Conversion, Loaded, read_root
+from skyrl_train.config.peers import peer_name
 from skyrl_train.config.schema import Config
 from skyrl_train.config.sft import AnyConfig, SFTConfig, validate_sft
 from skyrl_train.config.validate import run_rules, validate_config
@@ -69,6 +70,8 @@ def root_of(config_name: str) -> Root:
     return SFT_ROOT if config_name == "sft" else RL_ROOT
 
 
+OF_PATHS = {"model": "model.path={}", "data": "data.train=[{}]"}
+"""Groups whose choices are ready-made, and what takes any other model or data."""
 MAX_VARIANTS = 64
 """Values of a sweep that are checked beforehand; Hydra starts the others unchecked and they refuse by themselves."""
 
@@ -146,6 +149,8 @@ class CommandLine:
         for choice in missing:
             near = nearest(choice, options)
             remedy = f"did you mean {group}={near}?" if near else f"--help lists the choices of {group}"
+            if group in OF_PATHS and ("/" in choice or not near):
+                remedy = f"write {OF_PATHS[group].format(choice)} for a folder, a file or a name on a hub"
             self._add(field=group, rule=f"must be one of {', '.join(options)}", value=repr(choice), remedy=remedy)
         if not missing and group == "experiment" and not override.is_add():
             remedy = f"write +experiment={choices[0]}"
@@ -164,7 +169,7 @@ class CommandLine:
             return self._check_section(fields[key], override)
         if key in fields or any(field.open and key.startswith(f"{field.path}.") for field in fields.values()):
             return True
-        near_group = None if "." in key else nearest(key, self._composer.groups())
+        near_group = None if "." in key or peer_name(key) else nearest(key, self._composer.groups())
         remedy = f"did you mean {near_group}=...?" if near_group else remedy_for_unknown(key, self._root.schema)
         remedy = remedy or "see docs/configuration.md for every setting, --help for every group"
         self._add(field=key, rule="is not a setting", value=value_of(override), remedy=remedy)

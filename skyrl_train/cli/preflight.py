@@ -31,6 +31,7 @@ from omegaconf import DictConfig
 from skyrl_train.cli.command_line import RL_ROOT, CommandLine, Root, root_of
 from skyrl_train.cli.composition import Composer, as_in_a_run, load_node
 from skyrl_train.cli.resolvers import HYDRA_VERSION_BASE, conf_dir, name_another_run, register_resolvers
+from skyrl_train.config.fields import meant_by, walk
 from skyrl_train.config.sft import AnyConfig
 from skyrl_train.config.validate import near_path
 from skyrl_train.errors import ConfigError, SkyrlTrainError, Violation
@@ -87,10 +88,10 @@ def preflight(argv: list[str], *, config_name: str, rules: bool = True, trains: 
     """
     learn_arguments(argv, os.environ)
     try:
-        flags = parse_flags(argv)
+        root = replace(root_of(config_name), trains=trains)
+        flags = parse_flags(argv, root)
         if flags is None:
             return
-        root = replace(root_of(config_name), trains=trains)
         check(flags, config_name=flags.config_name or config_name, rules=rules, root=root)
     except (SkyrlTrainError, HydraException) as error:
         sys.stderr.write(f"{redact_text(str(error))}\n")
@@ -133,7 +134,7 @@ def _folder_violations(config_dir: str | None) -> Iterator[Violation]:
         yield Violation.of("--config-dir", config_dir, "must be an existing folder", near_path(config_dir))
 
 
-def parse_flags(argv: Sequence[str]) -> argparse.Namespace | None:
+def parse_flags(argv: Sequence[str], root: Root = RL_ROOT) -> argparse.Namespace | None:
     """Hydra's flags; None where Hydra should answer by itself: help, a malformed flag, another `--config-path`.
 
     Raises ConfigError where something is no flag, or flags split the overrides, which Hydra would call unrecognized.
@@ -150,18 +151,28 @@ def parse_flags(argv: Sequence[str]) -> argparse.Namespace | None:
     if flags.experimental_rerun:
         unknown = ["--experimental-rerun"]
     if refused := [argument for argument in unknown if argument.startswith("-")]:
-        raise ConfigError([_no_flag(argument, following=_after(argument, argv)) for argument in refused])
+        raise ConfigError([_no_flag(argument, following=_after(argument, argv), root=root) for argument in refused])
     if unknown:
         rule, remedy = "must stand together", "put flags such as -m before or after all of KEY=VALUE"
         raise ConfigError([Violation(field="arguments", rule=rule, value=repr(" ".join(argv)), remedy=remedy)])
     return None if flags.config_path else flags
 
 
-def _no_flag(argument: str, *, following: str) -> Violation:
+def _no_flag(argument: str, *, following: str, root: Root) -> Violation:
     name, _, value = argument.lstrip("-").partition("=")
-    sign = "+" if name == "experiment" else ""
-    remedy = f"settings and groups have no dashes: write {sign}{name}={value or following or 'VALUE'}"
-    if name == "experimental-rerun":  # which would unpickle the file
+    name, value = name.replace("-", "_"), value or following or "VALUE"
+    fields = {field.path for field in walk(root.schema)}
+    known = name in fields or (conf_dir() / name).is_dir()
+    meant, convert = (name, "") if known else meant_by(name, root.schema)
+    if name == "experiment":
+        meant = f"+{name}"
+    if name == "model" and not (conf_dir() / "model" / f"{value}.yaml").exists():
+        meant = "model.path"
+    written = meant if "=" in meant else f"{meant}={value}"
+    remedy = f"settings and groups have no dashes: write {written}. {convert}".rstrip(". ")
+    if not meant:
+        remedy = "settings and groups have no dashes, and none has that name: docs/configuration.md lists all settings"
+    if name == "experimental_rerun":  # which would unpickle the file
         remedy = "run the command again that trainer.resume_mode=latest goes on from"
     return Violation.of(argument.partition("=")[0], argument, "is not a flag", remedy)
 

@@ -11,6 +11,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from skyrl_train.config.peers import peer_setting
 from skyrl_train.config.rules import ReadWith, Resume, Usual
 from skyrl_train.errors import Violation
 from skyrl_train.registry import Seam
@@ -173,8 +174,17 @@ def remedy_for_unknown(path: str, schema: type) -> str:
     for old, now in MOVED.items():
         if path == old or path.startswith(f"{old}."):
             return now.format(key=path.removeprefix(f"{old}.") if path != old else "KEY")
-    near = suggest(path, schema)
-    return f"did you mean {near}?" if near else ""
+    near, convert = meant_by(path, schema)
+    if "=" in near:
+        return f"write {near}. {convert}".rstrip(". ")
+    return f"did you mean {near}? {convert}".rstrip() if near else ""
+
+
+def meant_by(path: str, schema: type) -> tuple[str, str]:
+    """Return the setting that was most likely meant by an unknown `path`, as other trainers call it or misspelt, and how to
+    convert its value; empty where nothing is near."""
+    name, convert = peer_setting(path, (field.path for field in walk(schema)))
+    return (name, convert) if name else (suggest(path, schema) or "", "")
 
 
 MOVED = {

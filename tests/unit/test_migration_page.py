@@ -7,6 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_train.config.fields import walk
+from skyrl_train.config.peers import PEER_NAMES, peer_setting
+from skyrl_train.config.schema import Config
+from skyrl_train.config.sft import SFTConfig
+
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 EXISTING = set(re.findall(r"^\| `([\w.]+)`", (DOCS / "configuration.md").read_text(encoding="utf-8"), flags=re.M))
 
@@ -28,3 +33,24 @@ def test_a_setting_that_the_page_names_exists(setting: str) -> None:
 
 def test_the_page_names_many() -> None:
     assert len(ours()) > 60
+
+
+def rows() -> list[tuple[str, str]]:
+    """The left and the last column of the page's tables."""
+    lines = (DOCS / "migrating.md").read_text(encoding="utf-8").splitlines()
+    return [(line.split("|")[1], line.rsplit("|", 2)[1]) for line in lines if line.startswith("| `")]
+
+
+@pytest.mark.parametrize("name", sorted(PEER_NAMES))
+def test_a_name_that_is_understood_has_a_row_with_the_same_setting(name: str) -> None:
+    setting = PEER_NAMES[name].settings.split(" ")[0]
+    of_the_name = [ours for theirs, ours in rows() if re.search(rf"[`.]{re.escape(name)}[`=]", theirs)]
+    assert any(f"`{setting}`" in ours for ours in of_the_name), f"no row of {name} names {setting}"
+
+
+@pytest.mark.parametrize("name", sorted(PEER_NAMES))
+def test_what_a_name_is_here_exists_in_a_configuration(name: str) -> None:
+    existing = {field.path for schema in (Config, SFTConfig) for field in walk(schema)}
+    meant = PEER_NAMES[name].settings.split(" ")
+    assert [each for each in meant if each not in existing and not each.startswith("tracker=")] == []
+    assert peer_setting(f"some.prefix.{name}", existing)[0] == meant[0]

@@ -129,6 +129,38 @@ def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together
         ),
         ("platform.name=gpu", "platform.name: is chosen with the group; got 'gpu'. Write platform=gpu"),
         (
+            "generator.max_new_tokens=16",
+            "generator.max_new_tokens: is not a setting; got '16'. Did you mean generator.sampling.max_generate_length?",
+        ),
+        (
+            "generator.eval_sampling.max_new_tokens=16",
+            "generator.eval_sampling.max_new_tokens: is not a setting; got '16'."
+            " Did you mean generator.eval_sampling.max_generate_length?",
+        ),
+        ("trainer.run_dir=runs/1", "trainer.run_dir: is not a setting; got 'runs/1'. Did you mean output_dir?"),
+        (
+            "learning_rate=1e-5",
+            "learning_rate: is not a setting; got '1e-5'. Did you mean trainer.policy.optimizer.lr?",
+        ),
+        (
+            "critic.learning_rate=1e-5",
+            "critic.learning_rate: is not a setting; got '1e-5'. Did you mean critic.optimizer.lr?",
+        ),
+        (
+            "num_generations=8",
+            "num_generations: is not a setting; got '8'. Did you mean generator.n_samples_per_prompt?",
+        ),
+        (
+            "batch_size=8",
+            "batch_size: is not a setting; got '8'. Did you mean trainer.train_batch_size?"
+            " It counts prompts: divide a number of samples by generator.n_samples_per_prompt",
+        ),
+        ("trainer.max_steps=3", "trainer.max_steps: is not a setting; got '3'. Did you mean trainer.total_steps?"),
+        (
+            "wandb=true",
+            "wandb: is not a setting; got 'true'. Write tracker=wandb. More than one: tracker=[console,wandb]",
+        ),
+        (
             "train_batch_size=8",
             "train_batch_size: is not a setting; got '8'. Did you mean trainer.train_batch_size?",
         ),
@@ -219,6 +251,11 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, capsys: pytest.Cap
         (["--experiment", "gsm8k_multiturn"], "write +experiment=gsm8k_multiturn"),
         (["seed=1", "--trainer.total_steps=3"], "write trainer.total_steps=3"),
         (["--no-such-flag"], "--no-such-flag: is not a flag"),
+        (["--lr", "1e-5"], "write trainer.policy.optimizer.lr=1e-5"),
+        (["--learning-rate=1e-5"], "write trainer.policy.optimizer.lr=1e-5"),
+        (["--model", "ORG/NAME"], "write model.path=ORG/NAME"),
+        (["model=ORG/NAME"], "Write model.path=ORG/NAME for a folder, a file or a name on a hub"),
+        (["data=own/rows.jsonl"], "Write data.train=[own/rows.jsonl] for a folder"),
         (["--experimental-rerun", "config.pickle"], "trainer.resume_mode=latest"),
         (["--config-dir", "/nowhere/at/all"], "--config-dir: must be an existing folder; got '/nowhere/at/all'"),
         (["data.train=[/nowhere/x.jsonl]", "environment=by_row"], "There is no folder /nowhere."),
