@@ -3,8 +3,8 @@
     python scripts/bench/device_rates.py                  # one core, float32
     python scripts/bench/device_rates.py --device cuda    # bfloat16
 
-Prints a row for the table of `skyrl_train/batch/cost.py`: a large matrix product, causal attention, and starting a kernel.
-The best of several rounds counts: what a device reaches where nothing disturbs it. Rates stand in the table, and are not
+Prints a row for the table of `skyrl_train/batch/cost.py`: a large matrix product, causal attention, starting a kernel, and
+reading memory. The best of several rounds counts: what a device reaches where nothing disturbs it. Rates stand in the table, and are not
 measured in a run, because a resumed run must cut its rows as it did before.
 """
 
@@ -25,6 +25,8 @@ SIDE = {"cpu": 1024, "cuda": 8192}
 TOKENS = {"cpu": 2048, "cuda": 16384}
 """Of the row that attends to itself, in 8 heads of 64 numbers on a CPU and 16 of 128 on a GPU."""
 HEADS = {"cpu": (8, 64), "cuda": (16, 128)}
+READ_NUMBERS = {"cpu": 1 << 26, "cuda": 1 << 30}
+"""That are summed: more than caches hold."""
 STARTS = 500
 """Attention kernels of two tokens that are started one after the other."""
 
@@ -37,6 +39,8 @@ def measure(device: torch.device) -> DeviceRates:
     query, key, value = (torch.randn(1, heads, tokens, head, device=device, dtype=dtype) for _ in range(3))
     few = [each[:, :, :2].contiguous() for each in (query, key, value)]
 
+    read = torch.ones(READ_NUMBERS[kind], device=device, dtype=dtype)
+
     def start_kernels() -> None:
         for _ in range(STARTS):
             scaled_dot_product_attention(*few, is_causal=True)
@@ -47,6 +51,7 @@ def measure(device: torch.device) -> DeviceRates:
         linear_flops=2.0 * side**3 / product_s,
         attention_flops=4.0 * heads * head * tokens * (tokens + 1) / 2 / attention_s,
         kernel_s=best_seconds(start_kernels, device) / STARTS,
+        read_bytes=read.numel() * read.element_size() / best_seconds(lambda: read.sum(), device),
     )
 
 
@@ -70,7 +75,7 @@ def main() -> None:
     name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
     found, stated = measure(device), rates_of(name)
     print(name)
-    for field in ("linear_flops", "attention_flops", "kernel_s"):
+    for field in ("linear_flops", "attention_flops", "kernel_s", "read_bytes"):
         here, there = getattr(found, field), getattr(stated, field)
         print(f"    {field:<16} {here:10.3g}   in the table {there:8.3g}   {here / there:5.2f} x")
 

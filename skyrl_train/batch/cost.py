@@ -35,19 +35,21 @@ class DeviceRates:
     """The same of the attention kernel, masked pairs left out."""
     kernel_s: float
     """Seconds to start a kernel."""
+    read_bytes: float
+    """Bytes of memory that are read."""
 
 
-CPU = DeviceRates(linear_flops=7.5e10, attention_flops=5.3e10, kernel_s=1.3e-5)
+CPU = DeviceRates(linear_flops=7.5e10, attention_flops=5.3e10, kernel_s=1.3e-5, read_bytes=1e10)
 """One core with AVX-512, float32, as `scripts/bench/device_rates.py` measured it."""
 
 RATES: dict[str, DeviceRates] = {
-    "H200": DeviceRates(linear_flops=6.5e14, attention_flops=3.5e14, kernel_s=5e-6),
-    "H100": DeviceRates(linear_flops=6.0e14, attention_flops=3.5e14, kernel_s=5e-6),
-    "A100": DeviceRates(linear_flops=2.4e14, attention_flops=1.5e14, kernel_s=6e-6),
-    "": DeviceRates(linear_flops=1.0e14, attention_flops=6e13, kernel_s=6e-6),
+    "H200": DeviceRates(linear_flops=6.5e14, attention_flops=3.5e14, kernel_s=5e-6, read_bytes=3.2e12),
+    "H100": DeviceRates(linear_flops=6.0e14, attention_flops=3.5e14, kernel_s=5e-6, read_bytes=2.2e12),
+    "A100": DeviceRates(linear_flops=2.4e14, attention_flops=1.5e14, kernel_s=6e-6, read_bytes=1.3e12),
+    "": DeviceRates(linear_flops=1.0e14, attention_flops=6e13, kernel_s=6e-6, read_bytes=6e11),
 }
 """bfloat16, by what the device's name contains; the last is any other accelerator. About two thirds of the data sheets'
-dense rates, not measured; `scripts/bench/device_rates.py --device cuda` prints a device's own row."""
+rates, not measured; `scripts/bench/device_rates.py --device cuda` prints a device's own row."""
 
 
 def rates_of(device_name: str) -> DeviceRates:
@@ -68,6 +70,14 @@ class ModelShape:
     """Of all layers, for a token and one that it attends to: scores and their values, twice each."""
     head_flops_per_token: float
     """Of the last layer, for a token that is predicted."""
+    hidden_size: int = 0
+    kv_numbers_per_token: int = 0
+    """Keys and values of all layers."""
+
+    @property
+    def parameters(self) -> float:
+        """That a token passes, the head among them."""
+        return (self.linear_flops_per_token + self.head_flops_per_token) / 2
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> ModelShape:
@@ -90,6 +100,8 @@ class ModelShape:
             linear_flops_per_token=2.0 * (layers * projections + 3 * hidden * feed_forward),
             attention_flops_per_pair=4.0 * heads * head * layers,
             head_flops_per_token=2.0 * hidden * int(text.get("vocab_size") or 0),
+            hidden_size=hidden,
+            kv_numbers_per_token=2 * kv_heads * head * layers,
         )
 
 

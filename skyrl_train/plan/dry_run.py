@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from skyrl_train.batch.cost import CostModel
+from skyrl_train.batch.cost import CostModel, ModelShape
+from skyrl_train.batch.cost import rates_of as device_rates_of
 from skyrl_train.batch.microbatch import TokenBudgets
 from skyrl_train.config.algorithm import needs_reference
 from skyrl_train.config.bundles import Layout, count_engines, shares_devices
@@ -23,10 +24,11 @@ from skyrl_train.memory.model_sizes import read_config
 from skyrl_train.plan.batch_plan import BatchPlan, make_batch_plan
 from skyrl_train.plan.device_report import BundleGroup, PlacementReport
 from skyrl_train.plan.estimate import PassEstimate, RowLengths, assumed_lengths, estimate_passes
+from skyrl_train.plan.machine import MachineRates, StepTime, predicted_rates, remembered_rates
 from skyrl_train.plan.memory import DeviceMemory, planned_models
 from skyrl_train.plan.notes import data_notes, environment_notes, estimate_notes, plan_notes, size_notes
 from skyrl_train.plan.report import PlanReport, Storage, micro_batching_text, rate_points, storage_items
-from skyrl_train.plan.time import Rates, RunTime, disk_bytes, run_time, work_of_step
+from skyrl_train.plan.time import NO_RATES, Rates, RunTime, disk_bytes, run_time, work_of_step
 from skyrl_train.registry import part_name
 from skyrl_train.wording import counted
 
@@ -48,6 +50,8 @@ def make_plan_report(
     memory: DeviceMemory | None = None,
     placement: PlacementReport | None = None,
     rates: Rates | None = None,
+    machine: MachineRates | None = None,
+    num_eval_prompts: int = 0,
 ) -> PlanReport:
     """The report of a run over `num_train_prompts` prompts; never raises for sizes that do not fit together.
 
@@ -58,6 +62,8 @@ def make_plan_report(
         memory: what passes hold on a device, where that is asked for.
         placement: which devices the run reserves, where that is known.
         rates: how fast a rank is, where that is known.
+        machine: what it follows from where it is not.
+        num_eval_prompts: held-out prompts of an evaluation.
     """
     found = [*violations]
     known = {(violation.field, violation.rule) for violation in violations}
@@ -79,6 +85,7 @@ def make_plan_report(
         costs=planned_costs(config),
         budgets=budgets,
     )
+    rates = rates or _rates(config, plan, lengths, estimates, machine, num_eval_prompts)
     return PlanReport(
         plan=plan,
         num_train_prompts=num_train_prompts,
@@ -159,32 +166,91 @@ def _budgets(trainer: TrainerConfig, memory: DeviceMemory | None) -> dict[str, T
     return {role: budgets for role, budgets in found.items() if budgets.training and budgets.forward}
 
 
-def planned_costs(config: Config) -> dict[str, CostModel]:
-    """What rows cost on each model whose config is on this machine, by its sizes and the stated rates of its device."""
-    costs: dict[str, CostModel] = {}
-    device = "cpu" if config.platform.name == "cpu" else ""
+def planned_shapes(config: Config) -> dict[str, ModelShape]:
+    """The sizes of each model whose config is on this machine, by role; a reference that is the policy without its adapter
+    is none."""
+    shapes: dict[str, ModelShape] = {}
     for settings in planned_models(config):
-        with suppress(ModelError):
+        with suppress(ModelError, KeyError, TypeError, ValueError):
             architecture = read_config(settings.model.path, revision=settings.model.revision)
-            costs[settings.role] = CostModel.of_config(architecture, device=device)
-    return costs
+            shapes[settings.role] = ModelShape.of_config(architecture)
+    return shapes
+
+
+def planned_costs(config: Config) -> dict[str, CostModel]:
+    """What rows cost on each of them, by the stated rates of its device."""
+    rates = device_rates_of("cpu" if config.platform.name == "cpu" else "")
+    return {role: CostModel.of_model(shape, rates) for role, shape in planned_shapes(config).items()}
+
+
+def expected_step_seconds(
+    config: Config, plan: BatchPlan, *, lengths: RowLengths | None = None, num_eval_prompts: int = 0
+) -> StepTime | None:
+    """Return what a step is expected to take, by the stated rates of its devices: nothing is measured. None where a model's
+    config is not on this machine.
+
+    Args:
+        lengths: Of rows; assumed by the settings unless given.
+    """
+    lengths = lengths or assumed_lengths(
+        config.generator, seed=config.seed, max_prompt_length=config.data.max_prompt_length
+    )
+    estimates = estimate_passes(
+        plan,
+        lengths,
+        trainer=config.trainer,
+        generator=config.generator,
+        seed=config.seed,
+        costs=planned_costs(config),
+    )
+    rates = _rates(config, plan, lengths, estimates, remembered_rates(config.platform), num_eval_prompts)
+    if rates is None:
+        return None
+    phases = {each.name: each.seconds for each in _time(config, plan, lengths, estimates, rates).phases}
+    return StepTime(
+        source=rates.source,
+        generate_s=phases["generate"],
+        score_s=phases["score"],
+        update_s=phases["update"],
+        sync_s=rates.sync_s,
+        evaluate_s=rates.each_time_s[1],
+    )
+
+
+def _rates(
+    config: Config,
+    plan: BatchPlan,
+    lengths: RowLengths,
+    estimates: Sequence[PassEstimate],
+    machine: MachineRates | None,
+    num_eval_prompts: int,
+) -> Rates | None:
+    """Those of the run's models on the machine; None where it, or the sizes of a model, are not known."""
+    shapes = planned_shapes(config)
+    if machine is None or not {each.role for each in estimates} <= set(shapes):
+        return None
+    work = work_of_step(plan, lengths, estimates, NO_RATES, models_scored=_models_scored(config, plan))
+    return predicted_rates(machine, shapes, config, plan, lengths, estimates, work, num_eval_prompts=num_eval_prompts)
+
+
+def _models_scored(config: Config, plan: BatchPlan) -> float:
+    """Forwards alone over a batch."""
+    later = 1.0 - plan.num_samples_per_step / plan.num_samples_per_batch
+    of_policy = {"none": 0.0, "later": later, "all": 1.0}[old_logprobs_scored(config.trainer)]
+    reference = needs_reference(config.trainer.algorithm)
+    return (1.0 if scores_entropies(config) else of_policy) + reference + bool(config.critic.model.path)
 
 
 def _time(
     config: Config, plan: BatchPlan, lengths: RowLengths, estimates: Sequence[PassEstimate], rates: Rates
 ) -> RunTime:
-    reference = needs_reference(config.trainer.algorithm)
-    later = 1.0 - plan.num_samples_per_step / plan.num_samples_per_batch
-    of_policy = {"none": 0.0, "later": later, "all": 1.0}[old_logprobs_scored(config.trainer)]
-    scored = (1.0 if scores_entropies(config) else of_policy) + reference + bool(config.critic.model.path)
-    work = work_of_step(plan, lengths, estimates, rates, models_scored=scored)
-    devices = gpus_needed(config) or 1
+    work = work_of_step(plan, lengths, estimates, rates, models_scored=_models_scored(config, plan))
     return run_time(
         rates,
         work,
         config.trainer,
         total_steps=plan.total_steps,
-        num_devices=devices,
+        num_devices=gpus_needed(config) or 1,
         takes_turns=shares_devices(config.placement, config.generator, config.platform),
     )
 

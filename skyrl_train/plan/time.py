@@ -65,6 +65,10 @@ class Rates:
     """Of one checkpoint, and of one evaluation."""
 
 
+NO_RATES = Rates(source="", generated=0.0, scored=0.0, trained=0.0)
+"""Of work whose positions follow from the plan alone."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PhaseTime:
     """One phase of a step, in the mean over the run."""
@@ -191,7 +195,7 @@ def work_of_step(
         return estimate.load_max_over_mean * (measured or estimate.computed_tokens / estimate.num_tokens)
 
     return Work(
-        sampled_tokens=tokens * (rates.sampled_share or _sampled_share(lengths)),
+        sampled_tokens=tokens * (rates.sampled_share or sampled_share(lengths)),
         scored_positions=tokens * models_scored * per_token(estimates[0]),
         trained_positions=sum(
             each.num_tokens * per_token(each) * optimizer_steps[each.role] for each in estimates if each.training
@@ -296,7 +300,7 @@ def tokens_of_rollout(lengths: RowLengths) -> float:
     return sum(int(rows[-1]) for rows in lengths.trajectories) / len(lengths.trajectories)
 
 
-def _sampled_share(lengths: RowLengths) -> float:
+def sampled_share(lengths: RowLengths) -> float:
     """The share of a batch's tokens that come after their prompt; what an environment adds counts as sampled."""
     prompts = sum(int(shared[0]) for shared in lengths.shared)
     last = sum(int(rows[-1]) for rows in lengths.trajectories)

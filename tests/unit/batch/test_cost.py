@@ -9,7 +9,7 @@ import pytest
 
 from skyrl_train.batch.cost import CPU, CostModel, DeviceRates, ModelShape, rates_of
 
-EQUAL = DeviceRates(linear_flops=1e12, attention_flops=1e12, kernel_s=0.0)
+EQUAL = DeviceRates(linear_flops=1e12, attention_flops=1e12, kernel_s=0.0, read_bytes=1e12)
 DENSE_7B = {
     "hidden_size": 3584,
     "num_hidden_layers": 28,
@@ -67,7 +67,7 @@ def test_attention_over_linear_layers_is_that_of_the_model() -> None:
 
 
 def test_slower_attention_costs_more_and_a_mixture_of_experts_has_more_of_it() -> None:
-    slow = DeviceRates(linear_flops=1e12, attention_flops=5e11, kernel_s=0.0)
+    slow = DeviceRates(linear_flops=1e12, attention_flops=5e11, kernel_s=0.0, read_bytes=1e12)
     shape = ModelShape.of_config(DENSE_7B)
     assert CostModel.of_model(shape, slow).per_pair == 2 * CostModel.of_model(shape, EQUAL).per_pair
     few_active = ModelShape.of_config(DENSE_7B | {"num_experts_per_tok": 8, "moe_intermediate_size": 768})

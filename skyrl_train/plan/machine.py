@@ -1,0 +1,216 @@
+"""How long a step takes on a machine on which no run was made: from what its processors do in a second.
+
+    MachineRates (stated in `batch/cost.py`) x what a model computes --> Rates of tokens, for `plan/time.py`
+
+An update is each position's products, attention's pairs, the head of each sampled token, the operators of each layer and
+micro-batch, and the optimizer. A step of decoding reads all weights and starts each layer's operators, however many
+sequences run. Environments, tools, rewards and checkpoints are not in it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from skyrl_train.batch.cost import CostModel, DeviceRates, ModelShape, rates_of
+from skyrl_train.config.bundles import count_engines
+from skyrl_train.config.schema import Config, PlatformConfig
+from skyrl_train.plan.batch_plan import BatchPlan
+from skyrl_train.plan.estimate import PassEstimate, RowLengths
+from skyrl_train.plan.simulated_engines import EngineRates
+from skyrl_train.plan.time import FORWARD_SHARE, Rates, Work, sampled_share
+
+_OPERATORS = 30
+"""Operators of a decoder layer's forward: norms, products, rotation, attention, activation, sums."""
+_OPTIMIZER_BYTES = 7 * 4
+"""Read and written of each parameter by AdamW: the parameter, its gradient, two averages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineRates:
+    """What one rank does in a second; operations are floating-point ones."""
+
+    source: str
+    """Where they are from, for the reader of the plan."""
+    widths: tuple[float, ...]
+    """Hidden sizes of the models for which the next two hold; between them is interpolated."""
+    trained_flops: tuple[float, ...]
+    """Of the layers' products, forward and backward, with all that is computed beside them."""
+    decoded_flops: tuple[float, ...]
+    """The same of a forward of one token for each sequence."""
+    head_flops: float
+    attention_flops: float
+    kernel_s: float
+    """A third of what each layer takes to start the operators of a forward and its backward."""
+    decoded_layer_s: float
+    """Of a step of decoding in each layer, weights aside."""
+    token_s: float
+    """Of each token that is sampled, beside the model."""
+    read_bytes: float
+    """Of weights, and of keys and values."""
+    parameter_s: float
+    """Of an optimizer step, for each parameter."""
+    forward_share: float = FORWARD_SHARE
+    """How much faster a position is scored than trained."""
+
+    def cost(self, shape: ModelShape) -> CostModel:
+        """What a forward and backward of the model costs, in seconds."""
+        linear = self._at(self.trained_flops, shape)
+        layers = DeviceRates(
+            linear_flops=linear,
+            attention_flops=self.attention_flops,
+            kernel_s=self.kernel_s,
+            read_bytes=self.read_bytes,
+        )
+        cost = CostModel.of_model(shape, layers)
+        return replace(cost, per_loss_token=cost.per_loss_token * linear / self.head_flops)
+
+    def engine(self, shape: ModelShape, *, number_bytes: int, slots: int) -> EngineRates:
+        """What an engine of the model takes, `number_bytes` for each weight."""
+        decoded = 2.0 * shape.parameters / self._at(self.decoded_flops, shape)
+        return EngineRates(
+            step_s=shape.num_layers * self.decoded_layer_s + number_bytes * shape.parameters / self.read_bytes,
+            sequence_s=self.token_s + decoded,
+            context_token_s=number_bytes * shape.kv_numbers_per_token / self.read_bytes,
+            prompt_token_s=self.cost(shape).per_position / self.forward_share,
+            slots=slots,
+        )
+
+    def _at(self, rates: Sequence[float], shape: ModelShape) -> float:
+        return float(np.interp(np.log(shape.hidden_size), np.log(self.widths), rates))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """What one step of a run is expected to take, in seconds."""
+
+    source: str
+    """What is known of the machine: reckoned from stated rates, or measured."""
+    generate_s: float
+    score_s: float
+    update_s: float
+    sync_s: float
+    evaluate_s: float
+    """Of one evaluation, which not every step has; 0 where the number of held-out prompts is not known."""
+
+    @property
+    def step_s(self) -> float:
+        """Without an evaluation."""
+        return self.generate_s + self.score_s + self.update_s + self.sync_s
+
+
+def stated_rates(device: str, *, num_threads: int = 1) -> MachineRates:
+    """Return what follows from the rates that `batch/cost.py` states of a device; of a CPU with so many threads."""
+    stated, threads = rates_of(device), num_threads if device == "cpu" else 1
+    linear, read = stated.linear_flops * threads, stated.read_bytes * threads
+    return MachineRates(
+        source=f"reckoned from stated rates of {f'a CPU with {threads} threads' if device == 'cpu' else device or 'a GPU'}",
+        widths=(1.0,),
+        trained_flops=(linear,),
+        decoded_flops=(linear,),
+        head_flops=linear,
+        attention_flops=stated.attention_flops * threads,
+        kernel_s=_OPERATORS * stated.kernel_s,
+        decoded_layer_s=_OPERATORS * stated.kernel_s,
+        token_s=stated.kernel_s,
+        read_bytes=read,
+        parameter_s=_OPTIMIZER_BYTES / read,
+    )
+
+
+def remembered_rates(platform: PlatformConfig) -> MachineRates:
+    """Return what is known of this machine without measuring anything."""
+    return stated_rates("" if platform.on_gpu else "cpu", num_threads=platform.num_threads)
+
+
+def predicted_rates(
+    machine: MachineRates,
+    shapes: Mapping[str, ModelShape],
+    config: Config,
+    plan: BatchPlan,
+    lengths: RowLengths,
+    estimates: Sequence[PassEstimate],
+    work: Work,
+    *,
+    num_eval_prompts: int,
+) -> Rates:
+    """Return how fast one rank with its share of the engines does the `work` of a step.
+
+    Args:
+        shapes: By role.
+        work: What a step computes, as positions and tokens.
+    """
+    policy, ranks = shapes["policy"], work.num_ranks
+    update_s = sum(
+        _optimizer_seconds(
+            machine, shapes[each.role], plan, lengths, each, trained_share=0.0 if config.model.lora.rank else 1.0
+        )
+        for each in estimates
+        if each.training
+    )
+    trained = work.trained_positions / ranks / update_s
+    generator = config.generator
+    slots = generator.vllm.max_num_seqs if generator.backend == "vllm" else generator.max_batch_size
+    number_bytes = 2 if config.model.dtype == "bfloat16" else 4
+    engine = machine.engine(policy, number_bytes=number_bytes, slots=slots)
+    engines = count_engines(generator, config.placement) if generator.has_own_devices else 1
+    made_s = _rollout_seconds(
+        engine, lengths, plan.num_samples_per_batch / engines, same_prompt=generator.n_samples_per_prompt
+    )
+    longer = generator.eval_sampling.max_generate_length / generator.sampling.max_generate_length
+    evaluated = num_eval_prompts * generator.eval_n_samples_per_prompt / engines
+    sync_s = 2 * number_bytes * policy.parameters / machine.read_bytes
+    return Rates(
+        source=machine.source,
+        generated=work.sampled_tokens / ranks / made_s,
+        scored=trained * machine.forward_share,
+        trained=trained,
+        every_step_s=sync_s,
+        sync_s=sync_s,
+        each_time_s=(0.0, _rollout_seconds(engine, lengths, evaluated, same_prompt=1, longer=longer)),
+    )
+
+
+def _rollout_seconds(
+    engine: EngineRates, lengths: RowLengths, samples: float, *, same_prompt: int, longer: float = 1.0
+) -> float:
+    """Of so many samples on one engine, in waves of its slots; `longer`: how much so their responses are than `lengths`."""
+    prompts = np.array([float(shared[0]) for shared in lengths.shared] or [0.0])
+    responses = longer * (np.array([float(rows[-1]) for rows in lengths.trajectories]) - prompts)
+    together = min(samples, engine.slots)
+    # The longest of n draws is the quantile n / (n + 1), nearly.
+    steps = samples / max(1.0, together) * float(np.quantile(responses, together / (together + 1)))
+    read = float((responses * (prompts + responses / 2)).mean())
+    of_a_sample = (
+        prompts.mean() * engine.prompt_token_s / same_prompt
+        + responses.mean() * engine.sequence_s
+        + read * engine.context_token_s
+    )
+    return float(steps * engine.step_s + samples * of_a_sample)
+
+
+def _optimizer_seconds(
+    machine: MachineRates,
+    shape: ModelShape,
+    plan: BatchPlan,
+    lengths: RowLengths,
+    estimate: PassEstimate,
+    *,
+    trained_share: float,
+) -> float:
+    """Of the optimizer steps of one model and training batch, on the rank with the most."""
+    learner = next(each for each in plan.learners if each.role == estimate.role)
+    steps = {"policy": plan.optimizer_steps_per_batch, "critic": plan.critic_optimizer_steps_per_batch}[estimate.role]
+    own = estimate.load_max_over_mean / learner.num_ranks
+    # Of a prefix that rows share, pairs are computed once, too.
+    computed = min(1.0, estimate.computed_tokens / estimate.num_tokens)
+    pairs = estimate.num_rows * float((lengths.all_rows.astype(float) ** 2).mean()) / 2 * computed
+    seconds = machine.cost(shape).of(
+        np.float64(own * estimate.computed_tokens),
+        np.float64(own * pairs),
+        np.float64(estimate.micro_batches_per_rank),
+        loss_tokens=int(own * estimate.num_tokens * sampled_share(lengths)),
+    )
+    return steps * (float(seconds) + machine.parameter_s * trained_share * shape.parameters / learner.num_ranks)
