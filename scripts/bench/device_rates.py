@@ -4,8 +4,8 @@
     python scripts/bench/device_rates.py --device cuda    # bfloat16
 
 Prints a row for the table of `skyrl_train/batch/cost.py`: a large matrix product, causal attention, starting a kernel, and
-reading memory. The best of several rounds counts: what a device reaches where nothing disturbs it. Rates stand in the table, and are not
-measured in a run, because a resumed run must cut its rows as it did before.
+reading memory. The best of several rounds counts: what a device reaches where nothing disturbs it. Rates stand in the
+table, and are not measured in a run, because a resumed run must cut its rows as it did before.
 """
 
 from __future__ import annotations
