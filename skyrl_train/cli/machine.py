@@ -25,6 +25,7 @@ from skyrl_train.data.hub import endpoint, is_cached, is_reachable
 from skyrl_train.data.rows import find_sources
 from skyrl_train.errors import ConfigError, DataError, ModelError, Violation
 from skyrl_train.memory.model_sizes import read_config
+from skyrl_train.model.gguf import check_gguf
 from skyrl_train.registry import did_you_mean, part_name, split_spec
 from skyrl_train.rollout.env_local import IMPORT_DEADLINE_S, violations_in_process
 from skyrl_train.rollout.environments import (
@@ -98,14 +99,19 @@ def _model_problem(path: str) -> tuple[str, str] | None:
     if path.startswith("builtin:"):
         known = sorted(f"builtin:{file.parent.name}" for file in _ASSETS.glob("*/config.json"))
         return None if path in known else (f"must be one of {', '.join(known)}", did_you_mean(path, known))
+    try:
+        if check_gguf(path):
+            return None
+    except (ModelError, OSError) as error:
+        return "must be a model that can be read", str(error).removeprefix(f"model path {path!r}: ")
     folder = Path(path).expanduser()
     if folder.is_dir():
         missing = not any((folder / name).is_file() for name in ("config.json", "tokenizer_config.json"))
         return ("must be a folder in Hugging Face format", "there is no config.json in it") if missing else None
     if folder.is_file():
-        return "must be a folder, not a file", f"try {folder.parent}"
+        return "must be a folder or a GGUF file", f"try {folder.parent}"
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        return "must be an existing folder, a hub name or builtin:NAME", near_path(path)
+        return "must be an existing folder, a GGUF file, a hub name or builtin:NAME", near_path(path)
     if not is_reachable() and not is_cached(path, dataset=False):
         return (
             f"must be a model that can be had, and {endpoint()} does not answer",

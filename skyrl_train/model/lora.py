@@ -26,6 +26,7 @@ from skyrl_train.batch.training_batch import TrainingInputBatch
 from skyrl_train.config.schema import LoraConfig, ModelConfig
 from skyrl_train.errors import CheckpointError, ModelError
 from skyrl_train.model.causal_lm import BUILTIN, load_causal_lm, resolve_model_path
+from skyrl_train.model.gguf import PYPI
 from skyrl_train.model.vision import vision_of
 from skyrl_train.seeding import derive_seed
 
@@ -272,10 +273,11 @@ def write_adapter(
     # The last part of a name stands for all layers that end with it: a number (`mlp.0` of a vision tower) for too many, and
     # any for too many where a tower was left out.
     spelled_out = any(end.isdigit() for end in ends) or (base is not None and "vision" in base.freeze)
+    found = "" if base is None else _as_peft_finds_it(base.path)
     peft.LoraConfig(
         task_type=peft.TaskType.CAUSAL_LM,
-        base_model_name_or_path="" if base is None else _as_peft_finds_it(base.path),
-        revision=None if base is None else base.revision,
+        base_model_name_or_path=found,
+        revision=None if base is None or Path(found).is_absolute() else base.revision,
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
@@ -286,7 +288,7 @@ def write_adapter(
 
 def _as_peft_finds_it(path: str) -> str:
     """PEFT knows hub names and folders, of which it does not know ours."""
-    is_local = path.startswith(BUILTIN) or Path(path).expanduser().exists()
+    is_local = path.startswith((BUILTIN, PYPI)) or Path(path).expanduser().exists()
     return str(resolve_model_path(path).resolve()) if is_local else path
 
 

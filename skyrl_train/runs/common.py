@@ -19,6 +19,7 @@ from skyrl_train.config.fields import unusual_values
 from skyrl_train.config.parts import TRACKERS
 from skyrl_train.config.platform import detect_platform
 from skyrl_train.config.schema import LoopConfig, RunConfig
+from skyrl_train.model.gguf import source_line
 from skyrl_train.registry import part_name
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def first_lines(config: RunConfig, *own: str, data: Sequence[str], promise: str)
         f"platform    {config.platform.name} ({why})",
         f"placement   {config.placement.backend}, strategy {part_name(config.strategy.name)}",
         f"model       {config.model.path} ({config.model.dtype} on {config.platform.device})",
+        *([f"            {source}"] if (source := source_line(config.model)) else []),
         f"data        {', '.join(data)}",
         *own,
         *([] if promise == "identical" else [f"resume      {promise}"]),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skyrl_train.cli.auto_placement import place
 from skyrl_train.config.generation import ships_adapter
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError, DataError, Violation
+from skyrl_train.model.gguf import pinned
 from skyrl_train.runs.build import build_evaluator, build_host, build_rollouts
 from skyrl_train.runs.common import OnEnd, Parts, limit_threads, open_folder, prepare_process, tell_nobody
 from skyrl_train.runs.rl import describe, load_data, read_all_rows
@@ -33,6 +35,7 @@ def evaluate(config: Config, *, on_end: OnEnd = tell_nobody) -> None:
     if violations := validate_config(config):
         raise ConfigError(violations)
     limit_threads(config)
+    config = replace(config, model=pinned(config.model))
     from skyrl_train.telemetry.console import RunConsole
 
     console = RunConsole()

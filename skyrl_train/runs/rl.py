@@ -17,6 +17,7 @@ from skyrl_train.config.rewards import reward_entries, with_reward_components
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError
+from skyrl_train.model.gguf import pinned
 from skyrl_train.objects import ON_THREADS, has_object
 from skyrl_train.registry import PartSpec, part_name
 from skyrl_train.runs.build import (
@@ -88,6 +89,7 @@ def train(config: Config, *, on_end: OnEnd = tell_nobody) -> TrainingResult | No
     if violations := validate_config(config):
         raise ConfigError(violations)
     limit_threads(config)
+    config = replace(config, model=pinned(config.model))
     if config.generator.backend != "replay":
         config = with_reward_weights(config)
     from skyrl_train.telemetry.console import RunConsole

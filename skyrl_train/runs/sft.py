@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from skyrl_train.config.batch_rules import data_parallel_size
 from skyrl_train.config.learners import RunModels
 from skyrl_train.config.sft import SFTConfig, SFTTrainerConfig, sft_layout, sft_learner_settings, validate_sft
 from skyrl_train.errors import ConfigError
+from skyrl_train.model.gguf import pinned
 from skyrl_train.registry import part_name
 from skyrl_train.runs.build import Host, build_learners
 from skyrl_train.runs.common import (
@@ -56,6 +58,7 @@ def train(config: SFTConfig, *, on_end: OnEnd = tell_nobody) -> SFTResult | None
     config = place(config)
     if violations := validate_sft(config):
         raise ConfigError(violations)
+    config = replace(config, model=pinned(config.model))
     prepare_process(config)
     from skyrl_train.telemetry.console import RunConsole
     from skyrl_train.trainers.changes import resume_settings

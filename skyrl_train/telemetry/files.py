@@ -24,6 +24,14 @@ FileSums = Mapping[str, tuple[int, str]]
 _BLOCK_BYTES = 1 << 20
 
 
+def cache_folder(kind: str) -> Path:
+    """Return the folder of what is made once and kept for later runs: `kind` in `$SKYRL_TRAIN_CACHE`, or in `skyrl_train` in
+    the user's cache folder."""
+    own = os.environ.get("SKYRL_TRAIN_CACHE")
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "skyrl_train"
+    return (Path(own) if own else home).expanduser() / kind
+
+
 def bring_to_disk(descriptor: int, path: Path) -> None:
     """`fsync` of the open file or folder at `path`, on a thread of its own: a disk that is gone never answers.
 
