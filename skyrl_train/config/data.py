@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from skyrl_train.config.parts import DATA_READERS, ENVIRONMENTS, PROMPT_ORDERS, REWARDS, ROW_FORMATS, TOOLS
+from skyrl_train.config.parts import (
+    DATA_READERS,
+    ENVIRONMENTS,
+    PROMPT_ORDERS,
+    REASONING_TASKS,
+    REWARDS,
+    ROW_FORMATS,
+    TOOLS,
+)
 from skyrl_train.config.rules import (
     Forks,
     Fraction,
@@ -21,7 +29,7 @@ from skyrl_train.config.rules import (
     ReadWith,
     Seconds,
 )
-from skyrl_train.registry import PartSpec
+from skyrl_train.registry import TARGET, PartSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +63,26 @@ class ImagesConfig:
     """Size of an encoded image. A larger one is refused by its row."""
     max_pixels: Free[PositiveInt] = 50_000_000
     """Width times height of an image. A larger one is refused by its row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGymConfig:
+    """`data.reasoning_gym`: questions that the package reasoning-gym makes, with `data=reasoning_gym`
+    (docs/environments.md)."""
+
+    tasks: Free[tuple[Annotated[PartSpec, REASONING_TASKS], ...]] = ()
+    """Their names, with arguments where they are not the package's own: `[gsm_symbolic, {_target_: chain_sum, max_terms: 3,
+    weight: 2}]`. `weight` (1) is a task's share of the rows."""
+    train_size: Free[PositiveInt] = 1000
+    """Training rows of all tasks together."""
+    validation_size: Free[NonNegativeInt] = 200
+    """Held-out rows of all tasks together. Their seeds and their questions are no training row's."""
+    seed: Free[NonNegativeInt] = 0
+    """What all rows are derived from. It is not `seed`: runs with other seeds have the same rows."""
+    instruction: Free[str] = "Put the final answer between <answer> and </answer>."
+    """On a line of its own behind each question; empty is none."""
+    timeout_s: Free[Seconds] = 300.0
+    """Deadline of making all rows, by a process that is ended then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +130,17 @@ class DataConfig:
     """Choose prompts by how often they are solved."""
     images: ImagesConfig = field(default_factory=ImagesConfig)
     """Images of prompts."""
+    reasoning_gym: ReasoningGymConfig = field(default_factory=ReasoningGymConfig)
+    """What `reader=reasoning_gym` makes for `reasoning_gym:train` and `reasoning_gym:validation`."""
     mix: Forks[tuple[Mapping[str, Any], ...]] = ()
     """Several data sets in place of `train` and `validation`, e.g. `[{train: a.jsonl, weight: 0.7}, {train: b.jsonl,
     weight: 0.3, environment: gsm8k}]`: each entry has a weight, its data, and what it states of `environment`, `sampling`
     and `eval_sampling` for itself (docs/data.md)."""
+
+    @property
+    def reader_with_settings(self) -> PartSpec:
+        """`reader`, with the settings that stand in a section of their own as its arguments."""
+        return {TARGET: self.reader, **asdict(self.reasoning_gym)} if self.reader == "reasoning_gym" else self.reader
 
     @property
     def held_out(self) -> tuple[str, ...]:

@@ -109,10 +109,14 @@ DATA_READERS = Seam(
         "arrow": Builtin("skyrl_train.data.rows:read_arrow"),
         "hub": Builtin("skyrl_train.data.hub:read_hub"),
         "memory": Builtin("skyrl_train.objects:rows_at"),
+        "reasoning_gym": Builtin("skyrl_train.data.reasoning_tasks:read_tasks", settings="data.reasoning_gym"),
     },
     given=("location",),
 )
 """`(an entry of data.train or data.validation) -> rows`, each a mapping of columns to values; see `data/rows.py`."""
+
+REASONING_TASKS = Seam("data.reasoning_gym.tasks", {}, names_elsewhere=True)
+"""Tasks of the package reasoning-gym, which are looked up where rows are made: `data/reasoning_tasks.py`."""
 
 ROW_FORMATS = Seam(
     "data.row_format",

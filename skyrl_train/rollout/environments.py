@@ -30,6 +30,7 @@ _CONFIG_CLASSES: dict[str, str] = {
 _ADAPTERS = {
     "gymnasium": ("id", "skyrl_train.rollout.adapters.gymnasium_text:GymnasiumEnvironment"),
     "openenv": ("url", "skyrl_train.rollout.adapters.openenv_client:OpenEnvironment"),
+    "reasoning_gym": ("answer", "skyrl_train.rollout.adapters.reasoning_gym_tasks:ReasoningGymEnvironment"),
     "verifiers": ("name", "skyrl_train.rollout.adapters.verifiers_episodes:VerifiersEpisode"),
 }
 """Environments of other packages: which argument `NAME:ARGUMENT` gives, and what runs them."""

@@ -26,7 +26,14 @@ from skyrl_train.registry import PartSpec, split_spec
 from skyrl_train.rollout.env_boundary import CHECK_ROWS
 from skyrl_train.rollout.env_local import LocalWorkers, WorkerSettings
 from skyrl_train.rollout.env_processes import WorkerEnded
-from skyrl_train.rollout.environments import RowProblems, check_rows, environment_of, row_problems, uses_processes
+from skyrl_train.rollout.environments import (
+    RowProblems,
+    check_rows,
+    environment_of,
+    is_adapter,
+    row_problems,
+    uses_processes,
+)
 from skyrl_train.rollout.plain_data import plain
 from skyrl_train.rollout.scoring import check_reward_columns
 from skyrl_train.threads import in_time
@@ -86,7 +93,7 @@ def checked_prompts(
     prompts = load_prompts(
         sources,
         limit=limit or None,
-        reader=data.reader,
+        reader=data.reader_with_settings,
         row_format=data.row_format,
         columns=PromptColumns(
             prompt_column=data.prompt_column, answer_column=data.answer_column, system_prompt=data.system_prompt
@@ -118,7 +125,7 @@ def _problems(spec: PartSpec, prompts: Sequence[Prompt], environment: Environmen
     name = split_spec(spec)[0]
     if name in _GYM:
         return _gym_problems(name, prompts)
-    if name in ENVIRONMENTS or not uses_processes(environment):
+    if name in ENVIRONMENTS or is_adapter(spec) or not uses_processes(environment):
         return _in_chunks(prompts, lambda rows: row_problems(spec, rows))
     if ":" not in name:  # another one of skyrl-gym's registry
         return ()
