@@ -210,7 +210,6 @@ def main() -> None:
         "generator.max_turns=3",
         "generator.max_context_length=320",
         "generator.sampling.max_generate_length=96",
-        "generator.eval_sampling.max_generate_length=96",
         "generator.n_samples_per_prompt=8",
         "generator.sampling.temperature=0.8",
         "trainer.train_batch_size=8",

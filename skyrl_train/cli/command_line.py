@@ -20,6 +20,7 @@ from skyrl_train.cli.composition import (
     is_hydra,
     plain_values,
     reason,
+    source_of,
     text_of,
     value_of,
 )
@@ -207,8 +208,10 @@ class CommandLine:
         with as_in_a_run(config, index, multirun=self._multirun):
             loaded = read_root(plain_values(config), self._root.schema)
             violations = self._violations_of(loaded)
+        fields = {violation.field for violation in violations}
         for violation in violations:
-            self._found.setdefault(str(violation), violation)
+            if source_of(config, violation.field) not in fields:  # what follows another setting is right when that is
+                self._found.setdefault(str(violation), violation)
         return loaded.config.output_dir
 
     def _violations_of(self, loaded: Loaded[AnyConfig]) -> list[Violation]:

@@ -205,6 +205,16 @@ def clear_text_violations(config: DictConfig) -> Iterator[Violation]:
         )
 
 
+def source_of(config: DictConfig, field: str) -> str:
+    """Return the setting whose value `field` takes by `${SETTING}`; empty for a value of its own."""
+    parent, _, name = field.rpartition(".")
+    section = OmegaConf.select(config, parent) if parent else config
+    if not isinstance(section, DictConfig) or not OmegaConf.is_interpolation(section, name):
+        return ""
+    text = str(OmegaConf.to_container(section, resolve=False)[name])  # type: ignore[index,call-overload]
+    return text.removeprefix("${").removesuffix("}")
+
+
 def load_node(node: DictConfig, schema: type[T]) -> T:
     """The validated configuration of a composed config. Raises ConfigError with all that is wrong with single settings."""
     return load_root(plain_values(node), schema)

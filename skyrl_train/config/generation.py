@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 from skyrl_train.config.parts import AGENT_LOOPS, ENGINES, TRAJECTORY_ROWS, WEIGHT_TRANSPORTS
@@ -140,7 +140,7 @@ class GeneratorConfig:
     sampling: Forks[SamplingConfig] = field(default_factory=SamplingConfig)
     """For training rollouts."""
     eval_sampling: Free[SamplingConfig] = field(default_factory=SamplingConfig)
-    """For evaluation."""
+    """For evaluation: whatever is not stated, but for the temperature, is as in `generator.sampling`."""
     eval_n_samples_per_prompt: Free[BatchSize] = 1
     """Trajectories per held-out prompt; pass@n is reported for it."""
     seeds: Forks[Literal["request", "engine"]] = "request"
@@ -187,6 +187,15 @@ class GeneratorConfig:
     def rows(self) -> PartSpec:
         """What makes rows of trajectories."""
         return "per_turn" if self.step_wise_trajectories else self.trajectory_rows
+
+    @property
+    def eval_differences(self) -> str:
+        """What evaluation samples otherwise, e.g. `max_generate_length=64 (training: 16)`; empty where it does not."""
+        pairs = {
+            each.name: (getattr(self.eval_sampling, each.name), getattr(self.sampling, each.name))
+            for each in fields(self.sampling)
+        }
+        return ", ".join(f"{name}={own} (training: {other})" for name, (own, other) in pairs.items() if own != other)
 
     @property
     def is_step_wise(self) -> bool:

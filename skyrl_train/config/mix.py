@@ -36,6 +36,7 @@ class MixedDataset:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """What it states of `generator.sampling`."""
     eval_sampling: Mapping[str, Any] = field(default_factory=dict)
+    """What it states of `generator.eval_sampling`, and else of `generator.sampling`, but for the temperature."""
 
 
 def mixed_datasets(
@@ -86,6 +87,9 @@ def _read(
     name = entry.get("name", Path(data.train[0]).stem if data.train else path)
     if not isinstance(name, str) or not name or "/" in name:
         violations.append(Violation.of(f"{path}.name", name, "must be a text without /", "try name: maths"))
+    sampling, eval_sampling = (
+        _sampling(entry.get(part, {}), f"{path}.{part}.", conversion) for part in ("sampling", "eval_sampling")
+    )
     dataset = MixedDataset(
         name=str(name),
         weight=float(weight),
@@ -93,10 +97,8 @@ def _read(
         environment=conversion.section(
             EnvironmentConfig, _overlaid(environment_of_run, environment), f"{path}.environment."
         ),
-        **{
-            part: _sampling(entry.get(part, {}), f"{path}.{part}.", conversion)
-            for part in ("sampling", "eval_sampling")
-        },
+        sampling=sampling,
+        eval_sampling={**{key: sampling[key] for key in sampling if key != "temperature"}, **eval_sampling},
     )
     if dataset.environment.placement == "ray":
         rule, remedy = "must be local in a mix", "set environment.placement=local"

@@ -42,6 +42,9 @@ def plan_notes(
         notes += _rank_notes(learner, step_wise=generator.is_step_wise)
         notes += _micro_batch_notes(learner, trainer.micro_train_batch_size_per_gpu)
     notes += _cap_notes(trainer, generator.max_context_length)
+    if generator.eval_differences:
+        fact = f"evaluation samples with {generator.eval_differences}"
+        notes.append(PlanNote(field="generator.eval_sampling", fact=fact, cost="its figures are of answers made so"))
     notes += _schedule_notes("trainer.policy", trainer.policy.optimizer, plan.schedule_steps)
     if plan.critic_total_optimizer_steps:
         notes += _schedule_notes("critic", critic_optimizer, plan.critic_schedule_steps)

@@ -267,6 +267,7 @@ def describe(config: Config) -> list[str]:
         *([f"isolation   {ON_THREADS}"] if has_object(asdict(config.environment)) else []),
         *(f"reward      {entry.name}, {part_name(entry.spec)}" for entry in reward_entries(config.environment)),
         f"engine      {part_name(generator.backend)}, {counted(generator.sampling.max_generate_length, 'new token')} a turn",
+        *([f"evaluation  samples with {generator.eval_differences}"] if generator.eval_differences else []),
         data=[f"{each.name} ({each.weight:g})" for each in mix] or config.data.train,
         promise=_promise(config),
     )

@@ -48,7 +48,6 @@ _RL = (
     "data.max_validation_prompts=2",
     "generator.n_samples_per_prompt=2",
     "generator.sampling.max_generate_length=6",
-    "generator.eval_sampling.max_generate_length=6",
     "trainer.train_batch_size=4",
     "trainer.policy_mini_batch_size=2",
     "trainer.critic_mini_batch_size=2",

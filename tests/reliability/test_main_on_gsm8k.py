@@ -45,7 +45,6 @@ def test_two_steps_lose_no_row_and_carry_the_environments_rewards(tmp_path: Path
         "data.max_validation_prompts=8",
         "generator.n_samples_per_prompt=4",
         "generator.sampling.max_generate_length=48",
-        "generator.eval_sampling.max_generate_length=48",
         "trainer.train_batch_size=8",
         "trainer.policy_mini_batch_size=4",
         "trainer.critic_mini_batch_size=4",

@@ -15,6 +15,7 @@ from skyrl_train.cli.composition import load_node, plain_values
 from skyrl_train.cli.resolvers import conf_dir
 from skyrl_train.config.agents import AGENT_RULES
 from skyrl_train.config.fields import walk
+from skyrl_train.config.generation import SamplingConfig
 from skyrl_train.config.load import read_root
 from skyrl_train.config.placement import PlacementConfig, PlatformConfig
 from skyrl_train.config.platform import DetectedPlatform
@@ -114,6 +115,22 @@ def test_every_experiment_fits_every_platform(experiment: str, platform: str) ->
     config = load_node(composed(f"+experiment={experiment}", f"platform={platform}"), Config)
     assert validate_config(config) == []
     assert config.platform.name == platform
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.parent.name in ("data", "experiment")], ids=choice)
+def test_evaluation_samples_as_training_does_with_every_preset(file: Path) -> None:
+    generator = load_node(
+        composed("platform=cpu", choice(file), "generator.sampling.max_generate_length=16"), Config
+    ).generator
+    assert generator.eval_sampling.max_generate_length == 16
+    assert generator.eval_differences == ""
+
+
+def test_evaluation_follows_all_of_training_but_the_temperature_unless_told_otherwise() -> None:
+    sampling = "generator.sampling={temperature: 0.5, top_p: 0.9, top_k: 5, min_p: 0.1, stop: [a, b]}"
+    generator = load_node(composed("platform=cpu", sampling, "generator.eval_sampling.top_k=1"), Config).generator
+    assert generator.eval_sampling == SamplingConfig(top_p=0.9, top_k=1, min_p=0.1, stop=("a", "b"))
+    assert generator.eval_differences == "temperature=1.0 (training: 0.5), top_k=1 (training: 5)"
 
 
 def test_the_cpu_platform_is_small_and_in_one_process() -> None:

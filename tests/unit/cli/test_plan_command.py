@@ -22,6 +22,14 @@ def test_the_plan_of_the_quickstart_is_printed(capsys: pytest.CaptureFixture[str
     assert "samples per optimizer step  128" in printed
     assert "Learning rate" in printed
     assert "Kept and moved" in printed
+    assert "generator.eval_sampling" not in printed
+
+
+def test_a_plan_says_where_evaluation_samples_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*EXPERIMENT, "generator.eval_sampling.max_generate_length=16")) == 0
+    assert "generator.eval_sampling: evaluation samples with max_generate_length=16 (training: 64); " in (
+        capsys.readouterr().out
+    )
 
 
 def test_json_is_for_scripts_and_shows_all_violations(capsys: pytest.CaptureFixture[str]) -> None:

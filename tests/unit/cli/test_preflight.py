@@ -89,6 +89,14 @@ def test_names_types_rules_and_files_are_shown_together(capsys: pytest.CaptureFi
     assert fields == ["sed", "trainer.total_steps", "generator.n_samples_per_prompt", "data.train"]
 
 
+@pytest.mark.parametrize("value", ["abc", "-3", "900"])
+def test_a_mistake_is_told_once_and_not_of_what_follows_the_setting(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (line,) = problems(capsys, f"generator.sampling.max_generate_length={value}")
+    assert line.startswith("generator.sampling.max_generate_length: must ")
+
+
 def test_sizes_that_are_not_positive_and_rules_between_others_are_shown_together(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -96,6 +96,13 @@ def test_an_entry_is_laid_over_the_settings_of_the_run() -> None:
     assert second.environment == replace(config.environment, env_class="gsm8k", num_workers=2)
 
 
+def test_an_entry_evaluates_as_it_trains_but_for_the_temperature_and_what_it_states() -> None:
+    sampling = {"max_generate_length": 32, "top_k": 7, "temperature": 1.0}
+    config = config_of({"train": ["x.jsonl"], "sampling": sampling, "eval_sampling": {"top_k": 3}})
+    entry = mixed_datasets(config.data, config.environment, config.generator.sampling)[0][0]
+    assert (entry.sampling, entry.eval_sampling) == (sampling, {"max_generate_length": 32, "top_k": 3})
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_train.config.generation import GeneratorConfig
+from skyrl_train.config.generation import GeneratorConfig, SamplingConfig
 from skyrl_train.config.schema import Config, PlatformConfig
 from skyrl_train.runs.common import resume_promise
 from skyrl_train.runs.rl import describe
@@ -40,3 +40,10 @@ def test_a_resume_is_promised_to_be_what_it_is(config: Config, promise: str) -> 
 def test_seeds_of_requests_promise_nothing_less() -> None:
     config = replace(Config(), generator=replace(ENGINE_SEEDS, seeds="request"))
     assert not any(line.startswith("resume") for line in describe(config))
+
+
+def test_how_evaluation_samples_is_told_where_it_differs() -> None:
+    shorter = replace(Config().generator, eval_sampling=SamplingConfig(max_generate_length=16))
+    told = [line for line in describe(replace(Config(), generator=shorter)) if line.startswith("evaluation")]
+    assert told == ["evaluation  samples with max_generate_length=16 (training: 64)"]
+    assert not any(line.startswith("evaluation") for line in describe(Config()))
