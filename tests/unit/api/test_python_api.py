@@ -46,6 +46,11 @@ class Scorer:
         return self.factor * len(completion)
 
 
+def test_evaluation_follows_the_sampling_that_python_sets() -> None:
+    config = load_config("+experiment=gsm8k_multiturn", settings={"generator.sampling.max_generate_length": 16})
+    assert config.generator.eval_sampling.max_generate_length == 16
+
+
 def test_what_can_be_imported_is_named_by_its_module() -> None:
     assert named_part(importable, setting="environment.reward") == f"{__name__}:importable"
     assert named_part(Scorer, setting="environment.reward") == f"{__name__}:Scorer"
