@@ -143,7 +143,9 @@ class _StandIn(ModuleType):
             raise AttributeError(name)
 
         def missing(*_arguments: object, **_named: object) -> None:
-            raise ModuleNotFoundError(f"needs {self.__name__}, which cannot be imported here", name=self.__name__)
+            raise ModuleNotFoundError(
+                f"needs {self.__name__}, which cannot be imported here: pip install it", name=self.__name__
+            )
 
         return missing
 
@@ -216,14 +218,13 @@ def _tasks(specs: Sequence[PartSpec]) -> list[_Task]:
     return found
 
 
-def _shares(weights: Sequence[float], count: int) -> list[int]:
-    """Return `count` divided by weight: whole numbers, the largest remainders first."""
-    exact = [count * weight / sum(weights) for weight in weights]
-    shares = [int(each) for each in exact]
-    late = sorted(range(len(exact)), key=lambda index: shares[index] - exact[index])
-    for index in late[: count - sum(shares)]:
-        shares[index] += 1
-    return shares
+def _turns(weights: Sequence[float], count: int) -> list[int]:
+    """Return which task gives each of `count` rows: the one that is furthest behind its weight."""
+    taken, turns = [0] * len(weights), list[int]()
+    for _ in range(count):
+        turns.append(min(range(len(weights)), key=lambda index: (taken[index] + 0.5) / weights[index]))
+        taken[turns[-1]] += 1
+    return turns
 
 
 def _rows(
@@ -238,7 +239,7 @@ def _rows(
     draws, found, index = _DRAWS * count + _FIRST_DRAWS, 0, 0
     size = f"{SETTING}.{split}_size"
     try:
-        dataset: Any = package().create_dataset(task.name, **task.arguments, seed=first, size=draws) if count else None
+        dataset: Any = package().create_dataset(task.name, **task.arguments, seed=first, size=draws)
         while found < count:
             if index == draws:
                 raise DataError(
@@ -293,11 +294,11 @@ def _make(asked: Mapping[str, Any]) -> dict[str, Any]:
     tasks, seen, repeated = _tasks(asked["tasks"]), set[str](), Counter[str]()
     made: dict[str, Any] = {"repeated": repeated}
     for split, size in asked["sizes"].items():
-        parts: list[tuple[float, int, dict[str, Any]]] = []
-        for number, (task, count) in enumerate(zip(tasks, _shares([task.weight for task in tasks], size))):
-            rows = _rows(task, count, split, asked["seed"], seen, repeated)
-            parts += [((place + 0.5) / count, number, row) for place, row in enumerate(rows)]
-        made[split] = [row for _, _, row in sorted(parts, key=lambda part: part[:2])]
+        turns = _turns([task.weight for task in tasks], size)
+        rows = [
+            _rows(task, turns.count(number), split, asked["seed"], seen, repeated) for number, task in enumerate(tasks)
+        ]
+        made[split] = [next(rows[number]) for number in turns]
     return made
 
 
