@@ -114,9 +114,10 @@ def find_start(
         return Start(checkpoint=checkpoint, state=fork.state, own=False, complete=False, notes=lines, fork=fork)
     layout_changes = check_same_run(changes, checkpoint)
     if state.data != data:
+        versions = "".join(f" ({line.partition(':')[0]})" for line in _version_changes(state.versions))
         raise CheckpointError(
             f"the training prompts changed since {checkpoint}: {counted(state.data.num_prompts, 'prompt')} with fingerprint "
-            f"{state.data.sha256[:12]} then, {data.num_prompts} with {data.sha256[:12]} now. "
+            f"{state.data.sha256[:12]} then, {data.num_prompts} with {data.sha256[:12]} now{versions}. "
             f"Restore the data, or {begin_another(checkpoint)}, or {START_ANEW}"
         )
     own = checkpoint.resolve().is_relative_to(folder.checkpoints.resolve())

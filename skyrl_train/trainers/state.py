@@ -40,6 +40,9 @@ STATE_FILE = "trainer_state.json"
 FORMAT = 1
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LIBRARIES = ("skyrl_train", "torch", "transformers", "numpy")
+_OF_DATA = "reasoning-gym"
+"""Makes rows, where it is installed."""
+_NOT_INSTALLED = "not installed as a package"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +209,8 @@ def _entries(value: object, name: str) -> dict[str, Any]:
 
 def library_versions() -> dict[str, str]:
     """Versions of Python and of the libraries whose arithmetic or randomness a run depends on."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in _LIBRARIES}}
+    versions = {"python": platform.python_version(), **{name: _version(name) for name in (*_LIBRARIES, _OF_DATA)}}
+    return {name: version for name, version in versions.items() if name != _OF_DATA or version != _NOT_INSTALLED}
 
 
 @cache
@@ -214,7 +218,7 @@ def _version(library: str) -> str:
     try:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
-        return "not installed as a package"
+        return _NOT_INSTALLED
 
 
 def plain(value: Any) -> Any:

@@ -17,8 +17,9 @@ from skyrl_train.config.fields import SchemaField, fact, strip, walk
 from skyrl_train.config.rules import Range, Resume
 from skyrl_train.config.schema import Config, LoraConfig
 from skyrl_train.config.sft import AnyConfig, SFTConfig
-from skyrl_train.errors import ConfigError
+from skyrl_train.errors import CheckpointError, ConfigError
 from skyrl_train.telemetry.run_folder import RunFolder
+from skyrl_train.trainers import state
 from skyrl_train.trainers.changes import changes_since, flat_config, resume_settings
 from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.resume import Start, find_start
@@ -319,3 +320,16 @@ def test_a_fork_goes_on_where_the_data_were(
     config = replace(of_run.config, trainer=replace(of_run.config.trainer, train_batch_size=batch_size))
     start = of_run.forked(config, data=replace(DATA, num_prompts=prompts))
     assert start.data_position == expected
+
+
+def test_other_prompts_are_refused_with_the_versions_that_may_have_made_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = bases()[0]
+    monkeypatch.setattr(state, "_version", lambda name: "0.1.24" if name == "reasoning-gym" else "1")
+    saved = Saved(tmp_path, config)
+    monkeypatch.setattr(state, "_version", lambda name: "0.1.25" if name == "reasoning-gym" else "1")
+    with pytest.raises(
+        CheckpointError, match=r"the training prompts changed.*\(reasoning-gym was 0.1.24 and is 0.1.25\)"
+    ):
+        saved.start(config, data=replace(DATA, sha256="b" * 64))

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from skyrl_train.config.data import DataConfig, EnvironmentConfig, ReasoningGymConfig
+from skyrl_train.config.generation import SamplingConfig
+from skyrl_train.config.mix import mixed_datasets
 from skyrl_train.data import reasoning_tasks
 from skyrl_train.data.reasoning_tasks import read_tasks, score
 from skyrl_train.errors import DataError
@@ -18,6 +20,7 @@ from tests.support.fake_reasoning_gym import fake_package, install_fake
 __all__ = ["fake_package"]
 
 TRAIN, HELD_OUT = "reasoning_gym:train", "reasoning_gym:validation"
+SMALL = {"tasks": ["sums"], "train_size": 3, "validation_size": 0}
 
 
 def made(tasks: list[Any], train: int = 6, held_out: int = 4, seed: int = 0) -> dict[str, Any]:
@@ -151,6 +154,17 @@ def test_another_version_makes_other_prompts_and_scores_none_of_these(fake_packa
     assert DataFingerprint.of(prompts) != DataFingerprint.of(others)
     with pytest.raises(DataError, match=r"pip install reasoning-gym==0\.0\.1"):
         score(prompts[0].extras["reasoning_gym"], "1")
+
+
+@pytest.mark.usefixtures("fake_package")
+def test_an_entry_of_a_mix_has_tasks_of_its_own() -> None:
+    entry = {"train": TRAIN, "reader": "reasoning_gym", "reasoning_gym": SMALL}
+    entries = (entry, {"name": "words", "train": "builtin:word_problems/train"})
+    (own, words), violations = mixed_datasets(DataConfig(mix=entries), EnvironmentConfig(), SamplingConfig())
+    assert not violations
+    environment = EnvironmentConfig(env_class="reasoning_gym")
+    assert len(checked_prompts(own.data, own.data.train, 0, environment)) == 3
+    assert words.data.reader_with_settings == "by_name"
 
 
 def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
