@@ -110,6 +110,8 @@ class Prompt:
     """Name of its data set, where several are mixed."""
     place: str = field(default="", compare=False)
     """Where the row stands, e.g. `data/train.jsonl, line 3`, for messages; not recorded."""
+    is_text: bool = field(default=False, compare=False)
+    """Whether the row has a text and no messages, which rewards of TRL's signature are given then; not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)

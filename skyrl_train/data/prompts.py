@@ -155,6 +155,7 @@ def make_prompt(row: Row, columns: PromptColumns = _BY_NAME) -> Prompt:
         env_class=env_class or None,
         extras={name: value for name, value in extras.items() if name not in _TAKEN},
         place=row.place,
+        is_text=isinstance(look_up(row.values, column), str),
     )
 
 

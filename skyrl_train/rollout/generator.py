@@ -281,8 +281,10 @@ class RolloutGenerator:
             groups: list[asyncio.Task[list[Trajectory]]] = []
             if any(task.rewards.of_groups for task in self._tasks.values()):
                 groups = [
-                    asyncio.ensure_future(self._score_group(jobs[start].prompt, tasks[start : start + n_samples]))
-                    for start in range(0, len(jobs), n_samples)
+                    asyncio.ensure_future(
+                        self._score_group(job.prompt, tasks[start : start + n_samples], job.global_step)
+                    )
+                    for start, job in list(enumerate(jobs))[::n_samples]
                 ]
             try:
                 await self._watch(tasks)
@@ -299,10 +301,14 @@ class RolloutGenerator:
                     task.cancel()
                 await asyncio.gather(*tasks, *groups, return_exceptions=True)
 
-    async def _score_group(self, prompt: Prompt, tasks: Sequence[asyncio.Task[Trajectory]]) -> list[Trajectory]:
+    async def _score_group(
+        self, prompt: Prompt, tasks: Sequence[asyncio.Task[Trajectory]], global_step: int | None = None
+    ) -> list[Trajectory]:
         """Return the samples of a prompt, once all have ended, with the rewards that compare them."""
         rewards, trajectories = self._tasks[prompt.dataset].rewards, await asyncio.gather(*tasks)
-        return await rewards.score_group(prompt, trajectories) if rewards.of_groups else list(trajectories)
+        if not rewards.of_groups:
+            return list(trajectories)
+        return await rewards.score_group(prompt, trajectories, global_step=global_step)
 
     async def _run(
         self,

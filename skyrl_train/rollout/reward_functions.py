@@ -18,6 +18,15 @@ from typing import Any, Literal, cast
 from skyrl_train.config.parts import REWARDS
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec, unknown_name
+from skyrl_train.rollout.peer_rewards import (
+    OF_TRL,
+    OF_VERL,
+    Convention,
+    convention_of,
+    peer_answer,
+    trl_arguments,
+    verl_arguments,
+)
 from skyrl_train.types import ChatMessage
 
 Form = Literal["each", "batched", "group"]
@@ -38,6 +47,8 @@ class RewardFacts:
     form: Form
     columns: tuple[str, ...]
     """Columns of the data that it cannot be called without."""
+    convention: Convention = "own"
+    """Whose signature it has."""
 
 
 class SingleTurn:
@@ -138,7 +149,7 @@ def _signature_violations(
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
     signature = f"{target}({', '.join(str(one).partition(':')[0] for one in parameters)})"
     first = "completion" if form == "each" else "completions"
-    if not takes_any and not {*OF_TRAJECTORY, *(PLURALS if form != "each" else ())} & set(names):
+    if not takes_any and not {*OF_TRAJECTORY, *OF_VERL, *(PLURALS if form != "each" else ())} & set(names):
         remedy = f"name that parameter {first}; docs/rewards.md says what else there is"
         yield Violation(field=setting, rule=f"must take {first}, by that name", value=signature, remedy=remedy)
     for one in parameters:
@@ -161,9 +172,10 @@ def reward_facts(spec: PartSpec) -> RewardFacts:
         for one in _own_parameters(part)
         if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.default is one.empty
     ]
-    form = _form(part)
-    given = {*_GIVEN, *bound, *(PLURALS if form != "each" else ())}
-    return RewardFacts(form=form, columns=tuple(name for name in columns if name not in given))
+    form, convention = _form(part), _convention(part)
+    of_peers = {"own": (), "trl": OF_TRL, "verl": OF_VERL}[convention]
+    given = {*_GIVEN, *bound, *(PLURALS if form != "each" else ()), *of_peers}
+    return RewardFacts(form=form, columns=tuple(name for name in columns if name not in given), convention=convention)
 
 
 def call_reward(spec: PartSpec, prompt: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> object:
@@ -176,7 +188,7 @@ def call_reward(spec: PartSpec, prompt: Mapping[str, Any], samples: Sequence[Map
     """
     score = reward_function(spec)
     answer = score(**_named(score, prompt, samples))
-    return asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer
+    return peer_answer(_convention(score), asyncio.run(_awaited(answer)) if inspect.isawaitable(answer) else answer)
 
 
 async def call_reward_here(spec: PartSpec, prompt: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> object:
@@ -195,16 +207,20 @@ def _named(
 ) -> dict[str, Any]:
     """Return the arguments that the function's signature names, in the form that it takes."""
     form, parameters = _form(score), {one.name: one for one in _parameters(score)}
-    hints = _hints(score)
+    hints, convention = _hints(score), _convention(score)
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     of_each = [_as_annotated({**prompt, **sample}, hints, several=form != "each") for sample in samples]
-    if form == "each":
+    if convention == "trl":
+        given = trl_arguments(prompt, samples, as_text=_as_text(hints.get("completions")))
+    elif convention == "verl":
+        given, takes_any = verl_arguments(prompt, samples[0]), False
+    elif form == "each":
         (given,) = of_each
     else:
         singly = (*prompt,) if form == "group" else ()
         given = {name: of_each[0][name] if name in singly else [one[name] for one in of_each] for name in of_each[0]}
         given |= {plural: given[name] for plural, name in PLURALS.items()}
     bound = score.keywords if isinstance(score, functools.partial) else {}
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
     return {name: value for name, value in given.items() if name not in bound and (takes_any or name in parameters)}
 
 
@@ -222,6 +238,11 @@ def _as_annotated(facts: dict[str, Any], hints: Mapping[str, Any], *, several: b
     }
 
 
+def _as_text(hint: Any) -> bool | None:
+    """Whether an annotation of several completions says that each is a text; None where it says nothing."""
+    return False if _is_list(hint, 2) else True if hint == list[str] else None
+
+
 def _is_list(hint: Any, depth: int) -> bool:
     """Whether an annotation is a list of lists ... `depth` deep."""
     for _ in range(depth):
@@ -233,10 +254,19 @@ def _is_list(hint: Any, depth: int) -> bool:
 
 
 def _form(part: Any) -> Form:
-    """Return the declared form of a function, with or without arguments bound, of a class or of an object of it."""
+    """Return the form of a function, with or without arguments bound, of a class or of an object of it."""
+    return _declared_form(part) or ("batched" if _convention(part) == "trl" else "each")
+
+
+def _convention(part: Any) -> Convention:
+    """Return whose signature a reward has; one with a decorator is written for this package."""
+    return "own" if _declared_form(part) else convention_of([one.name for one in _own_parameters(part)])
+
+
+def _declared_form(part: Any) -> Form | None:
     part = part.func if isinstance(part, functools.partial) else part
     called = part if inspect.isroutine(part) else (part if inspect.isclass(part) else type(part)).__call__
-    form: Form = getattr(called, "reward_form", "each")
+    form: Form | None = getattr(called, "reward_form", None)
     return form
 
 

@@ -31,6 +31,7 @@ from skyrl_train.rollout.env_boundary import (
 )
 from skyrl_train.rollout.env_local import IMPORT_DEADLINE_S, LocalWorkers, WorkerSettings, check_arguments
 from skyrl_train.rollout.environments import uses_processes
+from skyrl_train.rollout.peer_rewards import SCORE, Convention
 from skyrl_train.rollout.reward_functions import (
     RewardFacts,
     call_reward_here,
@@ -67,23 +68,37 @@ class Rewards:
         entries = [entry for entry in self._entries if self._form(entry) == "each"]
         answers = await asyncio.gather(*(self._ask(entry, prompt, [trajectory]) for entry in entries))
         for entry, (answer,) in zip(entries, answers):
-            trajectory = _with_score(trajectory, entry, answer)
+            trajectory = _with_score(trajectory, entry, answer, self._facts[entry.setting].convention)
         return trajectory
 
-    async def score_group(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-        """Return the samples of a prompt with the rewards of functions of several; they see those that have not failed."""
+    async def score_group(
+        self, prompt: Prompt, trajectories: Sequence[Trajectory], *, global_step: int | None = None
+    ) -> list[Trajectory]:
+        """Return the samples of a prompt with the rewards of functions of several; they see those that have not failed.
+        `global_step` is what functions of TRL's signature find in `trainer_state`; None where rollouts are made ahead."""
         scored = list(trajectories)
         for entry in self._entries:
             left = [index for index, trajectory in enumerate(scored) if not trajectory.failed]
             if self._form(entry) == "each" or not left:
                 continue
-            answers = await self._ask(entry, prompt, [scored[index] for index in left])
+            answers = await self._ask(entry, prompt, [scored[index] for index in left], global_step)
             if self._form(entry) == "batched" and len(left) > 1 and all(isinstance(one, Broken) for one in answers):
-                alone = await asyncio.gather(*(self._ask(entry, prompt, [scored[index]]) for index in left))
+                alone = await asyncio.gather(
+                    *(self._ask(entry, prompt, [scored[index]], global_step) for index in left)
+                )
                 answers = [answer for (answer,) in alone]
             for index, answer in zip(left, answers):
-                scored[index] = _with_score(scored[index], entry, answer)
-        return scored
+                scored[index] = _with_score(scored[index], entry, answer, self._facts[entry.setting].convention)
+        return [self._scored_at_all(one) for one in scored]
+
+    def _scored_at_all(self, trajectory: Trajectory) -> Trajectory:
+        """Return the trajectory; failed where each of its rewards said that it does not apply, as TRL's may."""
+        if trajectory.failed or trajectory.rewards or not trajectory.turns or not self._entries:
+            return trajectory
+        names = ", ".join(entry.name for entry in self._entries)
+        broken = Broken(FailureKind.NOT_SCORED, f"none of its rewards applies: {names} returned None")
+        failure = broken.to_failure(turn_index=len(trajectory.turns) - 1)
+        return replace(trajectory, outcome=Outcome.FAILED, failure=failure)
 
     def take_metrics(self) -> dict[str, float]:
         """Return what the rewards of this process did since the last time, as `timing/REWARD/...`."""
@@ -95,11 +110,15 @@ class Rewards:
         return self._facts[entry.setting].form
 
     async def _ask(
-        self, entry: RewardEntry, prompt: Prompt, trajectories: Sequence[Trajectory]
+        self, entry: RewardEntry, prompt: Prompt, trajectories: Sequence[Trajectory], global_step: int | None = None
     ) -> Sequence[Score | Broken]:
         """Return what the function says of each trajectory, or why it says nothing."""
         num_values = None if self._form(entry) == "each" else len(trajectories)
         row, samples = _facts_of_prompt(prompt), [_facts_of_trajectory(prompt, one) for one in trajectories]
+        if self._facts[entry.setting].convention == "trl":
+            row |= {"prompt_is_text": prompt.is_text, "global_step": global_step}
+            for sample, one in zip(samples, trajectories):
+                sample["completion_ids"] = [int(each) for turn in one.turns for each in turn.response_token_ids]
         try:
             if entry.in_trainer:
                 values = await call_reward_here(entry.spec, row, samples)
@@ -121,15 +140,21 @@ class Rewards:
         return [broken] * len(trajectories)
 
 
-def _with_score(trajectory: Trajectory, entry: RewardEntry, answer: Score | Broken) -> Trajectory:
-    """Return the trajectory with one more reward, whose weighted value goes to its last turn; failed where there is none."""
-    if trajectory.failed:
+def _with_score(
+    trajectory: Trajectory, entry: RewardEntry, answer: Score | Broken, convention: Convention
+) -> Trajectory:
+    """Return the trajectory with one more reward, whose weighted value goes to its last turn; failed where there is none.
+    TRL's None leaves the others to score it."""
+    if trajectory.failed or (answer is None and convention == "trl"):
         return trajectory
     try:
         if isinstance(answer, Broken):
             raise answer
         if answer is None:
             raise Broken(FailureKind.NOT_SCORED, f"{entry.name} returned None: not scored")
+        if convention == "verl" and isinstance(answer, Mapping) and not isinstance(entry.weight, Mapping):
+            answer = _of_verl(entry, answer)
+            entry = replace(entry, weight={entry.name: entry.weight})
         rewards, value = _components(trajectory, entry, answer)
         last = trajectory.turns[-1]
         last = replace(last, reward=check_reward(last.reward + value, source=entry.name))
@@ -137,6 +162,15 @@ def _with_score(trajectory: Trajectory, entry: RewardEntry, answer: Score | Brok
         failure = broken.to_failure(turn_index=len(trajectory.turns) - 1)
         return replace(trajectory, outcome=Outcome.FAILED, failure=failure)
     return replace(trajectory, turns=(*trajectory.turns[:-1], last), rewards={**trajectory.rewards, **rewards})
+
+
+def _of_verl(entry: RewardEntry, score: Mapping[str, float]) -> dict[str, float]:
+    """Return what a mapping of verl's says by the names that its numbers get here: its score is the reward, others are
+    reported. Raises Broken where there is no score."""
+    if SCORE not in score:
+        message = f"{entry.name} returned {', '.join(score)} and no {SCORE!r}, which is the reward in verl's signature"
+        raise Broken(FailureKind.INVALID_REWARD, message)
+    return {entry.name if name == SCORE else f"{entry.name}_{name}": value for name, value in score.items()}
 
 
 def _components(
@@ -297,6 +331,4 @@ def _facts_in_process(specs: str) -> Mapping[str, RewardFacts]:
         raise ConfigError(
             [Violation(field="environment.rewards", rule=rule, value=value, remedy=str(error))]
         ) from error
-    return {
-        setting: RewardFacts(form=facts["form"], columns=tuple(facts["columns"])) for setting, facts in found.items()
-    }
+    return {setting: RewardFacts(**{**facts, "columns": tuple(facts["columns"])}) for setting, facts in found.items()}
