@@ -12,11 +12,13 @@ import difflib
 import functools
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from skyrl_train.errors import ConfigError, Violation
+from skyrl_train.user_code import in_file, module_of_file, own_line
 
 T = TypeVar("T")
 
@@ -24,6 +26,8 @@ PartSpec = str | Mapping[str, Any]
 """What a setting says of a part: a name, a target, or a mapping with `_target_` and keyword arguments."""
 
 TARGET = "_target_"
+_MAX_NAMES = 8
+"""Names of a module that a message lists where none is near."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,24 +266,46 @@ def unknown_name(name: str, known: Mapping[str, object], *, field: str) -> Confi
 
 
 def import_attr(path: str, *, field: str) -> object:
-    """The object that `package.module:attr` names.
+    """The object that `package.module:attr` or `FILE.py:attr` names.
 
-    Raises ConfigError naming `field` when the module cannot be imported or has no such attribute.
+    Raises ConfigError naming `field` when the module cannot be imported or has no such attribute, with the nearest that it
+    has, or the line of the user's own code that raised.
     """
-    module_name, _, attr = path.partition(":")
+    module_name, _, attr = path.rpartition(":") if in_file(path) else path.partition(":")
     try:
-        value: object = importlib.import_module(module_name)
-        for part in attr.split("."):
-            value = getattr(value, part)
+        module: object = module_of_file(module_name) if in_file(path) else importlib.import_module(module_name)
     except Exception as error:  # whatever a custom module raises while it is imported
-        raise ConfigError(
-            [
-                Violation(
-                    field=field,
-                    rule="must name an importable `package.module:attr`",
-                    value=repr(path),
-                    remedy=f"{type(error).__name__}: {error}. Is the package installed, or its folder on PYTHONPATH?",
-                )
-            ]
-        ) from error
+        raise _no_part(field, path, f"{type(error).__name__}: {error}{_where(error, module_name)}") from error
+    value = module
+    for part in attr.split("."):
+        try:
+            value = getattr(value, part)
+        except Exception as error:  # a module may look names up by code of its own
+            owner = module_name if value is module else getattr(value, "__name__", module_name)
+            raise _no_part(field, path, _no_attr(error, value, part, owner)) from error
     return value
+
+
+def _no_attr(error: Exception, owner: object, name: str, called: str) -> str:
+    """Return why an object has no such attribute: the nearest name that it has, or what its own code says."""
+    if not isinstance(error, AttributeError) or "has no attribute" not in str(error):
+        return f"{type(error).__name__}: {error}{own_line(error)}"
+    names = [each for each in dir(owner) if each.isidentifier() and not each.startswith("_")]
+    near = did_you_mean(name, names) or f"it has {', '.join(names[:_MAX_NAMES]) or 'nothing by name'}"
+    return f"there is no {name!r} in {called}. {near[0].upper()}{near[1:]}"
+
+
+def _where(error: Exception, module: str) -> str:
+    """Return what follows an error of an import: the line that raised it, or how a module would be found."""
+    missing = isinstance(error, ModuleNotFoundError) and module.split(".")[0] == str(error.name).split(".")[0]
+    if isinstance(error, FileNotFoundError) or not missing:
+        return own_line(error)
+    beside = f"{module.replace('.', '/')}.py"
+    if os.path.isfile(beside):
+        return f". There is a file of that name here: write {beside}:NAME"
+    return ". Is the package installed, or its folder on PYTHONPATH?"
+
+
+def _no_part(field: str, path: str, remedy: str) -> ConfigError:
+    rule = "must name an importable `package.module:attr` or `FILE.py:attr`"
+    return ConfigError([Violation(field=field, rule=rule, value=repr(path), remedy=remedy)])

@@ -17,6 +17,7 @@ from skyrl_train.config.rules import Most, Range, StandsFor
 from skyrl_train.config.schema import Config
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import TARGET, PartSpec, Seam, did_you_mean
+from skyrl_train.user_code import absolute_target
 
 T = TypeVar("T")
 
@@ -198,12 +199,12 @@ def _part(value: Any, path: str, seam: Seam, *, optional: bool) -> PartSpec | No
     if value is None and optional:
         return None
     if not isinstance(value, Mapping):
-        return seam.name_of(cast(str, _scalar(value, str, path)))
+        return absolute_target(seam.name_of(cast(str, _scalar(value, str, path))))
     arguments = {str(key): convert(item, Any, f"{path}.{key}") for key, item in value.items()}
     target = arguments.get(TARGET)
     if not isinstance(target, str) or not target:
         raise _Refused(f"must name the part as {TARGET}", f"write {path}={{{TARGET}: package.module:attr, ...}}")
-    spec = {TARGET: target, **{key: item for key, item in arguments.items() if key != TARGET}}
+    spec = {TARGET: absolute_target(target), **{key: item for key, item in arguments.items() if key != TARGET}}
     name = seam.name_of(spec)
     return name if len(spec) == 1 and name in seam.builtins else spec
 

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_REASONS = 5
 """Lines about failed trajectories."""
+_ENOUGH = 8
+"""Trajectories that fail alike before any has succeeded: the others would, too."""
 _QUOTED = re.compile(r"""(?<!\w)(?:'(?:\\.|[^'\\])*(?:'|$)|"(?:\\.|[^"\\])*(?:"|$))""", re.DOTALL)
 """As Python writes texts, or the beginning of one where a message was cut off; no apostrophe in a word."""
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -170,24 +172,41 @@ def checked_trajectory(trajectory: Trajectory, *, vocabulary_size: int, max_cont
     return trajectory
 
 
-def check_failures(done: Sequence[Trajectory], total: int, *, limit: float) -> None:
-    """Raise SkyrlTrainError, of the engine where it is what fails, where more than `limit` of `total` trajectories failed.
+def check_failures(done: Sequence[Trajectory], total: int, *, limit: float, none_succeeded: bool = False) -> None:
+    """Raise SkyrlTrainError, of the engine where it is what fails, where more than `limit` of `total` trajectories failed;
+    where `none_succeeded` since the run began, already where as many as `_ENOUGH` failed alike in its own code.
 
     `limit` is `environment.max_failed_fraction`; the message counts the reasons, with an example of each.
     """
     failed = [trajectory for trajectory in done if trajectory.failure is not None]
     failures = [trajectory.failure for trajectory in failed if trajectory.failure is not None]
-    if len(failures) <= limit * total:
+    alike = none_succeeded and limit < 1 and _ENOUGH <= len(failures) == len(done) and _is_one_of_own_code(failures)
+    if len(failures) <= limit * total and not alike:
         return
     lines = _counted([f"{failure.kind.value}: {failure.message}" for failure in failures])
     of_engine = (FailureKind.ENGINE_ERROR, FailureKind.ENGINE_TIMEOUT)
     error = EngineError if all(failure.kind in of_engine for failure in failures) else SkyrlTrainError
     raise error(
-        f"{len(failures)} of {total} trajectories failed, more than environment.max_failed_fraction={limit:g}:\n"
+        (
+            f"{len(failures)} of {total} trajectories failed, more than environment.max_failed_fraction={limit:g}:\n"
+            if len(failures) > limit * total
+            else f"each of the first {len(failures)} trajectories failed alike ({total} were to be made):\n"
+        )
         + "\n".join(lines)
         + f"\nThe first is trajectory {failed[0].prompt_uid}/{failed[0].sample_index}, turn {failures[0].turn_index}. "
         "Fix the cause, or raise environment.max_failed_fraction to carry on without them."
     )
+
+
+def _is_one_of_own_code(failures: Sequence[Failure]) -> bool:
+    """Whether all of them are one error, of an environment, a tool or a reward."""
+    kinds = {failure.kind for failure in failures}
+    reasons = {": ".join(_folded(failure.message).split(": ")[:3]) for failure in failures}
+    return len(reasons) == 1 and kinds <= {FailureKind.ENVIRONMENT_ERROR, FailureKind.REWARD_ERROR}
+
+
+def _folded(reason: str) -> str:
+    return _NUMBER.sub("N", _QUOTED.sub("'...'", reason))
 
 
 def _counted(reasons: Sequence[str]) -> list[str]:
@@ -196,7 +215,7 @@ def _counted(reasons: Sequence[str]) -> list[str]:
     What differs between replies alone is one reason: quoted parts and numbers do not count, and where that still leaves
     many, neither does what follows the kind, the part and the type of the error.
     """
-    folded = [_NUMBER.sub("N", _QUOTED.sub("'...'", reason)) for reason in reasons]
+    folded = [_folded(reason) for reason in reasons]
     if len(set(folded)) > _MAX_REASONS:
         folded = [": ".join(reason.split(": ")[:3]) for reason in folded]
     examples = dict(zip(reversed(folded), reversed(reasons)))  # the first of each
@@ -205,7 +224,7 @@ def _counted(reasons: Sequence[str]) -> list[str]:
     for reason, count in most[:_MAX_REASONS]:
         lines.append(f"  {count} x {reason}")
         if examples[reason] != reason:
-            lines.append(f"      e.g. {' '.join(examples[reason].split())[:300]}")
+            lines.append(f"      e.g. {' '.join(examples[reason].split())[:500]}")
     others = sum(count for _, count in most[_MAX_REASONS:])
     return [*lines, *([f"  {others} for {counted(len(most) - _MAX_REASONS, 'other reason')}"] if others else [])]
 

@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from skyrl_train.errors import SkyrlTrainError
 from skyrl_train.registry import PartSpec
 from skyrl_train.rollout.plain_data import MAX_METRIC_NAME, number_in, numbers_only, plain, scalar
 from skyrl_train.rollout.tools.toolbox import Schema, is_content
 from skyrl_train.telemetry.json_text import is_text, shown
 from skyrl_train.types import ChatMessage, Failure, FailureKind
+from skyrl_train.user_code import error_text, own_line
 
 T = TypeVar("T")
 Answer = dict[str, Any]
@@ -65,17 +67,15 @@ class Broken(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """Describe an error as `ValueError: unknown city 'Oz'`, in one line of at most 500 characters."""
-    try:
-        text = " ".join(str(error)[:2000].split())
-    except Exception:  # an error whose text cannot be had is told by its type
-        text = ""
-    return _one_line(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    """Describe an error as `ValueError: unknown city 'Oz' at my_env.py:12 in Travel.step: raise ValueError(...)`, in one
+    line of at most 500 characters: the line is that of the user's own code, where the error is from there."""
+    where = "" if isinstance(error, SkyrlTrainError) else own_line(error)
+    return _one_line(f"{_one_line(error_text(error), 500 - len(where))}{where}")
 
 
-def _one_line(text: str) -> str:
+def _one_line(text: str, most: int = 500) -> str:
     line = text.encode("utf-8", "replace").decode()
-    return line if len(line) <= 500 else line[:497] + "..."
+    return line if len(line) <= most else line[: max(most - 3, 0)] + "..."
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,10 @@ a loop that was given up keeps a core busy, and one that holds the interpreter's
 from __future__ import annotations
 
 import asyncio
+import os
+import pdb
 import queue
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -17,8 +20,31 @@ from typing import Any, Generic, TypeVar
 
 from skyrl_train.rollout.env_boundary import MAX_WORKERS, Request, describe, late
 from skyrl_train.rollout.env_hosted import HostedEnvironment
+from skyrl_train.user_code import at_breakpoint
 
 T = TypeVar("T")
+
+
+_running = threading.local()
+"""`call`: what this thread runs."""
+_DEBUGGED_WITHIN_S = 86400.0
+_terminal = threading.RLock()
+"""Held by the call that is being debugged: the others that come to a `breakpoint()` wait until it has ended."""
+
+
+def _breakpoint(*arguments: Any, **named: Any) -> object:
+    """What `breakpoint()` does in the code of a call: pdb at the terminal, one call at a time."""
+    call: _Call[Any] | None = getattr(_running, "call", None)
+    if call is None or "PYTHONBREAKPOINT" in os.environ:
+        return sys.__breakpointhook__(*arguments, **named)
+    call.is_debugged = True
+    if not _terminal.acquire(timeout=_DEBUGGED_WITHIN_S):
+        raise TimeoutError(f"another call was debugged for {_DEBUGGED_WITHIN_S:g} s")
+    call.num_stops += 1
+    for leave in at_breakpoint:
+        leave()
+    pdb.Pdb().set_trace(sys._getframe(1))
+    return None
 
 
 class _Call(Generic[T]):
@@ -28,14 +54,22 @@ class _Call(Generic[T]):
         self.function = function
         self.loop = loop
         self.future: asyncio.Future[T] = loop.create_future()
+        self.is_debugged = False
+        """Whether it has come to a `breakpoint()`, and so has no deadline any more."""
+        self.num_stops = 0
+        """How often it has taken the terminal."""
 
     def run(self) -> None:
+        _running.call = self
         try:
             result = self.function()
         except BaseException as error:
             self._deliver(self._set_exception, error)
         else:
             self._deliver(self._set_result, result)
+        finally:
+            for _ in range(self.num_stops):
+                _terminal.release()
 
     def _deliver(self, setter: Callable[[Any], None], value: object) -> None:
         # The loop may be closed by the time an abandoned call returns: nobody waits for it then.
@@ -77,6 +111,8 @@ class ThreadEnvironments:
 
     def __init__(self, *, num_workers: int | None, timeout_s: float) -> None:
         """`num_workers` None: as many as there are trajectories, which have one call each at a time."""
+        if sys.breakpointhook is sys.__breakpointhook__:
+            sys.breakpointhook = _breakpoint
         self._slots = asyncio.Semaphore(num_workers or MAX_WORKERS)
         self._idle: list[_Worker] = []
         self.timeout_s = timeout_s
@@ -122,7 +158,7 @@ class ThreadEnvironments:
         return _Worker(name=f"environment-{self._num_started}")
 
     def _expire(self, call: _Call[Any]) -> None:
-        if not call.future.done():
+        if not call.future.done() and not call.is_debugged:
             call.future.set_exception(_DeadlineExceeded())
 
     def _abandon(self, worker: _Worker, if_late: Callable[[], object] | None) -> None:

@@ -7,6 +7,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +15,8 @@ from skyrl_train.config.parts import ENVIRONMENTS
 from skyrl_train.config.rewards import reward_entries
 from skyrl_train.errors import ConfigError, DataError, Violation
 from skyrl_train.interfaces import Environment
-from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec, unknown_name
+from skyrl_train.objects import ON_THREADS, has_object
+from skyrl_train.registry import PartSpec, argument_violations, import_attr, part_name, split_spec, unknown_name
 
 if TYPE_CHECKING:
     from skyrl_train.config.schema import EnvironmentConfig
@@ -134,6 +136,14 @@ def uses_processes(environment: EnvironmentConfig) -> bool:
         or not all(entry.in_trainer for entry in reward_entries(environment))
         or split_spec(environment.env_class)[0] not in ENVIRONMENTS
     )
+
+
+def reward_lines(environment: EnvironmentConfig) -> list[str]:
+    """Return what a run's first lines say of its rewards: where they run, which they are, and where to read their prints."""
+    lines = [f"isolation   {ON_THREADS}"] if has_object(asdict(environment)) else []
+    lines += [f"reward      {entry.name}, {part_name(entry.spec)}" for entry in reward_entries(environment)]
+    in_processes = uses_processes(environment)
+    return [*lines, *(["prints      of environments and rewards: environments.log"] if in_processes else [])]
 
 
 def environment_of(prompt: Prompt, environment: EnvironmentConfig) -> str:

@@ -98,6 +98,7 @@ class RolloutGenerator:
             mix: The data sets of prompts that name one, whose environment, rewards and sampling are their own.
         """
         self._vocabulary_size = vocabulary_size or len(tokenizer)
+        self._none_succeeded = True
         self.activity = Activity()
         """What engine and environments are at."""
         if isinstance(engine, TellsWhenBusy):
@@ -379,8 +380,10 @@ class RolloutGenerator:
         for next_done in asyncio.as_completed(tasks):
             trajectory = await next_done
             done.append(trajectory)
+            self._none_succeeded = self._none_succeeded and trajectory.failed
             if trajectory.failed:
-                check_failures(done, len(tasks), limit=self._environment.max_failed_fraction)
+                limit, none = self._environment.max_failed_fraction, self._none_succeeded
+                check_failures(done, len(tasks), limit=limit, none_succeeded=none)
             if self.on_progress is not None:
                 self.on_progress(len(done), len(tasks))
 

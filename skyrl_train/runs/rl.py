@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from skyrl_train.cli.auto_placement import place
@@ -13,13 +13,13 @@ from skyrl_train.config.image_rules import part_violations
 from skyrl_train.config.learners import run_models, scores_entropies
 from skyrl_train.config.mix import mixed_datasets
 from skyrl_train.config.platform import Devices, local_devices
-from skyrl_train.config.rewards import reward_entries, with_reward_components
+from skyrl_train.config.rewards import with_reward_components
 from skyrl_train.config.schema import Config, TrainerConfig
 from skyrl_train.config.validate import validate_config
 from skyrl_train.errors import ConfigError
 from skyrl_train.model.gguf import pinned
-from skyrl_train.objects import ON_THREADS, has_object
 from skyrl_train.registry import PartSpec, part_name
+from skyrl_train.rollout.environments import reward_lines
 from skyrl_train.runs.build import (
     build_evaluator,
     build_host,
@@ -264,8 +264,7 @@ def describe(config: Config) -> list[str]:
         config,
         *(f"{name:<11} {rest.strip()}" for name, _, rest in (line.partition(" ") for line in placement)),
         f"environment {environment}, " + ("1 turn" if is_single else f"up to {counted(generator.max_turns, 'turn')}"),
-        *([f"isolation   {ON_THREADS}"] if has_object(asdict(config.environment)) else []),
-        *(f"reward      {entry.name}, {part_name(entry.spec)}" for entry in reward_entries(config.environment)),
+        *reward_lines(config.environment),
         f"engine      {part_name(generator.backend)}, {counted(generator.sampling.max_generate_length, 'new token')} a turn",
         *([f"evaluation  samples with {generator.eval_differences}"] if generator.eval_differences else []),
         data=[f"{each.name} ({each.weight:g})" for each in mix] or config.data.train,

@@ -24,6 +24,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from skyrl_train.user_code import at_breakpoint
+
 _RECENT_STEPS = 20
 """Steps over which the time left is estimated: the last ones, since responses grow during training."""
 _SHOWN_AFTER_S = 1.0
@@ -46,6 +48,7 @@ class RunConsole:
         )
         self._step_lines = step_lines
         self._bars = step_lines and terminal and not self._console.is_dumb_terminal
+        at_breakpoint[:] = [self._leave_terminal]
         self._phase = ""
         self._lock = threading.Lock()
         """Of the bar, which a timer may begin."""
@@ -102,6 +105,11 @@ class RunConsole:
         """How far the running phase is; for generators, learners and evaluations. Does nothing off a terminal."""
         if self._bars and self._phase and total > 1:
             self._show_bar(done, total)
+
+    def _leave_terminal(self) -> None:
+        """Show no bars any more: a debugger has the terminal."""
+        self._bars = False
+        self.stop_bar()
 
     def stop_bar(self) -> None:
         """Takes the bar away and gives the terminal its cursor back."""

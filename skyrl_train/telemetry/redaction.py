@@ -45,6 +45,8 @@ _SHORTEST_LEARNED = 6
 """Characters of a secret that is looked for by itself; a shorter one is part of too much else."""
 
 _NAME = re.compile(r"--(?P<flag>[A-Za-z][\w-]*)\s(?!-)|(?P<name>[A-Za-z_][\w.-]*)(?P<sign>['\"]?\s?[=:]\s?)")
+_ERROR_CLASS = re.compile(r"[A-Z]\w*(?:Error|Exception|Warning)")
+"""`KeyError: 'answer'`: a text names errors by their class."""
 _VALUE = re.compile(r"\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|\$\{[^}]*\}|[^\s,;&'\"(){}\[\]]+")
 _PASSWORD_OF_URL = re.compile(r"://[^\s/:@]*:(?P<value>[^\s/@]+)@")
 _SHAPES = re.compile(
@@ -157,6 +159,7 @@ def _assigned(text: str) -> Iterator[tuple[int, int]]:
             or match.end() < end
             or not is_secret_name(last)
             or (len(words) == 1 and words[0] in _OPEN_WORDS)
+            or (":" in (match["sign"] or "") and _ERROR_CLASS.fullmatch(last))
         ):
             continue
         plain = found[0].strip("'\"")

@@ -28,6 +28,7 @@ from skyrl_train.trainers.evaluation_report import cut_evaluations_after
 from skyrl_train.trainers.fork import Fork, fork_from, is_fork_of
 from skyrl_train.trainers.rollout_sink import cut_rollouts_after
 from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, library_versions
+from skyrl_train.user_code import code_digests
 from skyrl_train.wording import counted
 
 
@@ -110,11 +111,11 @@ def find_start(
     changes = changes_since(state.config, run.settings, run.schema)
     if is_new_fork:
         fork = fork_from(checkpoint, state, run, changes, folder=folder, data=data, total_steps=total_steps)
-        lines = (*fork.notes, *_version_changes(state.versions))
+        lines = (*fork.notes, *_version_changes(state.versions, run.settings))
         return Start(checkpoint=checkpoint, state=fork.state, own=False, complete=False, notes=lines, fork=fork)
     layout_changes = check_same_run(changes, checkpoint)
     if state.data != data:
-        versions = "".join(f" ({line.partition(':')[0]})" for line in _version_changes(state.versions))
+        versions = "".join(f" ({line.partition(':')[0]})" for line in _version_changes(state.versions, {}))
         raise CheckpointError(
             f"the training prompts changed since {checkpoint}: {counted(state.data.num_prompts, 'prompt')} with fingerprint "
             f"{state.data.sha256[:12]} then, {data.num_prompts} with {data.sha256[:12]} now{versions}. "
@@ -123,7 +124,7 @@ def find_start(
     own = checkpoint.resolve().is_relative_to(folder.checkpoints.resolve())
     complete = own and _completed_steps(folder) >= max(total_steps, 1) and state.global_step >= total_steps
     notes = [f"resuming from {checkpoint}, after step {state.global_step} of {total_steps}"]
-    notes += layout_changes + _version_changes(state.versions)
+    notes += layout_changes + _version_changes(state.versions, run.settings)
     if complete:
         notes = [
             f"{folder.root}: this run is complete ({counted(state.global_step, 'step')}); nothing to do. "
@@ -231,9 +232,15 @@ def _completed_steps(folder: RunFolder) -> int:
         return 0
 
 
-def _version_changes(old: Mapping[str, str]) -> list[str]:
-    return [
+def _version_changes(old: Mapping[str, str], settings: Mapping[str, Any]) -> list[str]:
+    libraries = [
         f"{name} was {old[name]} and is {version}: results may differ in rounding"
         for name, version in library_versions().items()
         if old.get(name, version) != version
     ]
+    files = [
+        f"{file} was changed (SHA-256 {old[file][:12]} then, {digest[:12]} now): the run goes on with the code as it is"
+        for file, digest in code_digests(settings).items()
+        if old.get(file, digest) != digest
+    ]
+    return [*libraries, *files]

@@ -29,6 +29,7 @@ from skyrl_train.rollout.admission import Settled
 from skyrl_train.telemetry.files import finite_number, read_json, whole_number, write_json
 from skyrl_train.telemetry.json_text import shown
 from skyrl_train.types import Prompt
+from skyrl_train.user_code import code_digests
 
 DECLARED_METRICS = """
 total/{prompts,trajectories,failed_trajectories,examples,optimizer_steps} | count | Since the run's first step;
@@ -120,13 +121,15 @@ class TrainerState(LoopState):
     """Every setting by its dotted name, as JSON, secrets redacted."""
     data: DataFingerprint
     versions: Mapping[str, str]
+    """Of libraries, by name; SHA-256 sums of files with code of the user's own, by path."""
 
     @staticmethod
     def at(step: int, state: LoopState, *, config: Mapping[str, Any], data: DataFingerprint) -> TrainerState:
         """The record of a loop with `state` after `step` steps, run with the libraries that are installed."""
         carried = {each.name: getattr(state, each.name) for each in dataclasses.fields(LoopState)}
+        versions = {**library_versions(), **code_digests(config)}
         return TrainerState(
-            **carried, global_step=step, weight_version=step, config=config, data=data, versions=library_versions()
+            **carried, global_step=step, weight_version=step, config=config, data=data, versions=versions
         )
 
     def write(self, folder: Path) -> None:

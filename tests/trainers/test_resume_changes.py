@@ -24,6 +24,7 @@ from skyrl_train.trainers.changes import changes_since, flat_config, resume_sett
 from skyrl_train.trainers.checkpoints import CheckpointStore
 from skyrl_train.trainers.resume import Start, find_start
 from skyrl_train.trainers.state import DataFingerprint, Totals, TrainerState, library_versions
+from skyrl_train.user_code import absolute_target, code_digests
 
 DATA = DataFingerprint(num_prompts=96, sha256="ab" * 32)
 SHAPES_AND_TOKENS = {
@@ -59,7 +60,7 @@ class Saved:
             totals=Totals(),
             config=recorded,
             data=DATA,
-            versions=library_versions(),
+            versions={**library_versions(), **code_digests(recorded)},
         )
         folder = RunFolder(self.root)
         return CheckpointStore(folder.checkpoints, keep=2).write(2, state.write)
@@ -333,3 +334,20 @@ def test_other_prompts_are_refused_with_the_versions_that_may_have_made_them(
         CheckpointError, match=r"the training prompts changed.*\(reasoning-gym was 0.1.24 and is 0.1.25\)"
     ):
         saved.start(config, data=replace(DATA, sha256="b" * 64))
+
+
+def test_code_in_a_file_that_was_changed_is_told_and_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "my_code.py"
+    file.write_text("def score(completion):\n    return 1.0\n")
+    config = bases()[0]
+    assert isinstance(config, Config)
+    reward = absolute_target(f"{file}:score")
+    config = replace(config, environment=replace(config.environment, reward=reward))
+    of_run = Saved(tmp_path / "run", config)
+    assert [note for note in of_run.start(config).notes if "my_code" in note] == []
+    file.write_text("def score(completion):\n    return 2.0\n")
+    assert absolute_target(f"{file}:score") == reward, "the command line of the run that goes on is read"
+    (note,) = [note for note in of_run.start(config).notes if "my_code" in note]
+    assert note.startswith(f"{file} was changed (SHA-256 ")
+    assert note.endswith("now): the run goes on with the code as it is")
+    assert any(note.startswith(f"{file} was changed") for note in of_run.forked(config).notes)

@@ -15,6 +15,7 @@ import asyncio
 import functools
 import inspect
 import json
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from skyrl_train.config.parts import TOOLS
 from skyrl_train.data.images import is_image
 from skyrl_train.errors import ConfigError, Violation
 from skyrl_train.registry import PartSpec, argument_violations, import_attr, split_spec
+from skyrl_train.user_code import own_line
 
 Schema = Mapping[str, Any]
 """`{"type": "function", "function": {"name": ..., "description": ..., "parameters": {JSON schema}}}`."""
@@ -124,6 +126,8 @@ class Toolbox:
         except Exception as error:
             kind = "" if isinstance(error, ToolError) else f"{type(error).__name__}: "
             text = f"Error: {kind}{' '.join(str(error)[:_MAX_ERROR_CHARACTERS].split())}"
+            if kind:
+                _tell_once(f"tool {call['name']}: {type(error).__name__}{own_line(error)}")
             return {"content": self._bounded(text), "failed": True}
         if isinstance(content, str):
             return {"content": self._bounded(content), "failed": False}
@@ -147,6 +151,12 @@ class Toolbox:
         several = made if isinstance(made, (list, tuple)) else _tools_of(made)
         for each in (made,) if several is None else several:
             yield as_tool(each, target, setting)
+
+
+@functools.cache
+def _tell_once(fault: str) -> None:
+    """Print where a tool raised what its model alone is told of: to the terminal, or `environments.log` of processes."""
+    sys.stderr.write(f"{fault}\n")
 
 
 def _content(result: object) -> str | list[dict[str, Any]]:

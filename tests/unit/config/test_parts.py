@@ -208,7 +208,7 @@ class Silent:
         (POLICY_LOSSES, {"_target_": "gspo", "tau": 1}, ".tau", "is no argument of gspo, which takes none"),
         (POLICY_LOSSES, "test_parts:reads_what_there_is_not", "", "cannot read entropies; it can read advantages, "),
         (POLICY_LOSSES, "test_parts:LOSS", "", "must name a class or a function; got 'test_parts:LOSS' (dict)"),
-        (POLICY_LOSSES, "test_parts:no_such", "", "module 'test_parts' has no attribute 'no_such'"),
+        (POLICY_LOSSES, "test_parts:no_such", "", "There is no 'no_such' in test_parts. It has "),
         (POLICY_LOSSES, "no_such_module:loss", "", "No module named 'no_such_module'"),
         (POLICY_LOSSES, "reglar", "", "Did you mean 'regular'?"),
         (MICRO_BATCH_STRATEGIES, {"_target_": "test_parts:in_one_go", "part": 2}, ".part", "Did you mean 'parts'?"),

@@ -74,19 +74,25 @@ def test_a_step_gives_observations_reward_and_done() -> None:
 @pytest.mark.parametrize("method", ["construction", "init", "step", "get_metrics"])
 def test_an_exception_is_a_failure_that_says_what_was_raised(method: str) -> None:
     broken = broken_by(play(ThreadEnvironments(num_workers=2, timeout_s=5), raise_in=method))
-    assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "ValueError: unknown city 'Oz'")
+    assert (broken.kind, broken.message.partition(" at ")[0]) == (
+        FailureKind.ENVIRONMENT_ERROR,
+        "ValueError: unknown city 'Oz'",
+    )
 
 
 def test_an_environment_that_exits_the_interpreter_fails_its_trajectory_only() -> None:
     broken = broken_by(play(ThreadEnvironments(num_workers=2, timeout_s=5), raise_in="step", error=SystemExit(3)))
-    assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "SystemExit: 3")
+    assert (broken.kind, broken.message.partition(" at ")[0]) == (FailureKind.ENVIRONMENT_ERROR, "SystemExit: 3")
 
 
 def test_a_timeout_error_of_the_environments_own_is_an_error_not_a_timeout() -> None:
     broken = broken_by(
         play(ThreadEnvironments(num_workers=2, timeout_s=5), raise_in="step", error=TimeoutError("database"))
     )
-    assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "TimeoutError: database")
+    assert (broken.kind, broken.message.partition(" at ")[0]) == (
+        FailureKind.ENVIRONMENT_ERROR,
+        "TimeoutError: database",
+    )
 
 
 @pytest.mark.parametrize("method", ["construction", "init", "step", "get_metrics"])
@@ -94,12 +100,12 @@ def test_a_stop_iteration_is_an_error_not_a_timeout(method: str) -> None:
     broken = broken_by(
         play(ThreadEnvironments(num_workers=2, timeout_s=5), raise_in=method, error=StopIteration("end"))
     )
-    assert (broken.kind, broken.message) == (FailureKind.ENVIRONMENT_ERROR, "StopIteration: end")
+    assert (broken.kind, broken.message.partition(" at ")[0]) == (FailureKind.ENVIRONMENT_ERROR, "StopIteration: end")
 
 
 def test_an_error_without_a_text_is_told_by_its_type() -> None:
     broken = broken_by(play(ThreadEnvironments(num_workers=2, timeout_s=5), raise_in="step", error=Unspeakable()))
-    assert broken.message == "Unspeakable"
+    assert broken.message.partition(" at ")[0] == "Unspeakable"
 
 
 class Unspeakable(Exception):

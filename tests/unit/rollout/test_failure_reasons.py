@@ -63,3 +63,20 @@ def test_the_engine_is_named_where_it_is_what_fails() -> None:
     with pytest.raises(EngineError, match=rf"The first is trajectory {failed[0].prompt_uid}/0, turn 0\. Fix the cause"):
         check_failures(failed, 2, limit=0.5)
     check_failures(failed, 4, limit=0.5)
+
+
+def test_failures_that_are_all_alike_end_a_run_of_which_nothing_succeeded_yet() -> None:
+    message = "score: KeyError: 'answr' at my_code.py:7 in score: return row['answr']"
+    failed = [failed_trajectory(kind=FailureKind.REWARD_ERROR, message=message)] * 8
+    with pytest.raises(
+        SkyrlTrainError, match=r"each of the first 8 trajectories failed alike \(256 were to be made\)"
+    ) as error:
+        check_failures(failed, 256, limit=0.5, none_succeeded=True)
+    assert f"e.g. reward_error: {message}" in str(error.value)
+    check_failures(failed[:7], 256, limit=0.5, none_succeeded=True)
+    check_failures(failed, 256, limit=0.5, none_succeeded=False)
+    check_failures(failed, 256, limit=1.0, none_succeeded=True)
+    other = failed_trajectory(kind=FailureKind.REWARD_ERROR, message="score: ValueError: 4")
+    check_failures([*failed, other], 256, limit=0.5, none_succeeded=True)
+    late = failed_trajectory(kind=FailureKind.REWARD_TIMEOUT, message="score: did not answer within 2 s")
+    check_failures([late] * 20, 256, limit=0.5, none_succeeded=True)

@@ -49,6 +49,15 @@ def test_names_that_only_look_like_it(name):
     assert not is_secret_name(name)
 
 
+def test_what_an_error_of_python_quotes_is_no_secret_of_its_class(monkeypatch):
+    line = "score: KeyError: 'answr' at my_code.py:7 in score: return float(row[\"answr\"])"
+    assert redact_text(line) == line
+    assert redact_text("TokenError: 'not-a-key-1'") == "TokenError: 'not-a-key-1'"
+    assert redact_text("key_error='hunter22' api_key: 'hunter22'") == "key_error=<redacted> api_key: <redacted>"
+    assert redact_text("KeyError: 'hf_abcdefghijklmnopqrstuv'") == "KeyError: '<redacted>'"
+    assert redact_text("KeyError=hunter22") == "KeyError=<redacted>"
+
+
 def test_no_setting_of_ours_is_taken_for_a_secret():
     assert [field.path for field in walk(Config) if is_secret_name(field.path.rpartition(".")[2])] == []
 
